@@ -1,0 +1,25 @@
+"""Exceptions of evermoe, by what the caller can do about them."""
+
+
+class EvermoeError(Exception):
+    """Base of everything that evermoe raises on its own account."""
+
+
+class CorruptCopy(EvermoeError):
+    """Bytes of a copy do not match their digest, or a file is not what it claims to be."""
+
+
+class PeerLost(EvermoeError):
+    """A member of the group died, hung past the limit or closed its socket; the session recovers from it."""
+
+
+class LostExperts(EvermoeError):
+    """No copy of some units is left in any memory and no checkpoint holds them. `units` names them."""
+
+    def __init__(self, message: str, units: list[str]) -> None:
+        super().__init__(message)
+        self.units = units
+
+
+class JoinTimeout(EvermoeError):
+    """Too few members came, or the Lighthouse did not answer, within the time limit."""

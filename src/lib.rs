@@ -1,0 +1,32 @@
+//! evermoe: train Mixture-of-Experts models on machines that fail.
+//!
+//! ```text
+//! training:  tokens ─ dispatch ─ experts ─ combine ─ loss ─ backward ─ reduce ─ vote ─ update ─ copy ─┐
+//! failure:   agree on the members ─ survey what survives ─ plan ─ fetch ─ verify ─ resume  ◄───────────┘
+//! ```
+//!
+//! | module | what |
+//! |---|---|
+//! | [`error`] | the one public error type, by what the caller can do |
+//! | [`dispatch`] | pure: counts and replicas → who sends which tokens where |
+//! | [`placement`] | pure: load → replicas → which rank holds which expert; who keeps whose copies |
+//! | [`recovery`] | pure: what survives → target version and transfers |
+//! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process |
+//! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
+//! | `cuda` | the kernels of `kernels/` through the driver API, loaded at run time |
+//! | [`torch`] | the stable C ABI of libtorch and the ops registered through it |
+//! | `python` | the extension module: convert, release the GIL, call; no decisions |
+//!
+//! Imports point one way: `error ← planners and cpu ← snapshot, cuda, torch ← python`.
+
+pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod dispatch;
+pub mod error;
+pub mod placement;
+#[cfg(feature = "python")]
+mod python;
+pub mod recovery;
+pub mod snapshot;
+pub mod torch;

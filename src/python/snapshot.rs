@@ -1,0 +1,7 @@
+//! Python face of snapshot.
+
+use pyo3::prelude::*;
+
+pub(super) fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+    Ok(())
+}
