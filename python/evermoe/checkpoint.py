@@ -1,0 +1,146 @@
+"""Checkpoints on disk: safetensors files and a manifest, committed by one atomic rename.
+
+    DIRECTORY/step-00000120/manifest.json         version, progress, digest of every unit
+    DIRECTORY/step-00000120/units-0.safetensors   tensors named "<unit>/<piece>"
+
+A checkpoint is written as `step-….writing` and renamed when every file is on disk, so that one which exists is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from evermoe._native import digest
+from evermoe.elastic import Group
+from evermoe.errors import CorruptCopy
+from evermoe.units import TrainingState
+
+FORMAT = 1
+KEPT = 2
+"""How many of the newest checkpoints stay on disk."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds: its version and, per unit, its file and xxh3-64 digest."""
+
+    path: Path
+    version: int
+    units: dict[str, tuple[str, int]]
+
+
+def find(directory: Path) -> dict[int, Path]:
+    """Whole checkpoints by version. Unreadable or foreign folders are passed over."""
+    found = {}
+    for path in sorted(directory.glob("step-*/manifest.json")):
+        if path.parent.suffix == ".writing":
+            continue
+        try:
+            found[read_manifest(path.parent).version] = path.parent
+        except CorruptCopy:
+            continue
+    return found
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in folder `path`.
+
+    Raises:
+        CorruptCopy: it is missing, unreadable or of another format.
+    """
+    try:
+        content = json.loads((path / "manifest.json").read_text())
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']}, expected {FORMAT}")
+        units = {name: (file, int(value, 16)) for name, (file, value) in content["units"].items()}
+        return Manifest(path, int(content["version"]), units)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCopy(f"{path / 'manifest.json'} is no manifest of a checkpoint: {error}") from None
+
+
+def write(
+    directory: Path, state: TrainingState, mine: Sequence[str], version: int, step: int, group: Group
+) -> Path:
+    """Writes the units `mine` of this rank, and as rank 0 the manifest; collective. Returns the checkpoint's folder.
+
+    Over all ranks every unit must be in exactly one `mine`. The folder appears only when all files are on disk.
+    """
+    final = directory / f"step-{step:08d}"
+    draft = final.with_suffix(".writing")
+    draft.mkdir(parents=True, exist_ok=True)
+    file = f"units-{group.rank}.safetensors"
+    tensors, digests = {}, {}
+    for name in mine:
+        unit = state.by_name[name]
+        data = torch.empty(unit.nbytes, dtype=torch.uint8)
+        state.read(name, data)
+        digests[name] = (file, f"{digest(data.numpy()):016x}")
+        tensors |= {f"{name}/{piece}": tensor.contiguous() for piece, tensor in unit.tensors(data).items()}
+    save_file(tensors, draft / file)
+    _flush(draft / file)
+    everyone = group.all_gather_bytes(json.dumps(digests).encode())
+    if group.rank == 0:
+        units = {name: entry for part in everyone for name, entry in json.loads(part).items()}
+        manifest = {"format": FORMAT, "version": version, "step": step, "units": units}
+        (draft / "manifest.json").write_text(json.dumps(manifest))
+        _flush(draft / "manifest.json")
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(draft, final)
+        _flush(directory)
+        _prune(directory)
+    return final
+
+
+def read(manifest: Manifest, state: TrainingState, names: Sequence[str]) -> dict[str, Tensor]:
+    """Reads units, uint8 `[nbytes]` each, and checks their digests.
+
+    Raises:
+        CorruptCopy: a unit is missing, has another layout than the model, or does not match its digest.
+    """
+    units: dict[str, Tensor] = {}
+    by_file: dict[str, list[str]] = {}
+    for name in names:
+        if name not in manifest.units:
+            raise CorruptCopy(f"{manifest.path} has no unit {name}: it was written for another model")
+        by_file.setdefault(manifest.units[name][0], []).append(name)
+    for file, members in by_file.items():
+        try:
+            with safe_open(manifest.path / file, framework="pt") as source:
+                for name in members:
+                    pieces = [source.get_tensor(f"{name}/{piece.name}") for piece in state.by_name[name].pieces]
+                    units[name] = torch.cat([p.contiguous().reshape(-1).view(torch.uint8) for p in pieces])
+        except (SafetensorError, OSError) as error:
+            raise CorruptCopy(f"{manifest.path / file} cannot be read for this model: {error}") from None
+    for name, data in units.items():
+        expected = state.by_name[name].nbytes
+        if len(data) != expected or digest(data.numpy()) != manifest.units[name][1]:
+            raise CorruptCopy(
+                f"{name} in {manifest.path}: expected {expected} bytes with digest {manifest.units[name][1]:016x}, "
+                f"got {len(data)} bytes with digest {digest(data.numpy()):016x}"
+            )
+    return units
+
+
+def _prune(directory: Path) -> None:
+    whole = sorted(path for path in directory.glob("step-*") if path.suffix != ".writing")
+    for path in whole[:-KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

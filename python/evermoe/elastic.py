@@ -1,0 +1,318 @@
+"""Who is alive, agreed by all, and the collectives among them. The only module that knows torchft.
+
+torchft's Lighthouse decides who is alive: every member beats from a native thread and asks for a quorum; the answer
+is the same for all. `Membership.agree` turns a quorum into a rebuilt `Group`. Rules that the code below keeps:
+
+* a member that sees an error closes its own sockets *before* it waits for anybody, or its peers stall on it;
+* no `Work` and no exception of a collective outlives the call, because both keep sockets open;
+* one TCPStore client per store host, a new prefix for each group (each new client costs a reverse DNS look-up).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from evermoe.errors import JoinTimeout, PeerLost
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.1
+"""How often a member tells the Lighthouse that it lives."""
+
+
+class Group:
+    """The members now and the collectives among them; `rank` and `size` change when the membership does.
+
+    A fresh `Group()` has one member and needs no network. Every failure of a peer is raised as `PeerLost`, after
+    this member's own sockets are closed; from then on every call raises `PeerLost` until the group is rebuilt.
+    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
+    """
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+        self._groups: dict[str, Any] = {}
+        self.broken: str | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of `tensor` over all members, in place; the same bits on every member."""
+        return self._call("all_reduce", tensor, lambda pg: pg.allreduce([tensor], c10d.AllreduceOptions()))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[size, *tensor.shape]`: what each member brought, by rank. Shapes must agree."""
+        if self.size == 1 and self.broken is None:
+            return tensor[None].clone()
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._call(
+            "all_gather", tensor, lambda pg: pg.allgather([gathered], [tensor], c10d.AllgatherOptions())
+        )
+        return torch.stack(gathered)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """What each member brought, by rank; lengths may differ."""
+        lengths = self.all_gather(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        rows = self.all_gather(mine)
+        return [rows[i, :length].numpy().tobytes() for i, length in enumerate(lengths)]
+
+    def all_to_all(
+        self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]
+    ) -> torch.Tensor:
+        """Uneven exchange along dim 0: the first `send_counts[0]` rows go to rank 0, and so on.
+
+        `rows` is `[sum(send_counts), ...]`, contiguous; the result `[sum(receive_counts), ...]`, by source rank.
+        """
+        if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != len(rows):
+            raise ValueError(
+                f"all_to_all among {self.size} members: expected {self.size} counts each way and send counts that "
+                f"sum to the {len(rows)} rows, got send_counts={send_counts}, receive_counts={receive_counts}"
+            )
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        if self.size == 1 and self.broken is None:
+            return received.copy_(rows)
+        rows = rows.contiguous()
+        options = c10d.AllToAllOptions()
+        self._call(
+            "all_to_all",
+            rows,
+            lambda pg: pg.alltoall_base(received, rows, receive_counts, send_counts, options),
+        )
+        return received
+
+    def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
+        """Point-to-point: sends each tensor to its rank while receiving each tensor, in place, from its rank.
+
+        Between two members, messages pair up in the order in which each side lists them. CPU tensors only.
+        """
+        if not sends and not receives:
+            return
+
+        def start(pg: Any) -> list[Any]:
+            works = [pg.recv([tensor], source, 0) for tensor, source in receives]
+            return works + [pg.send([tensor], destination, 0) for tensor, destination in sends]
+
+        self._call("exchange", (sends or receives)[0][0], start)
+
+    def _call(self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> torch.Tensor:
+        if self.broken is None and self.size == 1:
+            return tensor
+        failure = self.broken
+        if failure is None:
+            failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
+        if failure is not None:  # outside any `except`: the collective's exception must not live on as a context
+            self.drop(failure)
+            raise PeerLost(f"{name} among {self.size} members failed: {failure}")
+        return tensor
+
+    def _wait(self, start: Callable[[Any], Any], device: str) -> str | None:
+        try:
+            works = start(self._groups[device])
+            for work in works if isinstance(works, list) else [works]:
+                work.wait()
+        except RuntimeError as error:
+            return str(error).split("\n", 1)[0]
+        return None
+
+    def drop(self, reason: str) -> None:
+        """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
+        self.broken = self.broken or reason
+        for group in self._groups.values():
+            group.abort(errored=False)
+
+    def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+        """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
+        from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+        self.drop("the group is being rebuilt")
+        if not self._groups:
+            self._groups["cpu"] = ProcessGroupGloo(timeout=timeout)
+            if device.type == "cuda":
+                self._groups["cuda"] = ProcessGroupNCCL(timeout=timeout)
+        self.rank, self.size = rank, size
+        if size > 1:
+            for name, group in self._groups.items():
+                group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
+        self.broken = None
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process of the job, as the others see it."""
+
+    id: str
+    node: str
+    """The machine whose memory dies with it; several members may share one."""
+    version: int
+    """The version of its active state when it asked for the quorum."""
+
+
+@dataclass
+class _Agreement:
+    epoch: str | None = None
+    """Names the group that this member is connected in; None when it is connected in none."""
+    ids: list[str] = field(default_factory=list)
+
+
+class Membership:
+    """Agrees with the living on who takes part, and rebuilds `group` when that changed."""
+
+    def __init__(
+        self, *, lighthouse: str, node: str, device: torch.device, hang_limit: float, agree_limit: float
+    ) -> None:
+        self.id = f"{node}-{uuid.uuid4().hex[:8]}"
+        self.node = node
+        self.group = Group()
+        self.generation = 0
+        self.members: list[Member] = []
+        self._lighthouse = lighthouse
+        self._device = device
+        self._hang_limit = timedelta(seconds=hang_limit)
+        self._agree_limit = agree_limit
+        self._agreement = _Agreement()
+        self._client: Any = None
+        self._heart: Any = None
+        self._stores: dict[str, Any] = {}
+        self._own_store = dist.TCPStore(
+            _hostname(), 0, is_master=True, wait_for_workers=False, timeout=self._hang_limit
+        )
+        self._stores[self._store_address] = self._own_store
+
+    @property
+    def _store_address(self) -> str:
+        return f"{self._own_store.host}:{self._own_store.port}"
+
+    def agree(
+        self, *, version: int, expected: int = 1, on_quorum: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Collective over the living. True when the membership changed: `group` and `members` are then new.
+
+        `expected`: a job in which nobody has been in a group yet waits for that many members. `on_quorum` is called
+        between the agreement and the rebuilding of the group. Members are ordered by id; `rank` is the position.
+
+        Raises:
+            JoinTimeout: too few members, or no Lighthouse, within `agree_limit` seconds.
+        """
+        deadline = time.monotonic() + self._agree_limit
+        if self.group.broken is not None:
+            self._agreement = _Agreement()
+        problem = "no answer"
+        while time.monotonic() < deadline:
+            try:
+                asked = self._quorum(version, deadline)
+                if asked is None:
+                    continue
+                if len(asked) < expected and not any(m.data["established"] for m in asked):
+                    problem = f"{len(asked)} of {expected} members have come"
+                    time.sleep(0.05)
+                    continue
+                on_quorum()
+                return self._adopt(asked)
+            except (RuntimeError, TimeoutError, ConnectionError) as error:
+                problem = str(error).split("\n", 1)[0]
+                logger.info("agreement failed, trying again: %s", problem)
+                self._client = None
+                self._agreement = _Agreement()
+                self.group.drop(problem)
+                time.sleep(0.1)
+        raise JoinTimeout(
+            f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}. "
+            "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
+        )
+
+    def _quorum(self, version: int, deadline: float) -> list[Any] | None:
+        from torchft.coordination import LighthouseClient, ManagerServer
+
+        limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), 30.0)))
+        if self._client is None:
+            self._client = LighthouseClient(self._lighthouse, limit)
+        if self._heart is None:
+            self._heart = ManagerServer(
+                self.id,
+                self._lighthouse,
+                socket.gethostname(),
+                "0.0.0.0:0",
+                "",
+                1,
+                timedelta(seconds=HEARTBEAT_SECONDS),
+                limit,
+                0,
+            )
+        data = {
+            "epoch": self._agreement.epoch,
+            "established": bool(self.members),
+            "generation": self.generation,
+            "node": self.node,
+            "store": self._store_address,
+            "version": str(version),
+        }
+        quorum = self._client.quorum(self.id, limit, world_size=1, data=data)
+        return sorted(quorum.participants, key=lambda member: member.replica_id)
+
+    def _adopt(self, asked: list[Any]) -> bool:
+        ids = [member.replica_id for member in asked]
+        epochs = {member.data["epoch"] for member in asked}
+        if ids == self._agreement.ids and epochs == {self._agreement.epoch} and None not in epochs:
+            return False
+        self.generation = 1 + max(int(member.data["generation"]) for member in asked)
+        epoch = hashlib.sha256(repr((ids, self.generation)).encode()).hexdigest()[:16]
+        store = dist.PrefixStore(epoch, self._store(asked[0].data["store"]))
+        self.group.rebuild(store, ids.index(self.id), len(ids), self._device, self._hang_limit)
+        self.members = [Member(m.replica_id, m.data["node"], int(m.data["version"])) for m in asked]
+        self._agreement = _Agreement(epoch, ids)
+        return True
+
+    def _store(self, address: str) -> Any:
+        if address not in self._stores:
+            host, port = address.rsplit(":", 1)
+            self._stores[address] = dist.TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=self._hang_limit
+            )
+        return self._stores[address]
+
+    def close(self) -> None:
+        """Leaves the job: closes sockets and stops the heartbeat."""
+        self.group.drop("this member has left")
+        if self._heart is not None:
+            self._heart.shutdown()
+            self._heart = None
+
+
+def _hostname() -> str:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name
+
+
+def start_lighthouse(*, heartbeat_limit: float, join_limit: float, bind: str = "0.0.0.0:0") -> Any:
+    """Starts torchft's Lighthouse inside this process; `.address()` is what members need, `.shutdown()` ends it.
+
+    Args:
+        heartbeat_limit: seconds without a heartbeat after which a member counts as dead.
+        join_limit: seconds that a quorum waits for a member that beats but does not ask (busy, or hung).
+        bind: `host:port` to listen on; port 0 picks a free one.
+    """
+    from torchft.coordination import LighthouseServer
+
+    return LighthouseServer(
+        bind=bind,
+        min_replicas=1,
+        join_timeout_ms=round(join_limit * 1000),
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=round(heartbeat_limit * 1000),
+    )

@@ -1,0 +1,198 @@
+"""The MoE layer: router, dispatch to expert replicas on any rank, experts as stacked weights, weighted combine.
+
+Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts, e local experts, N rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evermoe import ops
+from evermoe.elastic import Group
+from evermoe.parallel import all_to_all
+from evermoe.planning import split_tokens
+
+ROW_ALIGNMENT = 16
+"""An expert's flat weights are padded to this many elements, so that optimizers treat all replicas alike (SIMD)."""
+
+Activation = Callable[[Tensor], Tensor]
+
+
+class MoE(nn.Module):
+    """A layer of E feed-forward experts, of which each token uses the K that the router likes best.
+
+    By itself it holds all experts. In an `evermoe.Session` each rank holds some, an expert may have replicas on
+    several ranks, and tokens travel to them and back: no padding, no capacity limit, no token dropped (Lazarus,
+    Algorithm 1). The result does not depend on where the experts are, but for floating-point rounding.
+
+    Args:
+        hidden: H, width of a token.
+        intermediate: inner width of an expert.
+        num_experts: E.
+        top_k: K, experts per token. With K > 1 the K weights are normalised to sum to one.
+        gated: experts are `down(activation(gate(x)) * up(x))` instead of `down(activation(up(x)))`.
+        activation: elementwise, differentiable.
+        router_noise: standard deviation of Gaussian noise on the router's logits, in training only.
+
+    Attributes:
+        weights: `[e, row]`, one row per local expert: its matrices, flattened one after the other, then padding.
+        experts: ids of the local experts, ascending; row i of `weights` belongs to `experts[i]`.
+        balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
+            (token, k) slots routed to e and P_e this rank's mean router probability.
+        tokens_E: after a forward, numpy int64 `[E]`: tokens routed to each expert on all ranks together.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        gated: bool = False,
+        activation: Activation = F.silu,
+        router_noise: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if min(hidden, intermediate, num_experts) < 1 or not 1 <= top_k <= num_experts:
+            raise ValueError(
+                f"MoE: expected positive sizes and 1 <= top_k <= num_experts, got hidden={hidden}, "
+                f"intermediate={intermediate}, num_experts={num_experts}, top_k={top_k}"
+            )
+        if router_noise < 0:
+            raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
+        self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
+        self.activation, self.router_noise = activation, router_noise
+        up, down = (intermediate, hidden), (hidden, intermediate)
+        self.matrices: list[tuple[int, int]] = [up, up, down] if gated else [up, down]
+        used = sum(rows * columns for rows, columns in self.matrices)
+        self.row_padding = -used % ROW_ALIGNMENT
+        self.router = nn.Linear(hidden, num_experts, bias=False, device=device, dtype=dtype)
+        self.weights = nn.Parameter(
+            torch.empty(num_experts, used + self.row_padding, device=device, dtype=dtype)
+        )
+        self.experts = list(range(num_experts))
+        self.group = Group()
+        self.matrix_RE = np.ones((1, num_experts), np.int64)
+        self.balance_loss: Tensor = torch.zeros((), device=device)
+        self.tokens_E = np.zeros(num_experts, np.int64)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the experts as `nn.Linear` draws its weights: uniform within 1/sqrt(fan in)."""
+        with torch.no_grad():
+            start = 0
+            for rows, columns in self.matrices:
+                bound = 1 / math.sqrt(columns)
+                self.weights[:, start : start + rows * columns].uniform_(-bound, bound)
+                start += rows * columns
+            self.weights[:, start:] = 0
+
+    def extra_repr(self) -> str:
+        """What `print(layer)` shows."""
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, matrices={self.matrices}, local={self.experts}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`: [..., H]; the result has the same shape and dtype. Collective when the layer spans several ranks."""
+        x_TH = x.reshape(-1, self.hidden)
+        ids_TK, weights_TK, mean_probability_E = self._route(x_TH)
+        tokens_ER = self._gather_load(ops.expert_histogram(ids_TK, self.num_experts))
+        self.balance_loss = self._balance_loss(mean_probability_E)
+        send_ER, receive_RE = split_tokens(tokens_ER, self.matrix_RE, self.group.rank)
+        row_ids, positions_TK = ops.dispatch_plan(ids_TK, torch.from_numpy(send_ER).to(ids_TK.device))
+        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
+        arrived_NH = all_to_all(rows_NH, send_ER.sum(0), receive_RE.sum(1), self.group)
+        outputs_NH = self._run_experts(arrived_NH, receive_RE[:, self.experts])
+        returned_NH = all_to_all(outputs_NH, receive_RE.sum(1), send_ER.sum(0), self.group)
+        return ops.unpermute(returned_NH, positions_TK, weights_TK).reshape(x.shape)
+
+    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = self.router(x_TH).float()
+        probabilities_TE = logits_TE.softmax(-1)
+        if self.training and self.router_noise > 0:
+            logits_TE = logits_TE + torch.randn_like(logits_TE) * self.router_noise
+            probabilities_TE = logits_TE.softmax(-1)
+        weights_TK, ids_TK = probabilities_TE.topk(self.top_k, dim=-1)
+        if self.top_k > 1:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        return ids_TK, weights_TK, probabilities_TE.sum(0) / max(len(x_TH), 1)
+
+    def _gather_load(self, counts_E: Tensor) -> np.ndarray:
+        """int64 [E, R]: tokens of each expert on each rank, gathered on the host; the step's only extra exchange."""
+        tokens_RE = self.group.all_gather(counts_E.cpu())
+        self.tokens_E = tokens_RE.sum(0).numpy()
+        return np.ascontiguousarray(tokens_RE.numpy().T)
+
+    def _balance_loss(self, mean_probability_E: Tensor) -> Tensor:
+        share_E = torch.from_numpy(self.tokens_E / max(self.tokens_E.sum(), 1))
+        return self.num_experts * (share_E.to(mean_probability_E) * mean_probability_E).sum()
+
+    def _run_experts(self, rows_NH: Tensor, counts_Re: np.ndarray) -> Tensor:
+        """Rows ordered by (source rank, expert) → the experts' outputs in the same order."""
+        if len(self.experts) == 0:  # stays in the graph, so that this rank takes part in the backward exchange
+            return rows_NH + self.weights.sum().to(rows_NH.dtype)
+        regrouped = group_by_expert(counts_Re)
+        if regrouped is not None:
+            to_expert, to_source = (torch.from_numpy(order).to(rows_NH.device) for order in regrouped)
+            rows_NH = ops.permute(rows_NH, to_expert, to_source[:, None])
+        blocks = rows_NH.split(counts_Re.sum(0).tolist())
+        outputs = [self._expert(row, block) for row, block in zip(self.weights.unbind(0), blocks, strict=True)]
+        outputs_NH = torch.cat(outputs)
+        return outputs_NH if regrouped is None else ops.permute(outputs_NH, to_source, to_expert[:, None])
+
+    def _expert(self, row: Tensor, x_NH: Tensor) -> Tensor:
+        sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
+        parts = row.split(sizes)
+        matrices = [part.view(shape) for part, shape in zip(parts, self.matrices, strict=False)]
+        x_NH = x_NH.to(row.dtype)
+        if len(matrices) == 2:
+            return F.linear(self.activation(F.linear(x_NH, matrices[0])), matrices[1])
+        return F.linear(
+            self.activation(F.linear(x_NH, matrices[0])) * F.linear(x_NH, matrices[1]), matrices[2]
+        )
+
+
+def group_by_expert(counts_Re: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Index maps between rows ordered by (source, expert) and by (expert, source).
+
+    `counts_Re[r, e]` rows came from source r for local expert e. Returns int64 `(to_expert, to_source)`: row i of the
+    regrouped rows is row `to_expert[i]` of the arrived ones, and the reverse; None when both orders are the same.
+
+    Example: counts = [[1, 2], [3, 0]] → arrived rows 0 | 1 2 || 3 4 5 |; by expert: 0 3 4 5 | 1 2.
+        to_expert = [0, 3, 4, 5, 1, 2], to_source = [0, 4, 5, 1, 2, 3].
+    """
+    if min(counts_Re.shape) <= 1:
+        return None
+    sources, experts = counts_Re.shape
+    expert_of_row = np.repeat(np.tile(np.arange(experts), sources), counts_Re.reshape(-1))
+    to_expert = np.argsort(expert_of_row, kind="stable")
+    to_source = np.empty_like(to_expert)
+    to_source[to_expert] = np.arange(len(to_expert))
+    return to_expert, to_source
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoE]:
+    """The MoE layers of a model by their module path, in module order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def load_balancing_loss(model: nn.Module) -> Tensor:
+    """Mean of the MoE layers' `balance_loss` of the last forward; at perfect balance it is 1. Scalar.
+
+    Raises:
+        ValueError: the model has no MoE layer.
+    """
+    losses: Sequence[Tensor] = [layer.balance_loss for layer in moe_layers(model).values()]
+    if not losses:
+        raise ValueError(
+            "load_balancing_loss: expected a model with evermoe.MoE layers, got one without any"
+        )
+    return torch.stack([loss.float() for loss in losses]).mean()

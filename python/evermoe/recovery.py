@@ -1,0 +1,324 @@
+"""What survives, what is missing, and getting it: survey → plan → fetch → verify → adopt.
+
+Every member runs the same steps; the plan is computed by all from the same gathered inventories. Nothing that is held
+is given up before everything that is needed has arrived and matches its digest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evermoe import checkpoint, planning
+from evermoe._native import digest
+from evermoe.copies import CopyStore, StoredCopy
+from evermoe.elastic import Group
+from evermoe.errors import CorruptCopy, LostExperts
+from evermoe.units import TrainingState, expert_unit
+
+ROUND_BYTES = 256 << 20
+"""Fetches are exchanged in rounds of at most about this many bytes in the whole group."""
+
+ACTIVE, SNAPSHOT = "active", "snapshot"
+Holding = tuple[str, int, int, str]
+"""(unit, version, digest, kind)."""
+Placement = dict[str, np.ndarray]
+"""Module path of each MoE layer → int64 [R, E], replicas of each expert on each rank."""
+
+
+@dataclass
+class Inventory:
+    """What one member brings to a recovery."""
+
+    version: int
+    holdings: list[Holding]
+    experts: dict[str, list[int]]
+    load: list[list[float]]
+    checkpoints: list[int]
+
+    def to_bytes(self) -> bytes:
+        """JSON."""
+        return json.dumps(self.__dict__).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Inventory:
+        """The inverse of `to_bytes`."""
+        fields = json.loads(data)
+        fields["holdings"] = [tuple(holding) for holding in fields["holdings"]]
+        return Inventory(**fields)
+
+
+@dataclass
+class Outcome:
+    """What a recovery did, on this member."""
+
+    version: int = 0
+    """Of the state that all members now hold."""
+    placement: Placement = field(default_factory=dict)
+    fetched_bytes: int = 0
+    """Received from peers, read from this node's memory or from disk."""
+    fetched_units: int = 0
+    sources: Counter[str] = field(default_factory=Counter)
+    """Units by where they came from: `peer`, `own memory`, `disk`."""
+    digests_checked: int = 0
+    """Digests of units compared with another copy's or with the bytes that arrived."""
+    digests_mismatched: int = 0
+    lost_units: list[str] = field(default_factory=list)
+    """Units of which no copy was left in memory, when the job went back to a checkpoint."""
+
+
+class Recovery:
+    """One attempt to bring all members to one version under a new placement.
+
+    Args:
+        state: this member's units.
+        store: this node's copies.
+        group: the members, agreed and connected.
+        version: of the state that this member holds actively.
+        slots: expert slots per rank and layer, or None for the fewest that give every expert a replica, plus one.
+        min_replicas: active replicas of each expert where slots allow.
+        checkpoints: folder of the checkpoints on disk, or None.
+        phase: is told the name of each phase as it begins: `rebuild`, `fetch`, `verify`.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        store: CopyStore,
+        group: Group,
+        *,
+        version: int,
+        slots: int | None,
+        min_replicas: int,
+        checkpoints: Path | None,
+        phase: Callable[[str], None],
+    ) -> None:
+        self.state, self.store, self.group, self.version = state, store, group, version
+        self.slots, self.min_replicas, self.checkpoints, self.phase = slots, min_replicas, checkpoints, phase
+        self.outcome = Outcome()
+        self._stored: dict[tuple[str, int, int], StoredCopy] = {}
+        self._packed: dict[str, Tensor] = {}
+        self._refused: set[tuple[int, Holding]] = set()
+
+    def run(self) -> Outcome:
+        """Collective.
+
+        Raises:
+            PeerLost: another member was lost meanwhile; nothing has changed here.
+            LostExperts: some units survive nowhere.
+        """
+        inventories = [Inventory.from_bytes(b) for b in self.group.all_gather_bytes(self._survey().to_bytes())]
+        while True:
+            holdings = self._usable(inventories)
+            target = planning.recovery_plan(self._sizes(), holdings, [[] for _ in holdings])
+            on_disk = self._newest_checkpoint(inventories)
+            if on_disk is not None and on_disk > (target.version if target.version is not None else -1):
+                self.outcome.lost_units = list(target.lost)
+                return self._from_disk(on_disk, inventories)
+            if target.version is None:
+                raise LostExperts(self._lost_message(target.lost), list(target.lost))
+            fetched = self._fetch(target.version, inventories, holdings)
+            if fetched is not None:
+                return self._adopt(target.version, fetched)
+
+    # ---- survey
+
+    def _survey(self) -> Inventory:
+        holdings: list[Holding] = []
+        for name in self.state.held():
+            data = torch.empty(self.state.by_name[name].nbytes, dtype=torch.uint8)
+            self.state.read(name, data)
+            self._packed[name] = data
+            holdings.append((name, self.version, digest(data.numpy()), ACTIVE))
+        for stored in self.store.stored():
+            unit = self.state.by_name.get(stored.unit)
+            if unit is not None and unit.nbytes == len(stored.data):
+                self._stored[stored.unit, stored.version, stored.digest] = stored
+        holdings += [(unit, version, value, SNAPSHOT) for unit, version, value in self._stored]
+        experts = {path: layer.experts for path, layer in self.state.layers.items()}
+        found = sorted(checkpoint.find(self.checkpoints)) if self.checkpoints else []
+        return Inventory(self.version, holdings, experts, self.state.load_LE.tolist(), found)
+
+    def _sizes(self) -> list[tuple[str, int]]:
+        return [(unit.name, unit.nbytes) for unit in self.state.units]
+
+    def _usable(self, inventories: Sequence[Inventory]) -> list[list[Holding]]:
+        return [
+            [holding for holding in inventory.holdings if (rank, holding) not in self._refused]
+            for rank, inventory in enumerate(inventories)
+        ]
+
+    def _newest_checkpoint(self, inventories: Sequence[Inventory]) -> int | None:
+        """The newest that every member can see: the folder must be on a file system that all share."""
+        common = set.intersection(*(set(inventory.checkpoints) for inventory in inventories))
+        return max(common, default=None)
+
+    def _lost_message(self, lost: Sequence[str]) -> str:
+        shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+        where = (
+            f"no checkpoint in {self.checkpoints} is readable by all members"
+            if self.checkpoints
+            else "no checkpoint directory was given"
+        )
+        return (
+            f"no copy is left of {len(lost)} units ({shown}) in the memory of {self.group.size} members, and {where}. "
+            "Too many nodes failed at once for the number of copies; use more copies or set checkpoint_dir."
+        )
+
+    # ---- plan
+
+    def _place(self, version: int, inventories: Sequence[Inventory]) -> Placement:
+        placement = {}
+        newest = max(inventories, key=lambda inventory: inventory.version)
+        for index, (path, layer) in enumerate(self.state.layers.items()):
+            previous = np.zeros((self.group.size, layer.num_experts), np.int64)
+            for rank, inventory in enumerate(inventories):
+                if inventory.version == version and version > 0:
+                    previous[rank, inventory.experts[path]] = 1
+            fewest = -(-layer.num_experts // self.group.size)
+            slots = max(fewest, self.slots if self.slots is not None else fewest + 1)
+            load = np.array(newest.load[index][: layer.num_experts])
+            replicas = planning.allocate(load, self.group.size, slots, self.min_replicas)
+            placement[path] = planning.place(replicas, self.group.size, slots, previous)
+        return placement
+
+    def _needs(self, placement: Placement, rank: int) -> list[str]:
+        experts = [
+            expert_unit(path, int(e)) for path, matrix in placement.items() for e in np.flatnonzero(matrix[rank])
+        ]
+        return [unit.name for unit in self.state.units if unit.layer is None] + experts
+
+    # ---- fetch
+
+    def _fetch(
+        self, version: int, inventories: Sequence[Inventory], holdings: list[list[Holding]]
+    ) -> dict[str, Tensor] | None:
+        """Bytes of the units that this rank lacks; None when some did not match and a new plan is needed."""
+        self.outcome.placement = self._place(version, inventories)
+        needs = [self._needs(self.outcome.placement, rank) for rank in range(self.group.size)]
+        plan = planning.recovery_plan(self._sizes(), holdings, needs)
+        digests = {
+            (rank, unit, kind): value
+            for rank, held in enumerate(holdings)
+            for unit, found, value, kind in held
+            if found == version
+        }
+        expected = {
+            transfer[0]: digests[transfer[1], transfer[0], transfer[3]] for transfer in plan.transfers
+        }
+        self.phase("fetch")
+        fetched = self._exchange(plan.transfers, version, expected)
+        self.phase("verify")
+        surveyed = sum(found == version for held in holdings for _, found, _, _ in held)
+        self.outcome.digests_checked += surveyed + len(fetched)
+        self.outcome.digests_mismatched += len(plan.conflicts)
+        bad = [unit for unit, data in fetched.items() if digest(data.numpy()) != expected[unit]]
+        refused = self._agree_on_refused(bad, plan.transfers, version, expected)
+        self._refused |= refused
+        self.outcome.digests_mismatched += len(refused)
+        return None if refused else fetched
+
+    def _agree_on_refused(
+        self, bad: list[str], transfers: Sequence[tuple[str, int, int, str]], version: int, expected: dict[str, int]
+    ) -> set[tuple[int, Holding]]:
+        refused = set()
+        for rank, text in enumerate(self.group.all_gather_bytes(json.dumps(bad).encode())):
+            names = set(json.loads(text))
+            refused |= {
+                (source, (unit, version, expected[unit], kind))
+                for unit, source, destination, kind in transfers
+                if destination == rank and unit in names
+            }
+        return refused
+
+    def _bytes(self, unit: str, version: int, kind: str, value: int) -> Tensor:
+        return self._packed[unit] if kind == ACTIVE else self._stored[unit, version, value].data
+
+    def _exchange(
+        self, transfers: Sequence[tuple[str, int, int, str]], version: int, expected: dict[str, int]
+    ) -> dict[str, Tensor]:
+        rank, fetched = self.group.rank, {}
+        remote = [transfer for transfer in transfers if transfer[1] != transfer[2]]
+        for unit, source, destination, kind in transfers:
+            if source == destination == rank:
+                fetched[unit] = self._bytes(unit, version, kind, expected[unit]).clone()
+        self.outcome.sources["own memory"] += len(fetched)
+        for part in self._rounds(remote):
+            outgoing = sorted((t for t in part if t[1] == rank), key=lambda t: t[2])
+            incoming = sorted((t for t in part if t[2] == rank), key=lambda t: t[1])
+            data = [self._bytes(unit, version, kind, expected[unit]) for unit, _, _, kind in outgoing]
+            received = self.group.all_to_all(
+                torch.cat(data) if data else torch.empty(0, dtype=torch.uint8),
+                [sum(self._size(t) for t in outgoing if t[2] == r) for r in range(self.group.size)],
+                [sum(self._size(t) for t in incoming if t[1] == r) for r in range(self.group.size)],
+            )
+            parts = received.split([self._size(t) for t in incoming])
+            fetched |= {t[0]: piece for t, piece in zip(incoming, parts, strict=True)}
+            self.outcome.sources["peer"] += len(incoming)
+        self.outcome.fetched_units = len(fetched)
+        self.outcome.fetched_bytes = sum(len(piece) for piece in fetched.values())
+        return fetched
+
+    def _size(self, transfer: tuple[str, int, int, str]) -> int:
+        return self.state.by_name[transfer[0]].nbytes
+
+    def _rounds(
+        self, transfers: Sequence[tuple[str, int, int, str]]
+    ) -> list[list[tuple[str, int, int, str]]]:
+        rounds: list[list[tuple[str, int, int, str]]] = []
+        room = 0
+        for transfer in transfers:
+            if room < self._size(transfer) or not rounds:
+                rounds.append([])
+                room = ROUND_BYTES
+            rounds[-1].append(transfer)
+            room -= self._size(transfer)
+        return rounds
+
+    # ---- adopt
+
+    def _adopt(self, version: int, fetched: dict[str, Tensor]) -> Outcome:
+        placement, rank = self.outcome.placement, self.group.rank
+        experts = {path: np.flatnonzero(matrix[rank]).tolist() for path, matrix in placement.items()}
+        self.state.adopt(experts, fetched)
+        for path, matrix in placement.items():
+            layer = self.state.layers[path]
+            layer.group, layer.matrix_RE = self.group, matrix
+        self.outcome.version = version
+        return self.outcome
+
+    def _from_disk(self, version: int, inventories: Sequence[Inventory]) -> Outcome:
+        assert self.checkpoints is not None
+        self.outcome.placement = self._place(version, inventories)
+        names = self._needs(self.outcome.placement, self.group.rank)
+        self.phase("fetch")
+        fetched, problem = {}, ""
+        try:
+            manifest = checkpoint.read_manifest(checkpoint.find(self.checkpoints)[version])
+            fetched = checkpoint.read(manifest, self.state, names)
+        except CorruptCopy as error:
+            problem = str(error)
+        self.phase("verify")
+        problems = [text.decode() for text in self.group.all_gather_bytes(problem.encode()) if text]
+        if problems:
+            for inventory in inventories:
+                inventory.checkpoints.remove(version)
+            return self._without_checkpoint(problems[0], inventories)
+        self.outcome.sources["disk"] += len(fetched)
+        self.outcome.fetched_units = len(fetched)
+        self.outcome.fetched_bytes = sum(len(data) for data in fetched.values())
+        self.outcome.digests_checked += len(fetched)
+        return self._adopt(version, fetched)
+
+    def _without_checkpoint(self, problem: str, inventories: Sequence[Inventory]) -> Outcome:
+        older = self._newest_checkpoint(inventories)
+        if older is None:
+            raise LostExperts(f"the only checkpoint left cannot be used: {problem}", self.outcome.lost_units)
+        return self._from_disk(older, inventories)

@@ -1,0 +1,520 @@
+"""The elastic session: an ordinary training loop that survives the death of its peers.
+
+    vote before update:   forward, backward → reduce → VOTE → update → copy → CONFIRM = the step is committed
+
+A member that passes VOTE knows that all have whole gradients; one that passes CONFIRM knows that every unit's new
+version is whole in all memories, so a committed step is never rolled back while one copy of each unit is left. On
+`PeerLost` anywhere, all go through `agree` and `Recovery` and repeat the interrupted step with the same data.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evermoe import checkpoint, planning
+from evermoe.copies import CopyStore, bundles
+from evermoe.data import ElasticSampler
+from evermoe.elastic import Membership, start_lighthouse
+from evermoe.errors import CorruptCopy, LostExperts, PeerLost
+from evermoe.parallel import ExpertReducer, reduce_dense
+from evermoe.recovery import Outcome, Recovery
+from evermoe.units import TrainingState
+
+STEP_BITS = 40
+"""A version is `generation << STEP_BITS | step`: of two lines of history, the newer membership's wins."""
+LOAD_DECAY = 0.9
+"""Weight of the past in the moving average of the experts' load."""
+MOST_ATTEMPTS = 20
+"""Recoveries in a row without a committed step, after which the session gives up."""
+
+Listener = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """How a session runs. Arguments win over `EVERMOE_*` variables, those over the defaults."""
+
+    lighthouse: str | None = None
+    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
+    job: str | None = None
+    """Name that the job's shared memory goes by (EVERMOE_JOB; default: `job-<pid>`)."""
+    node: str | None = None
+    """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
+    members: int | None = None
+    """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
+    copies: int = 2
+    """Nodes that keep a copy of each unit's state after every step, the primary's own included; 0 for none."""
+    memory_dir: str | None = None
+    """Where named shared memory lives (EVERMOE_MEMORY_DIR; default /dev/shm)."""
+    slots: int | None = None
+    """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
+    min_replicas: int = 1
+    """Active replicas of each expert, where slots allow."""
+    checkpoint_dir: str | Path | None = None
+    """Folder for checkpoints on a file system that all members share; None for none."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
+    hang_limit: float = 30.0
+    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps."""
+    agree_limit: float = 300.0
+    """Seconds that agreement on the members may take, the Lighthouse being away included."""
+    join_every: int = 5
+    """Steps between looks for new members."""
+    max_grad_norm: float | None = None
+    """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
+    seed: int | None = 0
+    """Seeds torch's generator from (seed, step, rank) at each step, so that a repeated step draws the same; None: not."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
+        for name in ("hang_limit", "agree_limit"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Session: expected {name} > 0 seconds, got {getattr(self, name)}")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"Session: expected slots >= 1 or None, got {self.slots}")
+        if self.checkpoint_every and self.checkpoint_dir is None:
+            raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
+
+
+@dataclass
+class RecoveryReport:
+    """One recovery as this member saw it. Times are seconds, `started_at` is on the wall clock."""
+
+    started_at: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase: agree, rebuild, fetch, verify."""
+    step: int = 0
+    """The step from which all go on."""
+    steps_lost: int = 0
+    """Committed steps that had to be undone: 0 unless the job fell back to a checkpoint."""
+    members: int = 0
+    reason: str = ""
+    outcome: Outcome = field(default_factory=Outcome)
+
+
+class Step:
+    """One attempt at a step. Inside `with step:` compute the loss of `step.indices` and call `step.backward(loss)`.
+
+    Leaving the block reduces, votes, updates, copies and commits. When a peer is lost on the way the block ends early
+    without an exception, and the session's next step is the same one again.
+    """
+
+    def __init__(self, session: Session) -> None:
+        share = session.sampler.share(session.group.rank, session.group.size)
+        self.number = session.step
+        """Steps committed before this one."""
+        self.indices = share.indices
+        """int64: the samples of this member."""
+        self.weight = share.weight
+        """This member's share of the global batch."""
+        self.committed = False
+        self._session = session
+        self._loss: Tensor | None = None
+        self._entered = False
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch."""
+        if loss.numel() != 1:
+            raise ValueError(f"step.backward: expected a scalar loss, got shape {tuple(loss.shape)}")
+        scaled = loss * self.weight
+        self._loss = scaled.detach() if self._loss is None else self._loss + scaled.detach()
+        scaled.backward()
+
+    def __enter__(self) -> Step:
+        self._entered = True
+        self._session._begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if kind is None:
+            if self._loss is None:
+                raise RuntimeError("step.backward(loss) was not called inside `with step:`")
+            self.committed = self._session._commit(self)
+            return False
+        if issubclass(kind, PeerLost):
+            return True  # the group is dropped already; the session recovers before the next step
+        self._session.group.drop(f"a member failed: {kind.__name__}")  # do not let the others wait for us
+        return False
+
+
+class Session:
+    """Trains `model` with whoever is alive. See the module's head for what a step does.
+
+        session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(len(data), batch_size=64))
+        for step in session.steps(1000):
+            with step:
+                step.backward(model.loss(data[step.indices]))
+
+    Args:
+        model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
+        optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
+        sampler: divides the global batches.
+        scheduler: stepped by the session after each update.
+        on_event: called with (name, fields) for: begin, reduce, vote, update, copy, confirm, commit, lost, phase,
+            recovered, checkpoint. For progress displays and tests; it must not block.
+        options: fields of `SessionConfig`.
+
+    Raises:
+        ValueError: an option is wrong. UnsupportedState: the optimizer's state cannot be divided into units.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sampler: ElasticSampler,
+        *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        on_event: Listener = lambda name, fields: None,
+        **options: Any,
+    ) -> None:
+        self.config = _with_environment(SessionConfig(**options))
+        self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
+        self.state = TrainingState(model, optimizer)
+        self._emit = on_event
+        self._lighthouse = None if self.config.lighthouse else start_lighthouse(heartbeat_limit=1, join_limit=5)
+        job, node = self.config.job or f"job-{os.getpid()}", self.config.node or "node"
+        memory = Path(self.config.memory_dir or "/dev/shm")
+        self.store = CopyStore(memory / f"evermoe-{job}" / node, self.state)
+        self.membership = Membership(
+            lighthouse=self.config.lighthouse or self._lighthouse.address(),
+            node=node,
+            device=next(model.parameters()).device,
+            hang_limit=self.config.hang_limit,
+            agree_limit=self.config.agree_limit,
+        )
+        self.membership.generation = self.store.newest_generation()
+        self.group = self.membership.group
+        self.reports: list[RecoveryReport] = []
+        self.loss = float("nan")
+        """Mean loss of the last committed step's global batch."""
+        self.copied_step = -1
+        """The newest step that is whole in all memories; -1 before the first copy."""
+        self._version = 0
+        self._reducer = ExpertReducer([], [], 0)
+        self._generation = -1
+        self._save_progress()
+
+    @property
+    def step(self) -> int:
+        """Steps committed so far."""
+        return self._version & ((1 << STEP_BITS) - 1)
+
+    # ---- the loop
+
+    def steps(self, until: int) -> Iterator[Step]:
+        """Yields steps until `until` are committed, and again the one that a failure interrupted.
+
+        Raises:
+            LostExperts: more copies were lost than are kept, and no checkpoint is left.
+            JoinTimeout: no Lighthouse, or too few members at the start.
+        """
+        try:
+            attempts = 0
+            while True:
+                before = self.step
+                if not self._ready():
+                    attempts = self._count_attempt(attempts)
+                elif self.step < until:
+                    step = Step(self)
+                    yield step
+                    if not step._entered:
+                        raise RuntimeError("each step of session.steps() must be used as `with step:`")
+                    attempts = 0 if self.step > before else self._count_attempt(attempts)
+                elif self._finish():
+                    break
+        finally:
+            self.close()
+
+    def _count_attempt(self, attempts: int) -> int:
+        if attempts + 1 >= MOST_ATTEMPTS:
+            raise PeerLost(
+                f"{MOST_ATTEMPTS} recoveries in a row without a committed step at step {self.step}; the last failure: "
+                f"{self.group.broken}"
+            )
+        return attempts + 1
+
+    def _finish(self) -> bool:
+        """The last checkpoint and a farewell, so that nobody leaves while another still needs its copies."""
+        try:
+            if self.config.checkpoint_dir is not None:
+                self._checkpoint()
+            self.group.all_reduce(torch.ones(1))
+        except PeerLost:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leaves the job and removes this member's shared memory. Called at the end of `steps`."""
+        self.membership.close()
+        self.store.close(self.membership.id)
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None
+
+    # ---- one step
+
+    def _begin(self, step: Step) -> None:
+        if self.config.seed is not None:
+            torch.manual_seed(hash((self.config.seed, step.number, self.group.rank)) % 2**63)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._emit("begin", {"step": step.number})
+
+    def _commit(self, step: Step) -> bool:
+        try:
+            self._emit("reduce", {"step": step.number})
+            self._reduce()
+            self._emit("vote", {"step": step.number})
+            loss = self._vote(step)
+            self._emit("update", {"step": step.number})
+            self._update()
+            self._copy(step.number + 1)
+        except PeerLost:
+            return False
+        self.loss = loss
+        self._emit("commit", {"step": step.number, "loss": loss, "members": self.group.size})
+        self._checkpoint_if_due()
+        return True
+
+    def _expert_gradients(self) -> list[Tensor]:
+        gradients = []
+        for layer in self.state.layers.values():
+            if layer.weights.grad is None:
+                layer.weights.grad = torch.zeros_like(layer.weights)
+            gradients.append(layer.weights.grad)
+        return gradients
+
+    def _reduce(self) -> None:
+        reduce_dense(self.state.dense, self.group)
+        self._reducer.reduce(self._expert_gradients(), self.group)
+
+    def _vote(self, step: Step) -> float:
+        """All have whole gradients once this returns; carries the loss and the experts' part of the norm for free."""
+        assert step._loss is not None
+        squares = 0.0 if self.config.max_grad_norm is None else self._expert_squares()
+        ballot = torch.tensor([1.0, float(step._loss), squares], dtype=torch.float64)
+        votes, loss, squares = self.group.all_reduce(ballot).tolist()
+        if votes != self.group.size:
+            raise PeerLost(f"{votes:.0f} of {self.group.size} members voted for step {step.number}")
+        if self.config.max_grad_norm is not None:
+            self._clip(squares, self.config.max_grad_norm)
+        return loss
+
+    def _expert_squares(self) -> float:
+        """Sum of squares of the local experts' gradients, each divided by its number of hosts."""
+        total = 0.0
+        for layer, gradient in zip(self.state.layers.values(), self._expert_gradients(), strict=True):
+            hosts = torch.from_numpy(np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0))
+            total += float((gradient.double().square().sum(1).cpu() / hosts).sum())
+        return total
+
+    def _clip(self, expert_squares: float, limit: float) -> None:
+        gradients = [p.grad for p in self.state.dense if p.grad is not None]
+        norm = (expert_squares + sum(float(g.double().square().sum()) for g in gradients)) ** 0.5
+        if norm > limit:
+            torch._foreach_mul_([*gradients, *self._expert_gradients()], limit / (norm + 1e-6))
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.sampler.advance()
+        for row, layer in zip(self.state.load_LE, self.state.layers.values(), strict=True):
+            tokens = torch.from_numpy(layer.tokens_E).double()
+            decay = LOAD_DECAY if self.step else 0.0
+            row[: len(tokens)].mul_(decay).add_(tokens, alpha=1 - decay)
+        self._version = (self.membership.generation << STEP_BITS) | (self.step + 1)
+        self._save_progress()
+
+    def _copy(self, step: int) -> None:
+        """Copies every unit as the current version; returns when they are whole in all memories.
+
+        Raises:
+            CorruptCopy: a peer's copy did not match its digests three times in a row.
+        """
+        self._emit("copy", {"step": step})
+        for _ in range(3):
+            whole = self.store.write(self._version, self.group) if self.config.copies else True
+            self._emit("confirm", {"step": step})
+            if int(self.group.all_reduce(torch.tensor([int(whole)]))) == self.group.size:
+                break
+        else:
+            raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+        if self.config.copies:
+            self.copied_step = step
+            self.store.prune(self.membership.generation)
+
+    def _save_progress(self) -> None:
+        progress: dict[str, object] = {"sampler": self.sampler.state_dict()}
+        if self.scheduler is not None:
+            progress["scheduler"] = {
+                key: value for key, value in self.scheduler.state_dict().items() if _is_plain(value)
+            }
+        self.state.set_progress(progress)
+
+    def _load_progress(self) -> None:
+        progress: Any = self.state.get_progress()
+        self.sampler.load_state_dict(progress["sampler"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(progress["scheduler"])
+            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+
+    def _checkpoint_if_due(self) -> None:
+        every = self.config.checkpoint_every
+        if every and self.step % every == 0:
+            try:
+                self._checkpoint()
+            except PeerLost:
+                return  # the step itself is committed; the next look finds the group broken and recovers
+
+    def _checkpoint(self) -> None:
+        assert self.config.checkpoint_dir is not None
+        mine = [unit for unit, holders in self._unit_holders() if holders[0] == self.group.rank]
+        path = checkpoint.write(
+            Path(self.config.checkpoint_dir), self.state, mine, self._version, self.step, self.group
+        )
+        self._emit("checkpoint", {"step": self.step, "path": str(path)})
+
+    # ---- membership and recovery
+
+    def _ready(self) -> bool:
+        """Agrees on the members when it is time to; True when training can go on."""
+        if not (self._generation < 0 or self.group.broken or self.step % self.config.join_every == 0):
+            return True
+        report = RecoveryReport(time.time(), reason=self.group.broken or "a look for new members")
+        clock = _PhaseClock(report.seconds, self._emit)
+        if self.group.broken:
+            self._emit("lost", {"step": self.step, "reason": self.group.broken})
+        clock.enter("agree")
+        changed = self.membership.agree(
+            version=self._version,
+            expected=self.config.members or 1,
+            on_quorum=lambda: clock.enter("rebuild"),
+        )
+        if not changed:
+            return True
+        try:
+            self._recover(report, clock)
+        except PeerLost:
+            return False
+        return True
+
+    def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
+        before = self.step
+        config = self.config
+        report.outcome = Recovery(
+            self.state,
+            self.store,
+            self.group,
+            version=self._version,
+            slots=config.slots,
+            min_replicas=config.min_replicas,
+            checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
+            phase=clock.enter,
+        ).run()
+        self._version = report.outcome.version
+        self._load_progress()
+        layers = list(self.state.layers.values())
+        self._reducer = ExpertReducer(
+            [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers], self.group.rank
+        )
+        self._generation = self.membership.generation
+        if config.copies:
+            self._arrange_copies()
+        self._copy(self.step)
+        clock.stop()
+        report.step, report.members = self.step, self.group.size
+        report.steps_lost = max(0, before - self.step) if report.outcome.sources["disk"] else 0
+        self.reports.append(report)
+        self._emit("recovered", _report_fields(report))
+
+    def _unit_holders(self) -> list[tuple[str, list[int]]]:
+        """Per unit: the ranks that keep its copies, the primary first."""
+        everyone = list(range(self.group.size))
+        active = [
+            everyone
+            if unit.layer is None
+            else np.flatnonzero(self.state.layers[unit.layer].matrix_RE[:, unit.expert]).tolist()
+            for unit in self.state.units
+        ]
+        primaries = planning.primaries(active, [unit.nbytes for unit in self.state.units], self.group.size)
+        nodes = [member.node for member in self.membership.members]
+        holders = planning.unit_copy_holders(primaries, active, nodes, max(1, self.config.copies))
+        return list(zip((unit.name for unit in self.state.units), holders, strict=True))
+
+    def _arrange_copies(self) -> None:
+        units, holders = zip(*self._unit_holders(), strict=True)
+        self.store.arrange(
+            bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank
+        )
+
+
+class _PhaseClock:
+    """Seconds spent in each named phase, one after the other."""
+
+    def __init__(self, seconds: dict[str, float], emit: Listener) -> None:
+        self._seconds, self._emit = seconds, emit
+        self._phase: str | None = None
+        self._since = 0.0
+
+    def enter(self, phase: str) -> None:
+        self.stop()
+        self._phase, self._since = phase, time.perf_counter()
+        self._emit("phase", {"phase": phase})
+
+    def stop(self) -> None:
+        if self._phase is not None:
+            spent = time.perf_counter() - self._since
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
+            self._phase = None
+
+
+def _report_fields(report: RecoveryReport) -> dict[str, Any]:
+    outcome = report.outcome
+    return {
+        "started_at": report.started_at,
+        "seconds": dict(report.seconds),
+        "step": report.step,
+        "steps_lost": report.steps_lost,
+        "members": report.members,
+        "reason": report.reason,
+        "fetched_bytes": outcome.fetched_bytes,
+        "fetched_units": outcome.fetched_units,
+        "sources": dict(outcome.sources),
+        "digests_checked": outcome.digests_checked,
+        "digests_mismatched": outcome.digests_mismatched,
+        "lost_units": list(outcome.lost_units),
+    }
+
+
+def _with_environment(config: SessionConfig) -> SessionConfig:
+    from dataclasses import replace
+
+    found: dict[str, Any] = {}
+    for name in ("lighthouse", "job", "node", "memory_dir"):
+        if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
+            found[name] = os.environ[f"EVERMOE_{name.upper()}"]
+    if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
+        found["members"] = int(os.environ["EVERMOE_MEMBERS"])
+    return replace(config, **found)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

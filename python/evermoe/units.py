@@ -1,0 +1,273 @@
+"""A model and its optimizer as units: the smallest things that are copied, fetched, saved or moved.
+
+A unit is one expert of one MoE layer, one other module with parameters or buffers of its own, or `session` (the
+small state of the training loop). Its bytes are its pieces one after the other: weights, then the optimizer's state.
+Every rank computes the same list of units, in the same order, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evermoe.errors import EvermoeError
+from evermoe.moe import MoE, moe_layers
+
+PROGRESS_BYTES = 16384
+"""Room for the training loop's own state (sampler, scheduler) as JSON in the unit `session`."""
+
+
+class UnsupportedState(EvermoeError, ValueError):
+    """The optimizer, or the loop's own state, cannot be divided into units; the message says why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of a unit: what it is called, and its shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Name and byte layout of a unit; `layer` and `expert` are set for an expert."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+    layer: str | None = None
+    expert: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole state."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def tensors(self, data: Tensor) -> dict[str, Tensor]:
+        """Views of the pieces in the unit's bytes, uint8 `[nbytes]`, by name (copies where misaligned)."""
+        views, start = {}, 0
+        for piece in self.pieces:
+            part = data[start : start + piece.nbytes]
+            if part.storage_offset() % piece.dtype.itemsize:
+                part = part.clone()
+            views[piece.name] = part.view(piece.dtype).view(piece.shape)
+            start += piece.nbytes
+        return views
+
+
+def expert_unit(layer: str, expert: int) -> str:
+    """The unit's name of one expert of the MoE layer at module path `layer`."""
+    return f"{layer}.experts.{expert}"
+
+
+class TrainingState:
+    """Model, optimizer and the loop's small state, read and written unit by unit.
+
+    Replaces the MoE layers' `weights` (and the optimizer's state of them) when their experts change.
+
+    Raises:
+        UnsupportedState: the optimizer keeps state that is neither a tensor of the parameter's shape nor a scalar.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.layers: dict[str, MoE] = moe_layers(model)
+        self.optimizer = optimizer
+        expert_parameters = {id(layer.weights) for layer in self.layers.values()}
+        self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
+        _create_optimizer_state(optimizer)
+        self.progress = torch.zeros(PROGRESS_BYTES, dtype=torch.uint8)
+        self.load_LE = torch.zeros(len(self.layers), self._most_experts(), dtype=torch.float64)
+        """Moving average of each expert's tokens per step, per layer; the same on all ranks."""
+        self._dense_units = self._find_dense_units(model)
+        self.units = self._list_units()
+        self.by_name = {unit.name: unit for unit in self.units}
+
+    def _most_experts(self) -> int:
+        return max((layer.num_experts for layer in self.layers.values()), default=0)
+
+    # ---- which units there are
+
+    def _find_dense_units(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+        expert_parameters = {id(layer.weights) for layer in self.layers.values()}
+        seen: set[int] = set(expert_parameters)
+        units: dict[str, dict[str, Tensor]] = {
+            "session": {"progress": self.progress, "load": self.load_LE}
+        }
+        for path, module in model.named_modules():
+            tensors: dict[str, Tensor] = {}
+            for name, tensor in [*module.named_parameters(recurse=False), *_persistent_buffers(module)]:
+                if id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    tensors |= {name: tensor} | self._optimizer_tensors(name, tensor)
+            if tensors:
+                units[path or "model"] = tensors
+        return units
+
+    def _optimizer_tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.optimizer.state.get(parameter, {})
+        return {f"{name}/{key}": value for key, value in sorted(state.items())}
+
+    def _list_units(self) -> list[Unit]:
+        units = [
+            Unit(name, tuple(Piece(key, tuple(t.shape), t.dtype) for key, t in tensors.items()))
+            for name, tensors in self._dense_units.items()
+        ]
+        for path, layer in self.layers.items():
+            pieces = tuple(
+                Piece(key, tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape), t.dtype)
+                for key, t in self._stacks(layer).items()
+            )
+            units += [
+                Unit(expert_unit(path, e), pieces, path, e) for e in range(layer.num_experts)
+            ]
+        return units
+
+    def _stacks(self, layer: MoE) -> dict[str, Tensor]:
+        """A layer's weights `[e, row]` and its optimizer state: stacks of the same shape, or scalars."""
+        return {"weights": layer.weights} | self._optimizer_tensors("weights", layer.weights)
+
+    # ---- what this rank holds
+
+    def held(self) -> list[str]:
+        """Names of the units that this rank trains on: all but the experts of other ranks."""
+        experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.experts]
+        return [*self._dense_units, *experts]
+
+    def _tensors(self, unit: Unit) -> Iterable[Tensor]:
+        if unit.layer is None:
+            return self._dense_units[unit.name].values()
+        layer = self.layers[unit.layer]
+        row = layer.experts.index(unit.expert)  # type: ignore[arg-type]
+        return [stack[row] if stack.dim() == 2 else stack for stack in self._stacks(layer).values()]
+
+    @torch.no_grad()
+    def read(self, name: str, out: Tensor) -> None:
+        """Copies a held unit's state to `out`, uint8 `[nbytes]` on the CPU."""
+        unit = self.by_name[name]
+        for target, tensor in zip(unit.tensors(out).values(), self._tensors(unit), strict=True):
+            target.copy_(tensor)
+
+    @torch.no_grad()
+    def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:
+        """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.
+
+        Nothing is changed before all inputs are checked: an expert that is neither held nor fetched is a KeyError.
+        """
+        stacks = {path: self._restack(path, ids, fetched) for path, ids in experts.items()}
+        for path, tensors in stacks.items():
+            self._replace(self.layers[path], experts[path], tensors)
+        for name in fetched:
+            unit = self.by_name[name]
+            if unit.layer is None:
+                for target, value in zip(
+                    self._tensors(unit), unit.tensors(fetched[name]).values(), strict=True
+                ):
+                    target.copy_(value)
+
+    def _restack(self, path: str, ids: list[int], fetched: dict[str, Tensor]) -> dict[str, Tensor]:
+        layer = self.layers[path]
+        old = self._stacks(layer)
+        rows = {e: i for i, e in enumerate(layer.experts)}
+        new = {
+            key: t.new_empty((len(ids), *t.shape[1:])) if t.dim() == 2 else t.clone() for key, t in old.items()
+        }
+        for i, expert in enumerate(ids):
+            name = expert_unit(path, expert)
+            values = self.by_name[name].tensors(fetched[name]) if name in fetched else None
+            for key, target in new.items():
+                source = values[key] if values is not None else old[key]
+                if target.dim() == 2:
+                    target[i].copy_(source if values is not None else source[rows[expert]])
+                elif values is not None:
+                    target.copy_(source)
+        return new
+
+    def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:
+        """A new Parameter, never a resized one: graphs of an interrupted step may still hold the old."""
+        old, new = layer.weights, nn.Parameter(tensors["weights"], layer.weights.requires_grad)
+        layer.weights, layer.experts = new, list(ids)
+        for group in self.optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        self.optimizer.state.pop(old, None)
+        state = {key.removeprefix("weights/"): t for key, t in tensors.items() if key != "weights"}
+        if state:
+            self.optimizer.state[new] = state
+
+    # ---- the loop's own state
+
+    def set_progress(self, progress: dict[str, object]) -> None:
+        """Stores the loop's state as JSON in the unit `session`."""
+        try:
+            text = json.dumps(progress, sort_keys=True).encode()
+        except TypeError as error:
+            raise UnsupportedState(f"the state of the sampler or scheduler must be JSON: {error}") from None
+        if len(text) > PROGRESS_BYTES:
+            raise UnsupportedState(
+                f"the state of the sampler and scheduler takes {len(text)} bytes as JSON; at most {PROGRESS_BYTES} fit"
+            )
+        self.progress.zero_()
+        self.progress[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def get_progress(self) -> dict[str, object]:
+        """The state stored last; empty when none was."""
+        text = self.progress.numpy().tobytes().rstrip(b"\0")
+        return json.loads(text) if text else {}
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    skipped = module._non_persistent_buffers_set
+    return [(name, b) for name, b in module.named_buffers(recurse=False) if name not in skipped]
+
+
+def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer create its state now, as its first step would, without changing any parameter.
+
+    A step with zero gradients and a zero learning rate, then step counters back to zero (as
+    torch.distributed.checkpoint does). Optimizers that have state already are left alone.
+    """
+    if any(optimizer.state.values()):
+        _check_optimizer_state(optimizer)
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    saved = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    with torch.no_grad():
+        for parameter, value in saved.items():
+            parameter.copy_(value)
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for key in [key for key, value in state.items() if value is None]:
+            del state[key]
+        for value in state.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+    _check_optimizer_state(optimizer)
+
+
+def _check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or (value.dim() > 0 and value.shape != parameter.shape):
+                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise UnsupportedState(
+                    f"{type(optimizer).__name__} keeps '{key}' as {found} for a parameter of shape "
+                    f"{tuple(parameter.shape)}; expected tensors of the parameter's shape or scalar tensors. "
+                    "Use an elementwise optimizer such as torch.optim.AdamW(fused=True) or SGD."
+                )
