@@ -25,11 +25,11 @@ pub struct Route {
 }
 
 /// The product of an expert's tokens and replicas may not pass this, so that products of two of them fit in `i128`.
-pub const MAX_SCALE: i128 = 1 << 61;
+pub(super) const MAX_SCALE: i128 = 1 << 61;
 
 /// Splits one expert: calls `visit` with every non-zero route, sources ascending.
 ///
-/// `tokens[i]` and `replicas[j]` must not be negative, `Σtokens · Σreplicas ≤` [`MAX_SCALE`], and there must be a
+/// `tokens[i]` and `replicas[j]` must not be negative, `Σtokens · Σreplicas ≤ 2^61`, and there must be a
 /// replica if there is a token: [`split_tokens`](super::split_tokens) checks that and names the expert.
 ///
 /// Rounding: every row keeps its sum, every entry is the floor or the ceiling of its exact share, and the error that
