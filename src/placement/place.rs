@@ -31,7 +31,7 @@ pub fn place(replicas: &[i64], ranks: usize, slots: usize, previous: Option<&[i6
     let each: Vec<usize> = replicas.iter().map(|&count| count as usize / ranks).collect();
     let rest: Vec<usize> = replicas.iter().map(|&count| count as usize % ranks).collect();
     let room = slots - each.iter().sum::<usize>();
-    let table = Table::new(rest, vec![room; ranks], costs(experts, ranks, previous)).fill();
+    let table = Table::new(rest, vec![room; ranks], costs(&each, ranks, previous)).fill();
     let mut matrix = vec![0; ranks * experts];
     for rank in 0..ranks {
         for expert in 0..experts {
@@ -58,12 +58,15 @@ fn check(replicas: &[i64], ranks: usize, slots: usize, previous: Option<&[i64]>)
     Ok(())
 }
 
-/// `[experts, ranks]`: true where the rank would have to fetch the expert. Without a previous placement all are equal.
-fn costs(experts: usize, ranks: usize, previous: Option<&[i64]>) -> Vec<bool> {
+/// `[experts, ranks]`: true where one more replica makes the rank fetch the expert, which it neither held nor gets anyway.
+/// Without a previous placement all are equal.
+fn costs(each: &[usize], ranks: usize, previous: Option<&[i64]>) -> Vec<bool> {
+    let experts = each.len();
     let Some(previous) = previous.filter(|previous| previous.iter().any(|&held| held > 0)) else {
         return vec![false; experts * ranks];
     };
-    (0..experts * ranks).map(|cell| previous[cell % ranks * experts + cell / ranks] <= 0).collect()
+    let is_new = |expert: usize, rank: usize| each[expert] == 0 && previous[rank * experts + expert] <= 0;
+    (0..experts * ranks).map(|cell| is_new(cell / ranks, cell % ranks)).collect()
 }
 
 #[cfg(test)]
