@@ -24,7 +24,7 @@ use crate::error::Result;
 /// not finite.
 pub fn allocate(load: &[f64], ranks: usize, slots: usize, min_replicas: usize) -> Result<Vec<i64>> {
     let experts = load.len();
-    let places = ranks.checked_mul(slots).unwrap_or(usize::MAX);
+    let places = ranks.saturating_mul(slots);
     check(load, ranks, slots, places)?;
     ensure!(
         min_replicas > 0,
@@ -39,7 +39,7 @@ pub fn allocate(load: &[f64], ranks: usize, slots: usize, min_replicas: usize) -
 fn check(load: &[f64], ranks: usize, slots: usize, places: usize) -> Result<()> {
     let experts = load.len();
     ensure!(experts > 0, "load: expected one number for each expert, got none");
-    ensure!(places < 1 << 32, "slots: {ranks} ranks × {slots} slots are more than 2^32 replicas");
+    ensure!(places <= 1 << 24, "slots: {ranks} ranks × {slots} slots are more than 2^24 replicas");
     ensure!(
         places >= experts,
         "slots: {experts} experts do not fit in {ranks} ranks × {slots} slots = {places}; use at least {} slots per \

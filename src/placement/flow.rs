@@ -6,6 +6,9 @@
 
 use std::collections::VecDeque;
 
+/// The parent of the expert where a chain starts. Nodes of the search are numbered experts first, then ranks.
+const NOBODY: usize = usize::MAX;
+
 /// Which ranks take one replica of each expert.
 pub(super) struct Table {
     experts: usize,
@@ -19,9 +22,6 @@ pub(super) struct Table {
     /// Replicas that each rank still has room for.
     room: Vec<usize>,
 }
-
-/// A node of the search: `Expert` nodes come first in the numbering, ranks follow.
-const NOBODY: usize = usize::MAX;
 
 impl Table {
     pub(super) fn new(wanted: Vec<usize>, room: Vec<usize>, costs: Vec<bool>) -> Self {

@@ -92,7 +92,7 @@ fn free_bytes(file: &File) -> u64 {
     // SAFETY: `stats` is writable and large enough; it is read only if the call says that it filled it.
     unsafe {
         match libc::fstatvfs(file.as_raw_fd(), stats.as_mut_ptr()) {
-            0 => (stats.assume_init().f_bavail as u64).saturating_mul(stats.assume_init().f_frsize as u64),
+            0 => stats.assume_init().f_bavail.saturating_mul(stats.assume_init().f_frsize),
             _ => u64::MAX,
         }
     }
