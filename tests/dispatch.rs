@@ -120,4 +120,28 @@ proptest! {
             }
         }
     }
+
+    #[test]
+    fn huge_counts_are_split_exactly(expert in prop::collection::vec((0_i64..1 << 50, 0_i64..4), 2..8)) {
+        let (tokens, mut replicas): (Vec<i64>, Vec<i64>) = expert.into_iter().unzip();
+        replicas[0] += 1;
+        let [total, held]: [i128; 2] = [&tokens, &replicas].map(|counts| counts.iter().map(|&n| i128::from(n)).sum());
+        // Room left, or left over if negative, scaled by the replicas.
+        let room: Vec<i128> = tokens.iter().zip(&replicas).map(|(&t, &r)| total * i128::from(r) - held * i128::from(t)).collect();
+        let all_room: i128 = room.iter().map(|&room| room.max(0)).sum();
+        for (source, row) in table(&tokens, &replicas).iter().enumerate() {
+            prop_assert_eq!(row.iter().sum::<i64>(), tokens[source]);
+            for (destination, &count) in row.iter().enumerate() {
+                let near = if source == destination {
+                    let kept = held * i128::from(tokens[source]) + room[source].min(0);
+                    (held * i128::from(count) - kept).abs() < held
+                } else {
+                    let sent = -room[source].min(0) * room[destination].max(0);
+                    let scale = held * all_room.max(1);
+                    (scale * i128::from(count) - sent).abs() < scale
+                };
+                prop_assert!(near, "{} to {}: {}", source, destination, count);
+            }
+        }
+    }
 }
