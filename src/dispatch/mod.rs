@@ -1,1 +1,12 @@
-//! dispatch
+//! Who sends which tokens where: pure functions of the gathered counts, the same on every rank.
+//!
+//! Every rank knows all counts (one all-gather) and the replica matrix, so every rank computes the same whole table
+//! of every expert and reads its own row (what it sends) and column (what it receives) from it: no second exchange.
+//!
+//! [`split_tokens`] is the face; [`split_expert`] is the arithmetic of one expert.
+
+mod expert;
+mod split;
+
+pub use expert::{Route, split_expert};
+pub use split::{Split, split_tokens};

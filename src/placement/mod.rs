@@ -1,1 +1,15 @@
-//! placement
+//! How many replicas of each expert, on which ranks, and who keeps the copies: pure functions, the same on every rank.
+//!
+//! ```text
+//! load ─ allocate ─ replicas ─ place ─ matrix [ranks, experts]
+//! nodes ─ copy_holders ─ who keeps copies of a rank        holders ─ primaries ─ who makes the copies of a unit
+//! ```
+
+mod allocate;
+mod copies;
+mod flow;
+mod place;
+
+pub use allocate::allocate;
+pub use copies::{copy_holders, primaries};
+pub use place::place;

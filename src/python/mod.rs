@@ -1,5 +1,6 @@
 //! The extension module `evermoe._native`: converts, releases the GIL, calls. No decisions.
 
+mod error;
 mod ops;
 mod planning;
 mod snapshot;

@@ -1,7 +1,100 @@
-//! Python face of snapshot.
+//! Python face of the arenas.
 
+use crate::error::Error;
+use crate::snapshot;
+use numpy::ndarray::ArrayView1;
+use numpy::{PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
+use std::path::PathBuf;
 
-pub(super) fn register(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-    Ok(())
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(digest, module)?)?;
+    module.add_class::<Arena>()
+}
+
+/// Two versions of a set of units in a file of shared memory that outlives the process.
+#[pyclass(frozen, module = "evermoe._native")]
+struct Arena(snapshot::Arena);
+
+#[pymethods]
+impl Arena {
+    #[staticmethod]
+    fn create(py: Python<'_>, path: PathBuf, meta: &str, units: Vec<(String, usize)>) -> PyResult<Self> {
+        Ok(Self(py.detach(|| snapshot::Arena::create(&path, meta, &units))?))
+    }
+
+    #[staticmethod]
+    fn open(path: PathBuf) -> PyResult<Self> {
+        Ok(Self(snapshot::Arena::open(&path)?))
+    }
+
+    #[getter]
+    fn meta(&self) -> &str {
+        self.0.layout().meta()
+    }
+
+    #[getter]
+    fn path(&self) -> String {
+        self.0.path().to_string_lossy().into_owned()
+    }
+
+    #[getter]
+    fn payload_bytes(&self) -> usize {
+        self.0.layout().payload_bytes()
+    }
+
+    fn units(&self) -> Vec<(&str, usize, usize)> {
+        self.0.layout().units().iter().map(|unit| (unit.name.as_str(), unit.offset, unit.bytes)).collect()
+    }
+
+    fn begin(&self, version: u64) -> usize {
+        self.0.begin(version)
+    }
+
+    fn buffer<'py>(slf: Bound<'py, Self>, index: usize) -> PyResult<Bound<'py, PyArray1<u8>>> {
+        let arena = &slf.get().0;
+        let start = arena.buffer(index)?;
+        // SAFETY: the buffer is that long and lives as long as the arena, which the array keeps alive as its base; the
+        // view itself is only read for its address and length.
+        unsafe {
+            let view = ArrayView1::from_shape_ptr(arena.layout().payload_bytes(), start.cast_const());
+            Ok(PyArray1::borrow_from_array(&view, slf.into_any()))
+        }
+    }
+
+    fn commit(&self, py: Python<'_>, index: usize) -> PyResult<Vec<u64>> {
+        Ok(py.detach(|| self.0.commit(index))?)
+    }
+
+    fn commit_received(&self, py: Python<'_>, index: usize) -> PyResult<()> {
+        Ok(py.detach(|| self.0.commit_received(index))?)
+    }
+
+    fn versions(&self) -> Vec<(usize, u64)> {
+        self.0.versions()
+    }
+
+    fn digests(&self, index: usize) -> PyResult<Vec<u64>> {
+        Ok(self.0.digests(index)?)
+    }
+
+    fn verify(&self, py: Python<'_>, index: usize) -> PyResult<Vec<String>> {
+        Ok(py.detach(|| self.0.verify(index))?)
+    }
+
+    fn unlink(&self) -> PyResult<()> {
+        Ok(self.0.unlink()?)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Arena({:?}, {} units, versions={:?})", self.0.path(), self.units().len(), self.0.versions())
+    }
+}
+
+#[pyfunction]
+fn digest(py: Python<'_>, array: PyReadonlyArray1<'_, u8>) -> PyResult<u64> {
+    let bytes = array.as_slice().map_err(|_| {
+        Error::Invalid("array: expected contiguous bytes; use numpy.ascontiguousarray".into())
+    })?;
+    Ok(py.detach(|| snapshot::digest(bytes)))
 }

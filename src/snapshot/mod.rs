@@ -1,1 +1,19 @@
-//! snapshot
+//! Arenas: two versions of a set of units in a file of shared memory that outlives the process.
+//!
+//! ```text
+//! one arena file    header │ descriptor │ buffer 0 │ buffer 1
+//! one buffer        digest table, 8 bytes per unit │ unit 0 │ unit 1 │ …        each aligned to 64 bytes
+//!
+//! empty ─ begin ─► writing ─ commit, or commit_received ─► complete ─ begin ─► writing …
+//! ```
+//!
+//! A version is visible whole or not at all, also when the process is killed between any two instructions: a buffer
+//! is marked as being written before its first byte changes and as complete after its last one has.
+
+mod arena;
+mod layout;
+mod mapping;
+mod state;
+
+pub use arena::{Arena, digest};
+pub use layout::{Layout, Unit};

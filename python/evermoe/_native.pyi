@@ -1,0 +1,104 @@
+"""Types of the extension module; `src/python` is the source."""
+
+from os import PathLike
+
+import numpy as np
+from numpy.typing import NDArray
+
+# ---- planners and arenas: src/python/planning.rs, src/python/snapshot.rs ----
+
+def split_tokens(
+    tokens: NDArray[np.int64], matrix: NDArray[np.int64], rank: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def allocate(load: NDArray[np.float64], ranks: int, slots: int, min_replicas: int) -> NDArray[np.int64]: ...
+def place(
+    replicas: NDArray[np.int64], ranks: int, slots: int, previous: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]: ...
+def copy_holders(nodes: list[str], copies: int) -> list[list[int]]: ...
+def primaries(holders: list[list[int]], nbytes: list[int], ranks: int) -> list[int]: ...
+def recovery_plan(
+    units: list[tuple[str, int]],
+    holdings: list[list[tuple[str, int, int, str]]],
+    needs: list[list[str]],
+) -> RecoveryPlan: ...
+
+class RecoveryPlan:
+    """What to do after a failure: the version to continue from and the transfers that lead there."""
+
+    @property
+    def version(self) -> int | None:
+        """The version to continue from; None if no version is whole."""
+    @property
+    def lost(self) -> list[str]:
+        """Units without a holder at the version that misses the fewest; empty when there is a version."""
+    @property
+    def transfers(self) -> list[tuple[str, int, int, str]]:
+        """(unit, source, destination, "active" or "snapshot"), largest units first.
+
+        Where source and destination are the same, the rank takes the unit from its own snapshot.
+        """
+    @property
+    def conflicts(self) -> list[tuple[str, int, int, int]]:
+        """(unit, rank, its digest, the digest that most holders have) of the ranks that were outvoted."""
+    @property
+    def reason(self) -> str:
+        """Why this version, in words."""
+
+class Arena:
+    """Two versions of a set of units in a file of shared memory that outlives the process.
+
+    A version is visible whole or not at all, also when the process is killed in the middle of a write:
+
+        arena = Arena.create("/dev/shm/job/rank0", "{}", [("dense", 4096)])
+        index = arena.begin(version=1)         # from here on the buffer has no version
+        arena.buffer(index)[64:64 + 4096] = 7  # where each unit is: arena.units()
+        arena.commit(index)                    # digests are made, then version 1 is there
+    """
+
+    @staticmethod
+    def create(path: str | PathLike[str], meta: str, units: list[tuple[str, int]]) -> Arena:
+        """Make an arena of units (name, bytes) with all its space reserved.
+
+        OSError if the path exists or there is too little space; nothing is left behind.
+        """
+    @staticmethod
+    def open(path: str | PathLike[str]) -> Arena:
+        """Open what an earlier process left.
+
+        OSError if it is missing, CorruptCopy if it is not a whole arena.
+        """
+    @property
+    def meta(self) -> str:
+        """What was given to `create`."""
+    @property
+    def path(self) -> str:
+        """Where the file is, or was."""
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one buffer: digest table and units."""
+    def units(self) -> list[tuple[str, int, int]]:
+        """(name, offset in a buffer, bytes) of each unit; offsets are multiples of 64, after the table."""
+    def begin(self, version: int) -> int:
+        """Start to overwrite the buffer that has no version, else the older one; returns its index."""
+    def buffer(self, index: int) -> NDArray[np.uint8]:
+        """A whole buffer, writable, in the shared memory itself: digest table, then units."""
+    def commit(self, index: int) -> list[int]:
+        """Make the digests of a buffer that was begun, show it and return them."""
+    def commit_received(self, index: int) -> None:
+        """Show a buffer that came whole from a peer, digest table included.
+
+        CorruptCopy names the units that do not match their digests; the buffer then stays without a version.
+        """
+    def versions(self) -> list[tuple[int, int]]:
+        """(index, version) of the complete buffers, newest first."""
+    def digests(self, index: int) -> list[int]:
+        """The digests of a complete buffer, one for each unit."""
+    def verify(self, index: int) -> list[str]:
+        """Names of the units of a complete buffer whose bytes do not match their digests."""
+    def unlink(self) -> None:
+        """Remove the file; arrays of it stay valid."""
+
+def digest(array: NDArray[np.uint8]) -> int:
+    """xxh3-64 of contiguous bytes."""
+
+# ---- end of planners and arenas ----

@@ -1,0 +1,129 @@
+//! Who keeps the copies of a rank, and who makes the copies of a unit.
+
+use crate::ensure;
+use crate::error::Result;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// For each rank, the ranks that keep a copy of what it is primary for, itself first. `nodes[r]` is where rank r runs.
+///
+/// Gemini's group placement over nodes, sorted by name: groups of `copies` nodes when that divides their number, else
+/// groups and a ring over the last `copies + 1` to `2·copies − 1` nodes; a node's copies go to the next nodes of its
+/// group or ring. The i-th rank of a node is paired with the (i mod m)-th of the m ranks of the other. With fewer
+/// nodes than copies all nodes are used, and on a single node its ranks take the place of nodes.
+///
+/// ```
+/// let holders = evermoe::placement::copy_holders(&["a", "b", "a", "b"], 2)?;
+/// assert_eq!(holders, [vec![0, 1], vec![1, 0], vec![2, 3], vec![3, 2]]);
+/// // Five nodes, two copies: one group (0, 1) and a ring 2 → 3 → 4 → 2.
+/// let holders = evermoe::placement::copy_holders(&["a", "b", "c", "d", "e"], 2)?;
+/// assert_eq!(holders, [vec![0, 1], vec![1, 0], vec![2, 3], vec![3, 4], vec![4, 2]]);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0.
+pub fn copy_holders<S: AsRef<str>>(nodes: &[S], copies: usize) -> Result<Vec<Vec<usize>>> {
+    ensure!(copies > 0, "copies: expected 1 (the rank itself) or more, got 0");
+    let mut ranks_of: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (rank, node) in nodes.iter().enumerate() {
+        ranks_of.entry(node.as_ref()).or_default().push(rank);
+    }
+    let domains: Vec<Vec<usize>> = match ranks_of.len() {
+        1 => (0..nodes.len()).map(|rank| vec![rank]).collect(),
+        _ => ranks_of.into_values().collect(),
+    };
+    let mut holders = vec![Vec::new(); nodes.len()];
+    for (domain, ranks) in domains.iter().enumerate() {
+        for (position, &rank) in ranks.iter().enumerate() {
+            holders[rank] = next_domains(domain, domains.len(), copies)
+                .map(|other| domains[other][position % domains[other].len()])
+                .collect();
+        }
+    }
+    Ok(holders)
+}
+
+/// `domain` and those that follow it in its group or ring, `copies` in all, of `count` domains.
+fn next_domains(domain: usize, count: usize, copies: usize) -> impl Iterator<Item = usize> {
+    let copies = copies.min(count);
+    let groups = count / copies;
+    let first = copies * (domain / copies).min(groups - 1);
+    let size = if first / copies == groups - 1 { count - first } else { copies };
+    (0..copies).map(move |step| first + (domain - first + step) % size)
+}
+
+/// For each unit, the rank that makes its copies: largest units first, each to the holder with the fewest bytes.
+///
+/// `holders[u]` are the ranks that hold unit u as part of the running model, `bytes[u]` its size.
+///
+/// ```
+/// // The unit of 5 bytes goes to rank 0, so the next two go to rank 1: 5 bytes against 4.
+/// let primaries = evermoe::placement::primaries(&[vec![0, 1], vec![0, 1], vec![0, 1]], &[2, 5, 2], 2)?;
+/// assert_eq!(primaries, [1, 0, 1]);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`](crate::error::Error::Invalid) when the lists differ in length, a unit has no holder, or a holder
+/// is not a rank.
+pub fn primaries(holders: &[Vec<usize>], bytes: &[u64], ranks: usize) -> Result<Vec<usize>> {
+    ensure!(
+        holders.len() == bytes.len(),
+        "nbytes: expected one size for each of the {} units of holders, got {}",
+        holders.len(),
+        bytes.len()
+    );
+    let mut assigned = vec![0_u128; ranks];
+    let mut primaries = vec![0; holders.len()];
+    let mut order: Vec<usize> = (0..holders.len()).collect();
+    order.sort_by_key(|&unit| (Reverse(bytes[unit]), unit));
+    for unit in order {
+        if let Some(rank) = holders[unit].iter().find(|&&rank| rank >= ranks) {
+            ensure!(false, "holders: unit {unit} names rank {rank}; there are {ranks} ranks");
+        }
+        let Some(&rank) = holders[unit].iter().min_by_key(|&&rank| (assigned[rank], rank)) else {
+            ensure!(false, "holders: unit {unit} has none; every unit needs a rank that holds it");
+            continue;
+        };
+        assigned[rank] += u128::from(bytes[unit]);
+        primaries[unit] = rank;
+    }
+    Ok(primaries)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_single_node_copies_between_its_ranks() {
+        assert_eq!(copy_holders(&["a"; 3], 2).unwrap(), [vec![0, 1], vec![1, 2], vec![2, 0]]);
+        assert_eq!(copy_holders(&["a"], 3).unwrap(), [vec![0]]);
+        assert!(copy_holders::<&str>(&[], 2).unwrap().is_empty());
+    }
+
+    #[test]
+    fn fewer_nodes_than_copies_use_all_nodes() {
+        assert_eq!(copy_holders(&["b", "a"], 3).unwrap(), [vec![0, 1], vec![1, 0]]);
+    }
+
+    #[test]
+    fn nodes_of_different_sizes_pair_by_position() {
+        assert_eq!(copy_holders(&["a", "a", "b"], 2).unwrap(), [vec![0, 2], vec![1, 2], vec![2, 0]]);
+    }
+
+    #[test]
+    fn primaries_balance_when_all_hold_all() {
+        let primaries = primaries(&vec![vec![0, 1, 2, 3]; 9], &[8; 9], 4).unwrap();
+        assert_eq!(primaries, [0, 1, 2, 3, 0, 1, 2, 3, 0]);
+    }
+
+    #[test]
+    fn errors_name_the_unit() {
+        assert!(primaries(&[vec![]], &[1], 1).unwrap_err().to_string().contains("unit 0 has none"));
+        assert!(primaries(&[vec![1]], &[1], 1).unwrap_err().to_string().contains("unit 0 names rank 1"));
+        assert!(primaries(&[vec![1]], &[], 1).unwrap_err().to_string().starts_with("nbytes"));
+        assert!(copy_holders(&["a"], 0).is_err());
+    }
+}

@@ -1,0 +1,46 @@
+//! Which ranks have the right bytes of each unit: the digest that most of its holders have.
+
+use super::plan::{Conflict, Holding, Kind};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// The ranks that have the right bytes of one unit, and where; a rank that has them twice is `Active`.
+pub(super) type Sources = BTreeMap<usize, Kind>;
+
+/// The sources of every unit at `version`, and the holders that were outvoted.
+///
+/// Each rank has one vote for each digest it holds. Of equal votes, a digest that a running model has beats one that only
+/// snapshots have; then the one on the smallest rank wins.
+pub(super) fn sources(
+    units: usize,
+    holdings: &[Vec<Holding>],
+    version: u64,
+) -> (Vec<Sources>, Vec<Conflict>) {
+    let mut ballots: Vec<BTreeMap<u64, Sources>> = vec![BTreeMap::new(); units];
+    for (rank, held) in holdings.iter().enumerate() {
+        for holding in held.iter().filter(|holding| holding.version == version) {
+            let kind =
+                ballots[holding.unit].entry(holding.digest).or_default().entry(rank).or_insert(holding.kind);
+            *kind = holding.kind.min(*kind);
+        }
+    }
+    let mut conflicts = Vec::new();
+    let sources =
+        ballots.into_iter().enumerate().map(|(unit, ballot)| elect(unit, ballot, &mut conflicts)).collect();
+    conflicts.sort_unstable();
+    (sources, conflicts)
+}
+
+/// The sources that have the winning digest; the others go to `conflicts`.
+fn elect(unit: usize, mut ballot: BTreeMap<u64, Sources>, conflicts: &mut Vec<Conflict>) -> Sources {
+    let winner = ballot.iter().min_by_key(|(_, holders)| {
+        let kind = holders.values().min().copied();
+        (Reverse(holders.len()), kind, holders.keys().next().copied())
+    });
+    let Some(expected) = winner.map(|(&digest, _)| digest) else { return Sources::new() };
+    let sources = ballot.remove(&expected).unwrap_or_default();
+    for (digest, holders) in ballot {
+        conflicts.extend(holders.into_keys().map(|rank| Conflict { unit, rank, digest, expected }));
+    }
+    sources
+}

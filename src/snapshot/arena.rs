@@ -1,0 +1,195 @@
+//! An arena: begin, write, commit; versions, digests, verification.
+
+use super::layout::{HEADER, Layout, STATES, Unit};
+use super::mapping;
+use super::state::{State, oldest};
+use crate::ensure;
+use crate::error::{Error, Result};
+use memmap2::MmapRaw;
+use std::path::{Path, PathBuf};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// xxh3-64 of some bytes: what every copy is checked with.
+pub fn digest(bytes: &[u8]) -> u64 {
+    xxh3_64(bytes)
+}
+
+/// Two versions of a set of units in shared memory.
+///
+/// One process writes at a time; the caller does not write a buffer while it is committed or verified.
+#[derive(Debug)]
+pub struct Arena {
+    path: PathBuf,
+    mapping: MmapRaw,
+    layout: Layout,
+}
+
+impl Arena {
+    /// Makes an arena at `path` with all its space reserved; folders that are missing are made, for the owner alone.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the path exists or the space is not there; nothing is left behind. [`Error::Invalid`] for
+    /// units that cannot be laid out.
+    pub fn create(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
+        let layout = Layout::new(meta, units)?;
+        let mapping = mapping::create(path, &layout)?;
+        Ok(Self { path: path.to_owned(), mapping, layout })
+    }
+
+    /// Opens an arena that an earlier process has left.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it is missing, [`Error::Corrupt`] when it is not a whole arena.
+    pub fn open(path: &Path) -> Result<Self> {
+        let (mapping, layout) = mapping::open(path)?;
+        Ok(Self { path: path.to_owned(), mapping, layout })
+    }
+
+    /// Where the file is, or was.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is where in a buffer.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Starts to overwrite the buffer without a version, else the older one, and returns its index. Until it is
+    /// committed the buffer has no version.
+    pub fn begin(&self, version: u64) -> usize {
+        let index = oldest([self.state(0).complete(), self.state(1).complete()]);
+        self.state(index).begin(version);
+        index
+    }
+
+    /// Start of a buffer of [`Layout::payload_bytes`], valid as long as the arena; digest table first, then units.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the index is not 0 or 1.
+    pub fn buffer(&self, index: usize) -> Result<*mut u8> {
+        ensure!(index < 2, "index: expected 0 or 1, got {index}");
+        // SAFETY: both buffers lie within the mapping, which is as long as the layout says.
+        Ok(unsafe { self.mapping.as_mut_ptr().add(self.layout.buffer_at(index)) })
+    }
+
+    /// Publishes a buffer that was written here: makes its digests and returns them.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless the buffer was begun.
+    pub fn commit(&self, index: usize) -> Result<Vec<u64>> {
+        self.check_begun(index)?;
+        let digests: Vec<u64> =
+            self.layout.units().iter().map(|unit| digest(self.unit(index, unit))).collect();
+        let table = self.buffer(index)?.cast::<u64>();
+        for (position, digest) in digests.iter().enumerate() {
+            // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for each unit.
+            unsafe { table.add(position).write(digest.to_le()) };
+        }
+        self.state(index).publish();
+        Ok(digests)
+    }
+
+    /// Publishes a buffer that came whole from a peer, digest table included, if every unit matches its digest.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] naming the units that do not match; the buffer stays without a version. [`Error::Invalid`]
+    /// unless the buffer was begun.
+    pub fn commit_received(&self, index: usize) -> Result<()> {
+        self.check_begun(index)?;
+        let wrong = self.mismatches(index);
+        if !wrong.is_empty() {
+            let (path, units, all) = (self.path.display(), wrong.join(", "), self.layout.units().len());
+            return Err(Error::Corrupt(format!(
+                "{path}: {} of {all} received units do not match their digests: {units}; fetch them again from another \
+                 holder",
+                wrong.len()
+            )));
+        }
+        self.state(index).publish();
+        Ok(())
+    }
+
+    /// Index and version of the complete buffers, newest first.
+    pub fn versions(&self) -> Vec<(usize, u64)> {
+        let complete = |index| self.state(index).complete().map(|version| (index, version));
+        let mut versions: Vec<(usize, u64)> = (0..2).filter_map(complete).collect();
+        versions.sort_by_key(|&(index, version)| (std::cmp::Reverse(version), index));
+        versions
+    }
+
+    /// The digests that were made when a complete buffer was written.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless the buffer is complete.
+    pub fn digests(&self, index: usize) -> Result<Vec<u64>> {
+        self.check_complete(index)?;
+        Ok((0..self.layout.units().len()).map(|position| self.recorded(index, position)).collect())
+    }
+
+    /// Names of the units of a complete buffer whose bytes do not match their digests.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless the buffer is complete.
+    pub fn verify(&self, index: usize) -> Result<Vec<String>> {
+        self.check_complete(index)?;
+        Ok(self.mismatches(index))
+    }
+
+    /// Removes the file; the mapping stays until the arena is dropped. Not an error if the file is gone.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the system refuses.
+    pub fn unlink(&self) -> Result<()> {
+        match std::fs::remove_file(&self.path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(Error::io(format!("removing the arena {}", self.path.display()), error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn state(&self, index: usize) -> &State {
+        debug_assert!(index < 2 && STATES + 2 * size_of::<State>() <= HEADER);
+        // SAFETY: the header holds two states, one cache line each, at this offset of a page-aligned mapping; they are
+        // atomics, of which every bit pattern is valid, and are only ever changed through atomics.
+        unsafe { &*self.mapping.as_ptr().add(STATES).cast::<State>().add(index) }
+    }
+
+    fn unit(&self, index: usize, unit: &Unit) -> &[u8] {
+        let at = self.layout.buffer_at(index) + unit.offset;
+        // SAFETY: the unit lies within the mapping; the caller does not write it meanwhile (see `Arena`).
+        unsafe { std::slice::from_raw_parts(self.mapping.as_ptr().add(at), unit.bytes) }
+    }
+
+    fn recorded(&self, index: usize, position: usize) -> u64 {
+        let at = self.layout.buffer_at(index) + 8 * position;
+        // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for each unit.
+        u64::from_le(unsafe { self.mapping.as_ptr().add(at).cast::<u64>().read() })
+    }
+
+    fn mismatches(&self, index: usize) -> Vec<String> {
+        let differs = |&(position, unit): &(usize, &Unit)| {
+            digest(self.unit(index, unit)) != self.recorded(index, position)
+        };
+        self.layout.units().iter().enumerate().filter(differs).map(|(_, unit)| unit.name.clone()).collect()
+    }
+
+    fn check_begun(&self, index: usize) -> Result<()> {
+        ensure!(index < 2, "index: expected 0 or 1, got {index}");
+        ensure!(
+            self.state(index).is_writing(),
+            "index: buffer {index} is not being written; call begin first"
+        );
+        Ok(())
+    }
+
+    fn check_complete(&self, index: usize) -> Result<()> {
+        ensure!(index < 2, "index: expected 0 or 1, got {index}");
+        ensure!(
+            self.state(index).complete().is_some(),
+            "index: buffer {index} has no complete version; see versions"
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,266 @@
+//! Where everything is in an arena file, and the descriptor that says so. Pure.
+//!
+//! ```text
+//! 0     magic, format, descriptor bytes, payload bytes, file bytes, checksum of these and the descriptor   (u64 each)
+//! 64    state of buffer 0: version, state                     128   state of buffer 1
+//! 192   descriptor: meta, then name and size of each unit     then both buffers, each at a page
+//! ```
+
+use crate::ensure;
+use crate::error::{Error, Result};
+use std::collections::BTreeSet;
+use xxhash_rust::xxh3::xxh3_64;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"EVMARENA");
+const FORMAT: u64 = 1;
+const PAGE: usize = 4096;
+const LINE: usize = 64;
+/// Bytes before the descriptor.
+pub(super) const HEADER: usize = 192;
+/// Offset of the state of buffer 0; that of buffer 1 follows one cache line later.
+pub(super) const STATES: usize = LINE;
+
+/// A named run of bytes in each buffer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unit {
+    /// Unique name.
+    pub name: String,
+    /// Offset in the buffer, a multiple of 64.
+    pub offset: usize,
+    /// Size in bytes.
+    pub bytes: usize,
+}
+
+/// Everything that is fixed when an arena is made.
+///
+/// ```
+/// use evermoe::snapshot::Layout;
+/// // Two digests take 16 bytes, so the first unit starts at 64, and the second at the next multiple of 64.
+/// let layout = Layout::new("{}", &[("a".into(), 65), ("b".into(), 1)])?;
+/// assert_eq!((layout.units()[0].offset, layout.units()[1].offset), (64, 192));
+/// assert_eq!(layout.payload_bytes(), 256);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    meta: String,
+    units: Vec<Unit>,
+    descriptor: Vec<u8>,
+    payload_bytes: usize,
+    buffers_at: usize,
+    file_bytes: usize,
+}
+
+impl Layout {
+    /// Lays out `units` (name, bytes) in their order.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when a name is there twice or the sizes overflow.
+    pub fn new(meta: &str, units: &[(String, usize)]) -> Result<Self> {
+        let mut names = BTreeSet::new();
+        let twice = units.iter().find(|(name, _)| !names.insert(name));
+        ensure!(
+            twice.is_none(),
+            "units: {:?} is there twice; names must be unique",
+            twice.map(|(name, _)| name)
+        );
+        let descriptor = describe(meta, units);
+        Self::compute(meta, units, descriptor)
+            .ok_or_else(|| Error::Invalid("units: the sizes overflow the address space".into()))
+    }
+
+    fn compute(meta: &str, units: &[(String, usize)], descriptor: Vec<u8>) -> Option<Self> {
+        let mut end = align(units.len().checked_mul(8)?, LINE)?;
+        let mut placed = Vec::with_capacity(units.len());
+        for (name, bytes) in units {
+            placed.push(Unit { name: name.clone(), offset: end, bytes: *bytes });
+            end = align(end.checked_add(*bytes)?, LINE)?;
+        }
+        let buffers_at = align(HEADER.checked_add(descriptor.len())?, PAGE)?;
+        let file_bytes = align(end, PAGE)?.checked_mul(2)?.checked_add(buffers_at)?;
+        let fits = file_bytes <= isize::MAX as usize;
+        let meta = meta.to_owned();
+        fits.then_some(Self { meta, units: placed, descriptor, payload_bytes: end, buffers_at, file_bytes })
+    }
+
+    /// What the caller wrote about the arena.
+    pub fn meta(&self) -> &str {
+        &self.meta
+    }
+
+    /// The units in their order.
+    pub fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
+    /// Bytes of one buffer: digest table and units.
+    pub fn payload_bytes(&self) -> usize {
+        self.payload_bytes
+    }
+
+    /// Bytes of the whole file.
+    pub fn file_bytes(&self) -> usize {
+        self.file_bytes
+    }
+
+    /// Offset of a buffer in the file.
+    pub(super) fn buffer_at(&self, index: usize) -> usize {
+        self.buffers_at + index * (self.file_bytes - self.buffers_at) / 2
+    }
+
+    /// The header and the descriptor, both states zero: empty.
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER];
+        let sizes = [self.descriptor.len(), self.payload_bytes, self.file_bytes].map(|size| size as u64);
+        for (field, value) in [MAGIC, FORMAT].into_iter().chain(sizes).enumerate() {
+            bytes[field * 8..field * 8 + 8].copy_from_slice(&value.to_le_bytes());
+        }
+        let checksum = checksum(&bytes, &self.descriptor);
+        bytes[40..48].copy_from_slice(&checksum.to_le_bytes());
+        bytes.extend_from_slice(&self.descriptor);
+        bytes
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote from the start of a file of `file_bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] saying what is not as it should be.
+    pub(super) fn decode(bytes: &[u8], file_bytes: usize) -> Result<Self> {
+        let wrong = |what: String| Error::Corrupt(format!("not a whole arena: {what}"));
+        let field = |index| field(bytes, index);
+        if bytes.len() < HEADER {
+            return Err(wrong(format!("expected at least {HEADER} bytes, got {}", bytes.len())));
+        }
+        if field(0) != MAGIC {
+            return Err(wrong("the first 8 bytes are not EVMARENA".into()));
+        }
+        if field(1) != FORMAT {
+            return Err(wrong(format!(
+                "expected format {FORMAT}, got {}; remove the file and make a new one",
+                field(1)
+            )));
+        }
+        if field(4) != file_bytes as u64 {
+            return Err(wrong(format!("expected {} bytes, the file has {file_bytes}", field(4))));
+        }
+        let descriptor = usize::try_from(field(2)).ok().and_then(|size| bytes[HEADER..].get(..size));
+        let Some(descriptor) = descriptor.filter(|descriptor| checksum(bytes, descriptor) == field(5)) else {
+            return Err(wrong("the header does not match its checksum".into()));
+        };
+        let (meta, units) =
+            parse(descriptor).ok_or_else(|| wrong("the list of units cannot be read".into()))?;
+        let layout = Self::new(&meta, &units)?;
+        if (layout.payload_bytes as u64, layout.file_bytes) != (field(3), file_bytes) {
+            return Err(wrong("the sizes of the units do not fill the file".into()));
+        }
+        Ok(layout)
+    }
+}
+
+/// Number `index` of the header; 0 past the end.
+fn field(header: &[u8], index: usize) -> u64 {
+    header.get(index * 8..).and_then(|bytes| Reader(bytes).number()).unwrap_or_default()
+}
+
+/// How many bytes of descriptor a header announces; it may lie.
+pub(super) fn descriptor_bytes(header: &[u8]) -> u64 {
+    field(header, 2)
+}
+
+fn align(bytes: usize, to: usize) -> Option<usize> {
+    bytes.checked_next_multiple_of(to)
+}
+
+/// Digest of the five numbers before the checksum, and of the descriptor.
+fn checksum(header: &[u8], descriptor: &[u8]) -> u64 {
+    xxh3_64(&[&header[..40], &xxh3_64(descriptor).to_le_bytes()].concat())
+}
+
+fn describe(meta: &str, units: &[(String, usize)]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let text = |bytes: &mut Vec<u8>, text: &str| {
+        bytes.extend_from_slice(&(text.len() as u64).to_le_bytes());
+        bytes.extend_from_slice(text.as_bytes());
+    };
+    text(&mut bytes, meta);
+    for (name, size) in units {
+        text(&mut bytes, name);
+        bytes.extend_from_slice(&(*size as u64).to_le_bytes());
+    }
+    bytes
+}
+
+fn parse(descriptor: &[u8]) -> Option<(String, Vec<(String, usize)>)> {
+    let mut reader = Reader(descriptor);
+    let meta = reader.text()?;
+    let mut units = Vec::new();
+    while !reader.0.is_empty() {
+        units.push((reader.text()?, usize::try_from(reader.number()?).ok()?));
+    }
+    Some((meta, units))
+}
+
+/// Takes numbers and texts from the front of some bytes.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn number(&mut self) -> Option<u64> {
+        let (number, rest) = self.0.split_first_chunk::<8>()?;
+        self.0 = rest;
+        Some(u64::from_le_bytes(*number))
+    }
+
+    fn text(&mut self) -> Option<String> {
+        let size = usize::try_from(self.number()?).ok()?;
+        let (text, rest) = self.0.split_at_checked(size)?;
+        self.0 = rest;
+        String::from_utf8(text.to_vec()).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout() -> Layout {
+        Layout::new("{\"step\": \"ü\"}", &[("dense".into(), 100), ("empty".into(), 0), ("ex/0".into(), 64)])
+            .unwrap()
+    }
+
+    #[test]
+    fn decodes_what_it_encodes() {
+        let layout = layout();
+        assert_eq!(Layout::decode(&layout.encode(), layout.file_bytes()).unwrap(), layout);
+    }
+
+    #[test]
+    fn every_flipped_bit_of_the_header_is_found() {
+        let layout = layout();
+        let bytes = layout.encode();
+        for at in (0..48).chain(HEADER..bytes.len()) {
+            for bit in 0..8 {
+                let mut bytes = bytes.clone();
+                bytes[at] ^= 1 << bit;
+                let result = Layout::decode(&bytes, layout.file_bytes());
+                assert!(matches!(result, Err(Error::Corrupt(_))), "byte {at}, bit {bit}: {result:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn every_cut_is_found() {
+        let (layout, bytes) = (layout(), layout().encode());
+        for size in 0..bytes.len() {
+            assert!(Layout::decode(&bytes[..size], layout.file_bytes()).is_err(), "cut at {size}");
+        }
+        assert!(Layout::decode(&bytes, layout.file_bytes() - 1).is_err());
+    }
+
+    #[test]
+    fn names_must_be_unique_and_sizes_sane() {
+        let message = |units: &[(String, usize)]| Layout::new("", units).unwrap_err().to_string();
+        assert!(message(&[("a".into(), 1), ("a".into(), 2)]).contains("\"a\""));
+        assert!(message(&[("a".into(), usize::MAX)]).contains("overflow"));
+        assert!(message(&[("a".into(), usize::MAX / 4), ("b".into(), usize::MAX / 4)]).contains("overflow"));
+    }
+}

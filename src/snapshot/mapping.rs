@@ -1,0 +1,124 @@
+//! The file of an arena: made whole or not at all, opened, mapped.
+
+use super::layout::{HEADER, Layout, descriptor_bytes};
+use crate::error::{Error, Result};
+use memmap2::MmapRaw;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Makes the file under a temporary name, reserves all its space, writes the header and then gives it its name.
+pub(super) fn create(path: &Path, layout: &Layout) -> Result<MmapRaw> {
+    let doing = || format!("creating the arena {}", path.display());
+    if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(parent);
+        made.map_err(|error| Error::io(format!("creating the folder {}", parent.display()), error))?;
+    }
+    if path.symlink_metadata().is_ok() {
+        let exists = io::Error::from_raw_os_error(libc::EEXIST);
+        return Err(Error::io(format!("{}: it exists; open it, or unlink it first", doing()), exists));
+    }
+    let temporary = Temporary::new(path)?;
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary.0);
+    let file = file.map_err(|error| Error::io(doing(), error))?;
+    reserve(&file, path, layout.file_bytes())?;
+    file.write_all_at(&layout.encode(), 0).map_err(|error| Error::io(doing(), error))?;
+    let mapping = map(&file, path)?;
+    // A hard link, unlike a rename, never replaces a file that another process has made meanwhile.
+    fs::hard_link(&temporary.0, path).map_err(|error| Error::io(doing(), error))?;
+    Ok(mapping)
+}
+
+/// Opens and checks a file that [`create`] made.
+pub(super) fn open(path: &Path) -> Result<(MmapRaw, Layout)> {
+    let doing = |error| Error::io(format!("opening the arena {}", path.display()), error);
+    let file =
+        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path).map_err(doing)?;
+    let metadata = file.metadata().map_err(doing)?;
+    if !metadata.is_file() || metadata.len() == 0 {
+        return Err(Error::Corrupt(format!(
+            "{}: not a whole arena: it is empty, or no file",
+            path.display()
+        )));
+    }
+    let mapping = map(&file, path)?;
+    let bytes = head(&file, mapping.len()).map_err(doing)?;
+    let layout = Layout::decode(&bytes, mapping.len()).map_err(|error| match error {
+        Error::Corrupt(what) | Error::Invalid(what) => Error::Corrupt(format!("{}: {what}", path.display())),
+        other => other,
+    })?;
+    Ok((mapping, layout))
+}
+
+/// The header and the descriptor, or as much of them as the file has.
+fn head(file: &File, file_bytes: usize) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; HEADER.min(file_bytes)];
+    file.read_exact_at(&mut bytes, 0)?;
+    let wanted = descriptor_bytes(&bytes).saturating_add(HEADER as u64);
+    bytes.resize(usize::try_from(wanted).unwrap_or(usize::MAX).min(file_bytes), 0);
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+fn map(file: &File, path: &Path) -> Result<MmapRaw> {
+    MmapRaw::map_raw(file).map_err(|error| Error::io(format!("mapping the arena {}", path.display()), error))
+}
+
+/// Takes all the space now: a full file system is an error here and never a SIGBUS at a later write.
+fn reserve(file: &File, path: &Path, bytes: usize) -> Result<()> {
+    let free = free_bytes(file);
+    let refused = |code| {
+        let needs =
+            format!("reserving the arena {}: it needs {bytes} bytes and {free} are free", path.display());
+        Err(Error::io(
+            format!("{needs}; use a smaller arena or a larger folder"),
+            io::Error::from_raw_os_error(code),
+        ))
+    };
+    if bytes as u64 > free {
+        return refused(libc::ENOSPC);
+    }
+    // SAFETY: the descriptor is open for writing; the call touches no memory of ours.
+    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
+        0 => Ok(()),
+        code => refused(code),
+    }
+}
+
+fn free_bytes(file: &File) -> u64 {
+    let mut stats = std::mem::MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: `stats` is writable and large enough; it is read only if the call says that it filled it.
+    unsafe {
+        match libc::fstatvfs(file.as_raw_fd(), stats.as_mut_ptr()) {
+            0 => stats.assume_init().f_bavail.saturating_mul(stats.assume_init().f_frsize),
+            _ => u64::MAX,
+        }
+    }
+}
+
+/// The name under which a file is made; removed at the end, whether the file got its own name or not.
+struct Temporary(PathBuf);
+
+impl Temporary {
+    /// Also removes what a process that was killed while it made the same arena has left.
+    fn new(path: &Path) -> Result<Self> {
+        let mut name = path.as_os_str().to_owned();
+        name.push(".new");
+        let temporary = Self(name.into());
+        match fs::remove_file(&temporary.0) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(Error::io(format!("removing {}", temporary.0.display()), error))
+            }
+            _ => Ok(temporary),
+        }
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // Nothing can be done about a failure here, and the next `create` of this arena removes the file.
+        let _ = fs::remove_file(&self.0);
+    }
+}
