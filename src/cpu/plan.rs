@@ -49,6 +49,7 @@ pub fn dispatch_plan<I: Id>(
     pool: &impl Parallel,
 ) -> Result<()> {
     assert!(row_ids.len() == ids.len() && positions.len() == ids.len());
+    ensure!(ids.len() < u32::MAX as usize, "ids: expected fewer than 2**32 slots, got {}", ids.len());
     let mut chunk_counts = count_chunks(ids, num_experts, pool)?;
     let bins = num_experts + 1;
     let totals = start_occurrences(&mut chunk_counts, bins);
@@ -94,7 +95,11 @@ impl<'a> Segments<'a> {
             let counts = &send_counts[expert * num_ranks..(expert + 1) * num_ranks];
             let sum: i128 = counts.iter().map(|&count| i128::from(count)).sum();
             let negative = counts.iter().find(|&&count| count < 0);
-            ensure!(negative.is_none(), "send_counts[{expert}] holds {}: expected 0 or more", negative.unwrap());
+            ensure!(
+                negative.is_none(),
+                "send_counts[{expert}] holds {}: expected 0 or more",
+                negative.unwrap()
+            );
             ensure!(
                 sum == i128::from(slots),
                 "send_counts of expert {expert} add up to {sum}: expected {slots}, the number of ids that name it"

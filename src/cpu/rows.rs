@@ -133,7 +133,9 @@ fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out:
         let terms = || {
             let weight = move |slot: usize| weights.map_or(1.0, |weights| weights[slot]);
             let held = move |slot: usize| usize::try_from(positions[slot]).ok().filter(|&row| row < num_rows);
-            slots.clone().filter_map(move |slot| held(slot).map(|row| (&rows[row * width..][..width], weight(slot))))
+            slots
+                .clone()
+                .filter_map(move |slot| held(slot).map(|row| (&rows[row * width..][..width], weight(slot))))
         };
         if weights.is_none() && terms().count() == 1 {
             out.copy_from_slice(terms().next().map_or(&[], |(row, _)| row));
@@ -283,7 +285,10 @@ fn check_indices(name: &str, indices: &[i64], limit: usize, what: &str) -> Resul
     if indices.iter().fold(false, |any, &index| any | wrong(index)) {
         let at = indices.iter().position(|&index| wrong(index)).unwrap_or(0);
         let value = indices[at];
-        ensure!(false, "{name}[{at}] (flattened) = {value} is out of range: expected -1 or one of {limit} {what}");
+        ensure!(
+            false,
+            "{name}[{at}] (flattened) = {value} is out of range: expected -1 or one of {limit} {what}"
+        );
     }
     Ok(())
 }
@@ -307,8 +312,13 @@ mod tests {
     #[test]
     fn combines_the_documented_example() {
         let weights = [0.5, 2.0, 1.0, 1.0];
-        let combine =
-            Combine { rows: &[1.0_f32, 10.0], positions: &[1, 0, -1, -1], weights: Some(&weights), width: 1, top_k: 2 };
+        let combine = Combine {
+            rows: &[1.0_f32, 10.0],
+            positions: &[1, 0, -1, -1],
+            weights: Some(&weights),
+            width: 1,
+            top_k: 2,
+        };
         let mut out = [9.0; 2];
         unpermute(&combine, &mut out, &Serial).unwrap();
         assert_eq!(out, [7.0, 0.0]);
@@ -320,8 +330,14 @@ mod tests {
 
     #[test]
     fn gives_the_documented_gradients() {
-        let backward =
-            Backward { grad: &[3.0_f32], rows: &[1.0, 10.0], positions: &[1, 0], weights: &[0.5, 2.0], width: 1, top_k: 2 };
+        let backward = Backward {
+            grad: &[3.0_f32],
+            rows: &[1.0, 10.0],
+            positions: &[1, 0],
+            weights: &[0.5, 2.0],
+            width: 1,
+            top_k: 2,
+        };
         let (mut grad_rows, mut grad_weights) = ([9.0; 2], [9.0; 2]);
         unpermute_backward(&backward, &mut grad_rows, &mut grad_weights, &Serial).unwrap();
         assert_eq!((grad_rows, grad_weights), ([6.0, 1.5], [30.0, 3.0]));

@@ -143,7 +143,11 @@ thread_local! {
 ///
 /// # Safety
 /// As [`Kernel::call`].
-pub(super) unsafe extern "C-unwind" fn entry<F: Kernel<A>, A>(stack: *mut StableValue, inputs: u64, outputs: u64) {
+pub(super) unsafe extern "C-unwind" fn entry<F: Kernel<A>, A>(
+    stack: *mut StableValue,
+    inputs: u64,
+    outputs: u64,
+) {
     // SAFETY: torch's arguments are passed on.
     let message = unsafe { run::<F, A>(stack, inputs, outputs) };
     if !message.is_null() {
@@ -154,7 +158,11 @@ pub(super) unsafe extern "C-unwind" fn entry<F: Kernel<A>, A>(stack: *mut Stable
 
 /// Null on success, else the message.
 #[inline(never)]
-unsafe extern "C" fn run<F: Kernel<A>, A>(stack: *mut StableValue, inputs: u64, outputs: u64) -> *const c_char {
+unsafe extern "C" fn run<F: Kernel<A>, A>(
+    stack: *mut StableValue,
+    inputs: u64,
+    outputs: u64,
+) -> *const c_char {
     const { assert!(size_of::<F>() == 0, "a kernel is a plain function, without captures") };
     // SAFETY: a value of a type without bytes, whose one instance was given to `register`.
     let kernel: F = unsafe { std::mem::transmute_copy(&()) };

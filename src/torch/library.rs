@@ -117,7 +117,8 @@ impl Parallel for TorchPool {
         let shared = Shared { body, panic: Mutex::new(None) };
         let context = (&raw const shared).cast_mut().cast::<c_void>();
         // SAFETY: the loop ends before `shared` does; `run_range` only reads it, through a lock.
-        let status = unsafe { (symbols().torch_parallel_for)(0, len as i64, grain as i64, run_range, context) };
+        let status =
+            unsafe { (symbols().torch_parallel_for)(0, len as i64, grain as i64, run_range, context) };
         if let Some(panic) = shared.panic.into_inner().unwrap_or(None) {
             resume_unwind(panic);
         }

@@ -3,10 +3,10 @@
 //! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
-#[cfg(feature = "cuda")]
-use super::on_cuda;
 use super::ffi;
 use super::library::{Op, TorchPool, define, implement};
+#[cfg(feature = "cuda")]
+use super::on_cuda;
 use super::tensor::{Device, Dtype, Element, Tensor};
 use crate::cpu::{self, Backward, Combine, Float};
 use crate::ensure;
@@ -43,7 +43,8 @@ fn table() -> [Op; 8] {
 /// When torch is not imported, is older than 2.10, or refuses an op (a second copy of the library, say).
 pub fn register_ops() -> Result<()> {
     static REGISTERED: Mutex<bool> = Mutex::new(false);
-    let mut registered = REGISTERED.lock().map_err(|_| Error::Runtime("an earlier registration panicked".into()))?;
+    let mut registered =
+        REGISTERED.lock().map_err(|_| Error::Runtime("an earlier registration panicked".into()))?;
     let symbols = ffi::load()?;
     if !*registered {
         let ops = table();
@@ -82,7 +83,10 @@ fn expert_histogram(ids: Tensor, num_experts: i64) -> Result<Tensor> {
     /// The table of counts must stay small.
     const MAX_EXPERTS: i64 = 1 << 20;
     check_ids(&ids)?;
-    ensure!((1..=MAX_EXPERTS).contains(&num_experts), "num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}");
+    ensure!(
+        (1..=MAX_EXPERTS).contains(&num_experts),
+        "num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}"
+    );
     let ids = ids.contiguous()?;
     let mut counts = Tensor::empty(&[num_experts], Dtype::Int64, &ids)?;
     if ids.device() == Device::Cpu {
@@ -178,7 +182,8 @@ fn unpermute_out(rows: Tensor, positions: Tensor, weights: Option<Tensor>, mut o
 
 fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out: &mut Tensor) -> Result<()> {
     check_rows("rows", &rows)?;
-    let ([_, width], [_, top_k]) = (shape("rows", "[N, H]", &rows)?, shape("positions", "[T, K]", &positions)?);
+    let ([_, width], [_, top_k]) =
+        (shape("rows", "[N, H]", &rows)?, shape("positions", "[T, K]", &positions)?);
     check_int64("positions", &positions)?;
     check_device("positions", &positions, &rows)?;
     if let Some(weights) = &weights {
@@ -186,7 +191,8 @@ fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out:
     }
     let (rows, positions) = (rows.contiguous()?, positions.contiguous()?);
     let weights = weights.map(Tensor::contiguous).transpose()?;
-    let inputs = [("rows", &rows), ("positions", &positions), ("weights", weights.as_ref().unwrap_or(&positions))];
+    let inputs =
+        [("rows", &rows), ("positions", &positions), ("weights", weights.as_ref().unwrap_or(&positions))];
     check_disjoint(out, &inputs)?;
     if rows.device() != Device::Cpu {
         return on_cuda!(unpermute(&rows, &positions, weights.as_ref(), out));
@@ -204,7 +210,12 @@ fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out:
     })
 }
 
-fn unpermute_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> Result<(Tensor, Tensor)> {
+fn unpermute_backward(
+    grad: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+) -> Result<(Tensor, Tensor)> {
     check_rows("rows", &rows)?;
     let ([num_rows, width], [tokens, top_k]) =
         (shape("rows", "[N, H]", &rows)?, shape("positions", "[T, K]", &positions)?);
@@ -224,7 +235,11 @@ fn unpermute_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Te
     let mut grad_rows = Tensor::empty(&[num_rows, width], rows.dtype(), &rows)?;
     let mut grad_weights = Tensor::empty(&[tokens, top_k], weights.dtype(), &rows)?;
     if rows.device() != Device::Cpu {
-        on_cuda!(unpermute_backward([&grad, &rows, &positions, &weights], &mut grad_rows, &mut grad_weights))?;
+        on_cuda!(unpermute_backward(
+            [&grad, &rows, &positions, &weights],
+            &mut grad_rows,
+            &mut grad_weights
+        ))?;
         return Ok((grad_rows, grad_weights));
     }
     let wide = as_float32(&weights)?;
@@ -287,7 +302,10 @@ fn check_rows(name: &str, tensor: &Tensor) -> Result<()> {
 
 fn check_device(name: &str, tensor: &Tensor, other: &Tensor) -> Result<()> {
     let (here, there) = (tensor.device(), other.device());
-    ensure!(here == there, "{name}: expected a tensor on {there} like the other arguments, got one on {here}");
+    ensure!(
+        here == there,
+        "{name}: expected a tensor on {there} like the other arguments, got one on {here}"
+    );
     Ok(())
 }
 
@@ -295,7 +313,10 @@ fn check_weights(weights: &Tensor, positions: &Tensor, rows: &Tensor) -> Result<
     let (sizes, expected) = (weights.sizes(), positions.sizes());
     ensure!(sizes == expected, "weights: expected the shape of positions, {expected:?}, got {sizes:?}");
     let (dtype, row) = (weights.dtype(), rows.dtype());
-    ensure!(dtype == Dtype::Float32 || dtype == row, "weights: expected float32 or the rows' {row}, got {dtype}");
+    ensure!(
+        dtype == Dtype::Float32 || dtype == row,
+        "weights: expected float32 or the rows' {row}, got {dtype}"
+    );
     check_device("weights", weights, rows)
 }
 
@@ -315,7 +336,8 @@ fn check_disjoint(out: &Tensor, inputs: &[(&str, &Tensor)]) -> Result<()> {
     let written = out.address_range();
     for (name, input) in inputs {
         let read = input.address_range();
-        let apart = read.is_empty() || written.is_empty() || read.end <= written.start || written.end <= read.start;
+        let apart =
+            read.is_empty() || written.is_empty() || read.end <= written.start || written.end <= read.start;
         ensure!(apart, "out: expected memory of its own, got a tensor that overlaps {name}");
     }
     Ok(())

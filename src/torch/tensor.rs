@@ -143,7 +143,6 @@ impl Tensor {
     property!(device_index, aoti_torch_get_device_index, i32);
     property!(pub(super) is_contiguous, aoti_torch_is_contiguous, bool);
 
-
     /// Takes ownership of a handle.
     ///
     /// # Safety
@@ -231,8 +230,7 @@ impl Tensor {
     }
 
     /// Sets every element to zero.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub(super) fn zero(&mut self) -> Result<()> {
+    fn zero(&mut self) -> Result<()> {
         // SAFETY: a live tensor.
         check(unsafe { (symbols().aoti_torch_zero_)(self.0) }, "torch.zero_")
     }
@@ -248,7 +246,11 @@ impl Tensor {
     pub(super) fn slice_mut<T: Element>(&mut self) -> Result<&mut [T]> {
         let start = self.host_address::<T>()?;
         // SAFETY: as above; this value is the op's only way to the elements.
-        Ok(if self.numel() == 0 { &mut [] } else { unsafe { std::slice::from_raw_parts_mut(start, self.numel()) } })
+        Ok(if self.numel() == 0 {
+            &mut []
+        } else {
+            unsafe { std::slice::from_raw_parts_mut(start, self.numel()) }
+        })
     }
 
     fn host_address<T: Element>(&self) -> Result<*mut T> {
@@ -305,7 +307,8 @@ impl Drop for NoGrad {
 /// Calls an ATen op; `stack` holds its arguments, then its results.
 fn call(name: &CStr, stack: &mut [StableValue]) -> Result<()> {
     // SAFETY: the caller's stack fits the op's schema, and a name without an overload.
-    let status =
-        unsafe { (symbols().torch_call_dispatcher)(name.as_ptr(), c"".as_ptr(), stack.as_mut_ptr(), ABI_VERSION) };
+    let status = unsafe {
+        (symbols().torch_call_dispatcher)(name.as_ptr(), c"".as_ptr(), stack.as_mut_ptr(), ABI_VERSION)
+    };
     check(status, &name.to_string_lossy())
 }
