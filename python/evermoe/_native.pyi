@@ -102,3 +102,10 @@ def digest(array: NDArray[np.uint8]) -> int:
     """xxh3-64 of contiguous bytes."""
 
 # ---- end of planners and arenas ----
+
+# ---- ops: src/python/ops.rs -------------------------------------------------------------------
+
+def register_ops() -> None: ...
+def has_cuda_kernels() -> bool: ...
+
+# ---- end of ops -------------------------------------------------------------------------------

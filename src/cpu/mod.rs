@@ -1,1 +1,28 @@
-//! cpu
+//! The arithmetic of the torch ops on plain slices: the CPU backend, and the oracle that the CUDA kernels
+//! are compared with.
+//!
+//! | file | what |
+//! |---|---|
+//! | `histogram` | tokens per expert |
+//! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
+//! | `rows` | copies rows into the order of the plan, and combines them back |
+//! | `float` | blocks of float32, bfloat16 and float16 as float32 |
+//! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
+//!
+//! Vocabulary: `T` tokens choose `K` experts each; `slot = t * K + k` is one choice; a *row* is one line of
+//! the send buffer; -1 stands for "no expert" in `ids`, "no slot" in `row_ids`, "no row" in `positions`.
+//!
+//! No result depends on the number of threads: integers are exact, and every float is computed by one thread
+//! in a fixed order.
+
+mod float;
+mod histogram;
+mod parallel;
+mod plan;
+mod rows;
+
+pub use float::Float;
+pub use histogram::{Id, histogram};
+pub use parallel::{Parallel, Serial};
+pub use plan::{dispatch_plan, invert_positions};
+pub use rows::{Backward, Combine, DOT_LANES, permute, unpermute, unpermute_backward};

@@ -1,1 +1,23 @@
-//! torch
+//! The stable C ABI of libtorch, found in the running process, and the ops registered through it.
+//!
+//! Nothing here is linked: `import torch` has loaded libtorch, and [`register_ops`] looks its C functions up by
+//! name. One binary therefore serves every torch from 2.10 on, and the crate builds without torch.
+//!
+//! | file | what |
+//! |---|---|
+//! | `ffi` | the table of C functions |
+//! | `tensor` | `Tensor`: owned handles, shapes, checked slices |
+//! | `kernel` | arguments and results of kernels; errors and panics become Python's `RuntimeError` |
+//! | `library` | registration with torch's dispatcher, and torch's thread pool |
+//! | `ops` | the ops: schemas, checks, and the call to `cpu` or `cuda` |
+//! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
+
+mod ffi;
+mod kernel;
+mod library;
+#[cfg(feature = "cuda")]
+mod on_cuda;
+mod ops;
+mod tensor;
+
+pub use ops::register_ops;

@@ -1,0 +1,289 @@
+"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies there and back.
+
+One layer in six lines (`x_TH` tokens, `ids_TK` and `weights_TK` from the router, one rank):
+
+    counts_E = expert_histogram(ids_TK, num_experts)
+    row_ids_N, positions_TK = dispatch_plan(ids_TK, counts_E[:, None])
+    rows_NH = permute(x_TH, row_ids_N, positions_TK)       # grouped by expert
+    rows_NH = experts(rows_NH, counts_E)
+    y_TH = unpermute(rows_NH, positions_TK, weights_TK)    # weighted sum per token
+
+Letters: T tokens, K choices of a token, E experts, R ranks, N rows, H columns. A *slot* is one choice,
+numbered `t * K + k`. -1 means: no expert (in ids), no slot (in row ids), no row (in positions).
+
+All functions take CPU and CUDA tensors, are differentiable where it makes sense, work inside
+`torch.compile(fullgraph=True)` with dynamic shapes, and give the same bits whatever the number of threads.
+Wrong arguments raise `RuntimeError` with what was expected and what came. On CUDA nothing waits for the GPU,
+so *values* are not checked there: an id or row out of range counts as -1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+_MIN_TORCH = (2, 10)
+
+
+def _check_torch() -> None:
+    """Raise ImportError unless a torch that the ops can be registered with is installed."""
+    install = "pip install 'torch>=2.10'"
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"evermoe needs PyTorch 2.10 or newer: {install}") from error
+    found = str(torch.__version__)
+    try:
+        major, minor = (int(part) for part in found.split("+")[0].split(".")[:2])
+    except ValueError:
+        return  # a version of someone's own making: registration finds out
+    if (major, minor) < _MIN_TORCH:
+        raise ImportError(f"evermoe needs PyTorch 2.10 or newer, found {found}: {install}")
+
+
+_check_torch()
+
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from evermoe import _native  # noqa: E402
+
+_native.register_ops()
+_ops = torch.ops.evermoe
+
+__all__ = [
+    "dispatch_plan",
+    "expert_histogram",
+    "has_cuda_kernels",
+    "permute",
+    "permute_out",
+    "unpermute",
+    "unpermute_out",
+]
+
+
+def has_cuda_kernels() -> bool:
+    """Whether this build of evermoe holds compiled CUDA kernels."""
+    return _native.has_cuda_kernels()
+
+
+# ---- functions --------------------------------------------------------------------------------
+
+
+def expert_histogram(ids: Tensor, num_experts: int) -> Tensor:
+    """Count the tokens of each expert.
+
+    Args:
+        ids: int32 or int64, any shape: experts in `0..num_experts`, or -1 for unrouted (not counted).
+        num_experts: 1 to 2**20; on CUDA at most 12288.
+
+    Returns:
+        int64 `[E]` on the device of `ids`.
+
+    Example: ids `[[0, 2], [2, -1]]`, 3 experts: `[1, 0, 2]`.
+
+    An id out of range raises on the CPU, naming it, and counts as -1 on CUDA.
+    """
+    return _ops.expert_histogram.default(ids, num_experts)
+
+
+def dispatch_plan(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Give every slot its row in the send buffer: a stable sort by (destination rank, expert, slot).
+
+    The first `send_counts[e, 0]` slots of expert e go to rank 0, the next `send_counts[e, 1]` to rank 1, and
+    so on. With one rank and `send_counts = expert_histogram(ids, E)[:, None]` the rows are grouped by expert.
+
+    Args:
+        ids: int32 or int64 `[T, K]`: experts in `0..E`, or -1 for unrouted.
+        send_counts: int64 `[E, R]`; each row adds up to the number of slots of its expert.
+
+    Returns:
+        `row_ids`, int64 `[T * K]`: the slot of each row; as many -1 at the end as there are unrouted slots.
+        `positions`, int64 `[T, K]`: the row of each slot, -1 for an unrouted one.
+
+    Example: ids `[[1, 0], [1, -1], [1, -1]]`, send_counts `[[0, 1], [2, 1]]`. Expert 1 has the slots 0, 2, 4:
+    two go to rank 0, one to rank 1; expert 0 has slot 1, for rank 1. So row_ids = `[0, 2, 1, 4, -1, -1]` and
+    positions = `[[0, 2], [1, -1], [3, -1]]`.
+
+    Counts that do not add up, and ids out of range, raise on the CPU. On CUDA, slots beyond the counts become
+    unrouted, and rows that no slot fills hold -1.
+    """
+    return _ops.dispatch_plan.default(ids, send_counts)
+
+
+def permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
+    """Copy tokens into the rows of the plan: `out[i] = x[row_ids[i] // K]`, zeros where `row_ids[i]` is -1.
+
+    Differentiable in `x`: the gradient of a token is the sum of its rows' gradients, added in float32.
+
+    Args:
+        x: float32, bfloat16 or float16 `[T, H]`.
+        row_ids: int64 `[N]`, from `dispatch_plan`; a prefix of it will do, to leave the unrouted tail out.
+        positions: int64 `[T, K]`, from the same plan; gives K, and the gradient.
+
+    Returns:
+        `[N, H]`, dtype of `x`.
+
+    Example: x `[a, b]`, K = 2, row_ids `[2, 0, 3, -1]`: `[b, a, b, 0]`.
+    """
+    top_k = _top_k(x, positions)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Permute.apply(x, row_ids, positions)  # type: ignore[no-untyped-call]
+    return _ops.permute.default(x, row_ids, top_k)
+
+
+def permute_out(x: Tensor, row_ids: Tensor, positions: Tensor, out: Tensor) -> Tensor:
+    """Like `permute`, into `out` (contiguous `[N, H]`, dtype of `x`, memory of its own), and returns it.
+
+    Not differentiable: raises when a gradient would be needed.
+    """
+    _refuse_grad("permute_out", x, out)
+    _ops.permute_out.default(x, row_ids, _top_k(x, positions), out)
+    return out
+
+
+def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Combine rows into tokens: `out[t] = sum over k of weights[t, k] * rows[positions[t, k]]`.
+
+    The sum is in float32 in the order of k, and rounded once to the dtype of `rows`. Unrouted slots (-1), and
+    positions at or past N (of rows that a prefix cut off), add nothing. Differentiable in `rows` and `weights`;
+    then no two slots may name one row.
+
+    Args:
+        rows: float32, bfloat16 or float16 `[N, H]`, in the order of the plan.
+        positions: int64 `[T, K]`, from `dispatch_plan`.
+        weights: float32, or the dtype of `rows`, `[T, K]`; None for 1.
+
+    Returns:
+        `[T, H]`, dtype of `rows`.
+
+    Example: rows `[[1], [10]]`, positions `[[1, 0], [-1, -1]]`, weights `[[0.5, 2], [1, 1]]`: `[[7], [0]]`.
+    """
+    if torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad)):
+        if weights is None:
+            return _Sum.apply(rows, positions)  # type: ignore[no-untyped-call]
+        return _Combine.apply(rows, positions, weights)  # type: ignore[no-untyped-call]
+    return _ops.unpermute.default(rows, positions, weights)
+
+
+def unpermute_out(rows: Tensor, positions: Tensor, weights: Tensor | None, out: Tensor) -> Tensor:
+    """Like `unpermute`, into `out` (contiguous `[T, H]`, dtype of `rows`, memory of its own), and returns it.
+
+    Not differentiable: raises when a gradient would be needed.
+    """
+    _refuse_grad("unpermute_out", rows, out, weights)
+    _ops.unpermute_out.default(rows, positions, weights, out)
+    return out
+
+
+def _top_k(x: Tensor, positions: Tensor) -> int:
+    if positions.dim() != 2 or positions.shape[0] != x.shape[0]:
+        raise RuntimeError(
+            f"positions: expected shape [T, K] with T = {x.shape[0]} as in x, got {list(positions.shape)}"
+        )
+    return max(positions.shape[1], 1)
+
+
+def _refuse_grad(name: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise RuntimeError(
+            f"{name} writes into a buffer and has no gradient: use {name.removesuffix('_out')}, or torch.no_grad()"
+        )
+
+
+# ---- gradients --------------------------------------------------------------------------------
+# Functions rather than torch.library.register_autograd, which would cost every call several microseconds,
+# also where no gradient is needed.
+
+_Context: TypeAlias = Any
+
+
+class _Permute(torch.autograd.Function):
+    """The gradient of a copy is a sum."""
+
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        return _ops.permute.default(x, row_ids, max(positions.shape[1], 1))
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (positions,) = ctx.saved_tensors
+        return unpermute(grad, positions), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The gradient of a sum is a copy."""
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, positions: Tensor) -> Tensor:
+        ctx.save_for_backward(positions)
+        ctx.num_rows = rows.shape[0]
+        return _ops.unpermute.default(rows, positions, None)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (positions,) = ctx.saved_tensors
+        row_ids = _ops.invert_positions.default(positions, ctx.num_rows)
+        return permute(grad, row_ids, positions), None
+
+
+class _Combine(torch.autograd.Function):
+    """The gradient of a weighted sum is a scaled copy, and a dot product per slot."""
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, positions, weights)
+        return _ops.unpermute.default(rows, positions, weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        rows, positions, weights = ctx.saved_tensors
+        grad_rows, grad_weights = _ops.unpermute_backward.default(grad, rows, positions, weights)
+        return grad_rows, None, grad_weights
+
+
+# ---- fakes: shapes and dtypes for torch.compile and torch.export ------------------------------
+
+
+@torch.library.register_fake("evermoe::expert_histogram")
+def _(ids: Tensor, num_experts: int) -> Tensor:
+    return ids.new_empty((num_experts,), dtype=torch.int64)
+
+
+@torch.library.register_fake("evermoe::dispatch_plan")
+def _(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
+    tokens, top_k = ids.shape
+    return ids.new_empty((tokens * top_k,), dtype=torch.int64), ids.new_empty((tokens, top_k), dtype=torch.int64)
+
+
+@torch.library.register_fake("evermoe::invert_positions")
+def _(positions: Tensor, num_rows: int) -> Tensor:
+    return positions.new_empty((num_rows,))
+
+
+@torch.library.register_fake("evermoe::permute")
+def _(x: Tensor, row_ids: Tensor, top_k: int) -> Tensor:
+    return x.new_empty((row_ids.shape[0], x.shape[1]))
+
+
+@torch.library.register_fake("evermoe::unpermute")
+def _(rows: Tensor, positions: Tensor, weights: Tensor | None) -> Tensor:
+    return rows.new_empty((positions.shape[0], rows.shape[1]))
+
+
+@torch.library.register_fake("evermoe::unpermute_backward")
+def _(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
+@torch.library.register_fake("evermoe::permute_out")
+def _(x: Tensor, row_ids: Tensor, top_k: int, out: Tensor) -> None:
+    pass
+
+
+@torch.library.register_fake("evermoe::unpermute_out")
+def _(rows: Tensor, positions: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    pass

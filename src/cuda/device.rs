@@ -1,0 +1,150 @@
+//! Devices: loading the embedded kernels, and launching one by name.
+
+use crate::error::{Error, Result};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaModule, CudaStream, DriverError, LaunchConfig, PushKernelArg, result, sys,
+};
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, PoisonError};
+
+#[cfg(cuda_kernels)]
+const FATBINS: &[&[u8]] = &[
+    include_bytes!(concat!(env!("OUT_DIR"), "/histogram.fatbin")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/dispatch.fatbin")),
+];
+#[cfg(not(cuda_kernels))]
+const FATBINS: &[&[u8]] = &[];
+
+/// A device's context with the kernels loaded, for the life of the process.
+struct Device {
+    context: Arc<CudaContext>,
+    modules: Vec<Arc<CudaModule>>,
+    functions: Mutex<HashMap<&'static str, CudaFunction>>,
+}
+
+static DEVICES: Mutex<Vec<(usize, Arc<Device>)>> = Mutex::new(Vec::new());
+
+/// A grid: blocks, threads of a block, dynamic shared memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Grid {
+    pub(super) blocks: usize,
+    pub(super) threads: usize,
+    pub(super) shared_bytes: usize,
+}
+
+/// Launches kernels on a stream that belongs to somebody else.
+pub struct Launcher {
+    device: Arc<Device>,
+    stream: Arc<CudaStream>,
+}
+
+impl std::fmt::Debug for Launcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Launcher(cuda:{}, {:?})", self.device.context.ordinal(), self.stream.cu_stream())
+    }
+}
+
+fn driver<T>(result: std::result::Result<T, DriverError>, call: &str) -> Result<T> {
+    result.map_err(|error| Error::Runtime(format!("CUDA: {call} failed: {error}")))
+}
+
+impl Launcher {
+    /// A launcher for a device's primary context (torch's). The first call for a device loads the kernels, which a
+    /// graph capture does not allow: call an op once before.
+    ///
+    /// # Safety
+    /// `stream` is null (the default stream) or a live stream of this device, and outlives the launcher.
+    ///
+    /// # Errors
+    /// When the build has no kernels, or the driver cannot be loaded or refuses them.
+    pub unsafe fn new(device: usize, stream: *mut c_void) -> Result<Self> {
+        let device = Device::get(device)?;
+        // SAFETY: by the caller's promise.
+        let stream = unsafe { device.context.wrap_borrowed_stream(stream.cast()) };
+        Ok(Self { device, stream })
+    }
+
+    /// Sets bytes.
+    ///
+    /// # Safety
+    /// `address` holds as many bytes on the device, and nothing else uses them at this point of the stream.
+    pub(super) unsafe fn fill(&self, address: u64, byte: u8, num_bytes: usize) -> Result<()> {
+        if num_bytes == 0 {
+            return Ok(());
+        }
+        driver(self.device.context.bind_to_thread(), "cuCtxSetCurrent")?;
+        // SAFETY: by the caller's promise; the context is current.
+        let status = unsafe { result::memset_d8_async(address, byte, num_bytes, self.stream.cu_stream()) };
+        driver(status, "cuMemsetD8Async")
+    }
+
+    /// Launches a kernel. Our kernels take 64-bit arguments only.
+    ///
+    /// # Safety
+    /// The arguments are the kernel's, and the memory they point to is large enough and lives until the stream has
+    /// passed this point.
+    pub(super) unsafe fn launch(&self, name: &'static str, grid: Grid, arguments: &[u64]) -> Result<()> {
+        let function = self.device.function(name)?;
+        let small = |value: usize| {
+            u32::try_from(value).ok().filter(|&value| value <= i32::MAX as u32).ok_or_else(|| {
+                Error::Invalid(format!("{name}: {value} is more than a CUDA grid can have; split the batch"))
+            })
+        };
+        let config = LaunchConfig {
+            grid_dim: (small(grid.blocks)?, 1, 1),
+            block_dim: (small(grid.threads)?, 1, 1),
+            shared_mem_bytes: small(grid.shared_bytes)?,
+        };
+        let mut builder = self.stream.launch_builder(&function);
+        for argument in arguments {
+            builder.arg(argument);
+        }
+        // SAFETY: by the caller's promise.
+        driver(unsafe { builder.launch(config) }, name).map(drop)
+    }
+}
+
+impl Device {
+    fn get(index: usize) -> Result<Arc<Self>> {
+        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, device)) = devices.iter().find(|(known, _)| *known == index) {
+            return Ok(device.clone());
+        }
+        let device = Arc::new(Self::open(index)?);
+        devices.push((index, device.clone()));
+        Ok(device)
+    }
+
+    fn open(index: usize) -> Result<Self> {
+        if FATBINS.is_empty() {
+            return Err(Error::Runtime(
+                "this build of evermoe has no CUDA kernels: no nvcc was found when it was compiled".into(),
+            ));
+        }
+        // SAFETY: looks for the driver's library; its initialiser is NVIDIA's.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(Error::Runtime("libcuda.so.1, the NVIDIA driver, cannot be loaded".into()));
+        }
+        let context = driver(CudaContext::new(index), "cuDevicePrimaryCtxRetain")?;
+        // SAFETY: memory and its order on streams are torch's business; cudarc allocates nothing here.
+        unsafe { context.disable_event_tracking() };
+        let load = |fatbin: &&[u8]| {
+            let kernels = cudarc::nvrtc::Ptx::from_binary(fatbin.to_vec());
+            driver(context.load_module(kernels), "loading evermoe's kernels")
+        };
+        let modules = FATBINS.iter().map(load).collect::<Result<_>>()?;
+        Ok(Self { context, modules, functions: Mutex::default() })
+    }
+
+    fn function(&self, name: &'static str) -> Result<CudaFunction> {
+        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(function) = functions.get(name) {
+            return Ok(function.clone());
+        }
+        let found = self.modules.iter().find_map(|module| module.load_function(name).ok());
+        let function = found.ok_or_else(|| Error::Runtime(format!("CUDA: no kernel named {name}")))?;
+        functions.insert(name, function.clone());
+        Ok(function)
+    }
+}

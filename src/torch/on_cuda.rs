@@ -1,0 +1,168 @@
+//! Between checked, contiguous CUDA tensors and the launchers: torch's current stream, scratch memory, addresses.
+
+use super::ffi::{GuardHandle, check, symbols};
+use super::tensor::{Device, Dtype, Tensor};
+use crate::cuda::{Backward, Combine, FloatType, Launcher, Permute, Plan};
+use crate::error::{Error, Result};
+
+/// Makes a device torch's current one until dropped. (The driver API changes the thread's current context, which is
+/// torch's current device.)
+struct DeviceGuard(GuardHandle);
+
+impl DeviceGuard {
+    fn new(index: i32) -> Result<Self> {
+        let mut guard = std::ptr::null_mut();
+        // SAFETY: a place for the handle.
+        check(unsafe { (symbols().aoti_torch_create_device_guard)(index, &mut guard) }, "torch.cuda.device")?;
+        Ok(Self(guard))
+    }
+}
+
+impl Drop for DeviceGuard {
+    fn drop(&mut self) {
+        // SAFETY: an owned handle.
+        unsafe { (symbols().aoti_torch_delete_device_guard)(self.0) };
+    }
+}
+
+/// Calls `body` with a launcher on torch's current stream of the tensor's device.
+fn launch(tensor: &Tensor, body: impl FnOnce(&Launcher) -> Result<()>) -> Result<()> {
+    let Device::Cuda(index) = tensor.device() else {
+        return Err(Error::Invalid(format!("expected a CPU or CUDA tensor, got one on {}", tensor.device())));
+    };
+    let current_stream = symbols()
+        .aoti_torch_get_current_cuda_stream
+        .ok_or_else(|| Error::Runtime("this torch was built without CUDA".into()))?;
+    let _guard = DeviceGuard::new(index)?;
+    let mut stream = std::ptr::null_mut();
+    // SAFETY: a place for the stream.
+    check(unsafe { current_stream(index, &mut stream) }, "torch.cuda.current_stream")?;
+    // SAFETY: torch's streams live as long as the process.
+    body(&unsafe { Launcher::new(index as usize, stream) }?)
+}
+
+fn address(tensor: &Tensor) -> u64 {
+    tensor.address() as u64
+}
+
+fn is_wide(ids: &Tensor) -> bool {
+    ids.dtype() == Dtype::Int64
+}
+
+fn float_type(tensor: &Tensor) -> FloatType {
+    match tensor.dtype() {
+        Dtype::Bfloat16 => FloatType::Bf16,
+        Dtype::Float16 => FloatType::F16,
+        _ => FloatType::F32,
+    }
+}
+
+fn size(tensor: &Tensor, dim: usize) -> usize {
+    tensor.sizes()[dim] as usize
+}
+
+// In each function: the op has checked shapes, dtypes, devices and overlap and made the tensors contiguous. Torch's
+// allocator reuses their memory in stream order, so they and the scratch may be dropped when the launches are queued.
+
+pub(super) fn histogram(ids: &Tensor, counts: &mut Tensor) -> Result<()> {
+    launch(ids, |launcher| {
+        // SAFETY: see above.
+        unsafe {
+            launcher.histogram(address(ids), is_wide(ids), address(counts), ids.numel(), counts.numel())
+        }
+    })
+}
+
+pub(super) fn dispatch_plan(
+    ids: &Tensor,
+    send_counts: &Tensor,
+    row_ids: &mut Tensor,
+    positions: &mut Tensor,
+) -> Result<()> {
+    let (num_slots, num_experts, num_ranks) = (ids.numel(), size(send_counts, 0), size(send_counts, 1));
+    let scratch_words = Plan::scratch_bytes(num_slots, num_experts, num_ranks).div_ceil(8) as i64;
+    let scratch = Tensor::empty(&[scratch_words], Dtype::Int64, ids)?;
+    let plan = Plan {
+        ids: address(ids),
+        wide_ids: is_wide(ids),
+        send_counts: address(send_counts),
+        scratch: address(&scratch),
+        row_ids: address(row_ids),
+        positions: address(positions),
+        num_slots,
+        num_experts,
+        num_ranks,
+    };
+    // SAFETY: see above.
+    launch(ids, |launcher| unsafe { launcher.dispatch_plan(&plan) })
+}
+
+pub(super) fn invert_positions(positions: &Tensor, row_ids: &mut Tensor) -> Result<()> {
+    launch(positions, |launcher| {
+        // SAFETY: see above.
+        unsafe {
+            launcher.invert_positions(
+                address(positions),
+                address(row_ids),
+                positions.numel(),
+                row_ids.numel(),
+            )
+        }
+    })
+}
+
+pub(super) fn permute(x: &Tensor, row_ids: &Tensor, top_k: i64, out: &mut Tensor) -> Result<()> {
+    let permute = Permute {
+        x: address(x),
+        row_ids: address(row_ids),
+        out: address(out),
+        num_rows: size(row_ids, 0),
+        row_bytes: size(x, 1) * x.dtype().bytes(),
+        num_tokens: size(x, 0),
+        top_k: top_k as usize,
+    };
+    // SAFETY: see above.
+    launch(x, |launcher| unsafe { launcher.permute(&permute) })
+}
+
+fn combine(rows: &Tensor, positions: &Tensor, weights: Option<&Tensor>, out: &Tensor) -> Combine {
+    Combine {
+        rows: address(rows),
+        positions: address(positions),
+        weights: weights.map_or(0, address),
+        out: address(out),
+        row_type: float_type(rows),
+        weight_type: weights.map_or(FloatType::F32, float_type),
+        num_tokens: size(positions, 0),
+        top_k: size(positions, 1),
+        num_rows: size(rows, 0),
+        width: size(rows, 1),
+    }
+}
+
+pub(super) fn unpermute(
+    rows: &Tensor,
+    positions: &Tensor,
+    weights: Option<&Tensor>,
+    out: &mut Tensor,
+) -> Result<()> {
+    let combine = combine(rows, positions, weights, out);
+    // SAFETY: see above.
+    launch(rows, |launcher| unsafe { launcher.unpermute(&combine) })
+}
+
+pub(super) fn unpermute_backward(
+    [grad, rows, positions, weights]: [&Tensor; 4],
+    grad_rows: &mut Tensor,
+    grad_weights: &mut Tensor,
+) -> Result<()> {
+    let row_ids = Tensor::empty(&[size(rows, 0) as i64], Dtype::Int64, rows)?;
+    let backward = Backward {
+        forward: combine(rows, positions, Some(weights), grad),
+        row_ids: address(&row_ids),
+        grad_rows: address(grad_rows),
+        grad_weights: address(grad_weights),
+    };
+    // SAFETY: see above.
+    launch(rows, |launcher| unsafe { launcher.unpermute_backward(&backward) })
+}

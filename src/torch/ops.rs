@@ -1,0 +1,344 @@
+//! The ops of `torch.ops.evermoe`: schemas, checks, and the call to the CPU's or the GPU's arithmetic.
+//!
+//! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
+//! functions of `evermoe.ops` document each op; fakes and gradients are there too.
+
+use super::ffi;
+use super::library::{Op, TorchPool, define, implement};
+#[cfg(feature = "cuda")]
+use super::on_cuda;
+use super::tensor::{Device, Dtype, Element, Tensor};
+use crate::cpu::{self, Backward, Combine, Float};
+use crate::ensure;
+use crate::error::{Error, Result};
+use half::{bf16, f16};
+use std::borrow::Cow;
+use std::sync::Mutex;
+
+/// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
+fn table() -> [Op; 8] {
+    [
+        Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
+        Op::new("dispatch_plan", "(Tensor ids, Tensor send_counts) -> (Tensor, Tensor)", dispatch_plan),
+        Op::new("invert_positions", "(Tensor positions, SymInt num_rows) -> Tensor", invert_positions),
+        Op::new("permute", "(Tensor x, Tensor row_ids, SymInt top_k) -> Tensor", permute),
+        Op::new("permute_out", "(Tensor x, Tensor row_ids, SymInt top_k, Tensor(a!) out) -> ()", permute_out),
+        Op::new("unpermute", "(Tensor rows, Tensor positions, Tensor? weights) -> Tensor", unpermute),
+        Op::new(
+            "unpermute_out",
+            "(Tensor rows, Tensor positions, Tensor? weights, Tensor(a!) out) -> ()",
+            unpermute_out,
+        ),
+        Op::new(
+            "unpermute_backward",
+            "(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
+            unpermute_backward,
+        ),
+    ]
+}
+
+/// Registers the ops with torch's dispatcher; calls after the first change nothing.
+///
+/// # Errors
+/// When torch is not imported, is older than 2.10, or refuses an op (a second copy of the library, say).
+pub fn register_ops() -> Result<()> {
+    static REGISTERED: Mutex<bool> = Mutex::new(false);
+    let mut registered =
+        REGISTERED.lock().map_err(|_| Error::Runtime("an earlier registration panicked".into()))?;
+    let symbols = ffi::load()?;
+    if !*registered {
+        let ops = table();
+        define(&ops)?;
+        implement(&ops, c"CPU")?;
+        if cfg!(feature = "cuda") && symbols.has_cuda {
+            implement(&ops, c"CUDA")?;
+        }
+        *registered = true;
+    }
+    Ok(())
+}
+
+/// Evaluates the call into `on_cuda`, in builds that have it.
+macro_rules! on_cuda {
+    ($function:ident($($argument:expr),*)) => {{
+        #[cfg(feature = "cuda")]
+        let result = on_cuda::$function($($argument),*);
+        #[cfg(not(feature = "cuda"))]
+        let result = Err(Error::Runtime("this build of evermoe has no CUDA".into()));
+        result
+    }};
+}
+
+/// Evaluates an expression with `$T` bound to the Rust type of a checked dtype.
+macro_rules! with_dtype {
+    ($dtype:expr, $T:ident in [$($variant:ident = $type:ty),*] => $body:expr) => {
+        match $dtype {
+            $(Dtype::$variant => { type $T = $type; $body })*
+            other => Err(Error::Invalid(format!("no kernel for {other}"))),
+        }
+    };
+}
+
+fn expert_histogram(ids: Tensor, num_experts: i64) -> Result<Tensor> {
+    /// The table of counts must stay small.
+    const MAX_EXPERTS: i64 = 1 << 20;
+    check_ids(&ids)?;
+    ensure!(
+        (1..=MAX_EXPERTS).contains(&num_experts),
+        "num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}"
+    );
+    let ids = ids.contiguous()?;
+    let mut counts = Tensor::empty(&[num_experts], Dtype::Int64, &ids)?;
+    if ids.device() == Device::Cpu {
+        let out = counts.slice_mut()?;
+        with_dtype!(ids.dtype(), I in [Int32 = i32, Int64 = i64] => cpu::histogram::<I>(ids.slice()?, out, &TorchPool))?;
+    } else {
+        on_cuda!(histogram(&ids, &mut counts))?;
+    }
+    Ok(counts)
+}
+
+fn dispatch_plan(ids: Tensor, send_counts: Tensor) -> Result<(Tensor, Tensor)> {
+    check_ids(&ids)?;
+    let [tokens, top_k] = shape("ids", "[T, K]", &ids)?;
+    let [num_experts, num_ranks] = shape("send_counts", "[E, R]", &send_counts)?;
+    check_int64("send_counts", &send_counts)?;
+    check_device("send_counts", &send_counts, &ids)?;
+    ensure!(num_experts > 0 && num_ranks > 0, "send_counts: expected at least one expert and one rank");
+    let (ids, send_counts) = (ids.contiguous()?, send_counts.contiguous()?);
+    let mut row_ids = Tensor::empty(&[tokens * top_k], Dtype::Int64, &ids)?;
+    let mut positions = Tensor::empty(&[tokens, top_k], Dtype::Int64, &ids)?;
+    if ids.device() == Device::Cpu {
+        let (row_ids, positions) = (row_ids.slice_mut()?, positions.slice_mut()?);
+        let (counts, experts) = (send_counts.slice()?, num_experts as usize);
+        with_dtype!(ids.dtype(), I in [Int32 = i32, Int64 = i64] =>
+            cpu::dispatch_plan::<I>(ids.slice()?, counts, experts, row_ids, positions, &TorchPool))?;
+    } else {
+        on_cuda!(dispatch_plan(&ids, &send_counts, &mut row_ids, &mut positions))?;
+    }
+    Ok((row_ids, positions))
+}
+
+fn invert_positions(positions: Tensor, num_rows: i64) -> Result<Tensor> {
+    check_int64("positions", &positions)?;
+    ensure!(num_rows >= 0, "num_rows: expected 0 or more, got {num_rows}");
+    let positions = positions.contiguous()?;
+    let mut row_ids = Tensor::empty(&[num_rows], Dtype::Int64, &positions)?;
+    if positions.device() == Device::Cpu {
+        cpu::invert_positions(positions.slice()?, row_ids.slice_mut()?)?;
+    } else {
+        on_cuda!(invert_positions(&positions, &mut row_ids))?;
+    }
+    Ok(row_ids)
+}
+
+fn permute(x: Tensor, row_ids: Tensor, top_k: i64) -> Result<Tensor> {
+    let [_, width] = shape("x", "[T, H]", &x)?;
+    let [num_rows] = shape("row_ids", "[N]", &row_ids)?;
+    let mut out = Tensor::empty(&[num_rows, width], x.dtype(), &x)?;
+    permute_into(x, row_ids, top_k, &mut out)?;
+    Ok(out)
+}
+
+fn permute_out(x: Tensor, row_ids: Tensor, top_k: i64, mut out: Tensor) -> Result<()> {
+    let [_, width] = shape("x", "[T, H]", &x)?;
+    let [num_rows] = shape("row_ids", "[N]", &row_ids)?;
+    check_out(&out, [num_rows, width], &x)?;
+    permute_into(x, row_ids, top_k, &mut out)?;
+    out.bump_version()
+}
+
+fn permute_into(x: Tensor, row_ids: Tensor, top_k: i64, out: &mut Tensor) -> Result<()> {
+    check_rows("x", &x)?;
+    let [_, width] = shape("x", "[T, H]", &x)?;
+    check_int64("row_ids", &row_ids)?;
+    check_device("row_ids", &row_ids, &x)?;
+    ensure!(top_k >= 1, "top_k: expected 1 or more, got {top_k}");
+    let (x, row_ids) = (x.contiguous()?, row_ids.contiguous()?);
+    check_disjoint(out, &[("x", &x), ("row_ids", &row_ids)])?;
+    if x.device() != Device::Cpu {
+        return on_cuda!(permute(&x, &row_ids, top_k, out));
+    }
+    let (ids, top_k, width) = (row_ids.slice()?, top_k as usize, width as usize);
+    with_dtype!(x.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] =>
+        cpu::permute::<F>(x.slice()?, ids, top_k, width, out.slice_mut()?, &TorchPool))
+}
+
+fn unpermute(rows: Tensor, positions: Tensor, weights: Option<Tensor>) -> Result<Tensor> {
+    let [_, width] = shape("rows", "[N, H]", &rows)?;
+    let [tokens, _] = shape("positions", "[T, K]", &positions)?;
+    let mut out = Tensor::empty(&[tokens, width], rows.dtype(), &rows)?;
+    unpermute_into(rows, positions, weights, &mut out)?;
+    Ok(out)
+}
+
+fn unpermute_out(rows: Tensor, positions: Tensor, weights: Option<Tensor>, mut out: Tensor) -> Result<()> {
+    let [_, width] = shape("rows", "[N, H]", &rows)?;
+    let [tokens, _] = shape("positions", "[T, K]", &positions)?;
+    check_out(&out, [tokens, width], &rows)?;
+    unpermute_into(rows, positions, weights, &mut out)?;
+    out.bump_version()
+}
+
+fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out: &mut Tensor) -> Result<()> {
+    check_rows("rows", &rows)?;
+    let ([_, width], [_, top_k]) =
+        (shape("rows", "[N, H]", &rows)?, shape("positions", "[T, K]", &positions)?);
+    check_int64("positions", &positions)?;
+    check_device("positions", &positions, &rows)?;
+    if let Some(weights) = &weights {
+        check_weights(weights, &positions, &rows)?;
+    }
+    let (rows, positions) = (rows.contiguous()?, positions.contiguous()?);
+    let weights = weights.map(Tensor::contiguous).transpose()?;
+    let inputs =
+        [("rows", &rows), ("positions", &positions), ("weights", weights.as_ref().unwrap_or(&positions))];
+    check_disjoint(out, &inputs)?;
+    if rows.device() != Device::Cpu {
+        return on_cuda!(unpermute(&rows, &positions, weights.as_ref(), out));
+    }
+    let weights = weights.as_ref().map(as_float32).transpose()?;
+    with_dtype!(rows.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => {
+        let combine = Combine::<F> {
+            rows: rows.slice()?,
+            positions: positions.slice()?,
+            weights: weights.as_deref(),
+            width: width as usize,
+            top_k: top_k as usize,
+        };
+        cpu::unpermute(&combine, out.slice_mut()?, &TorchPool)
+    })
+}
+
+fn unpermute_backward(
+    grad: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+) -> Result<(Tensor, Tensor)> {
+    check_rows("rows", &rows)?;
+    let ([num_rows, width], [tokens, top_k]) =
+        (shape("rows", "[N, H]", &rows)?, shape("positions", "[T, K]", &positions)?);
+    ensure!(
+        grad.sizes() == [tokens, width] && grad.dtype() == rows.dtype(),
+        "grad: expected {} of shape [{tokens}, {width}], got {} of shape {:?}",
+        rows.dtype(),
+        grad.dtype(),
+        grad.sizes()
+    );
+    check_int64("positions", &positions)?;
+    check_device("grad", &grad, &rows)?;
+    check_device("positions", &positions, &rows)?;
+    check_weights(&weights, &positions, &rows)?;
+    let (grad, rows) = (grad.contiguous()?, rows.contiguous()?);
+    let (positions, weights) = (positions.contiguous()?, weights.contiguous()?);
+    let mut grad_rows = Tensor::empty(&[num_rows, width], rows.dtype(), &rows)?;
+    let mut grad_weights = Tensor::empty(&[tokens, top_k], weights.dtype(), &rows)?;
+    if rows.device() != Device::Cpu {
+        on_cuda!(unpermute_backward(
+            [&grad, &rows, &positions, &weights],
+            &mut grad_rows,
+            &mut grad_weights
+        ))?;
+        return Ok((grad_rows, grad_weights));
+    }
+    let wide = as_float32(&weights)?;
+    let mut wide_grad = vec![0.0; wide.len()];
+    with_dtype!(rows.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => {
+        let (width, top_k) = (width as usize, top_k as usize);
+        let (grad, rows, positions) = (grad.slice()?, rows.slice()?, positions.slice()?);
+        let backward = Backward::<F> { grad, rows, positions, weights: &wide, width, top_k };
+        cpu::unpermute_backward(&backward, grad_rows.slice_mut()?, &mut wide_grad, &TorchPool)
+    })?;
+    with_dtype!(weights.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => {
+        F::narrow(&wide_grad, grad_weights.slice_mut()?);
+        Ok(())
+    })?;
+    Ok((grad_rows, grad_weights))
+}
+
+/// Weights as float32: the tensor's own, or widened.
+fn as_float32(weights: &Tensor) -> Result<Cow<'_, [f32]>> {
+    fn widened<F: Float + Element>(weights: &Tensor) -> Result<Cow<'_, [f32]>> {
+        let mut wide = vec![0.0; weights.numel()];
+        for (block, wide) in weights.slice::<F>()?.chunks(256).zip(wide.chunks_mut(256)) {
+            F::widen(block, wide);
+        }
+        Ok(Cow::Owned(wide))
+    }
+    match weights.dtype() {
+        Dtype::Float32 => Ok(Cow::Borrowed(weights.slice()?)),
+        Dtype::Bfloat16 => widened::<bf16>(weights),
+        _ => widened::<f16>(weights),
+    }
+}
+
+// ---- checks -----------------------------------------------------------------------------------
+
+fn shape<const DIM: usize>(name: &str, expected: &str, tensor: &Tensor) -> Result<[i64; DIM]> {
+    let sizes = tensor.sizes();
+    sizes.try_into().map_err(|_| Error::Invalid(format!("{name}: expected shape {expected}, got {sizes:?}")))
+}
+
+fn check_ids(ids: &Tensor) -> Result<()> {
+    let dtype = ids.dtype();
+    ensure!(matches!(dtype, Dtype::Int32 | Dtype::Int64), "ids: expected int32 or int64, got {dtype}");
+    Ok(())
+}
+
+fn check_int64(name: &str, tensor: &Tensor) -> Result<()> {
+    ensure!(tensor.dtype() == Dtype::Int64, "{name}: expected int64, got {}", tensor.dtype());
+    Ok(())
+}
+
+fn check_rows(name: &str, tensor: &Tensor) -> Result<()> {
+    let dtype = tensor.dtype();
+    ensure!(
+        matches!(dtype, Dtype::Float32 | Dtype::Bfloat16 | Dtype::Float16),
+        "{name}: expected float32, bfloat16 or float16, got {dtype}"
+    );
+    Ok(())
+}
+
+fn check_device(name: &str, tensor: &Tensor, other: &Tensor) -> Result<()> {
+    let (here, there) = (tensor.device(), other.device());
+    ensure!(
+        here == there,
+        "{name}: expected a tensor on {there} like the other arguments, got one on {here}"
+    );
+    Ok(())
+}
+
+fn check_weights(weights: &Tensor, positions: &Tensor, rows: &Tensor) -> Result<()> {
+    let (sizes, expected) = (weights.sizes(), positions.sizes());
+    ensure!(sizes == expected, "weights: expected the shape of positions, {expected:?}, got {sizes:?}");
+    let (dtype, row) = (weights.dtype(), rows.dtype());
+    ensure!(
+        dtype == Dtype::Float32 || dtype == row,
+        "weights: expected float32 or the rows' {row}, got {dtype}"
+    );
+    check_device("weights", weights, rows)
+}
+
+fn check_out(out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
+    ensure!(
+        out.sizes() == sizes && out.dtype() == like.dtype(),
+        "out: expected {} of shape {sizes:?}, got {} of shape {:?}",
+        like.dtype(),
+        out.dtype(),
+        out.sizes()
+    );
+    ensure!(out.is_contiguous(), "out: expected a contiguous tensor");
+    check_device("out", out, like)
+}
+
+fn check_disjoint(out: &Tensor, inputs: &[(&str, &Tensor)]) -> Result<()> {
+    let written = out.address_range();
+    for (name, input) in inputs {
+        let read = input.address_range();
+        let apart =
+            read.is_empty() || written.is_empty() || read.end <= written.start || written.end <= read.start;
+        ensure!(apart, "out: expected memory of its own, got a tensor that overlaps {name}");
+    }
+    Ok(())
+}

@@ -1,0 +1,314 @@
+//! An owned tensor handle with the few properties that ops need.
+
+use super::ffi::{StableValue, TensorHandle, check, symbols};
+use crate::ensure;
+use crate::error::Result;
+use half::{bf16, f16};
+use std::ffi::{CStr, c_void};
+use std::ops::Range;
+
+/// The version whose ABI the kernels speak: 2.10.
+pub(super) const ABI_VERSION: u64 = 2 << 56 | 10 << 48;
+/// Most dimensions that [`Tensor::empty`] and [`Tensor::bump_version`] handle.
+const MAX_DIM: usize = 16;
+
+/// Element types that the ops know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dtype {
+    Int32,
+    Int64,
+    Float32,
+    Bfloat16,
+    Float16,
+    /// Anything else, by torch's number.
+    Other(i32),
+}
+
+impl Dtype {
+    fn from_code(code: i32) -> Self {
+        let known = [Self::Int32, Self::Int64, Self::Float32, Self::Bfloat16, Self::Float16];
+        known.into_iter().find(|dtype| dtype.code() == code).unwrap_or(Self::Other(code))
+    }
+
+    fn code(self) -> i32 {
+        let symbols = symbols();
+        // SAFETY: functions without arguments that return a constant.
+        unsafe {
+            match self {
+                Self::Int32 => (symbols.aoti_torch_dtype_int32)(),
+                Self::Int64 => (symbols.aoti_torch_dtype_int64)(),
+                Self::Float32 => (symbols.aoti_torch_dtype_float32)(),
+                Self::Bfloat16 => (symbols.aoti_torch_dtype_bfloat16)(),
+                Self::Float16 => (symbols.aoti_torch_dtype_float16)(),
+                Self::Other(code) => code,
+            }
+        }
+    }
+
+    /// Bytes of one element of a known type.
+    pub(super) fn bytes(self) -> usize {
+        match self {
+            Self::Bfloat16 | Self::Float16 => 2,
+            Self::Int32 | Self::Float32 => 4,
+            Self::Int64 => 8,
+            Self::Other(_) => 0,
+        }
+    }
+}
+
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let name = match self {
+            Self::Int32 => "int32",
+            Self::Int64 => "int64",
+            Self::Float32 => "float32",
+            Self::Bfloat16 => "bfloat16",
+            Self::Float16 => "float16",
+            Self::Other(1) => "int8",
+            Self::Other(2) => "int16",
+            Self::Other(0) => "uint8",
+            Self::Other(7) => "float64",
+            Self::Other(11) => "bool",
+            Self::Other(code) => return write!(f, "dtype number {code}"),
+        };
+        f.write_str(name)
+    }
+}
+
+/// A Rust type with a torch dtype.
+pub(super) trait Element: Copy + 'static {
+    const DTYPE: Dtype;
+}
+
+impl Element for i32 {
+    const DTYPE: Dtype = Dtype::Int32;
+}
+impl Element for i64 {
+    const DTYPE: Dtype = Dtype::Int64;
+}
+impl Element for f32 {
+    const DTYPE: Dtype = Dtype::Float32;
+}
+impl Element for bf16 {
+    const DTYPE: Dtype = Dtype::Bfloat16;
+}
+impl Element for f16 {
+    const DTYPE: Dtype = Dtype::Float16;
+}
+
+/// Where a tensor lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Device {
+    Cpu,
+    Cuda(i32),
+    Other(i32),
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Cpu => f.write_str("cpu"),
+            Self::Cuda(index) => write!(f, "cuda:{index}"),
+            Self::Other(number) => write!(f, "device type number {number}"),
+        }
+    }
+}
+
+/// An owned reference to a tensor.
+pub(super) struct Tensor(TensorHandle);
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        // SAFETY: this value owns the handle.
+        unsafe { (symbols().aoti_torch_delete_tensor_object)(self.0) };
+    }
+}
+
+macro_rules! property {
+    ($visibility:vis $name:ident, $function:ident, $type:ty) => {
+        $visibility fn $name(&self) -> $type {
+            let mut value = <$type>::default();
+            // SAFETY: a live tensor, and a place for the answer; the call cannot fail for one.
+            unsafe { (symbols().$function)(self.0, &mut value) };
+            value
+        }
+    };
+}
+
+impl Tensor {
+    property!(dtype_code, aoti_torch_get_dtype, i32);
+    property!(dim, aoti_torch_get_dim, i64);
+    property!(numel_i64, aoti_torch_get_numel, i64);
+    property!(device_type, aoti_torch_get_device_type, i32);
+    property!(device_index, aoti_torch_get_device_index, i32);
+    property!(pub(super) is_contiguous, aoti_torch_is_contiguous, bool);
+
+    /// Takes ownership of a handle.
+    ///
+    /// # Safety
+    /// The handle is a live one that nobody else will delete.
+    pub(super) unsafe fn from_raw(handle: TensorHandle) -> Self {
+        Self(handle)
+    }
+
+    /// Gives ownership away.
+    pub(super) fn into_raw(self) -> TensorHandle {
+        std::mem::ManuallyDrop::new(self).0
+    }
+
+    pub(super) fn dtype(&self) -> Dtype {
+        Dtype::from_code(self.dtype_code())
+    }
+
+    pub(super) fn numel(&self) -> usize {
+        self.numel_i64() as usize
+    }
+
+    pub(super) fn device(&self) -> Device {
+        let number = self.device_type();
+        // SAFETY: functions without arguments that return a constant.
+        let (cpu, cuda) =
+            unsafe { ((symbols().aoti_torch_device_type_cpu)(), (symbols().aoti_torch_device_type_cuda)()) };
+        match number {
+            number if number == cpu => Device::Cpu,
+            number if number == cuda => Device::Cuda(self.device_index()),
+            number => Device::Other(number),
+        }
+    }
+
+    pub(super) fn sizes(&self) -> &[i64] {
+        let dim = self.dim() as usize;
+        let mut sizes = std::ptr::null();
+        // SAFETY: a live tensor, and a place for the answer.
+        unsafe { (symbols().aoti_torch_get_sizes)(self.0, &mut sizes) };
+        // SAFETY: `dim` sizes that live as long as the tensor and are not resized by ops.
+        if dim == 0 { &[] } else { unsafe { std::slice::from_raw_parts(sizes, dim) } }
+    }
+
+    /// Address of the first element, on the tensor's device; the offset into the storage is included.
+    pub(super) fn address(&self) -> *mut c_void {
+        let mut address = std::ptr::null_mut();
+        // SAFETY: a live tensor, and a place for the answer.
+        unsafe { (symbols().aoti_torch_get_data_ptr)(self.0, &mut address) };
+        address
+    }
+
+    /// The tensor itself if contiguous, else a contiguous copy.
+    pub(super) fn contiguous(self) -> Result<Self> {
+        if self.is_contiguous() {
+            return Ok(self);
+        }
+        const CONTIGUOUS_FORMAT: StableValue = 0;
+        let mut stack = [self.into_raw() as StableValue, CONTIGUOUS_FORMAT];
+        call(c"aten::contiguous", &mut stack)?;
+        // SAFETY: the call consumed its argument and left an owned tensor.
+        Ok(unsafe { Self::from_raw(stack[0] as TensorHandle) })
+    }
+
+    /// An uninitialised contiguous tensor on the device of `like`.
+    pub(super) fn empty(sizes: &[i64], dtype: Dtype, like: &Self) -> Result<Self> {
+        ensure!(sizes.len() <= MAX_DIM, "expected at most {MAX_DIM} dimensions, got {}", sizes.len());
+        let mut strides = [1_i64; MAX_DIM];
+        for dim in (1..sizes.len()).rev() {
+            strides[dim - 1] = strides[dim] * sizes[dim].max(1);
+        }
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: as many sizes and strides as the first argument says, and a place for the handle.
+        let status = unsafe {
+            (symbols().aoti_torch_empty_strided)(
+                sizes.len() as i64,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                dtype.code(),
+                like.device_type(),
+                like.device_index(),
+                &mut handle,
+            )
+        };
+        check(status, "torch.empty")?;
+        Ok(Self(handle))
+    }
+
+    /// Sets every element to zero.
+    fn zero(&mut self) -> Result<()> {
+        // SAFETY: a live tensor.
+        check(unsafe { (symbols().aoti_torch_zero_)(self.0) }, "torch.zero_")
+    }
+
+    /// The elements of a contiguous CPU tensor. Nobody may write them meanwhile, as for every torch op.
+    pub(super) fn slice<T: Element>(&self) -> Result<&[T]> {
+        let start = self.host_address::<T>()?;
+        // SAFETY: contiguous, on the host, of this type (checked), alive as long as the tensor.
+        Ok(if self.numel() == 0 { &[] } else { unsafe { std::slice::from_raw_parts(start, self.numel()) } })
+    }
+
+    /// The elements, to be written. `out` arguments are checked not to overlap the inputs.
+    pub(super) fn slice_mut<T: Element>(&mut self) -> Result<&mut [T]> {
+        let start = self.host_address::<T>()?;
+        // SAFETY: as above; this value is the op's only way to the elements.
+        Ok(if self.numel() == 0 {
+            &mut []
+        } else {
+            unsafe { std::slice::from_raw_parts_mut(start, self.numel()) }
+        })
+    }
+
+    fn host_address<T: Element>(&self) -> Result<*mut T> {
+        ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
+        ensure!(self.dtype() == T::DTYPE, "expected {}, got {}", T::DTYPE, self.dtype());
+        ensure!(self.is_contiguous(), "expected a contiguous tensor");
+        Ok(self.address().cast())
+    }
+
+    /// Addresses that a contiguous tensor of a known type covers.
+    pub(super) fn address_range(&self) -> Range<usize> {
+        let start = self.address() as usize;
+        start..start + self.numel() * self.dtype().bytes()
+    }
+
+    /// Tells autograd that the elements change; the dispatcher does not do so for ops registered through C.
+    ///
+    /// An in-place no-op on an empty view does it: views share the counter.
+    pub(super) fn bump_version(&self) -> Result<()> {
+        let dim = self.dim() as usize;
+        ensure!((1..=MAX_DIM).contains(&dim), "out: expected 1 to {MAX_DIM} dimensions, got {dim}");
+        let (sizes, strides) = ([0_i64; MAX_DIM], [1_i64; MAX_DIM]);
+        let mut view = std::ptr::null_mut();
+        let _no_grad = NoGrad::new();
+        // SAFETY: as_strided reads as many sizes and strides as the tensor has dimensions.
+        let status =
+            unsafe { (symbols().aoti_torch_as_strided)(self.0, sizes.as_ptr(), strides.as_ptr(), &mut view) };
+        check(status, "torch.as_strided")?;
+        Self(view).zero()
+    }
+}
+
+/// Switches grad mode off on this thread, until dropped.
+struct NoGrad(bool);
+
+impl NoGrad {
+    fn new() -> Self {
+        // SAFETY: reads and sets a thread-local flag.
+        unsafe {
+            let before = (symbols().aoti_torch_grad_mode_is_enabled)();
+            (symbols().aoti_torch_grad_mode_set_enabled)(false);
+            Self(before)
+        }
+    }
+}
+
+impl Drop for NoGrad {
+    fn drop(&mut self) {
+        // SAFETY: sets a thread-local flag.
+        unsafe { (symbols().aoti_torch_grad_mode_set_enabled)(self.0) };
+    }
+}
+
+/// Calls an ATen op; `stack` holds its arguments, then its results.
+fn call(name: &CStr, stack: &mut [StableValue]) -> Result<()> {
+    // SAFETY: the caller's stack fits the op's schema, and a name without an overload.
+    let status = unsafe {
+        (symbols().torch_call_dispatcher)(name.as_ptr(), c"".as_ptr(), stack.as_mut_ptr(), ABI_VERSION)
+    };
+    check(status, &name.to_string_lossy())
+}
