@@ -22,6 +22,7 @@ __all__ = [
     "primaries",
     "recovery_plan",
     "split_tokens",
+    "unit_copy_holders",
 ]
 
 
@@ -140,6 +141,28 @@ def primaries(holders: Sequence[Sequence[int]], nbytes: Sequence[int], ranks: in
     holder_lists = [[_count("holders", rank) for rank in unit] for unit in holders]
     sizes = [_count("nbytes", size) for size in nbytes]
     return _native.primaries(holder_lists, sizes, _count("ranks", ranks))
+
+
+def unit_copy_holders(
+    primaries: Sequence[int], active: Sequence[Sequence[int]], nodes: Sequence[str], copies: int
+) -> list[list[int]]:
+    """For each unit, the ranks that keep its copies: its primary, then `copies - 1` others.
+
+    The others are the primary's partners of `copy_holders`; a partner on a node that trains on the unit anyway
+    gives way to the next rank whose node does not, so that each copy protects against one more loss.
+
+        >>> unit_copy_holders([2, 0], [[2, 3], [0]], ["a", "b", "c", "d"], copies=2)
+        [[2, 0], [0, 1]]
+
+    Args:
+        primaries: for each unit, the rank that makes its copies, from `primaries`.
+        active: for each unit, the ranks that hold it in the running model.
+        nodes: name of the node of each rank.
+        copies: how many, the primary's own included; fewer where there are fewer nodes.
+    """
+    return _native.unit_copy_holders(
+        list(primaries), [list(ranks) for ranks in active], list(nodes), _count("copies", copies)
+    )
 
 
 def recovery_plan(

@@ -116,7 +116,7 @@ class TrainingState:
 
     def _optimizer_tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         state = self.optimizer.state.get(parameter, {})
-        return {f"{name}/{key}": value for key, value in sorted(state.items())}
+        return {f"{name}/{key}": value for key, value in sorted(state.items()) if isinstance(value, Tensor)}
 
     def _list_units(self) -> list[Unit]:
         units = [

@@ -3,13 +3,16 @@
 //! ```text
 //! load ─ allocate ─ replicas ─ place ─ matrix [ranks, experts]
 //! nodes ─ copy_holders ─ who keeps copies of a rank        holders ─ primaries ─ who makes the copies of a unit
+//! both ─ unit_copy_holders ─ who keeps the copies of a unit
 //! ```
 
 mod allocate;
 mod copies;
 mod flow;
 mod place;
+mod unit_copies;
 
 pub use allocate::allocate;
 pub use copies::{copy_holders, primaries};
 pub use place::place;
+pub use unit_copies::unit_copy_holders;

@@ -13,6 +13,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(place, module)?)?;
     module.add_function(wrap_pyfunction!(copy_holders, module)?)?;
     module.add_function(wrap_pyfunction!(primaries, module)?)?;
+    module.add_function(wrap_pyfunction!(unit_copy_holders, module)?)?;
     module.add_function(wrap_pyfunction!(recovery_plan, module)?)?;
     module.add_class::<RecoveryPlan>()
 }
@@ -206,4 +207,14 @@ fn recovery_plan(
     }
     let plan = py.detach(|| recovery::plan(&bytes, &held, &needed))?;
     Ok(RecoveryPlan { names, plan })
+}
+
+#[pyfunction]
+fn unit_copy_holders(
+    primaries: Vec<usize>,
+    active: Vec<Vec<usize>>,
+    nodes: Vec<String>,
+    copies: usize,
+) -> PyResult<Vec<Vec<usize>>> {
+    Ok(placement::unit_copy_holders(&primaries, &active, &nodes, copies)?)
 }
