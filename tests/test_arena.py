@@ -232,7 +232,7 @@ def test_a_full_tmpfs_is_an_error_and_no_sigbus(tmp_path):
         subprocess.run(["umount", str(small)], check=True)
 
 
-# The child writes versions 1 and 2 whole, then dies at the point that it is told while version 3 replaces version 1.
+# The child writes versions 1 and 2, then dies at the point it is told while version 3 replaces version 1.
 CHILD = """
 import os, signal, sys
 from evermoe._native import Arena
