@@ -200,7 +200,7 @@ class Membership:
         """Collective over the living. True when the membership changed: `group` and `members` are then new.
 
         `expected`: a job in which nobody has been in a group yet waits for that many members. `on_quorum` is called
-        between the agreement and the rebuilding of the group. Members are ordered by id; `rank` is the position.
+        between the agreement on a new membership and the rebuilding of the group. Members are ordered by id; `rank` is the position.
 
         Raises:
             JoinTimeout: too few members, or no Lighthouse, within `agree_limit` seconds.
@@ -218,8 +218,7 @@ class Membership:
                     problem = f"{len(asked)} of {expected} members have come"
                     time.sleep(0.05)
                     continue
-                on_quorum()
-                return self._adopt(asked)
+                return self._adopt(asked, on_quorum)
             except (RuntimeError, TimeoutError, ConnectionError) as error:
                 problem = str(error).split("\n", 1)[0]
                 logger.info("agreement failed, trying again: %s", problem)
@@ -261,11 +260,12 @@ class Membership:
         quorum = self._client.quorum(self.id, limit, world_size=1, data=data)
         return sorted(quorum.participants, key=lambda member: member.replica_id)
 
-    def _adopt(self, asked: list[Any]) -> bool:
+    def _adopt(self, asked: list[Any], on_quorum: Callable[[], None]) -> bool:
         ids = [member.replica_id for member in asked]
         epochs = {member.data["epoch"] for member in asked}
         if ids == self._agreement.ids and epochs == {self._agreement.epoch} and None not in epochs:
             return False
+        on_quorum()
         self.generation = 1 + max(int(member.data["generation"]) for member in asked)
         epoch = hashlib.sha256(repr((ids, self.generation)).encode()).hexdigest()[:16]
         store = dist.PrefixStore(epoch, self._store(asked[0].data["store"]))

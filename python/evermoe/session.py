@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +166,7 @@ class Session:
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.
         on_event: called with (name, fields) for: begin, reduce, vote, update, copy, confirm, commit, lost, phase,
-            recovered, checkpoint. For progress displays and tests; it must not block.
+            recovered, checkpoint, verified. For progress displays and tests; it must not block.
         options: fields of `SessionConfig`.
 
     Raises:
@@ -253,10 +254,18 @@ class Session:
         try:
             if self.config.checkpoint_dir is not None:
                 self._checkpoint()
+            self._verify()
             self.group.all_reduce(torch.ones(1))
         except PeerLost:
             return False
         return True
+
+    def _verify(self) -> None:
+        """Says whether replicas and copies still equal each other, bit for bit, after all that happened."""
+        checked, differing = self._recovery(lambda phase: None).verify()
+        if differing:
+            warnings.warn(f"replicas or copies differ at step {self.step}: {', '.join(differing[:8])}", stacklevel=3)
+        self._emit("verified", {"digests_checked": checked, "digests_mismatched": len(differing), "units": differing})
 
     def close(self) -> None:
         """Leaves the job and removes this member's shared memory. Called at the end of `steps`."""
@@ -416,17 +425,7 @@ class Session:
 
     def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
         before = self.step
-        config = self.config
-        report.outcome = Recovery(
-            self.state,
-            self.store,
-            self.group,
-            version=self._version,
-            slots=config.slots,
-            min_replicas=config.min_replicas,
-            checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
-            phase=clock.enter,
-        ).run()
+        report.outcome = self._recovery(clock.enter).run()
         self._version = report.outcome.version
         self._load_progress()
         layers = list(self.state.layers.values())
@@ -434,7 +433,7 @@ class Session:
             [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers], self.group.rank
         )
         self._generation = self.membership.generation
-        if config.copies:
+        if self.config.copies:
             self._arrange_copies()
         self._copy(self.step)
         clock.stop()
@@ -442,6 +441,19 @@ class Session:
         report.steps_lost = max(0, before - self.step) if report.outcome.sources["disk"] else 0
         self.reports.append(report)
         self._emit("recovered", _report_fields(report))
+
+    def _recovery(self, phase: Callable[[str], None]) -> Recovery:
+        config = self.config
+        return Recovery(
+            self.state,
+            self.store,
+            self.group,
+            version=self._version,
+            slots=config.slots,
+            min_replicas=config.min_replicas,
+            checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
+            phase=phase,
+        )
 
     def _unit_holders(self) -> list[tuple[str, list[int]]]:
         """Per unit: the ranks that keep its copies, the primary first."""
