@@ -121,23 +121,26 @@ pub fn unpermute<F: Float>(combine: &Combine<'_, F>, out: &mut [F], pool: &impl 
     assert!(out.len() / width * top_k == positions.len());
     assert!(weights.is_none_or(|weights| weights.len() == positions.len()));
     check_indices("positions", positions, (rows.len() / width).max(positions.len()), "rows")?;
+    // Narrowing into a block and streaming that pays later than streaming a plain copy.
+    let stream = size_of_val(out) >= 2 * STREAM_BYTES;
     let out = Disjoint::new(out);
     pool.run(positions.len() / top_k, grain(width * top_k), &|tokens| {
         // SAFETY: each range of tokens is given to one thread.
         let out = unsafe { out.part(tokens.start * width..tokens.end * width) };
         vectorised(
             #[inline(always)]
-            || combine_tokens(combine, tokens.clone(), out),
+            || combine_tokens(combine, tokens.clone(), out, stream),
         );
+        finish_stream();
     });
     Ok(())
 }
 
 #[inline(always)]
-fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out: &mut [F]) {
+fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out: &mut [F], stream: bool) {
     let Combine { rows, positions, weights, width, top_k } = *combine;
     let num_rows = rows.len() / width;
-    let mut sum = [0_f32; BLOCK];
+    let (mut sum, mut narrowed) = ([0_f32; BLOCK], [F::ZERO; BLOCK]);
     for (token, out) in tokens.zip(out.chunks_exact_mut(width)) {
         let slots = token * top_k..(token + 1) * top_k;
         let terms = || {
@@ -169,6 +172,11 @@ fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out:
                 started = true;
             }
             match started {
+                true if stream => {
+                    let narrowed = &mut narrowed[..out.len()];
+                    F::narrow(sum, narrowed);
+                    copy(narrowed, out, true);
+                }
                 true => F::narrow(sum, out),
                 false => out.fill(F::ZERO),
             }

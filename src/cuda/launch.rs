@@ -250,12 +250,18 @@ impl Launcher {
     /// The driver's.
     pub unsafe fn permute(&self, permute: &Permute) -> Result<()> {
         let Permute { x, row_ids, out, num_rows, row_bytes, num_tokens, top_k } = *permute;
-        ensure!(row_bytes.is_multiple_of(2) && top_k > 0, "permute: expected rows of even size and top_k above 0");
+        ensure!(
+            row_bytes.is_multiple_of(2) && top_k > 0,
+            "permute: expected rows of even size and top_k above 0"
+        );
         if num_rows == 0 || row_bytes == 0 {
             return Ok(());
         }
-        let (name, unit) =
-            if row_bytes.is_multiple_of(16) && aligned(&[x, out]) { ("permute_16", 16) } else { ("permute_2", 2) };
+        let (name, unit) = if row_bytes.is_multiple_of(16) && aligned(&[x, out]) {
+            ("permute_16", 16)
+        } else {
+            ("permute_2", 2)
+        };
         let units = row_bytes / unit;
         let arguments = [x, row_ids, out, num_rows as u64, units as u64, num_tokens as u64, top_k as u64];
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
