@@ -35,7 +35,7 @@ def _check_torch() -> None:
         raise ImportError(f"evermoe needs PyTorch 2.10 or newer: {install}") from error
     found = str(torch.__version__)
     try:
-        major, minor = (int(part) for part in found.split("+")[0].split(".")[:2])
+        major, minor = (int(part) for part in found.split(".")[:2])
     except ValueError:
         return  # a version of someone's own making: registration finds out
     if (major, minor) < _MIN_TORCH:
@@ -45,9 +45,8 @@ def _check_torch() -> None:
 _check_torch()
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
 from evermoe import _native  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 _native.register_ops()
 _ops = torch.ops.evermoe
@@ -129,7 +128,7 @@ def permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
     """
     top_k = _top_k(x, positions)
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Permute.apply(x, row_ids, positions)  # type: ignore[no-untyped-call]
+        return _Permute.apply(x, row_ids, positions)
     return _ops.permute.default(x, row_ids, top_k)
 
 
@@ -147,8 +146,8 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) ->
     """Combine rows into tokens: `out[t] = sum over k of weights[t, k] * rows[positions[t, k]]`.
 
     The sum is in float32 in the order of k, and rounded once to the dtype of `rows`. Unrouted slots (-1), and
-    positions at or past N (of rows that a prefix cut off), add nothing. Differentiable in `rows` and `weights`;
-    then no two slots may name one row.
+    positions at or past N (of rows that a prefix cut off), add nothing. Differentiable in `rows` and
+    `weights`; then no two slots may name one row.
 
     Args:
         rows: float32, bfloat16 or float16 `[N, H]`, in the order of the plan.
@@ -162,8 +161,8 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) ->
     """
     if torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad)):
         if weights is None:
-            return _Sum.apply(rows, positions)  # type: ignore[no-untyped-call]
-        return _Combine.apply(rows, positions, weights)  # type: ignore[no-untyped-call]
+            return _Sum.apply(rows, positions)
+        return _Combine.apply(rows, positions, weights)
     return _ops.unpermute.default(rows, positions, weights)
 
 
@@ -188,7 +187,8 @@ def _top_k(x: Tensor, positions: Tensor) -> int:
 def _refuse_grad(name: str, *tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
-            f"{name} writes into a buffer and has no gradient: use {name.removesuffix('_out')}, or torch.no_grad()"
+            f"{name} writes into a buffer and has no gradient: "
+            f"use {name.removesuffix('_out')}, or torch.no_grad()"
         )
 
 
@@ -208,7 +208,7 @@ class _Permute(torch.autograd.Function):
         return _ops.permute.default(x, row_ids, max(positions.shape[1], 1))
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return unpermute(grad, positions), None, None
 
@@ -223,7 +223,7 @@ class _Sum(torch.autograd.Function):
         return _ops.unpermute.default(rows, positions, None)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         (positions,) = ctx.saved_tensors
         row_ids = _ops.invert_positions.default(positions, ctx.num_rows)
         return permute(grad, row_ids, positions), None
@@ -238,7 +238,7 @@ class _Combine(torch.autograd.Function):
         return _ops.unpermute.default(rows, positions, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, positions, weights = ctx.saved_tensors
         grad_rows, grad_weights = _ops.unpermute_backward.default(grad, rows, positions, weights)
@@ -256,7 +256,9 @@ def _(ids: Tensor, num_experts: int) -> Tensor:
 @torch.library.register_fake("evermoe::dispatch_plan")
 def _(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
     tokens, top_k = ids.shape
-    return ids.new_empty((tokens * top_k,), dtype=torch.int64), ids.new_empty((tokens, top_k), dtype=torch.int64)
+    return ids.new_empty((tokens * top_k,), dtype=torch.int64), ids.new_empty(
+        (tokens, top_k), dtype=torch.int64
+    )
 
 
 @torch.library.register_fake("evermoe::invert_positions")

@@ -70,6 +70,8 @@ macro_rules! symbols {
         }
 
         impl Symbols {
+            // The fields give the types; spelling them twice would hide a difference.
+            #[allow(clippy::missing_transmute_annotations)]
             fn resolve(torch: &Loaded, torch_cuda: Option<&Loaded>) -> Result<Self> {
                 let mut missing = Vec::new();
                 let mut require = |name: &'static CStr| {
