@@ -132,15 +132,11 @@ def main():
         ours, plain = record["ours"], record.get("torch")
         against_torch = f"{ours / plain:9.2f}" if plain else f"{'-':>9}"
         setting = f"{record['threads']:>8}{record['dtype']:>10}{record['top_k']:>3}{record['experts']:>4}"
-        print(
-            f"{record['op']:<20}{setting}{ours:10.1f}{against_torch}{ours / record['copy']:8.2f}", flush=True
-        )
+        print(f"{record['op']:<20}{setting}{ours:10.1f}{against_torch}{ours / record['copy']:8.2f}", flush=True)
     if arguments.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {"arguments": vars(arguments), "versions": versions, "microseconds": records}, file, indent=1
-            )
+            json.dump({"arguments": vars(arguments), "versions": versions, "microseconds": records}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,14 @@ def import_ops(tmp_path, stub):
     (package / "__init__.py").write_text(stub)
     path = os.pathsep.join([str(tmp_path), PACKAGE_ROOT])
     code = [sys.executable, "-c", "import evermoe.ops"]
-    done = subprocess.run(
-        code, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(code, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 
 
 def test_old_torch_is_named(tmp_path):
     last = import_ops(tmp_path, '__version__ = "2.9.0+cu128"')
-    assert (
-        last
-        == "ImportError: evermoe needs PyTorch 2.10 or newer, found 2.9.0+cu128: pip install 'torch>=2.10'"
-    )
+    assert last == "ImportError: evermoe needs PyTorch 2.10 or newer, found 2.9.0+cu128: pip install 'torch>=2.10'"
 
 
 def test_missing_torch(tmp_path):

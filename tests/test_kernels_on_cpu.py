@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from evermoe import ops
-
 import torch
+
+from evermoe import ops
 
 ROOT = Path(__file__).parent.parent
 EMULATOR = Path(__file__).parent / "cuda_on_cpu"
@@ -117,9 +117,7 @@ def test_histogram_and_plan(kernels, shape, bits):
     tile_counts.equals(torch.stack(per_tile).int())
     ends, first_rows = Buffer([experts, ranks], torch.int64), Buffer([ranks, experts], torch.int64)
     sizes = (tiles, experts, ranks)
-    kernels(
-        "plan_segments", 1, 64, 64 * 8, counts, tile_counts.tensor, ends.tensor, first_rows.tensor, *sizes
-    )
+    kernels("plan_segments", 1, 64, 64 * 8, counts, tile_counts.tensor, ends.tensor, first_rows.tensor, *sizes)
     ends.equals(counts.cumsum(1))
     first_rows.equals((counts.t().flatten().cumsum(0) - counts.t().flatten()).view(ranks, experts))
     ours = Buffer([slots], torch.int64, 0xFF), Buffer(ids.shape, torch.int64)

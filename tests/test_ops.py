@@ -4,9 +4,9 @@ import gc
 import resource
 
 import pytest
-from evermoe import ops
-
 import torch
+
+from evermoe import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -49,11 +49,7 @@ def reference_plan(ids, send_counts):
     keyed = []
     for expert in range(send_counts.shape[0]):
         mine = iter([slot for e, slot in slots if e == expert])
-        keyed += [
-            (rank, expert, next(mine))
-            for rank, n in enumerate(send_counts[expert].tolist())
-            for _ in range(n)
-        ]
+        keyed += [(rank, expert, next(mine)) for rank, n in enumerate(send_counts[expert].tolist()) for _ in range(n)]
     order = [slot for _, _, slot in sorted(keyed)]
     row_ids = torch.tensor(order + [-1] * (ids.numel() - len(order)), dtype=torch.int64)
     positions = torch.full((ids.numel(),), -1)
@@ -321,9 +317,7 @@ def test_bits_do_not_depend_on_threads():
         x, row_ids, positions, weights = case((20_011, 2, 8, 64, 2), torch.bfloat16, "cpu")
         x.requires_grad_()
         weights.requires_grad_()
-        ops.unpermute(
-            ops.permute(x, row_ids, positions), positions, weights
-        ).float().square().sum().backward()
+        ops.unpermute(ops.permute(x, row_ids, positions), positions, weights).float().square().sum().backward()
         return row_ids, positions, x.grad, weights.grad
 
     before = torch.get_num_threads()

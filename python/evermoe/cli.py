@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 def parser() -> argparse.ArgumentParser:
     """All commands and flags."""
-    top = argparse.ArgumentParser(
-        prog="evermoe", description="Train Mixture-of-Experts models on machines that fail."
-    )
+    top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
     run = commands.add_parser(
@@ -20,7 +18,11 @@ def parser() -> argparse.ArgumentParser:
         usage="evermoe run [options] SCRIPT [ARGUMENTS]   or   evermoe run [options] -m MODULE [ARGUMENTS]",
     )
     run.add_argument("--workers", type=int, default=1, help="processes on this machine (%(default)s)")
-    run.add_argument("--members", type=int, help="processes over all machines that a new job waits for (default: --workers)")
+    run.add_argument(
+        "--members",
+        type=int,
+        help="processes over all machines that a new job waits for (default: --workers)",
+    )
     run.add_argument("--lighthouse", help="http://host:port of a running torchft_lighthouse; default: one of its own")
     run.add_argument("--job", default="job", help="name of the job, the same on all machines (%(default)s)")
     run.add_argument("--restarts", type=int, default=0, help="times a crashed worker is started again (%(default)s)")
@@ -37,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _wants(program: str) -> bool:
     """Whether this call is for that command: the demo's flags need rich and matplotlib."""
-    return program.split()[-1] in sys.argv[1:2]
+    return program.rsplit(maxsplit=1)[-1] in sys.argv[1:2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

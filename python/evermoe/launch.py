@@ -59,13 +59,11 @@ class Job:
     def __enter__(self) -> Job:
         os.environ.setdefault("RUST_LOG", "warn")  # torchft's server logs every quorum otherwise
         if self.lighthouse is None:
-            from evermoe.elastic import start_lighthouse
+            from evermoe.elastic import start_local_lighthouse
 
-            self._server = start_lighthouse(
-                heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit, bind="127.0.0.1:0"
+            self._server, self.lighthouse = start_local_lighthouse(
+                heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
             )
-            port = self._server.address().rsplit(":", 1)[1]
-            self.lighthouse = f"http://127.0.0.1:{port}"
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -128,7 +126,10 @@ def run(job: Job, workers: int, restarts: int) -> int:
                 running.remove(worker)
                 code = worker.process.returncode
                 if code != 0 and worker.restarts < restarts:
-                    print(f"evermoe run: worker {worker.index} ended with {code}; starting it again", file=sys.stderr)
+                    print(
+                        f"evermoe run: worker {worker.index} ended with {code}; starting it again",
+                        file=sys.stderr,
+                    )
                     again = job.start(worker.index, node)
                     again.restarts = worker.restarts + 1
                     running.append(again)

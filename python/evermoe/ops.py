@@ -45,8 +45,9 @@ def _check_torch() -> None:
 _check_torch()
 
 import torch  # noqa: E402
-from evermoe import _native  # noqa: E402
 from torch import Tensor  # noqa: E402
+
+from evermoe import _native  # noqa: E402
 
 _native.register_ops()
 _ops = torch.ops.evermoe
@@ -187,8 +188,7 @@ def _top_k(x: Tensor, positions: Tensor) -> int:
 def _refuse_grad(name: str, *tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         raise RuntimeError(
-            f"{name} writes into a buffer and has no gradient: "
-            f"use {name.removesuffix('_out')}, or torch.no_grad()"
+            f"{name} writes into a buffer and has no gradient: use {name.removesuffix('_out')}, or torch.no_grad()"
         )
 
 
@@ -256,9 +256,7 @@ def _(ids: Tensor, num_experts: int) -> Tensor:
 @torch.library.register_fake("evermoe::dispatch_plan")
 def _(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
     tokens, top_k = ids.shape
-    return ids.new_empty((tokens * top_k,), dtype=torch.int64), ids.new_empty(
-        (tokens, top_k), dtype=torch.int64
-    )
+    return ids.new_empty((tokens * top_k,), dtype=torch.int64), ids.new_empty((tokens, top_k), dtype=torch.int64)
 
 
 @torch.library.register_fake("evermoe::invert_positions")

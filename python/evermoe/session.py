@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from evermoe import checkpoint, planning
 from evermoe.copies import CopyStore, bundles
 from evermoe.data import ElasticSampler
-from evermoe.elastic import Membership, start_lighthouse
-from evermoe.errors import CorruptCopy, LostExperts, PeerLost
+from evermoe.elastic import Membership, start_local_lighthouse
+from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.parallel import ExpertReducer, reduce_dense
 from evermoe.recovery import Outcome, Recovery
 from evermoe.units import TrainingState
@@ -74,7 +74,7 @@ class SessionConfig:
     max_grad_norm: float | None = None
     """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
     seed: int | None = 0
-    """Seeds torch's generator from (seed, step, rank) at each step, so that a repeated step draws the same; None: not."""
+    """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
 
     def __post_init__(self) -> None:
         for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
@@ -187,12 +187,15 @@ class Session:
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.state = TrainingState(model, optimizer)
         self._emit = on_event
-        self._lighthouse = None if self.config.lighthouse else start_lighthouse(heartbeat_limit=1, join_limit=5)
+        self._lighthouse: Any = None
+        lighthouse = self.config.lighthouse
+        if lighthouse is None:
+            self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
         job, node = self.config.job or f"job-{os.getpid()}", self.config.node or "node"
         memory = Path(self.config.memory_dir or "/dev/shm")
         self.store = CopyStore(memory / f"evermoe-{job}" / node, self.state)
         self.membership = Membership(
-            lighthouse=self.config.lighthouse or self._lighthouse.address(),
+            lighthouse=lighthouse,
             node=node,
             device=next(model.parameters()).device,
             hang_limit=self.config.hang_limit,
@@ -430,7 +433,9 @@ class Session:
         self._load_progress()
         layers = list(self.state.layers.values())
         self._reducer = ExpertReducer(
-            [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers], self.group.rank
+            [layer.matrix_RE for layer in layers],
+            [layer.weights.shape[1] for layer in layers],
+            self.group.rank,
         )
         self._generation = self.membership.generation
         if self.config.copies:
@@ -471,9 +476,7 @@ class Session:
 
     def _arrange_copies(self) -> None:
         units, holders = zip(*self._unit_holders(), strict=True)
-        self.store.arrange(
-            bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank
-        )
+        self.store.arrange(bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank)
 
 
 class _PhaseClock:
@@ -515,8 +518,6 @@ def _report_fields(report: RecoveryReport) -> dict[str, Any]:
 
 
 def _with_environment(config: SessionConfig) -> SessionConfig:
-    from dataclasses import replace
-
     found: dict[str, Any] = {}
     for name in ("lighthouse", "job", "node", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):

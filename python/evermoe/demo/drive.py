@@ -42,10 +42,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all",
     )
     show.add_argument("--no-kill", action="store_true", help="nobody dies")
-    show.add_argument("--join", type=int, metavar="STEP", help="one more worker joins at this step (default: 2/3 of --steps)")
+    show.add_argument(
+        "--join",
+        type=int,
+        metavar="STEP",
+        help="one more worker joins at this step (default: 2/3 of --steps)",
+    )
     show.add_argument("--no-join", action="store_true", help="nobody joins")
     show.add_argument(
-        "--baseline-steps", type=int, default=16, help="steps of the run without copies; 0: no such run (%(default)s)"
+        "--baseline-steps",
+        type=int,
+        default=16,
+        help="steps of the run without copies; 0: no such run (%(default)s)",
     )
     add_worker_arguments(parser)
     results = parser.add_argument_group("results")
@@ -82,7 +90,9 @@ def check(options: argparse.Namespace) -> dict[int, int]:
     if len(set(workers)) != len(workers):
         raise ValueError(f"--kill: a worker dies only once, got {workers}")
     if len(workers) >= options.workers:
-        raise ValueError(f"--kill: expected at least one survivor of {options.workers} workers, got {len(workers)} kills")
+        raise ValueError(
+            f"--kill: expected at least one survivor of {options.workers} workers, got {len(workers)} kills"
+        )
     if options.join is None:
         options.join = options.steps * 2 // 3
     if not options.no_join and not 0 <= options.join < options.steps:
@@ -104,7 +114,9 @@ class Run:
         self._last_event = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
 
-    def go(self, kills: Mapping[int, int], join: int | None, steps: int, copies: int) -> dict[int, list[dict[str, Any]]]:
+    def go(
+        self, kills: Mapping[int, int], join: int | None, steps: int, copies: int
+    ) -> dict[int, list[dict[str, Any]]]:
         """Runs to the end; returns the events by worker."""
         options = self.options
         job = Job(
@@ -135,8 +147,9 @@ class Run:
         return self.events
 
     def _arguments(self, steps: int, copies: int) -> list[str]:
-        names = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence", "batch", "learning_rate")
-        names += ("seed", "slots", "hang_limit", "checkpoint_every")
+        model = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
+        training = ("batch", "learning_rate", "seed", "slots", "hang_limit", "checkpoint_every")
+        names = [*model, *training]
         values = {name: getattr(self.options, name) for name in names} | {"steps": steps, "copies": copies}
         for name in ("data", "checkpoint_dir"):
             if getattr(self.options, name):
@@ -226,7 +239,7 @@ class Run:
         times = [event["time"] for event in rows if event["event"] == "commit"][-6:]
         seconds = statistics.fmean(b - a for a, b in zip(times, times[1:], strict=False)) if len(times) > 1 else 0.0
         tokens = self.options.batch * self.options.sequence
-        fields = {
+        fields: dict[str, Any] = {
             "loss": f"loss {newest['loss']:.3f}",
             "speed": f"{tokens / seconds:,.0f} tokens/s" if seconds else "",
             "members": f"{newest['members']} members",
@@ -251,11 +264,14 @@ class Run:
         if event["event"] == "killed":
             where = "during a recovery" if event["where"] == "recovery" else f"in the middle of step {event['step']}"
             self.console.print(f"[red]worker {worker} is killed {where}: SIGKILL, its node's memory is gone[/]")
-        elif event["event"] == "recovered" and event["reason"] and any(e["event"] == "begin" for e in self.events[worker]):
+        elif (
+            event["event"] == "recovered"
+            and event["reason"]
+            and any(e["event"] == "begin" for e in self.events[worker])
+        ):
             fetched = f"{event['fetched_units']} units, {event['fetched_bytes'] / 1e6:.1f} MB"
-            self.console.print(
-                f"[green]worker {worker} goes on at step {event['step']} with {event['members']} members; fetched {fetched}[/]"
-            )
+            where = f"at step {event['step']} with {event['members']} members"
+            self.console.print(f"[green]worker {worker} goes on {where}; fetched {fetched}[/]")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -52,9 +52,7 @@ class ByteGPT(nn.Module):
         self.balance = balance
         self.embed = nn.Embedding(VOCABULARY, hidden)
         self.position = nn.Embedding(sequence, hidden)
-        self.blocks = nn.ModuleList(
-            Block(hidden, heads, intermediate, experts, top_k) for _ in range(layers)
-        )
+        self.blocks = nn.ModuleList(Block(hidden, heads, intermediate, experts, top_k) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
 

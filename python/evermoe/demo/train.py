@@ -55,6 +55,7 @@ class Reporter:
         self.recovering = False
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        """The session\'s `on_event`."""
         if name == "commit" and self.session is not None:
             layer = next(iter(self.session.state.layers.values()))
             fields = fields | {"load": layer.tokens_E.tolist(), "copied": self.session.copied_step}
