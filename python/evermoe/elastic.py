@@ -194,8 +194,8 @@ class Membership:
         """Collective over the living. True when the membership changed: `group` and `members` are then new.
 
         `expected`: a job in which nobody has been in a group yet waits for that many members. `on_quorum` is called
-        between the agreement on a new membership and the rebuilding of the group. Members are ordered by id; `rank` is the
-        position.
+        between the agreement on a new membership and the rebuilding of the group. Members are ordered by id; `rank`
+        is the position.
 
         Raises:
             JoinTimeout: too few members, or no Lighthouse, within `agree_limit` seconds.

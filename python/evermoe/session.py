@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe import checkpoint, planning
+from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore, bundles
 from evermoe.data import ElasticSampler
 from evermoe.elastic import Membership, start_local_lighthouse
@@ -39,54 +40,6 @@ MOST_ATTEMPTS = 20
 """Recoveries in a row without a committed step, after which the session gives up."""
 
 Listener = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionConfig:
-    """How a session runs. Arguments win over `EVERMOE_*` variables, those over the defaults."""
-
-    lighthouse: str | None = None
-    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
-    job: str | None = None
-    """Name that the job's shared memory goes by (EVERMOE_JOB; default: `job-<pid>`)."""
-    node: str | None = None
-    """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
-    members: int | None = None
-    """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
-    copies: int = 2
-    """Nodes that keep a copy of each unit's state after every step, the primary's own included; 0 for none."""
-    memory_dir: str | None = None
-    """Where named shared memory lives (EVERMOE_MEMORY_DIR; default /dev/shm)."""
-    slots: int | None = None
-    """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
-    min_replicas: int = 1
-    """Active replicas of each expert, where slots allow."""
-    checkpoint_dir: str | Path | None = None
-    """Folder for checkpoints on a file system that all members share; None for none."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
-    hang_limit: float = 30.0
-    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps."""
-    agree_limit: float = 300.0
-    """Seconds that agreement on the members may take, the Lighthouse being away included."""
-    join_every: int = 5
-    """Steps between looks for new members."""
-    max_grad_norm: float | None = None
-    """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
-    seed: int | None = 0
-    """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
-        for name in ("hang_limit", "agree_limit"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Session: expected {name} > 0 seconds, got {getattr(self, name)}")
-        if self.slots is not None and self.slots < 1:
-            raise ValueError(f"Session: expected slots >= 1 or None, got {self.slots}")
-        if self.checkpoint_every and self.checkpoint_dir is None:
-            raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
 
 
 @dataclass
@@ -183,7 +136,7 @@ class Session:
         on_event: Listener = lambda name, fields: None,
         **options: Any,
     ) -> None:
-        self.config = _with_environment(SessionConfig(**options))
+        self.config = with_environment(SessionConfig(**options))
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.state = TrainingState(model, optimizer)
         self._emit = on_event
@@ -515,16 +468,6 @@ def _report_fields(report: RecoveryReport) -> dict[str, Any]:
         "digests_mismatched": outcome.digests_mismatched,
         "lost_units": list(outcome.lost_units),
     }
-
-
-def _with_environment(config: SessionConfig) -> SessionConfig:
-    found: dict[str, Any] = {}
-    for name in ("lighthouse", "job", "node", "memory_dir"):
-        if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
-            found[name] = os.environ[f"EVERMOE_{name.upper()}"]
-    if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
-        found["members"] = int(os.environ["EVERMOE_MEMBERS"])
-    return replace(config, **found)
 
 
 def _is_plain(value: object) -> bool:

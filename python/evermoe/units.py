@@ -177,12 +177,11 @@ class TrainingState:
         for i, expert in enumerate(ids):
             name = expert_unit(path, expert)
             if name in fetched:
-                for key, value in self.by_name[name].tensors(fetched[name]).items():
-                    (new[key][i] if new[key].dim() == 2 else new[key]).copy_(value)
+                values = list(self.by_name[name].tensors(fetched[name]).values())
             else:
-                for key, stack in new.items():
-                    if stack.dim() == 2:
-                        stack[i].copy_(old[key][rows[expert]])
+                values = [stack[rows[expert]] if stack.dim() == 2 else stack for stack in old.values()]
+            for target, value in zip(new.values(), values, strict=True):
+                (target[i] if target.dim() == 2 else target).copy_(value)
         return new
 
     def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:
