@@ -2,9 +2,10 @@
 
     python benches/bench_ops.py [--json PATH] [--tokens 8192] [--hidden 1024] [--experts 8 64] [--top-k 1 2]
 
-"copy" is `Tensor.copy_` of as many bytes into memory that is already mapped, with as many threads: for the plan,
-of the ids; for rows, of the rows. The candidates of a row take turns, so that a slow moment of the machine hits all
-of them; the figure is the median. Ratios below 1 are faster than the other.
+"copy" is `Tensor.copy_` of as many bytes into memory that is already mapped, with as many threads: of the ids
+for the plan, of the rows else. The candidates take turns, so that a slow moment of the machine hits all of
+them; the figure is the median. A ratio below 1 means: faster than the other. `permute` and
+`unpermute_backward` allocate their results, and large ones are fresh pages each time; `_out` ops do not.
 """
 
 import argparse
@@ -13,9 +14,9 @@ import platform
 import statistics
 import time
 
-import torch
-
 from evermoe import ops
+
+import torch
 
 raw = torch.ops.evermoe
 
@@ -45,7 +46,7 @@ def plain_plan(ids_TK):
 
 
 def benches(tokens, hidden, experts, top_k, dtype):
-    """Yields (op, ours, plain torch, copy); copy moves the bytes that the op writes, or for the plan the ids."""
+    """Yields (op, ours, plain torch or None, copy of the same bytes)."""
     random = torch.Generator().manual_seed(0)
     ids_TK = torch.randint(experts, (tokens, top_k), generator=random)
     x_TH = torch.randn(tokens, hidden, generator=random).to(dtype)

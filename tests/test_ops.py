@@ -2,6 +2,7 @@
 
 import gc
 import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -330,6 +331,16 @@ def test_bits_do_not_depend_on_threads():
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_threads_get_their_own_messages():
+    def work(thread):
+        for bad in range(1000 * thread, 1000 * thread + 200):
+            with pytest.raises(RuntimeError, match=rf"= {bad} is out of range"):
+                ops.expert_histogram(torch.tensor([0, bad]), 5)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(1, 9)))
 
 
 def test_nothing_leaks():
