@@ -14,9 +14,9 @@ import platform
 import statistics
 import time
 
-from evermoe import ops
-
 import torch
+
+from evermoe import ops
 
 raw = torch.ops.evermoe
 

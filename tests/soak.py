@@ -41,9 +41,8 @@ def main() -> int:
         try:
             done = subprocess.run(line, capture_output=True, text=True, timeout=RUN_LIMIT_SECONDS, check=False)
         except subprocess.TimeoutExpired as error:
-            print(
-                f"seed {seed}: HANG after {RUN_LIMIT_SECONDS} s: {' '.join(line[4:])}\n{(error.stdout or b'')[-3000:]!r}"
-            )
+            print(f"seed {seed}: HANG after {RUN_LIMIT_SECONDS} s: {' '.join(line[4:])}")
+            print((error.stdout or b"")[-3000:])
             return 1
         what = " ".join(line[line.index("--plot") + 2 : line.index("--layers")])
         print(f"seed {seed}: exit {done.returncode} in {time.monotonic() - started:.0f} s: {what}", flush=True)

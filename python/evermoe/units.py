@@ -163,10 +163,10 @@ class TrainingState:
         stacks = {path: self._restack(path, ids, fetched) for path, ids in experts.items()}
         for path, tensors in stacks.items():
             self._replace(self.layers[path], experts[path], tensors)
-        for name in fetched:
+        for name, data in fetched.items():
             unit = self.by_name[name]
             if unit.layer is None:
-                for target, value in zip(self._tensors(unit), unit.tensors(fetched[name]).values(), strict=True):
+                for target, value in zip(self._tensors(unit), unit.tensors(data).values(), strict=True):
                     target.copy_(value)
 
     def _restack(self, path: str, ids: list[int], fetched: dict[str, Tensor]) -> dict[str, Tensor]:
