@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def start_job(tmp_path):
-    """`start_job(members, **session options)` makes a job whose processes and memory are gone after the test."""
+    """`start_job(members, **session_options)` makes a job; its processes and memory end with the test."""
     from harness import Job
 
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Starts real worker processes, waits for what they say, and checks what their records must have in common."""
+"""Starts real worker processes and waits for what they say. `history.py` checks what they have said."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ import shutil
 import signal
 import time
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import worker
-from evermoe.data import ElasticSampler
 from evermoe.elastic import start_lighthouse
 from worker import Fault, Options
 
@@ -26,7 +24,7 @@ HEARTBEAT_LIMIT = 1.0
 
 Event = dict[str, Any]
 
-# Children are forked from a process that has everything imported, a hundred times quicker than a new interpreter.
+# Children are forked from a process that has everything imported: a hundred times quicker than a new one.
 SERVER = multiprocessing.get_context("forkserver")
 PRELOADED = ["pytest", "evermoe", "torchft.process_group", "torchft.coordination", "torch._dynamo", "worker"]
 SERVER.set_forkserver_preload(PRELOADED)
@@ -155,77 +153,3 @@ class Job:
 def as_json(options: Options) -> str:
     """The command-line argument of `worker.py`."""
     return json.dumps(dataclasses.asdict(options))
-
-
-# ---- what must hold whatever failed
-
-
-def check_history(workers: Iterable[Worker]) -> None:
-    """Nobody skips or repeats a committed step, equal versions have equal bits, and every sample is used once."""
-    workers = list(workers)
-    known: dict[int, dict[str, int]] = defaultdict(dict)
-    for each in workers:
-        _check_positions(each)
-        for event in each.events():
-            for unit, value in event.get("digests", {}).items():
-                first = known[event["version"]].setdefault(unit, value)
-                assert first == value, (
-                    f"{unit} of version {event['version']:x} differs in {each.name}'s {event['event']}"
-                )
-    _check_shares(workers)
-
-
-def _check_positions(each: Worker) -> None:
-    position: int | None = None
-    for event in each.events():
-        if event["event"] == "recovered":
-            assert event["steps_lost"] == 0
-            assert position is None or position <= event["step"] <= position + 1, (each.name, position, event)
-            position = event["step"]
-        elif event["event"] == "commit":
-            assert event["step"] == position, (each.name, position, event)
-            position += 1
-        elif event["event"] == "done":
-            assert event["step"] == position == each.options.steps
-            assert event["consumed"] == position * each.options.batch_size
-
-
-def _check_shares(workers: list[Worker]) -> None:
-    attempts: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
-    committed = set()
-    for each in workers:
-        for event in each.events("share"):
-            attempts[event["step"], event["generation"]][each.name] = event["indices"]
-        committed |= {(event["step"], event["generation"]) for event in each.events("commit")}
-    sampler = ElasticSampler(worker.SAMPLES, workers[0].options.batch_size)
-    for attempt in sorted(committed):
-        sampler.consumed = attempt[0] * sampler.batch_size
-        used = sorted(index for indices in attempts[attempt].values() for index in indices)
-        assert used == sorted(sampler.batch().tolist()), f"step {attempt[0]} of generation {attempt[1]}"
-
-
-def committed_steps(workers: Iterable[Worker]) -> int:
-    """How many steps any of them has seen committed."""
-    return max((event["step"] + 1 for each in workers for event in each.events("commit")), default=0)
-
-
-def states_by_version(workers: Iterable[Worker]) -> dict[int, dict[str, int]]:
-    """Digests of all units by version, as recorded after updates: what was there before anything was recovered."""
-    found: dict[int, dict[str, int]] = defaultdict(dict)
-    for each in workers:
-        for event in each.events("copy", after="update"):
-            found[event["version"]] |= event["digests"]
-    return found
-
-
-def check_recovered(workers: Iterable[Worker], survivor: Worker, count: int) -> Event:
-    """The `count`-th recovery of a survivor brought back a state that had been recorded before, bit for bit."""
-    workers = list(workers)
-    recovered = survivor.events("recovered")[count - 1]
-    copies = [e for e in survivor.events("copy", after="phase") if e["time"] <= recovered["time"]]
-    before = states_by_version(workers)[copies[-1]["version"]]
-    units = {unit for each in workers for e in each.events("copy") for unit in e["digests"]}
-    assert before.keys() == units, f"version {copies[-1]['version']:x} was whole before the recovery"
-    assert {unit: before[unit] for unit in copies[-1]["digests"]} == copies[-1]["digests"]
-    assert recovered["digests_mismatched"] == 0
-    return recovered

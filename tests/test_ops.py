@@ -4,9 +4,9 @@ import gc
 import resource
 
 import pytest
-import torch
-
 from evermoe import ops
+
+import torch
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

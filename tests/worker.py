@@ -1,7 +1,7 @@
 """A small training run as one real process, which kills, stops or fails itself where its options say.
 
-Everything that happens is appended to a file, one JSON object a line: the session's events, with the digests of all
-held units whenever a version of the state is copied.
+Everything that happens is appended to a file, one JSON object a line: the events of the session, with the digests of
+all held units whenever a version of the state is copied.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import evermoe
-import torch
 import torch.nn.functional as F
 from evermoe._native import digest
+
+import torch
 from torch import nn
 
 VOCABULARY = 32
@@ -30,7 +31,7 @@ EVERYTHING = 1 << 60
 
 @dataclass
 class Fault:
-    """What the worker does to itself, once, when it comes to `point` for the `nth` time (at `step`, if given).
+    """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
 
     `point`: an event of the session, "phase <name>", or "forward" (between forward and backward).
     `action`: kill, stop (until someone continues it) or raise.
