@@ -141,13 +141,17 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if kind is None:
-            if self._loss is None:
-                raise RuntimeError("step.backward(loss) was not called inside `with step:`")
-            self.committed = self._session._commit(self)
+            try:
+                if self._loss is None:
+                    raise RuntimeError("step.backward(loss) was not called inside `with step:`")
+                self.committed = self._session._commit(self)
+            except BaseException as failure:
+                self._session._fail(failure)
+                raise
             return False
         if issubclass(kind, PeerLost):
             return True  # the group is dropped already; the session recovers before the next step
-        self._session.group.drop(f"a member failed: {kind.__name__}")  # do not let the others wait for us
+        self._session._fail(error)
         return False
 
 
@@ -204,6 +208,7 @@ class Session:
         """Mean loss of the last committed step's global batch."""
         self.copied_step = -1
         """The newest step that is whole in all memories; -1 before the first copy."""
+        self._failed = False
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
         self._generation = -1
@@ -237,8 +242,18 @@ class Session:
                     attempts = 0 if self.step > before else self._count_attempt(attempts)
                 elif self._finish():
                     break
+        except GeneratorExit:
+            raise  # the caller left the loop; if an exception made it, the step has seen it
+        except BaseException as failure:
+            self._fail(failure)
+            raise
         finally:
             self.close()
+
+    def _fail(self, failure: BaseException | None) -> None:
+        """This process gives up: nobody shall wait for it, and its memory stays for the next process."""
+        self._failed = True
+        self.group.drop(f"a member failed: {type(failure).__name__}")
 
     def _count_attempt(self, attempts: int) -> int:
         if attempts + 1 >= MOST_ATTEMPTS:
@@ -259,9 +274,10 @@ class Session:
         return True
 
     def close(self) -> None:
-        """Leaves the job and removes this member's shared memory. Called at the end of `steps`."""
+        """Leaves the job, called at the end of `steps`. Removes this member's shared memory, except after an error."""
         self.membership.close()
-        self.store.close(self.membership.id)
+        if not self._failed:
+            self.store.close(self.membership.id)
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
