@@ -13,8 +13,8 @@ from harness import Event, Worker
 def check_history(workers: Iterable[Worker], away: Collection[str] = (), undone: bool = False) -> None:
     """No committed step skipped or repeated, equal bits at equal versions, every sample used once.
 
-    `away`: workers that were out of the job for a while, so that they skip steps of the others. `undone`: steps may
-    be repeated, because the job went back to a checkpoint.
+    `away`: workers that were out of the job for a while, so that they skip steps of the others.
+    `undone`: steps may be repeated, because the job had to go back.
     """
     workers = list(workers)
     known: dict[int, dict[str, int]] = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""Failures of real processes at named points: survivors go on in place, no bit of a committed step is lost."""
+"""Failures of real processes at named points: survivors go on in place, no committed step is lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_two_of_five_killed_at_once(start_job):
 @pytest.mark.parametrize("point", ["phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_every=50)
-    # copying at the end of step 4 is the first time that these events name step 5, the recovery's own the second
+    # copying after step 4 is the first time that these events name step 5, the recovery's copying the second
     second = Fault(point, nth=2, step=FAULT if point in ("copy", "confirm") else None)
     workers = job.start_all({"b": [at("vote")], "c": [second]}, "abcd")
     assert [each.join() for each in workers] == [0, -9, -9, 0]

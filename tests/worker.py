@@ -1,7 +1,7 @@
 """A small training run as one real process, which kills, stops or fails itself where its options say.
 
-Everything that happens is appended to a file, one JSON object a line: the events of the session, with the digests of
-all held units whenever a version of the state is copied.
+Everything that happens is appended to a file, one JSON object a line: the events of the session, with the
+digests of all held units whenever a version of the state is copied.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class RecoveryReport:
     step: int = 0
     """The step from which all go on."""
     steps_lost: int = 0
-    """Committed steps that had to be undone: 0 unless the job fell back to a checkpoint."""
+    """Steps that had to be undone: 0 unless the newest copies were damaged or the job went back to a checkpoint."""
     members: int = 0
     reason: str = ""
     outcome: Outcome = field(default_factory=Outcome)
@@ -217,7 +217,7 @@ class Session:
     @property
     def step(self) -> int:
         """Steps committed so far."""
-        return self._version & ((1 << STEP_BITS) - 1)
+        return _step_of(self._version)
 
     # ---- the loop
 
@@ -431,7 +431,6 @@ class Session:
         return True
 
     def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
-        before = self.step
         config = self.config
         report.outcome = Recovery(
             self.state,
@@ -455,7 +454,7 @@ class Session:
         self._copy(self.step)
         clock.stop()
         report.step, report.members = self.step, self.group.size
-        report.steps_lost = max(0, before - self.step) if report.outcome.sources["disk"] else 0
+        report.steps_lost = max(0, _step_of(report.outcome.newest) - self.step)
         self.reports.append(report)
         self._emit("recovered", _report_fields(report))
 
@@ -478,6 +477,10 @@ class Session:
         self.store.arrange(
             bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank
         )
+
+
+def _step_of(version: int) -> int:
+    return version & ((1 << STEP_BITS) - 1)
 
 
 class _PhaseClock:
