@@ -61,6 +61,8 @@ class Outcome:
 
     version: int = 0
     """Of the state that all members now hold."""
+    newest: int = 0
+    """The newest version that was whole, or where none was, of any unit: `version` unless something was lost."""
     placement: Placement = field(default_factory=dict)
     fetched_bytes: int = 0
     """Received from peers, read from this node's memory or from disk."""
@@ -118,6 +120,8 @@ class Recovery:
         while True:
             holdings = self._usable(inventories)
             target = planning.recovery_plan(self._sizes(), holdings, [[] for _ in holdings])
+            newest = max(version for held in holdings for _, version, _, _ in held)
+            self.outcome.newest = max(self.outcome.newest, newest if target.version is None else target.version)
             on_disk = self._newest_checkpoint(inventories)
             if on_disk is not None and on_disk > (target.version if target.version is not None else -1):
                 self.outcome.lost_units = list(target.lost)

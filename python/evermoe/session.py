@@ -52,7 +52,7 @@ class RecoveryReport:
     step: int = 0
     """The step from which all go on."""
     steps_lost: int = 0
-    """Committed steps that had to be undone: 0 unless the job fell back to a checkpoint."""
+    """Steps that had to be undone: 0 unless the newest copies were damaged or the job went back to a checkpoint."""
     members: int = 0
     reason: str = ""
     outcome: Outcome = field(default_factory=Outcome)
@@ -95,13 +95,17 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         if kind is None:
-            if self._loss is None:
-                raise RuntimeError("step.backward(loss) was not called inside `with step:`")
-            self.committed = self._session._commit(self)
+            try:
+                if self._loss is None:
+                    raise RuntimeError("step.backward(loss) was not called inside `with step:`")
+                self.committed = self._session._commit(self)
+            except BaseException as failure:
+                self._session._fail(failure)
+                raise
             return False
         if issubclass(kind, PeerLost):
             return True  # the group is dropped already; the session recovers before the next step
-        self._session.group.drop(f"a member failed: {kind.__name__}")  # do not let the others wait for us
+        self._session._fail(error)
         return False
 
 
@@ -161,6 +165,7 @@ class Session:
         """Mean loss of the last committed step's global batch."""
         self.copied_step = -1
         """The newest step that is whole in all memories; -1 before the first copy."""
+        self._failed = False
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
         self._generation = -1
@@ -169,7 +174,7 @@ class Session:
     @property
     def step(self) -> int:
         """Steps committed so far."""
-        return self._version & ((1 << STEP_BITS) - 1)
+        return _step_of(self._version)
 
     # ---- the loop
 
@@ -194,8 +199,18 @@ class Session:
                     attempts = 0 if self.step > before else self._count_attempt(attempts)
                 elif self._finish():
                     break
+        except GeneratorExit:
+            raise  # the caller left the loop; if an exception made it, the step has seen it
+        except BaseException as failure:
+            self._fail(failure)
+            raise
         finally:
             self.close()
+
+    def _fail(self, failure: BaseException | None) -> None:
+        """This process gives up: nobody shall wait for it, and its memory stays for the next process."""
+        self._failed = True
+        self.group.drop(f"a member failed: {type(failure).__name__}")
 
     def _count_attempt(self, attempts: int) -> int:
         if attempts + 1 >= MOST_ATTEMPTS:
@@ -224,9 +239,10 @@ class Session:
         self._emit("verified", {"digests_checked": checked, "digests_mismatched": len(differing), "units": differing})
 
     def close(self) -> None:
-        """Leaves the job and removes this member's shared memory. Called at the end of `steps`."""
+        """Leaves the job, called at the end of `steps`. Removes this member's shared memory, except after an error."""
         self.membership.close()
-        self.store.close(self.membership.id)
+        if not self._failed:
+            self.store.close(self.membership.id)
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
@@ -380,7 +396,6 @@ class Session:
         return True
 
     def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
-        before = self.step
         report.outcome = self._recovery(clock.enter).run()
         self._version = report.outcome.version
         self._load_progress()
@@ -396,7 +411,7 @@ class Session:
         self._copy(self.step)
         clock.stop()
         report.step, report.members = self.step, self.group.size
-        report.steps_lost = max(0, before - self.step) if report.outcome.sources["disk"] else 0
+        report.steps_lost = max(0, _step_of(report.outcome.newest) - self.step)
         self.reports.append(report)
         self._emit("recovered", _report_fields(report))
 
@@ -430,6 +445,10 @@ class Session:
     def _arrange_copies(self) -> None:
         units, holders = zip(*self._unit_holders(), strict=True)
         self.store.arrange(bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank)
+
+
+def _step_of(version: int) -> int:
+    return version & ((1 << STEP_BITS) - 1)
 
 
 class _PhaseClock:

@@ -1,0 +1,22 @@
+"""Fixtures that several test files use."""
+
+import contextlib
+
+import pytest
+
+
+@pytest.fixture
+def start_job(tmp_path):
+    """`start_job(members, **session_options)` makes a job; its processes and memory end with the test."""
+    from harness import Job
+
+    with contextlib.ExitStack() as stack:
+
+        def start(members=3, lighthouse=None, **session):
+            folder = tmp_path / f"job{len(list(tmp_path.glob('job*')))}"
+            folder.mkdir()
+            job = Job(folder, members, lighthouse, **session)
+            stack.callback(job.close)
+            return job
+
+        yield start
