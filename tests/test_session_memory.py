@@ -153,7 +153,7 @@ def test_active_replicas_alone_survive_without_copies(start_job):
 
 def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_path):
     job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"), checkpoint_every=3, **FEWEST)
-    workers = a, b, c = job.start_all({"b": [Fault("vote", 5)]})
+    workers = a, _, c = job.start_all({"b": [Fault("vote", 5)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_history(workers, undone=True)
     for survivor in (a, c):
