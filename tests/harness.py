@@ -116,7 +116,7 @@ class Job:
         self, name: str, *faults: Fault, session: dict[str, Any] | None = None, **options: Any
     ) -> Worker:
         """A worker on the node `name`."""
-        arguments = {"folder": str(self.folder), "lighthouse": self.address, **options}
+        arguments = {"folder": str(self.folder), "lighthouse": self.address} | options
         fields = {"node": name} | self.session | (session or {})
         self.workers.append(Worker(Options(name=name, faults=list(faults), session=fields, **arguments)))
         return self.workers[-1]
@@ -140,13 +140,17 @@ class Job:
     def arenas(self) -> list[Path]:
         return sorted(self.memory.glob("**/*.arena"))
 
+    def stop_lighthouse(self) -> None:
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None
+
     def close(self) -> None:
         for each in self.workers:
             if each.process.is_alive():
                 each.process.kill()
             each.process.join(10)
-        if self._lighthouse is not None:
-            self._lighthouse.shutdown()
+        self.stop_lighthouse()
         shutil.rmtree(self.memory, ignore_errors=True)
 
 

@@ -4,21 +4,14 @@ import gc
 import resource
 
 import pytest
-from evermoe import ops
-
 import torch
+
+from evermoe import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 # tokens, choices, experts, columns, ranks: nothing, one, primes, one expert for all, rows past a block
-SHAPES = [
-    (0, 2, 3, 8, 1),
-    (1, 1, 1, 1, 1),
-    (7, 3, 5, 13, 2),
-    (31, 2, 64, 257, 3),
-    (64, 2, 4, 64, 4),
-    (53, 1, 1, 32, 5),
-]
+SHAPES = [(0, 2, 3, 8, 1), (1, 1, 1, 1, 1), (7, 3, 5, 13, 2), (31, 2, 64, 257, 3), (64, 2, 4, 64, 4), (53, 1, 1, 32, 5)]
 raw = torch.ops.evermoe
 
 
@@ -49,11 +42,7 @@ def reference_plan(ids, send_counts):
     keyed = []
     for expert in range(send_counts.shape[0]):
         mine = iter([slot for e, slot in slots if e == expert])
-        keyed += [
-            (rank, expert, next(mine))
-            for rank, n in enumerate(send_counts[expert].tolist())
-            for _ in range(n)
-        ]
+        keyed += [(rank, expert, next(mine)) for rank, n in enumerate(send_counts[expert].tolist()) for _ in range(n)]
     order = [slot for _, _, slot in sorted(keyed)]
     row_ids = torch.tensor(order + [-1] * (ids.numel() - len(order)), dtype=torch.int64)
     positions = torch.full((ids.numel(),), -1)
@@ -263,25 +252,13 @@ def refusals(device):
     yield "float32, bfloat16 or float16, got float64", lambda: ops.permute(x.double(), row_ids, positions)
     yield "row_ids: expected int64, got int32", lambda: ops.permute(x, row_ids.int(), positions)
     yield r"positions: expected shape \[T, K\] with T = 7", lambda: ops.permute(x, row_ids, positions[:3])
-    yield (
-        "weights: expected float32 or the rows' float32",
-        lambda: ops.unpermute(rows, positions, weights.half()),
-    )
-    yield (
-        r"weights: expected the shape of positions, \[7, 3\]",
-        lambda: ops.unpermute(rows, positions, weights[:2]),
-    )
+    yield "weights: expected float32 or the rows' float32", lambda: ops.unpermute(rows, positions, weights.half())
+    yield r"weights: expected the shape of positions, \[7, 3\]", lambda: ops.unpermute(rows, positions, weights[:2])
     yield r"out: expected float32 of shape \[21, 13\]", lambda: ops.permute_out(x, row_ids, positions, x)
-    yield (
-        "out: expected a contiguous",
-        lambda: ops.permute_out(x, row_ids, positions, big.t().reshape(13, 100).t()[:21]),
-    )
+    yield "out: expected a contiguous", lambda: ops.permute_out(x, row_ids, positions, big.t().reshape(13, 100).t()[:21])
     yield "overlaps x", lambda: ops.permute_out(big[:7], row_ids, positions, big[3:24])
     yield "no gradient", lambda: ops.permute_out(x.clone().requires_grad_(), row_ids, positions, rows)
-    yield (
-        r"grad: expected float32 of shape \[7, 13\]",
-        lambda: raw.unpermute_backward(rows, rows, positions, weights),
-    )
+    yield r"grad: expected float32 of shape \[7, 13\]", lambda: raw.unpermute_backward(rows, rows, positions, weights)
 
 
 @pytest.mark.parametrize("index", range(15))
@@ -324,9 +301,7 @@ def test_bits_do_not_depend_on_threads():
         x, row_ids, positions, weights = case((20_011, 2, 8, 64, 2), torch.bfloat16, "cpu")
         x.requires_grad_()
         weights.requires_grad_()
-        ops.unpermute(
-            ops.permute(x, row_ids, positions), positions, weights
-        ).float().square().sum().backward()
+        ops.unpermute(ops.permute(x, row_ids, positions), positions, weights).float().square().sum().backward()
         return row_ids, positions, x.grad, weights.grad
 
     before = torch.get_num_threads()
