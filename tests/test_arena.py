@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+
 from evermoe import _native
 from evermoe._native import Arena
 from evermoe.errors import CorruptCopy
@@ -232,7 +233,7 @@ def test_a_full_tmpfs_is_an_error_and_no_sigbus(tmp_path):
         subprocess.run(["umount", str(small)], check=True)
 
 
-# The child writes versions 1 and 2 whole, then dies at the point that it is told while version 3 replaces version 1.
+# The child writes versions 1 and 2, then dies at the point it is told while version 3 replaces version 1.
 CHILD = """
 import os, signal, sys
 from evermoe._native import Arena
@@ -287,9 +288,7 @@ def test_a_killed_writer_leaves_the_last_whole_version(path, point, expected):
         assert arena.verify(index) == []
         assert holds(arena, index, version)
     write(arena, 9)
-    assert [version for _, version in arena.versions()] == [9, expected[0]], (
-        "what was torn or older is replaced"
-    )
+    assert [version for _, version in arena.versions()] == [9, expected[0]], "what was torn or older is replaced"
 
 
 LOOP = """

@@ -4,6 +4,7 @@ import doctest
 
 import numpy as np
 import pytest
+
 from evermoe import planning
 
 

@@ -1,10 +1,11 @@
 """evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`."""
 
 from evermoe import ops
+from evermoe.config import SessionConfig
 from evermoe.data import ElasticSampler, Share
 from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, PeerLost
 from evermoe.moe import MoE, load_balancing_loss, moe_layers
-from evermoe.session import RecoveryReport, Session, SessionConfig, Step
+from evermoe.session import RecoveryReport, Session, Step
 from evermoe.units import UnsupportedState
 
 __version__ = "0.1.0"

@@ -68,9 +68,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CorruptCopy(f"{path / 'manifest.json'} is no manifest of a checkpoint: {error}") from None
 
 
-def write(
-    directory: Path, state: TrainingState, mine: Sequence[str], version: int, step: int, group: Group
-) -> Path:
+def write(directory: Path, state: TrainingState, mine: Sequence[str], version: int, step: int, group: Group) -> Path:
     """Writes the units `mine` of this rank, and as rank 0 the manifest; collective. Returns the checkpoint's folder.
 
     Over all ranks every unit must be in exactly one `mine`. The folder appears only when all files are on disk.
@@ -79,7 +77,8 @@ def write(
     draft = final.with_suffix(".writing")
     draft.mkdir(parents=True, exist_ok=True)
     file = f"units-{group.rank}.safetensors"
-    tensors, digests = {}, {}
+    tensors: dict[str, Tensor] = {}
+    digests: dict[str, tuple[str, str]] = {}
     for name in mine:
         unit = state.by_name[name]
         data = torch.empty(unit.nbytes, dtype=torch.uint8)

@@ -47,8 +47,7 @@ class ElasticSampler:
         numbers = torch.arange(self.consumed, self.consumed + self.batch_size)
         epochs = numbers // self.num_samples
         parts = [
-            self._permutation(int(epoch))[numbers[epochs == epoch] % self.num_samples]
-            for epoch in epochs.unique()
+            self._permutation(int(epoch))[numbers[epochs == epoch] % self.num_samples] for epoch in epochs.unique()
         ]
         return torch.cat(parts)
 
@@ -98,8 +97,6 @@ class ElasticSampler:
             return torch.arange(self.num_samples)
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            self._permutations = {
-                e: p for e, p in self._permutations.items() if e >= epoch - 1
-            }
+            self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
             self._permutations[epoch] = torch.randperm(self.num_samples, generator=generator)
         return self._permutations[epoch]

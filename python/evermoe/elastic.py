@@ -55,9 +55,7 @@ class Group:
         if self.size == 1 and self.broken is None:
             return tensor[None].clone()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._call(
-            "all_gather", tensor, lambda pg: pg.allgather([gathered], [tensor], c10d.AllgatherOptions())
-        )
+        self._call("all_gather", tensor, lambda pg: pg.allgather([gathered], [tensor], c10d.AllgatherOptions()))
         return torch.stack(gathered)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -68,9 +66,7 @@ class Group:
         rows = self.all_gather(mine)
         return [rows[i, :length].numpy().tobytes() for i, length in enumerate(lengths)]
 
-    def all_to_all(
-        self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]
-    ) -> torch.Tensor:
+    def all_to_all(self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
         """Uneven exchange along dim 0: the first `send_counts[0]` rows go to rank 0, and so on.
 
         `rows` is `[sum(send_counts), ...]`, contiguous; the result `[sum(receive_counts), ...]`, by source rank.
@@ -194,13 +190,12 @@ class Membership:
     def _store_address(self) -> str:
         return f"{self._own_store.host}:{self._own_store.port}"
 
-    def agree(
-        self, *, version: int, expected: int = 1, on_quorum: Callable[[], None] = lambda: None
-    ) -> bool:
+    def agree(self, *, version: int, expected: int = 1, on_quorum: Callable[[], None] = lambda: None) -> bool:
         """Collective over the living. True when the membership changed: `group` and `members` are then new.
 
         `expected`: a job in which nobody has been in a group yet waits for that many members. `on_quorum` is called
-        between the agreement and the rebuilding of the group. Members are ordered by id; `rank` is the position.
+        between the agreement on a new membership and the rebuilding of the group. Members are ordered by id; `rank`
+        is the position.
 
         Raises:
             JoinTimeout: too few members, or no Lighthouse, within `agree_limit` seconds.
@@ -218,8 +213,7 @@ class Membership:
                     problem = f"{len(asked)} of {expected} members have come"
                     time.sleep(0.05)
                     continue
-                on_quorum()
-                return self._adopt(asked)
+                return self._adopt(asked, on_quorum)
             except (RuntimeError, TimeoutError, ConnectionError) as error:
                 problem = str(error).split("\n", 1)[0]
                 logger.info("agreement failed, trying again: %s", problem)
@@ -261,11 +255,12 @@ class Membership:
         quorum = self._client.quorum(self.id, limit, world_size=1, data=data)
         return sorted(quorum.participants, key=lambda member: member.replica_id)
 
-    def _adopt(self, asked: list[Any]) -> bool:
+    def _adopt(self, asked: list[Any], on_quorum: Callable[[], None]) -> bool:
         ids = [member.replica_id for member in asked]
         epochs = {member.data["epoch"] for member in asked}
         if ids == self._agreement.ids and epochs == {self._agreement.epoch} and None not in epochs:
             return False
+        on_quorum()
         self.generation = 1 + max(int(member.data["generation"]) for member in asked)
         epoch = hashlib.sha256(repr((ids, self.generation)).encode()).hexdigest()[:16]
         store = dist.PrefixStore(epoch, self._store(asked[0].data["store"]))
@@ -297,6 +292,12 @@ def _hostname() -> str:
     except OSError:
         return "127.0.0.1"
     return name
+
+
+def start_local_lighthouse(*, heartbeat_limit: float, join_limit: float) -> tuple[Any, str]:
+    """A Lighthouse that only this machine can reach, and its address."""
+    server = start_lighthouse(heartbeat_limit=heartbeat_limit, join_limit=join_limit, bind="127.0.0.1:0")
+    return server, f"http://127.0.0.1:{server.address().rsplit(':', 1)[1]}"
 
 
 def start_lighthouse(*, heartbeat_limit: float, join_limit: float, bind: str = "0.0.0.0:0") -> Any:

@@ -76,9 +76,7 @@ class MoE(nn.Module):
         used = sum(rows * columns for rows, columns in self.matrices)
         self.row_padding = -used % ROW_ALIGNMENT
         self.router = nn.Linear(hidden, num_experts, bias=False, device=device, dtype=dtype)
-        self.weights = nn.Parameter(
-            torch.empty(num_experts, used + self.row_padding, device=device, dtype=dtype)
-        )
+        self.weights = nn.Parameter(torch.empty(num_experts, used + self.row_padding, device=device, dtype=dtype))
         self.experts = list(range(num_experts))
         self.group = Group()
         self.matrix_RE = np.ones((1, num_experts), np.int64)
@@ -155,9 +153,7 @@ class MoE(nn.Module):
         x_NH = x_NH.to(row.dtype)
         if len(matrices) == 2:
             return F.linear(self.activation(F.linear(x_NH, matrices[0])), matrices[1])
-        return F.linear(
-            self.activation(F.linear(x_NH, matrices[0])) * F.linear(x_NH, matrices[1]), matrices[2]
-        )
+        return F.linear(self.activation(F.linear(x_NH, matrices[0])) * F.linear(x_NH, matrices[1]), matrices[2])
 
 
 def group_by_expert(counts_Re: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -192,7 +188,5 @@ def load_balancing_loss(model: nn.Module) -> Tensor:
     """
     losses: Sequence[Tensor] = [layer.balance_loss for layer in moe_layers(model).values()]
     if not losses:
-        raise ValueError(
-            "load_balancing_loss: expected a model with evermoe.MoE layers, got one without any"
-        )
+        raise ValueError("load_balancing_loss: expected a model with evermoe.MoE layers, got one without any")
     return torch.stack([loss.float() for loss in losses]).mean()

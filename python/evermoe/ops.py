@@ -35,7 +35,7 @@ def _check_torch() -> None:
         raise ImportError(f"evermoe needs PyTorch 2.10 or newer: {install}") from error
     found = str(torch.__version__)
     try:
-        major, minor = (int(part) for part in found.split("+")[0].split(".")[:2])
+        major, minor = (int(part) for part in found.split(".")[:2])
     except ValueError:
         return  # a version of someone's own making: registration finds out
     if (major, minor) < _MIN_TORCH:
@@ -129,7 +129,7 @@ def permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
     """
     top_k = _top_k(x, positions)
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Permute.apply(x, row_ids, positions)  # type: ignore[no-untyped-call]
+        return _Permute.apply(x, row_ids, positions)
     return _ops.permute.default(x, row_ids, top_k)
 
 
@@ -147,8 +147,8 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) ->
     """Combine rows into tokens: `out[t] = sum over k of weights[t, k] * rows[positions[t, k]]`.
 
     The sum is in float32 in the order of k, and rounded once to the dtype of `rows`. Unrouted slots (-1), and
-    positions at or past N (of rows that a prefix cut off), add nothing. Differentiable in `rows` and `weights`;
-    then no two slots may name one row.
+    positions at or past N (of rows that a prefix cut off), add nothing. Differentiable in `rows` and
+    `weights`; then no two slots may name one row.
 
     Args:
         rows: float32, bfloat16 or float16 `[N, H]`, in the order of the plan.
@@ -162,8 +162,8 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) ->
     """
     if torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad)):
         if weights is None:
-            return _Sum.apply(rows, positions)  # type: ignore[no-untyped-call]
-        return _Combine.apply(rows, positions, weights)  # type: ignore[no-untyped-call]
+            return _Sum.apply(rows, positions)
+        return _Combine.apply(rows, positions, weights)
     return _ops.unpermute.default(rows, positions, weights)
 
 
@@ -208,7 +208,7 @@ class _Permute(torch.autograd.Function):
         return _ops.permute.default(x, row_ids, max(positions.shape[1], 1))
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
         (positions,) = ctx.saved_tensors
         return unpermute(grad, positions), None, None
 
@@ -223,7 +223,7 @@ class _Sum(torch.autograd.Function):
         return _ops.unpermute.default(rows, positions, None)
 
     @staticmethod
-    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         (positions,) = ctx.saved_tensors
         row_ids = _ops.invert_positions.default(positions, ctx.num_rows)
         return permute(grad, row_ids, positions), None
@@ -238,7 +238,7 @@ class _Combine(torch.autograd.Function):
         return _ops.unpermute.default(rows, positions, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, Tensor]:
         rows, positions, weights = ctx.saved_tensors
         grad_rows, grad_weights = _ops.unpermute_backward.default(grad, rows, positions, weights)

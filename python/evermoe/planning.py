@@ -51,9 +51,7 @@ def allocate(load: ArrayLike, ranks: int, slots: int, min_replicas: int = 2) -> 
     )
 
 
-def place(
-    replicas: ArrayLike, ranks: int, slots: int, previous: ArrayLike | None = None
-) -> NDArray[np.int64]:
+def place(replicas: ArrayLike, ranks: int, slots: int, previous: ArrayLike | None = None) -> NDArray[np.int64]:
     """Which rank holds which expert: full ranks, the widest spread, the fewest fetches.
 
     Every rank gets exactly `slots` replicas and every expert `min(replicas, ranks)` distinct ranks; several
@@ -79,9 +77,7 @@ def place(
     return _native.place(replicas_E, _count("ranks", ranks), _count("slots", slots), previous_NE)
 
 
-def split_tokens(
-    tokens: ArrayLike, matrix: ArrayLike, rank: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def split_tokens(tokens: ArrayLike, matrix: ArrayLike, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What `rank` sends and receives when tokens are split over the holders of their expert.
 
     Lazarus Algorithm 1: with t tokens and r replicas of an expert, a rank with R replicas has room for t * R
@@ -190,10 +186,7 @@ def recovery_plan(
     """
     sized = [(name, _count("units", size)) for name, size in units]
     held = [
-        [
-            (name, _count("holdings", version), _count("holdings", digest), kind)
-            for name, version, digest, kind in rank
-        ]
+        [(name, _count("holdings", version), _count("holdings", digest), kind) for name, version, digest, kind in rank]
         for rank in holdings
     ]
     return _native.recovery_plan(sized, held, [list(rank) for rank in needs])

@@ -132,6 +132,22 @@ class Recovery:
             if fetched is not None:
                 return self._adopt(target.version, fetched)
 
+    def verify(self) -> tuple[int, list[str]]:
+        """Compares all members' active units and all copies of this version, byte for byte by digest; collective.
+
+        Returns the number of digests compared and the units of which some differ.
+        """
+        mine: list[tuple[str, int]] = []
+        for unit, version, value, kind in self._survey().holdings:
+            if version == self.version:
+                stored = self._stored[unit, version, value].data.numpy() if kind == SNAPSHOT else None
+                mine.append((unit, value if stored is None else digest(stored)))
+        everyone = [json.loads(part) for part in self.group.all_gather_bytes(json.dumps(mine).encode())]
+        found: dict[str, set[int]] = {}
+        for unit, value in (holding for part in everyone for holding in part):
+            found.setdefault(unit, set()).add(value)
+        return sum(map(len, everyone)), sorted(unit for unit, values in found.items() if len(values) > 1)
+
     # ---- survey
 
     def _survey(self) -> Inventory:
@@ -214,9 +230,7 @@ class Recovery:
             for unit, found, value, kind in held
             if found == version
         }
-        expected = {
-            transfer[0]: digests[transfer[1], transfer[0], transfer[3]] for transfer in plan.transfers
-        }
+        expected = {transfer[0]: digests[transfer[1], transfer[0], transfer[3]] for transfer in plan.transfers}
         self.phase("fetch")
         fetched = self._exchange(plan.transfers, version, expected)
         self.phase("verify")
@@ -230,7 +244,11 @@ class Recovery:
         return None if refused else fetched
 
     def _agree_on_refused(
-        self, bad: list[str], transfers: Sequence[tuple[str, int, int, str]], version: int, expected: dict[str, int]
+        self,
+        bad: list[str],
+        transfers: Sequence[tuple[str, int, int, str]],
+        version: int,
+        expected: dict[str, int],
     ) -> set[tuple[int, Holding]]:
         refused = set()
         for rank, text in enumerate(self.group.all_gather_bytes(json.dumps(bad).encode())):
@@ -273,9 +291,7 @@ class Recovery:
     def _size(self, transfer: tuple[str, int, int, str]) -> int:
         return self.state.by_name[transfer[0]].nbytes
 
-    def _rounds(
-        self, transfers: Sequence[tuple[str, int, int, str]]
-    ) -> list[list[tuple[str, int, int, str]]]:
+    def _rounds(self, transfers: Sequence[tuple[str, int, int, str]]) -> list[list[tuple[str, int, int, str]]]:
         rounds: list[list[tuple[str, int, int, str]]] = []
         room = 0
         for transfer in transfers:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,10 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from evermoe import checkpoint, planning
+from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore, bundles
 from evermoe.data import ElasticSampler
-from evermoe.elastic import Membership, start_lighthouse
-from evermoe.errors import CorruptCopy, LostExperts, PeerLost
+from evermoe.elastic import Membership, start_local_lighthouse
+from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.parallel import ExpertReducer, reduce_dense
 from evermoe.recovery import Outcome, Recovery
 from evermoe.units import TrainingState
@@ -38,54 +40,6 @@ MOST_ATTEMPTS = 20
 """Recoveries in a row without a committed step, after which the session gives up."""
 
 Listener = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SessionConfig:
-    """How a session runs. Arguments win over `EVERMOE_*` variables, those over the defaults."""
-
-    lighthouse: str | None = None
-    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
-    job: str | None = None
-    """Name that the job's shared memory goes by (EVERMOE_JOB; default: `job-<pid>`)."""
-    node: str | None = None
-    """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
-    members: int | None = None
-    """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
-    copies: int = 2
-    """Nodes that keep a copy of each unit's state after every step, the primary's own included; 0 for none."""
-    memory_dir: str | None = None
-    """Where named shared memory lives (EVERMOE_MEMORY_DIR; default /dev/shm)."""
-    slots: int | None = None
-    """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
-    min_replicas: int = 1
-    """Active replicas of each expert, where slots allow."""
-    checkpoint_dir: str | Path | None = None
-    """Folder for checkpoints on a file system that all members share; None for none."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
-    hang_limit: float = 30.0
-    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps."""
-    agree_limit: float = 300.0
-    """Seconds that agreement on the members may take, the Lighthouse being away included."""
-    join_every: int = 5
-    """Steps between looks for new members."""
-    max_grad_norm: float | None = None
-    """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
-    seed: int | None = 0
-    """Seeds torch's generator from (seed, step, rank) at each step, so that a repeated step draws the same; None: not."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
-        for name in ("hang_limit", "agree_limit"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"Session: expected {name} > 0 seconds, got {getattr(self, name)}")
-        if self.slots is not None and self.slots < 1:
-            raise ValueError(f"Session: expected slots >= 1 or None, got {self.slots}")
-        if self.checkpoint_every and self.checkpoint_dir is None:
-            raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
 
 
 @dataclass
@@ -169,7 +123,7 @@ class Session:
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.
         on_event: called with (name, fields) for: begin, reduce, vote, update, copy, confirm, commit, lost, phase,
-            recovered, checkpoint. For progress displays and tests; it must not block.
+            recovered, checkpoint, verified. For progress displays and tests; it must not block.
         options: fields of `SessionConfig`.
 
     Raises:
@@ -186,16 +140,19 @@ class Session:
         on_event: Listener = lambda name, fields: None,
         **options: Any,
     ) -> None:
-        self.config = _with_environment(SessionConfig(**options))
+        self.config = with_environment(SessionConfig(**options))
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.state = TrainingState(model, optimizer)
         self._emit = on_event
-        self._lighthouse = None if self.config.lighthouse else start_lighthouse(heartbeat_limit=1, join_limit=5)
+        self._lighthouse: Any = None
+        lighthouse = self.config.lighthouse
+        if lighthouse is None:
+            self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
         job, node = self.config.job or f"job-{os.getpid()}", self.config.node or "node"
         memory = Path(self.config.memory_dir or "/dev/shm")
         self.store = CopyStore(memory / f"evermoe-{job}" / node, self.state)
         self.membership = Membership(
-            lighthouse=self.config.lighthouse or self._lighthouse.address(),
+            lighthouse=lighthouse,
             node=node,
             device=next(model.parameters()).device,
             hang_limit=self.config.hang_limit,
@@ -268,10 +225,18 @@ class Session:
         try:
             if self.config.checkpoint_dir is not None:
                 self._checkpoint()
+            self._verify()
             self.group.all_reduce(torch.ones(1))
         except PeerLost:
             return False
         return True
+
+    def _verify(self) -> None:
+        """Says whether replicas and copies still equal each other, bit for bit, after all that happened."""
+        checked, differing = self._recovery(lambda phase: None).verify()
+        if differing:
+            warnings.warn(f"replicas or copies differ at step {self.step}: {', '.join(differing[:8])}", stacklevel=3)
+        self._emit("verified", {"digests_checked": checked, "digests_mismatched": len(differing), "units": differing})
 
     def close(self) -> None:
         """Leaves the job, called at the end of `steps`. Removes this member's shared memory, except after an error."""
@@ -431,25 +396,17 @@ class Session:
         return True
 
     def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
-        config = self.config
-        report.outcome = Recovery(
-            self.state,
-            self.store,
-            self.group,
-            version=self._version,
-            slots=config.slots,
-            min_replicas=config.min_replicas,
-            checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
-            phase=clock.enter,
-        ).run()
+        report.outcome = self._recovery(clock.enter).run()
         self._version = report.outcome.version
         self._load_progress()
         layers = list(self.state.layers.values())
         self._reducer = ExpertReducer(
-            [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers], self.group.rank
+            [layer.matrix_RE for layer in layers],
+            [layer.weights.shape[1] for layer in layers],
+            self.group.rank,
         )
         self._generation = self.membership.generation
-        if config.copies:
+        if self.config.copies:
             self._arrange_copies()
         self._copy(self.step)
         clock.stop()
@@ -457,6 +414,19 @@ class Session:
         report.steps_lost = max(0, _step_of(report.outcome.newest) - self.step)
         self.reports.append(report)
         self._emit("recovered", _report_fields(report))
+
+    def _recovery(self, phase: Callable[[str], None]) -> Recovery:
+        config = self.config
+        return Recovery(
+            self.state,
+            self.store,
+            self.group,
+            version=self._version,
+            slots=config.slots,
+            min_replicas=config.min_replicas,
+            checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
+            phase=phase,
+        )
 
     def _unit_holders(self) -> list[tuple[str, list[int]]]:
         """Per unit: the ranks that keep its copies, the primary first."""
@@ -474,9 +444,7 @@ class Session:
 
     def _arrange_copies(self) -> None:
         units, holders = zip(*self._unit_holders(), strict=True)
-        self.store.arrange(
-            bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank
-        )
+        self.store.arrange(bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank)
 
 
 def _step_of(version: int) -> int:
@@ -519,18 +487,6 @@ def _report_fields(report: RecoveryReport) -> dict[str, Any]:
         "digests_mismatched": outcome.digests_mismatched,
         "lost_units": list(outcome.lost_units),
     }
-
-
-def _with_environment(config: SessionConfig) -> SessionConfig:
-    from dataclasses import replace
-
-    found: dict[str, Any] = {}
-    for name in ("lighthouse", "job", "node", "memory_dir"):
-        if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
-            found[name] = os.environ[f"EVERMOE_{name.upper()}"]
-    if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
-        found["members"] = int(os.environ["EVERMOE_MEMBERS"])
-    return replace(config, **found)
 
 
 def _is_plain(value: object) -> bool:

@@ -101,9 +101,7 @@ class TrainingState:
     def _find_dense_units(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
         expert_parameters = {id(layer.weights) for layer in self.layers.values()}
         seen: set[int] = set(expert_parameters)
-        units: dict[str, dict[str, Tensor]] = {
-            "session": {"progress": self.progress, "load": self.load_LE}
-        }
+        units: dict[str, dict[str, Tensor]] = {"session": {"progress": self.progress, "load": self.load_LE}}
         for path, module in model.named_modules():
             tensors: dict[str, Tensor] = {}
             for name, tensor in [*module.named_parameters(recurse=False), *_persistent_buffers(module)]:
@@ -128,9 +126,7 @@ class TrainingState:
                 Piece(key, tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape), t.dtype)
                 for key, t in self._stacks(layer).items()
             )
-            units += [
-                Unit(expert_unit(path, e), pieces, path, e) for e in range(layer.num_experts)
-            ]
+            units += [Unit(expert_unit(path, e), pieces, path, e) for e in range(layer.num_experts)]
         return units
 
     def _stacks(self, layer: MoE) -> dict[str, Tensor]:
@@ -167,30 +163,25 @@ class TrainingState:
         stacks = {path: self._restack(path, ids, fetched) for path, ids in experts.items()}
         for path, tensors in stacks.items():
             self._replace(self.layers[path], experts[path], tensors)
-        for name in fetched:
+        for name, data in fetched.items():
             unit = self.by_name[name]
             if unit.layer is None:
-                for target, value in zip(
-                    self._tensors(unit), unit.tensors(fetched[name]).values(), strict=True
-                ):
+                for target, value in zip(self._tensors(unit), unit.tensors(data).values(), strict=True):
                     target.copy_(value)
 
     def _restack(self, path: str, ids: list[int], fetched: dict[str, Tensor]) -> dict[str, Tensor]:
         layer = self.layers[path]
         old = self._stacks(layer)
         rows = {e: i for i, e in enumerate(layer.experts)}
-        new = {
-            key: t.new_empty((len(ids), *t.shape[1:])) if t.dim() == 2 else t.clone() for key, t in old.items()
-        }
+        new = {key: t.new_empty((len(ids), *t.shape[1:])) if t.dim() == 2 else t.clone() for key, t in old.items()}
         for i, expert in enumerate(ids):
             name = expert_unit(path, expert)
-            values = self.by_name[name].tensors(fetched[name]) if name in fetched else None
-            for key, target in new.items():
-                source = values[key] if values is not None else old[key]
-                if target.dim() == 2:
-                    target[i].copy_(source if values is not None else source[rows[expert]])
-                elif values is not None:
-                    target.copy_(source)
+            if name in fetched:
+                values = list(self.by_name[name].tensors(fetched[name]).values())
+            else:
+                values = [stack[rows[expert]] if stack.dim() == 2 else stack for stack in old.values()]
+            for target, value in zip(new.values(), values, strict=True):
+                (target[i] if target.dim() == 2 else target).copy_(value)
         return new
 
     def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:

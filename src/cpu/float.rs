@@ -14,6 +14,14 @@ pub trait Float: Copy + Send + Sync + 'static {
     /// The block as float32: itself, or widened into `scratch`. At most 256 elements.
     fn widen<'a>(block: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32];
 
+    /// Calls `update` with each element of `sums` and the block's element as float32.
+    #[inline(always)]
+    fn update(block: &[Self], sums: &mut [f32], update: impl Fn(&mut f32, f32)) {
+        let mut scratch = [0.0; BLOCK];
+        let block = Self::widen(block, &mut scratch);
+        sums.iter_mut().zip(block).for_each(|(sum, &value)| update(sum, value));
+    }
+
     /// Stores float32 values, rounded.
     fn narrow(values: &[f32], block: &mut [Self]);
 }
@@ -42,6 +50,14 @@ impl Float for bf16 {
             *value = f32::from_bits(u32::from(half.to_bits()) << 16);
         }
         scratch
+    }
+
+    /// Without a detour through memory, which would be half of the work.
+    #[inline(always)]
+    fn update(block: &[Self], sums: &mut [f32], update: impl Fn(&mut f32, f32)) {
+        for (sum, half) in sums.iter_mut().zip(block) {
+            update(sum, f32::from_bits(u32::from(half.to_bits()) << 16));
+        }
     }
 
     #[inline(always)]

@@ -7,6 +7,7 @@
 //! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
+//! | `memory` | prefetching rows, and writing past the cache |
 //! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
 //!
 //! Vocabulary: `T` tokens choose `K` experts each; `slot = t * K + k` is one choice; a *row* is one line of
@@ -17,6 +18,7 @@
 
 mod float;
 mod histogram;
+mod memory;
 mod parallel;
 mod plan;
 mod rows;

@@ -1,6 +1,7 @@
 //! Copies rows into the order of a plan, and combines them back.
 
 use super::float::{BLOCK, Float};
+use super::memory::{STREAM_BYTES, copy, finish_stream, prefetch};
 use super::parallel::{Disjoint, Parallel};
 use super::plan::invert_positions;
 use crate::ensure;
@@ -72,16 +73,25 @@ pub fn permute<F: Float>(
         return Ok(());
     }
     check_indices("row_ids", row_ids, x.len() / width * top_k, "slots")?;
+    let stream = size_of_val(out) >= STREAM_BYTES;
     let out = Disjoint::new(out);
+    let token = |row: usize| {
+        let slot = usize::try_from(*row_ids.get(row)?).ok()?;
+        Some(&x[slot / top_k * width..][..width])
+    };
     pool.run(row_ids.len(), grain(width), &|rows| {
         // SAFETY: each range of rows is given to one thread.
         let out = unsafe { out.part(rows.start * width..rows.end * width) };
-        for (row, &slot) in out.chunks_exact_mut(width).zip(&row_ids[rows]) {
-            match usize::try_from(slot) {
-                Ok(slot) => row.copy_from_slice(&x[slot / top_k * width..][..width]),
-                Err(_) => row.fill(F::ZERO),
+        for (row, out) in rows.zip(out.chunks_exact_mut(width)) {
+            if let Some(next) = token(row + 1) {
+                prefetch(next);
+            }
+            match token(row) {
+                Some(token) => copy(token, out, stream),
+                None => out.fill(F::ZERO),
             }
         }
+        finish_stream();
     });
     Ok(())
 }
@@ -111,23 +121,26 @@ pub fn unpermute<F: Float>(combine: &Combine<'_, F>, out: &mut [F], pool: &impl 
     assert!(out.len() / width * top_k == positions.len());
     assert!(weights.is_none_or(|weights| weights.len() == positions.len()));
     check_indices("positions", positions, (rows.len() / width).max(positions.len()), "rows")?;
+    // Narrowing into a block and streaming that pays later than streaming a plain copy.
+    let stream = size_of_val(out) >= 2 * STREAM_BYTES;
     let out = Disjoint::new(out);
     pool.run(positions.len() / top_k, grain(width * top_k), &|tokens| {
         // SAFETY: each range of tokens is given to one thread.
         let out = unsafe { out.part(tokens.start * width..tokens.end * width) };
         vectorised(
             #[inline(always)]
-            || combine_tokens(combine, tokens.clone(), out),
+            || combine_tokens(combine, tokens.clone(), out, stream),
         );
+        finish_stream();
     });
     Ok(())
 }
 
 #[inline(always)]
-fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out: &mut [F]) {
+fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out: &mut [F], stream: bool) {
     let Combine { rows, positions, weights, width, top_k } = *combine;
     let num_rows = rows.len() / width;
-    let (mut sum, mut scratch) = ([0_f32; BLOCK], [0_f32; BLOCK]);
+    let (mut sum, mut narrowed) = ([0_f32; BLOCK], [F::ZERO; BLOCK]);
     for (token, out) in tokens.zip(out.chunks_exact_mut(width)) {
         let slots = token * top_k..(token + 1) * top_k;
         let terms = || {
@@ -137,6 +150,11 @@ fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out:
                 .clone()
                 .filter_map(move |slot| held(slot).map(|row| (&rows[row * width..][..width], weight(slot))))
         };
+        for &position in positions.iter().skip(slots.end).take(top_k) {
+            if let Some(row) = usize::try_from(position).ok().filter(|&row| row < num_rows) {
+                prefetch(&rows[row * width..][..width]);
+            }
+        }
         if weights.is_none() && terms().count() == 1 {
             out.copy_from_slice(terms().next().map_or(&[], |(row, _)| row));
             continue;
@@ -146,15 +164,19 @@ fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out:
             let sum = &mut sum[..out.len()];
             let mut started = false;
             for (row, weight) in terms() {
-                let row = F::widen(&row[columns.clone()], &mut scratch);
-                let pairs = sum.iter_mut().zip(row);
+                let row = &row[columns.clone()];
                 match started {
-                    true => pairs.for_each(|(sum, value)| *sum += weight * value),
-                    false => pairs.for_each(|(sum, value)| *sum = weight * value),
+                    true => F::update(row, sum, |sum, value| *sum += weight * value),
+                    false => F::update(row, sum, |sum, value| *sum = weight * value),
                 }
                 started = true;
             }
             match started {
+                true if stream => {
+                    let narrowed = &mut narrowed[..out.len()];
+                    F::narrow(sum, narrowed);
+                    copy(narrowed, out, true);
+                }
                 true => F::narrow(sum, out),
                 false => out.fill(F::ZERO),
             }
@@ -219,6 +241,9 @@ fn backward_rows<F: Float>(
             out.fill(F::ZERO);
             continue;
         };
+        if let Some(Ok(next)) = row_ids.get(index + 1).map(|&slot| usize::try_from(slot)) {
+            prefetch(&grad[next / top_k * width..][..width]);
+        }
         let (grad, row) = (&grad[slot / top_k * width..][..width], &rows[index * width..][..width]);
         let mut lanes = [0_f32; DOT_LANES];
         for (block, out) in out.chunks_mut(BLOCK).enumerate() {

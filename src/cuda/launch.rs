@@ -133,7 +133,7 @@ fn grid(items: usize, parts: usize) -> Grid {
 }
 
 fn aligned(addresses: &[u64]) -> bool {
-    addresses.iter().all(|address| address % 16 == 0)
+    addresses.iter().all(|address| address.is_multiple_of(16))
 }
 
 // "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
@@ -250,12 +250,18 @@ impl Launcher {
     /// The driver's.
     pub unsafe fn permute(&self, permute: &Permute) -> Result<()> {
         let Permute { x, row_ids, out, num_rows, row_bytes, num_tokens, top_k } = *permute;
-        ensure!(row_bytes % 2 == 0 && top_k > 0, "permute: expected rows of even size and top_k above 0");
+        ensure!(
+            row_bytes.is_multiple_of(2) && top_k > 0,
+            "permute: expected rows of even size and top_k above 0"
+        );
         if num_rows == 0 || row_bytes == 0 {
             return Ok(());
         }
-        let (name, unit) =
-            if row_bytes % 16 == 0 && aligned(&[x, out]) { ("permute_16", 16) } else { ("permute_2", 2) };
+        let (name, unit) = if row_bytes.is_multiple_of(16) && aligned(&[x, out]) {
+            ("permute_16", 16)
+        } else {
+            ("permute_2", 2)
+        };
         let units = row_bytes / unit;
         let arguments = [x, row_ids, out, num_rows as u64, units as u64, num_tokens as u64, top_k as u64];
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
@@ -274,7 +280,7 @@ impl Launcher {
         if num_tokens == 0 || width == 0 {
             return Ok(());
         }
-        let whole = width * combine.row_type.bytes() % 16 == 0 && aligned(&[rows, out]);
+        let whole = (width * combine.row_type.bytes()).is_multiple_of(16) && aligned(&[rows, out]);
         let (name, at_once) = combine.kernel(whole)?;
         let sizes = [num_tokens as u64, top_k as u64, num_rows as u64, width as u64];
         let arguments = [rows, positions, weights, out, sizes[0], sizes[1], sizes[2], sizes[3]];

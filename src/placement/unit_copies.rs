@@ -45,13 +45,19 @@ pub fn unit_copy_holders<S: AsRef<str>>(
     .collect()
 }
 
-fn holders_of<S: AsRef<str>>(primary: usize, partners: &[usize], active: &[usize], nodes: &[S]) -> Vec<usize> {
+fn holders_of<S: AsRef<str>>(
+    primary: usize,
+    partners: &[usize],
+    active: &[usize],
+    nodes: &[S],
+) -> Vec<usize> {
     let node = |rank: usize| nodes[rank].as_ref();
     let mut covered: Vec<&str> = active.iter().map(|&rank| node(rank)).collect();
     let mut holders = vec![primary];
     for &partner in &partners[1..] {
         let candidates = (0..nodes.len()).map(|step| (partner + step) % nodes.len());
-        let fresh = candidates.clone().find(|&rank| !covered.contains(&node(rank)) && !holders.contains(&rank));
+        let fresh =
+            candidates.clone().find(|&rank| !covered.contains(&node(rank)) && !holders.contains(&rank));
         let chosen = fresh.or_else(|| candidates.clone().find(|rank| !holders.contains(rank)));
         if let Some(rank) = chosen {
             covered.push(node(rank));

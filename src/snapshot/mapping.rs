@@ -26,6 +26,10 @@ pub(super) fn create(path: &Path, layout: &Layout) -> Result<MmapRaw> {
     reserve(&file, path, layout.file_bytes())?;
     file.write_all_at(&layout.encode(), 0).map_err(|error| Error::io(doing(), error))?;
     let mapping = map(&file, path)?;
+    // Takes the page faults here rather than in the first copies of a training step. A kernel before 5.14 refuses, and
+    // then they come one by one, as they would without this.
+    #[cfg(target_os = "linux")]
+    let _ = mapping.advise(memmap2::Advice::PopulateWrite);
     // A hard link, unlike a rename, never replaces a file that another process has made meanwhile.
     fs::hard_link(&temporary.0, path).map_err(|error| Error::io(doing(), error))?;
     Ok(mapping)

@@ -56,6 +56,7 @@ macro_rules! symbols {
         cuda { $(fn $cuda:ident($($c:ty),*) $(-> $cr:ty)?;)* }
     ) => {
         /// Addresses of the functions, by their C names.
+        #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
         pub(super) struct Symbols {
             $(pub(super) $required: unsafe extern "C" fn($($r),*) $(-> $rr)?,)*
             $(pub(super) $optional: Option<unsafe extern "C" fn($($o),*) $(-> $or)?>,)*
@@ -70,6 +71,8 @@ macro_rules! symbols {
         }
 
         impl Symbols {
+            // The fields give the types; spelling them twice would hide a difference.
+            #[allow(clippy::missing_transmute_annotations)]
             fn resolve(torch: &Loaded, torch_cuda: Option<&Loaded>) -> Result<Self> {
                 let mut missing = Vec::new();
                 let mut require = |name: &'static CStr| {

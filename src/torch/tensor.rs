@@ -6,6 +6,7 @@ use crate::error::Result;
 use half::{bf16, f16};
 use std::ffi::{CStr, c_void};
 use std::ops::Range;
+use std::ptr::NonNull;
 
 /// The version whose ABI the kernels speak: 2.10.
 pub(super) const ABI_VERSION: u64 = 2 << 56 | 10 << 48;
@@ -238,26 +239,23 @@ impl Tensor {
     /// The elements of a contiguous CPU tensor. Nobody may write them meanwhile, as for every torch op.
     pub(super) fn slice<T: Element>(&self) -> Result<&[T]> {
         let start = self.host_address::<T>()?;
-        // SAFETY: contiguous, on the host, of this type (checked), alive as long as the tensor.
-        Ok(if self.numel() == 0 { &[] } else { unsafe { std::slice::from_raw_parts(start, self.numel()) } })
+        // SAFETY: contiguous, on the host, of this type (checked), not null, alive as long as the tensor.
+        Ok(unsafe { std::slice::from_raw_parts(start, self.numel()) })
     }
 
     /// The elements, to be written. `out` arguments are checked not to overlap the inputs.
     pub(super) fn slice_mut<T: Element>(&mut self) -> Result<&mut [T]> {
         let start = self.host_address::<T>()?;
         // SAFETY: as above; this value is the op's only way to the elements.
-        Ok(if self.numel() == 0 {
-            &mut []
-        } else {
-            unsafe { std::slice::from_raw_parts_mut(start, self.numel()) }
-        })
+        Ok(unsafe { std::slice::from_raw_parts_mut(start, self.numel()) })
     }
 
     fn host_address<T: Element>(&self) -> Result<*mut T> {
         ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
         ensure!(self.dtype() == T::DTYPE, "expected {}, got {}", T::DTYPE, self.dtype());
         ensure!(self.is_contiguous(), "expected a contiguous tensor");
-        Ok(self.address().cast())
+        // Torch gives null where there are no elements; slices want an address all the same.
+        Ok(NonNull::new(self.address().cast()).unwrap_or(NonNull::dangling()).as_ptr())
     }
 
     /// Addresses that a contiguous tensor of a known type covers.

@@ -1,0 +1,75 @@
+# One command a need. `make` alone lists them.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-rust test-python test-torch check lint fmt kernels bench test-gpu bench-gpu wheel clean
+
+help: ## List the commands
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMPS)/tools: requirements-dev.txt constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt -c constraints.txt
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/package: $(STAMPS)/tools $(SOURCES)
+	$(BIN)/maturin develop --release --quiet
+	@touch $@
+
+setup: $(STAMPS)/package ## Install all tools into .venv and build evermoe, CUDA kernels included
+
+demo: setup ## Train a small MoE on 4 workers, kill one, recover, let one join
+	$(BIN)/evermoe demo --json out/demo.json --plot out/demo.png
+
+test: test-rust test-python ## All tests that need no GPU
+
+test-rust:
+	cargo test --quiet
+
+test-python: setup
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+test-torch: setup ## The ops of this very build on the oldest and the newest supported torch
+	for version in 2.10.0 2.15.0; do tests/on_torch.sh $$version || exit 1; done
+
+check: setup lint test kernels ## Everything that must hold before a commit
+
+lint: setup ## Formatting, clippy, ruff, types
+	cargo fmt --check
+	cargo clippy --quiet --all-targets -- -D warnings
+	cargo clippy --quiet --all-targets --all-features -- -D warnings
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+kernels: setup ## Compile every CUDA kernel; fails without nvcc
+	EVERMOE_CUDA=require cargo build --quiet
+	$(BIN)/python -c "import evermoe.ops as o; assert o.has_cuda_kernels(), 'the build has no CUDA kernels'"
+
+fmt: setup ## Format all sources
+	cargo fmt
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+bench: setup ## Ratios to plain torch and memcpy; a step with and without copies; recovery by phase
+	$(BIN)/python benches/bench_ops.py
+	$(BIN)/python benches/bench_session.py
+
+test-gpu: ## The tests that need a CUDA device; uses the python on PATH if there is no .venv
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest -q -m gpu
+
+bench-gpu: ## The op bench on a CUDA device
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benches/bench_ops.py --device cuda
+
+wheel: setup ## Build the abi3 wheel into out/
+	$(BIN)/maturin build --release --out out
+
+clean: ## Remove everything that was built or installed
+	rm -rf $(VENV) target out python/evermoe/*.so

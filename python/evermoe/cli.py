@@ -1,0 +1,86 @@
+"""The command line: `evermoe demo`, `evermoe run`, `evermoe info`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and flags."""
+    top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
+    run = commands.add_parser(
+        "run",
+        help="start the workers of a job on this machine",
+        usage="evermoe run [options] SCRIPT [ARGUMENTS]   or   evermoe run [options] -m MODULE [ARGUMENTS]",
+    )
+    run.add_argument("--workers", type=int, default=1, help="processes on this machine (%(default)s)")
+    run.add_argument(
+        "--members",
+        type=int,
+        help="processes over all machines that a new job waits for (default: --workers)",
+    )
+    run.add_argument("--lighthouse", help="http://host:port of a running torchft_lighthouse; default: one of its own")
+    run.add_argument("--job", default="job", help="name of the job, the same on all machines (%(default)s)")
+    run.add_argument("--restarts", type=int, default=0, help="times a crashed worker is started again (%(default)s)")
+    run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+    run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
+    run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
+    if _wants(demo.prog):
+        from evermoe.demo.drive import add_arguments
+
+        add_arguments(demo)
+    return top
+
+
+def _wants(program: str) -> bool:
+    """Whether this call is for that command: the demo's flags need rich and matplotlib."""
+    return program.rsplit(maxsplit=1)[-1] in sys.argv[1:2]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = parser().parse_args(arguments)
+    try:
+        return {"demo": _demo, "run": _run, "info": _info}[options.command](options)
+    except ValueError as error:
+        print(f"evermoe {options.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from evermoe.demo.drive import main as demo
+
+    return demo(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from evermoe.launch import Job, run
+
+    if not options.program:
+        raise ValueError("expected a SCRIPT, or -m MODULE, after the options; see evermoe run --help")
+    if options.workers < 1 or options.restarts < 0:
+        raise ValueError(f"expected --workers >= 1 and --restarts >= 0, got {options.workers}, {options.restarts}")
+    command = [sys.executable, *(["-m"] if options.module else []), *options.program]
+    members = options.members or options.workers
+    job = Job(command, options.job, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
+    return run(job, options.workers, options.restarts)
+
+
+def _info(options: argparse.Namespace) -> int:
+    import torch
+
+    import evermoe
+
+    kernels = "with CUDA kernels" if evermoe.ops.has_cuda_kernels() else "without CUDA kernels"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    print(f"evermoe {evermoe.__version__}, {kernels}; torch {torch.__version__}, {devices} CUDA devices")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

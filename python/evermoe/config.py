@@ -1,0 +1,70 @@
+"""How a session runs: its options, their defaults, and the environment variables that stand in for some."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """How a session runs. Arguments win over `EVERMOE_*` variables, those over the defaults."""
+
+    lighthouse: str | None = None
+    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
+    job: str | None = None
+    """Name that the job's shared memory goes by (EVERMOE_JOB; default: `job-<pid>`)."""
+    node: str | None = None
+    """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
+    members: int | None = None
+    """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
+    copies: int = 2
+    """Nodes that keep a copy of each unit's state after every step, the primary's own included; 0 for none."""
+    memory_dir: str | None = None
+    """Where named shared memory lives (EVERMOE_MEMORY_DIR; default /dev/shm)."""
+    slots: int | None = None
+    """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
+    min_replicas: int = 1
+    """Active replicas of each expert, where slots allow."""
+    checkpoint_dir: str | Path | None = None
+    """Folder for checkpoints on a file system that all members share; None for none."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
+    hang_limit: float = 30.0
+    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps."""
+    agree_limit: float = 300.0
+    """Seconds that agreement on the members may take, the Lighthouse being away included."""
+    join_every: int = 5
+    """Steps between looks for new members."""
+    max_grad_norm: float | None = None
+    """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
+    seed: int | None = 0
+    """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
+        for name in ("hang_limit", "agree_limit"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Session: expected {name} > 0 seconds, got {getattr(self, name)}")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"Session: expected slots >= 1 or None, got {self.slots}")
+        if self.checkpoint_every and self.checkpoint_dir is None:
+            raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
+
+
+def with_environment(config: SessionConfig) -> SessionConfig:
+    """Fills what was not given from `EVERMOE_*` variables, where they are set."""
+    found: dict[str, Any] = {}
+    for name in ("lighthouse", "job", "node", "memory_dir"):
+        if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
+            found[name] = os.environ[f"EVERMOE_{name.upper()}"]
+    if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
+        try:
+            found["members"] = int(os.environ["EVERMOE_MEMBERS"])
+        except ValueError:
+            raise ValueError(f"EVERMOE_MEMBERS: expected a number, got {os.environ['EVERMOE_MEMBERS']!r}") from None
+    return replace(config, **found)

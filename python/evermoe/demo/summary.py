@@ -1,0 +1,173 @@
+"""From the workers' events to the verdict. Pure: event lists in, plain numbers out.
+
+An *episode* is what lies between a kill (or several, when no step is committed in between) and the next step that all
+survivors have committed. Its phases, each the longest of any survivor: detect, agree, rebuild, fetch, verify and
+repeat (the interrupted step again).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Event = Mapping[str, Any]
+PHASES = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
+
+
+@dataclass
+class Episode:
+    """One failure and its recovery."""
+
+    killed: list[int]
+    step: int
+    started: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
+    fetched_bytes: int = 0
+    fetched_units: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    members: int = 0
+
+
+def commits(events: Mapping[int, Sequence[Event]]) -> dict[int, Event]:
+    """Per step the first worker's commit event."""
+    first: dict[int, Event] = {}
+    for rows in events.values():
+        for event in rows:
+            if event["event"] == "commit":
+                known = first.get(event["step"])
+                if known is None or event["time"] < known["time"]:
+                    first[event["step"]] = event
+    return dict(sorted(first.items()))
+
+
+def lost_steps(events: Mapping[int, Sequence[Event]], steps: int) -> int:
+    """Steps of 0 … steps−1 that nobody committed, plus steps that any worker had to commit again."""
+    lost = len(set(range(steps)) - set(commits(events)))
+    for rows in events.values():
+        numbers = [event["step"] for event in rows if event["event"] == "commit"]
+        lost += len(numbers) - len(set(numbers))
+    return lost
+
+
+def episodes(events: Mapping[int, Sequence[Event]]) -> list[Episode]:
+    """Failures in order of time."""
+    kills = sorted(
+        (event["time"], worker, event["step"])
+        for worker, rows in events.items()
+        for event in rows
+        if event["event"] == "killed"
+    )
+    dead = {worker for _, worker, _ in kills}
+    found: list[Episode] = []
+    for when, worker, step in kills:
+        if found and when < found[-1].started + found[-1].total_seconds:
+            found[-1].killed.append(worker)
+            continue
+        episode = Episode([worker], step, when)
+        _measure(episode, {w: rows for w, rows in events.items() if w not in dead})
+        found.append(episode)
+    return found
+
+
+def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None:
+    for rows in survivors.values():
+        if not any(event["event"] == "begin" and event["time"] <= episode.started for event in rows):
+            continue  # joined later
+        phase, since = "detect", episode.started
+        spent: dict[str, float] = {}
+        for event in rows:
+            if event["time"] <= episode.started:
+                continue
+            name = event["event"]
+            following = {"lost": "agree", "phase": event.get("phase"), "recovered": "repeat"}.get(name)
+            if following is not None:
+                spent[phase] = spent.get(phase, 0.0) + event["time"] - since
+                phase, since = str(following), event["time"]
+            if name == "recovered":
+                episode.fetched_bytes += event["fetched_bytes"]
+                episode.fetched_units += event["fetched_units"]
+                episode.members = event["members"]
+                for source, count in event["sources"].items():
+                    episode.sources[source] = episode.sources.get(source, 0) + count
+            if name == "commit" and phase == "repeat":
+                spent[phase] = spent.get(phase, 0.0) + event["time"] - since
+                episode.total_seconds = max(episode.total_seconds, event["time"] - episode.started)
+                break
+        for key, value in spent.items():
+            episode.seconds[key] = max(episode.seconds.get(key, 0.0), value)
+
+
+def step_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
+    """Time of each step before the first membership change, without the first three (warm-up)."""
+    rows = list(commits(events).values())
+    first = rows[0]["members"] if rows else 0
+    kills = [event["time"] for all_rows in events.values() for event in all_rows if event["event"] == "killed"]
+    end = min(kills, default=float("inf"))
+    times = [event["time"] for event in rows if event["members"] == first and event["time"] <= end]
+    return [after - before for before, after in zip(times[3:], times[4:], strict=False)]
+
+
+def copy_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
+    """Time that the training thread spent on the copies of each step, over all workers."""
+    spent = []
+    for rows in events.values():
+        started = None
+        for event in rows:
+            if event["event"] == "copy":
+                started = event["time"]
+            elif event["event"] == "commit" and started is not None:
+                spent.append(event["time"] - started)
+                started = None
+    return spent
+
+
+def summarise(
+    events: Mapping[int, Sequence[Event]], baseline: Mapping[int, Sequence[Event]] | None, steps: int
+) -> dict[str, Any]:
+    """All that the demo reports, JSON-able; `ok` and `problems` are its verdict."""
+    done = commits(events)
+    losses = [event["loss"] for event in done.values()]
+    recoveries = [event for rows in events.values() for event in rows if event["event"] == "recovered"]
+    verified = [event for rows in events.values() for event in rows if event["event"] == "verified"]
+    edge = max(1, min(5, len(losses) // 4))
+    with_copies, without = step_seconds(events), step_seconds(baseline) if baseline else []
+    result: dict[str, Any] = {
+        "steps": steps,
+        "steps_committed": len(done),
+        "steps_lost": lost_steps(events, steps) + max((event["steps_lost"] for event in recoveries), default=0),
+        "loss_first": statistics.fmean(losses[:edge]) if losses else None,
+        "loss_last": statistics.fmean(losses[-edge:]) if losses else None,
+        "digests_checked": sum(event["digests_checked"] for event in [*recoveries, *verified]),
+        "digests_mismatched": sum(event["digests_mismatched"] for event in [*recoveries, *verified]),
+        "verified_at_end": bool(verified),
+        "fetched_bytes": sum(event["fetched_bytes"] for event in recoveries),
+        "episodes": [vars(episode) for episode in episodes(events)],
+        "step_seconds": statistics.median(with_copies) if with_copies else None,
+        "step_seconds_without_copies": statistics.median(without) if without else None,
+        "copy_seconds": statistics.median(copy_seconds(events) or [0.0]),
+    }
+    if with_copies and without:
+        result["copy_overhead"] = result["step_seconds"] / result["step_seconds_without_copies"] - 1
+    result["problems"] = _problems(result)
+    result["ok"] = not result["problems"]
+    return result
+
+
+def _problems(result: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if result["steps_lost"]:
+        problems.append(f"{result['steps_lost']} steps were lost or committed twice")
+    if result["digests_mismatched"]:
+        problems.append(f"{result['digests_mismatched']} digests did not match")
+    if not result["verified_at_end"]:
+        problems.append("no worker verified the copies at the end")
+    first, last = result["loss_first"], result["loss_last"]
+    if first is None or not last < first:
+        problems.append(f"the loss did not fall: {first} → {last}")
+    for episode in result["episodes"]:
+        if not episode["total_seconds"]:
+            problems.append(f"no survivor committed a step after the kill of worker {episode['killed']}")
+    return problems

@@ -1,0 +1,133 @@
+"""The demo's worker: an ordinary training script. `evermoe run --workers 8 -m evermoe.demo.train` runs it for real.
+
+With `--events FILE` every session event is appended there as a line of JSON; `--die-at STEP` makes the worker SIGKILL
+itself in mid-step, between forward and backward (or, when the session recovers just before that step, in the middle of
+that recovery); `--spare` loads everything and waits for a line on standard input before it joins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+import evermoe
+from evermoe.demo.corpus import Corpus
+from evermoe.demo.model import ByteGPT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The sizes of model and run: shared by this script and `evermoe demo`."""
+    model = parser.add_argument_group("model and data")
+    model.add_argument("--data", metavar="PATH", help="a text file or a folder (default: the Python standard library)")
+    model.add_argument("--layers", type=int, default=4, help="transformer blocks, each with an MoE layer (%(default)s)")
+    model.add_argument("--hidden", type=int, default=128, help="width of a token (%(default)s)")
+    model.add_argument("--heads", type=int, default=4, help="attention heads (%(default)s)")
+    model.add_argument("--intermediate", type=int, default=256, help="inner width of an expert (%(default)s)")
+    model.add_argument("--experts", type=int, default=8, help="experts per MoE layer (%(default)s)")
+    model.add_argument("--top-k", type=int, default=2, help="experts per token (%(default)s)")
+    model.add_argument("--sequence", type=int, default=128, help="bytes per sample (%(default)s)")
+    run = parser.add_argument_group("training")
+    run.add_argument("--steps", type=int, default=60, help="steps to commit (%(default)s)")
+    run.add_argument("--batch", type=int, default=24, help="samples per step over all workers (%(default)s)")
+    run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
+    run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
+    run.add_argument("--slots", type=int, default=4, help="expert replicas per worker and layer (%(default)s)")
+    run.add_argument("--copies", type=int, default=2, help="nodes that keep each unit's state; 0: none (%(default)s)")
+    run.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
+    run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
+    run.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints (%(default)s)")
+
+
+class Reporter:
+    """Writes the session's events as JSON lines and, when its time has come, kills this very process."""
+
+    def __init__(self, out: TextIO | None, die_at: int | None) -> None:
+        self.out, self.die_at = out, die_at
+        self.session: evermoe.Session | None = None
+        self.recovering = False
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        """The session\'s `on_event`."""
+        if name == "commit" and self.session is not None:
+            layer = next(iter(self.session.state.layers.values()))
+            fields = fields | {"load": layer.tokens_E.tolist(), "copied": self.session.copied_step}
+        self.write(name, fields)
+        if name in ("lost", "recovered"):
+            self.recovering = name == "lost"
+        if self.recovering and self.session is not None and fields.get("phase") == "fetch":
+            self.strike(self.session.step + 1, "recovery")
+
+    def write(self, name: str, fields: dict[str, Any]) -> None:
+        """Appends one event; a line is written whole."""
+        if self.out is not None:
+            self.out.write(json.dumps({"event": name, "time": time.time()} | fields) + "\n")
+            self.out.flush()
+
+    def strike(self, step: int, where: str) -> None:
+        """SIGKILL if this step is the one to die in."""
+        if self.die_at == step:
+            self.write("killed", {"step": step, "where": where})
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains until `--steps` steps are committed."""
+    parser = argparse.ArgumentParser(prog="evermoe.demo.train", description=__doc__.split("\n", 1)[0])
+    add_arguments(parser)
+    parser.add_argument("--events", metavar="FILE", help="append events as JSON lines")
+    parser.add_argument("--die-at", type=int, metavar="STEP", help="SIGKILL this process in mid-step")
+    parser.add_argument("--spare", action="store_true", help="wait for a line on standard input before joining")
+    options = parser.parse_args(arguments)
+    with open(options.events or os.devnull, "a") as out:
+        reporter = Reporter(out if options.events else None, options.die_at)
+        train(options, reporter)
+
+
+def train(options: argparse.Namespace, reporter: Reporter) -> None:
+    """The program itself."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.manual_seed(options.seed)
+    names = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
+    model = ByteGPT(**{name: getattr(options, name) for name in names}).to(device)
+    corpus = Corpus(options.data, options.sequence)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, fused=True)
+    sampler = evermoe.ElasticSampler(len(corpus), options.batch, seed=options.seed)
+    reporter.write("ready", {"pid": os.getpid(), "parameters": sum(p.numel() for p in model.parameters())})
+    if options.spare and not sys.stdin.readline():
+        return
+    session = evermoe.Session(
+        model,
+        optimizer,
+        sampler,
+        on_event=reporter,
+        copies=options.copies,
+        slots=options.slots,
+        hang_limit=options.hang_limit,
+        join_every=1,
+        max_grad_norm=1.0,
+        checkpoint_dir=Path(options.checkpoint_dir) if options.checkpoint_dir else None,
+        checkpoint_every=options.checkpoint_every,
+    )
+    reporter.session = session
+    for step in session.steps(options.steps):
+        with step:
+            loss = model.loss(corpus[step.indices].to(device))
+            reporter.strike(step.number, "step")
+            step.backward(loss)
+    if reporter.out is None and session.group.rank == 0:
+        print(f"{session.step} steps, loss {session.loss:.3f}, {len(session.reports) - 1} changes of membership")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Starts the processes of a job on this machine: what `evermoe run` and the demo use."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from evermoe.errors import EvermoeError
+
+STOP_SECONDS = 10.0
+"""Time that workers get between SIGTERM and SIGKILL."""
+
+
+@dataclass
+class Worker:
+    """One process of the job on this machine."""
+
+    index: int
+    node: str
+    process: subprocess.Popen[str]
+    restarts: int = 0
+
+
+@dataclass
+class Job:
+    """A Lighthouse (its own, unless `lighthouse` names one) and the workers that use it.
+
+    Args:
+        command: what each worker runs, e.g. `[sys.executable, "train.py"]`.
+        name: of the job; names its shared memory.
+        members: that a new job waits for, over all machines.
+        lighthouse: address of a running Lighthouse; None starts one in this process, for this machine alone.
+        memory_dir: directory of named shared memory.
+        hang_limit: seconds that a silent member is waited for.
+        heartbeat_limit: seconds without a heartbeat after which a member counts as dead.
+        environment: added to every worker's environment.
+    """
+
+    command: Sequence[str]
+    name: str
+    members: int
+    lighthouse: str | None = None
+    memory_dir: str = "/dev/shm"
+    hang_limit: float = 30.0
+    heartbeat_limit: float = 0.5
+    environment: Mapping[str, str] = field(default_factory=dict)
+    workers: list[Worker] = field(default_factory=list)
+    _server: Any = None
+
+    def __enter__(self) -> Job:
+        os.environ.setdefault("RUST_LOG", "warn")  # torchft's server logs every quorum otherwise
+        if self.lighthouse is None:
+            from evermoe.elastic import start_local_lighthouse
+
+            self._server, self.lighthouse = start_local_lighthouse(
+                heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
+            )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+        if self._server is not None:
+            self._server.shutdown()
+            shutil.rmtree(self.memory, ignore_errors=True)  # nobody else can continue a job of this machine alone
+
+    @property
+    def memory(self) -> Path:
+        """The job's shared memory on this machine: a folder for each node."""
+        return Path(self.memory_dir) / f"evermoe-{self.name}"
+
+    def start(self, index: int, node: str, *arguments: str, **options: Any) -> Worker:
+        """Starts worker `index` on `node`; `options` go to `subprocess.Popen`."""
+        environment = {
+            **os.environ,
+            **self.environment,
+            "EVERMOE_LIGHTHOUSE": str(self.lighthouse),
+            "EVERMOE_JOB": self.name,
+            "EVERMOE_NODE": node,
+            "EVERMOE_MEMBERS": str(self.members),
+            "EVERMOE_MEMORY_DIR": self.memory_dir,
+            "LOCAL_RANK": str(index),
+        }
+        if self._server is not None and sys.platform == "linux":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        process = subprocess.Popen([*self.command, *arguments], env=environment, text=True, **options)
+        worker = Worker(index, node, process)
+        self.workers.append(worker)
+        return worker
+
+    def stop(self) -> None:
+        """Ends all workers: SIGTERM, then SIGKILL for those that do not listen."""
+        running = [worker.process for worker in self.workers if worker.process.poll() is None]
+        for process in running:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in running:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run(job: Job, workers: int, restarts: int) -> int:
+    """Runs `workers` processes until they end; one killed by a crash is restarted on the same node.
+
+    Returns an exit code: 0 if at least one worker finished and none failed for good.
+    """
+    node = os.environ.get("EVERMOE_NODE", socket.gethostname())
+    codes: list[int] = []
+    with job:
+        running = [job.start(index, node) for index in range(workers)]
+        while running:
+            time.sleep(0.1)
+            for worker in [worker for worker in running if worker.process.poll() is not None]:
+                running.remove(worker)
+                code = worker.process.returncode
+                if code != 0 and worker.restarts < restarts:
+                    print(
+                        f"evermoe run: worker {worker.index} ended with {code}; starting it again",
+                        file=sys.stderr,
+                    )
+                    again = job.start(worker.index, node)
+                    again.restarts = worker.restarts + 1
+                    running.append(again)
+                else:
+                    codes.append(code)
+    lost = [code for code in codes if code < 0]
+    failed = [code for code in codes if code > 0]
+    if lost:
+        print(f"evermoe run: {len(lost)} of {workers} workers were killed", file=sys.stderr)
+    return failed[0] if failed else int(0 not in codes)
+
+
+class LaunchError(EvermoeError):
+    """A worker could not do its part; the message has the end of its output."""

@@ -1,0 +1,57 @@
+//! Moving rows: prefetching the next one, and writing past the cache where the output would not stay in it.
+
+use super::float::Float;
+
+/// Outputs of at least so many bytes are written past the cache, as `memcpy` does with large blocks: the lines need
+/// not be read first, and what else is cached stays.
+pub(super) const STREAM_BYTES: usize = 16 << 20;
+const LINE_BYTES: usize = 64;
+
+/// Asks for a row that will be read soon. Rows are scattered, so the processor cannot guess the next one.
+#[inline(always)]
+pub(super) fn prefetch<F: Float>(row: &[F]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in row.chunks(LINE_BYTES / size_of::<F>()) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint; SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (row, LINE_BYTES);
+}
+
+/// Copies a row, past the cache if `stream` and the row consists of whole aligned vectors.
+///
+/// After streaming, [`finish_stream`] comes before another thread may read.
+#[inline(always)]
+pub(super) fn copy<F: Float>(from: &[F], to: &mut [F], stream: bool) {
+    assert_eq!(from.len(), to.len());
+    #[cfg(target_arch = "x86_64")]
+    if stream && size_of_val(to).is_multiple_of(LINE_BYTES) && to.as_ptr().addr().is_multiple_of(16) {
+        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+        let (mut source, mut target) = (from.as_ptr().cast::<__m128i>(), to.as_mut_ptr().cast::<__m128i>());
+        for _ in 0..size_of_val(to) / LINE_BYTES {
+            // SAFETY: both rows hold this many whole lines of four vectors, the target's are aligned (checked), and SSE2
+            // is part of x86-64.
+            unsafe {
+                let line = [0, 1, 2, 3].map(|vector| _mm_loadu_si128(source.add(vector)));
+                for (vector, value) in line.into_iter().enumerate() {
+                    _mm_stream_si128(target.add(vector), value);
+                }
+                (source, target) = (source.add(4), target.add(4));
+            }
+        }
+        return;
+    }
+    let _ = stream;
+    to.copy_from_slice(from);
+}
+
+/// Makes streamed stores visible before whatever follows.
+pub(super) fn finish_stream() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is part of x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs the op tests of the extension module built in this tree on another torch: tests/on_torch.sh 2.10.0
+set -euo pipefail
+cd "$(dirname "$0")/.."
+version=$1
+venv=.venv-torch-$version
+if [ ! -e "$venv/.ready" ]; then
+  python3 -m venv "$venv"
+  "$venv/bin/pip" install --quiet --disable-pip-version-check "torch==$version" torchft==0.2.0 safetensors numpy pytest pytest-timeout
+  touch "$venv/.ready"
+fi
+PYTHONPATH=python "$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/test_ops.py
