@@ -342,9 +342,7 @@ class Session:
     def _save_progress(self) -> None:
         progress: dict[str, object] = {"sampler": self.sampler.state_dict()}
         if self.scheduler is not None:
-            progress["scheduler"] = {
-                key: value for key, value in self.scheduler.state_dict().items() if _is_plain(value)
-            }
+            progress["scheduler"] = _plain_part(self.scheduler.state_dict())
         self.state.set_progress(progress)
 
     def _load_progress(self) -> None:
@@ -489,7 +487,15 @@ def _report_fields(report: RecoveryReport) -> dict[str, Any]:
     }
 
 
+def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
+    """What JSON carries of a scheduler's state, inner schedulers included. The rest (functions, tables) is constant."""
+    inner = {"_schedulers": [_plain_part(part) for part in state["_schedulers"]]} if "_schedulers" in state else {}
+    return {key: value for key, value in (state | inner).items() if _is_plain(value)}
+
+
 def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)
