@@ -57,9 +57,7 @@ class Worker:
         path = Path(self.options.folder) / f"{self.name}.{self.pid}.jsonl"
         text = path.read_text() if path.exists() else ""
         found = [json.loads(line) for line in text.split("\n")[:-1]]
-        return [
-            e for e in found if name in (None, e["event"]) and all(e.get(k) == v for k, v in fields.items())
-        ]
+        return [e for e in found if name in (None, e["event"]) and all(e.get(k) == v for k, v in fields.items())]
 
     def wait_for(self, name: str, limit: float = PATIENCE, count: int = 1, **fields: Any) -> Event:
         """The `count`-th such event; an error if the process ends without one."""
@@ -76,9 +74,7 @@ class Worker:
     def join(self, limit: float = PATIENCE) -> int:
         """The exit code; negative for a signal."""
         self.process.join(limit)
-        assert self.process.exitcode is not None, (
-            f"{self.name} has not ended: {self.events()[-3:]}\n{self.log()}"
-        )
+        assert self.process.exitcode is not None, f"{self.name} has not ended: {self.events()[-3:]}\n{self.log()}"
         return self.process.exitcode
 
     def wait_until_stopped(self) -> None:
@@ -102,9 +98,7 @@ class Job:
         root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else folder
         self.memory = root / f"evermoe-test-{os.getpid()}-{self.name}"
         self.memory.mkdir(mode=0o700)
-        self._lighthouse = (
-            None if lighthouse else start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
-        )
+        self._lighthouse = None if lighthouse else start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
         self.address = lighthouse or self._lighthouse.address()
         defaults = {"hang_limit": 10.0, "agree_limit": 30.0, "members": members, "join_every": 5}
         places = {"job": self.name, "memory_dir": str(self.memory)}
@@ -112,9 +106,7 @@ class Job:
         self.workers: list[Worker] = []
         self.open_gate(worker.EVERYTHING)
 
-    def start(
-        self, name: str, *faults: Fault, session: dict[str, Any] | None = None, **options: Any
-    ) -> Worker:
+    def start(self, name: str, *faults: Fault, session: dict[str, Any] | None = None, **options: Any) -> Worker:
         """A worker on the node `name`."""
         arguments = {"folder": str(self.folder), "lighthouse": self.address} | options
         fields = {"node": name} | self.session | (session or {})

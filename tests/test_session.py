@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+
 from history import check_history, check_recovered, committed_steps
 from worker import Fault
 

@@ -11,9 +11,10 @@ import subprocess
 import sys
 import time
 
-import evermoe
 import pytest
 import torch
+
+import evermoe
 import worker
 from harness import PATIENCE, as_json
 from history import check_history, check_recovered
@@ -25,10 +26,10 @@ def losses(each):
     return {event["step"]: event["loss"] for event in each.events("commit")}
 
 
-def reference(steps=10, batch_size=12, schedule=None, max_grad_norm=None):
+def reference(steps=10, batch_size=12, optimizer="adamw", schedule=None, max_grad_norm=None):
     """The same training as a plain loop in this process: losses and the learning rate after each step."""
     model, data = Model(), dataset()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = worker.make_optimizer(optimizer, model)
     scheduler = worker.make_scheduler(schedule, optimizer)
     sampler = evermoe.ElasticSampler(worker.SAMPLES, batch_size)
     found, rates = {}, {}
@@ -46,20 +47,20 @@ def reference(steps=10, batch_size=12, schedule=None, max_grad_norm=None):
     return found, rates
 
 
-@pytest.mark.parametrize("norm", [None, 0.2])
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("copy", 5)]}], ids=["whole", "killed"])
-def test_losses_are_those_of_one_process(start_job, norm, faults):
+@pytest.mark.parametrize(("optimizer", "norm"), [("adamw", None), ("sgd", 0.3)])
+def test_losses_are_those_of_one_process(start_job, optimizer, norm, faults):
     job = start_job(max_grad_norm=norm)
-    workers = job.start_all(faults)
+    workers = job.start_all(faults, optimizer=optimizer)
     assert [each.join() for each in workers] == [0, -9 if faults else 0, 0]
     check_history(workers)
-    expected, _ = reference(max_grad_norm=norm)
+    expected, _ = reference(optimizer=optimizer, max_grad_norm=norm)
     seen = losses(workers[0]) | losses(workers[2])
     assert seen.keys() >= expected.keys() - {4}  # the interrupted step may be known to nobody
     for step, loss in seen.items():
         assert loss == pytest.approx(expected[step], abs=2e-4), step
     if norm is not None:
-        unclipped, _ = reference()
+        unclipped, _ = reference(optimizer=optimizer)
         assert abs(expected[9] - unclipped[9]) > 0.01
 
 
@@ -103,9 +104,10 @@ def test_alone_without_a_lighthouse(start_job):
 
 def test_alone_killed_and_started_again(start_job):
     job = start_job()
-    killed = job.start("a", Fault("vote", 5), lighthouse=None)
+    alone = {"lighthouse": None, "session": {"members": None}}
+    killed = job.start("a", Fault("vote", 5), **alone)
     assert killed.join() == -9
-    again = job.start("a", lighthouse=None)
+    again = job.start("a", **alone)
     assert again.join() == 0
     assert check_recovered([killed, again], again, 0)["step"] == 5
     assert losses(killed) | losses(again) == pytest.approx(reference()[0], abs=1e-5)
