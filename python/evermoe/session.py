@@ -166,6 +166,7 @@ class Session:
         self.copied_step = -1
         """The newest step that is whole in all memories; -1 before the first copy."""
         self._failed = False
+        self._saved_version = -1
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
         self._generation = -1
@@ -223,7 +224,7 @@ class Session:
     def _finish(self) -> bool:
         """The last checkpoint and a farewell, so that nobody leaves while another still needs its copies."""
         try:
-            if self.config.checkpoint_dir is not None:
+            if self.config.checkpoint_dir is not None and self._saved_version != self._version:
                 self._checkpoint()
             self._verify()
             self.group.all_reduce(torch.ones(1))
@@ -367,6 +368,7 @@ class Session:
         path = checkpoint.write(
             Path(self.config.checkpoint_dir), self.state, mine, self._version, self.step, self.group
         )
+        self._saved_version = self._version
         self._emit("checkpoint", {"step": self.step, "path": str(path)})
 
     # ---- membership and recovery
@@ -396,6 +398,7 @@ class Session:
     def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
         report.outcome = self._recovery(clock.enter).run()
         self._version = report.outcome.version
+        self._saved_version = -1  # members may differ in what they know to be saved
         self._load_progress()
         layers = list(self.state.layers.values())
         self._reducer = ExpertReducer(
