@@ -64,6 +64,15 @@ def test_losses_are_those_of_one_process(start_job, optimizer, norm, faults):
         assert abs(expected[9] - unclipped[9]) > 0.01
 
 
+def test_more_members_than_samples(start_job):
+    """A member without a sample takes part with weight 0."""
+    job = start_job()
+    workers = job.start_all({"b": [Fault("vote", 5)]}, batch_size=1)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    assert losses(workers[0]) == pytest.approx(reference(batch_size=1)[0], abs=2e-4)
+
+
 @pytest.mark.parametrize("schedule", ["cosine", "warmup"])
 def test_schedule_survives(start_job, schedule):
     job = start_job()
