@@ -108,7 +108,7 @@ class Job:
 
     def start(self, name: str, *faults: Fault, session: dict[str, Any] | None = None, **options: Any) -> Worker:
         """A worker on the node `name`."""
-        arguments = {"folder": str(self.folder), "lighthouse": self.address, **options}
+        arguments = {"folder": str(self.folder), "lighthouse": self.address} | options
         fields = {"node": name} | self.session | (session or {})
         self.workers.append(Worker(Options(name=name, faults=list(faults), session=fields, **arguments)))
         return self.workers[-1]
@@ -148,8 +148,7 @@ class Job:
             if each.process.is_alive():
                 each.process.kill()
             each.process.join(10)
-        if self._lighthouse is not None:
-            self.stop_lighthouse()
+        self.stop_lighthouse()
         shutil.rmtree(self.memory, ignore_errors=True)
 
 

@@ -52,6 +52,7 @@ class Options:
     steps: int = 10
     batch_size: int = 12
     faults: list[Fault] = field(default_factory=list)
+    optimizer: str = "adamw"
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
@@ -88,6 +89,12 @@ class Model(nn.Module):
 def dataset() -> torch.Tensor:
     """int64 `[SAMPLES, 9]`."""
     return torch.randint(0, VOCABULARY, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
 def make_scheduler(name: str | None, optimizer: torch.optim.Optimizer) -> Any:
@@ -172,7 +179,7 @@ def train(options: Options) -> None:
 def _train(options: Options, record: Recorder) -> None:
     torch.set_num_threads(1)
     model, data = Model(), dataset()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = make_optimizer(options.optimizer, model)
     record.session = session = evermoe.Session(
         model,
         optimizer,

@@ -71,7 +71,8 @@ def read_manifest(path: Path) -> Manifest:
 def write(directory: Path, state: TrainingState, mine: Sequence[str], version: int, step: int, group: Group) -> Path:
     """Writes the units `mine` of this rank, and as rank 0 the manifest; collective. Returns the checkpoint's folder.
 
-    Over all ranks every unit must be in exactly one `mine`. The folder appears only when all files are on disk.
+    Over all ranks every unit must be in exactly one `mine`. The folder appears only when all files are on disk, and
+    is there when any rank returns.
     """
     final = directory / f"step-{step:08d}"
     draft = final.with_suffix(".writing")
@@ -98,6 +99,7 @@ def write(directory: Path, state: TrainingState, mine: Sequence[str], version: i
         os.rename(draft, final)
         _flush(directory)
         _prune(directory)
+    group.all_reduce(torch.zeros(1))  # nobody starts the next draft while this one is being renamed
     return final
 
 

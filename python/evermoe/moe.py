@@ -100,6 +100,8 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x`: [..., H]; the result has the same shape and dtype. Collective when the layer spans several ranks."""
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
+            raise ValueError(f"MoE: expected [..., {self.hidden}], got {list(x.shape)}")
         x_TH = x.reshape(-1, self.hidden)
         ids_TK, weights_TK, mean_probability_E = self._route(x_TH)
         tokens_ER = self._gather_load(ops.expert_histogram(ids_TK, self.num_experts))

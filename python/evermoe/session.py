@@ -171,6 +171,7 @@ class Session:
         self._failed = False
         self._missing_since = math.inf
         """Since when some units are in nobody's memory; infinite when none are missing."""
+        self._saved_version = -1
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
         self._generation = -1
@@ -232,7 +233,7 @@ class Session:
     def _finish(self) -> bool:
         """The last checkpoint and a farewell, so that nobody leaves while another still needs its copies."""
         try:
-            if self.config.checkpoint_dir is not None:
+            if self.config.checkpoint_dir is not None and self._saved_version != self._version:
                 self._checkpoint()
             self._verify()
             self.group.all_reduce(torch.ones(1))
@@ -358,9 +359,7 @@ class Session:
     def _save_progress(self) -> None:
         progress: dict[str, object] = {"sampler": self.sampler.state_dict()}
         if self.scheduler is not None:
-            progress["scheduler"] = {
-                key: value for key, value in self.scheduler.state_dict().items() if _is_plain(value)
-            }
+            progress["scheduler"] = _plain_part(self.scheduler.state_dict())
         self.state.set_progress(progress)
 
     def _load_progress(self) -> None:
@@ -385,6 +384,7 @@ class Session:
         path = checkpoint.write(
             Path(self.config.checkpoint_dir), self.state, mine, self._version, self.step, self.group
         )
+        self._saved_version = self._version
         self._emit("checkpoint", {"step": self.step, "path": str(path)})
 
     # ---- membership and recovery
@@ -421,6 +421,7 @@ class Session:
     def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
         report.outcome = self._recovery(clock.enter).run()
         self._version = report.outcome.version
+        self._saved_version = -1  # members may differ in what they know to be saved
         self._load_progress()
         layers = list(self.state.layers.values())
         self._reducer = ExpertReducer(
@@ -513,7 +514,15 @@ def _report_fields(report: RecoveryReport) -> dict[str, Any]:
     }
 
 
+def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
+    """What JSON carries of a scheduler's state, inner schedulers included. The rest (functions, tables) is constant."""
+    inner = {"_schedulers": [_plain_part(part) for part in state["_schedulers"]]} if "_schedulers" in state else {}
+    return {key: value for key, value in (state | inner).items() if _is_plain(value)}
+
+
 def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):
         return all(_is_plain(item) for item in value)
     return value is None or isinstance(value, bool | int | float | str)

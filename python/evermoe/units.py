@@ -150,9 +150,10 @@ class TrainingState:
     @torch.no_grad()
     def read(self, name: str, out: Tensor) -> None:
         """Copies a held unit's state to `out`, uint8 `[nbytes]` on the CPU."""
-        unit = self.by_name[name]
-        for target, tensor in zip(unit.tensors(out).values(), self._tensors(unit), strict=True):
-            target.copy_(tensor)
+        start = 0
+        for tensor in self._tensors(self.by_name[name]):
+            out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            start += tensor.nbytes
 
     @torch.no_grad()
     def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:

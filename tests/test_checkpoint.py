@@ -1,0 +1,181 @@
+"""Checkpoints: there whole or not at all, readable by anyone, and nothing damaged is taken for good."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from evermoe import CorruptCopy, ElasticSampler, Session, checkpoint
+from evermoe.elastic import Group
+from test_units import digests, everyone, make
+from worker import SAMPLES, Model, dataset
+
+
+def write(folder, state, step):
+    return checkpoint.write(folder, state, [unit.name for unit in state.units], (3 << 40) | step, step, Group())
+
+
+def names(state):
+    return [unit.name for unit in state.units]
+
+
+def test_written_and_read_again(tmp_path):
+    _, _, state = make("adamw-fused", steps=2)
+    path = write(tmp_path / "new" / "folder", state, 2)
+    assert path.name == "step-00000002"
+    found = checkpoint.find(tmp_path / "new" / "folder")
+    assert found == {(3 << 40) | 2: path}
+    _, _, other = make("adamw-fused")
+    other.adopt(everyone(other), checkpoint.read(checkpoint.read_manifest(path), other, names(other)))
+    assert digests(other) == digests(state)
+
+
+def test_files_are_plain_safetensors_and_json(tmp_path):
+    model, optimizer, state = make("adamw", steps=2)
+    path = write(tmp_path, state, 2)
+    assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "units-0.safetensors"]
+    tensors = load_file(path / "units-0.safetensors")
+    assert torch.equal(tensors["embedding/weight"], model.embedding.weight)
+    assert torch.equal(tensors["moe.experts.1/weights"], model.moe.weights[1])
+    assert torch.equal(tensors["moe.experts.1/weights/exp_avg"], optimizer.state[model.moe.weights]["exp_avg"][1])
+    assert tensors["model/steps"].item() == 2
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["step"], len(manifest["units"])) == (1, 2, len(state.units))
+
+
+def test_only_the_newest_stay(tmp_path):
+    _, _, state = make("sgd")
+    for step in (1, 2, 3, 20):
+        write(tmp_path, state, step)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000020"]
+
+
+def test_the_same_step_is_written_again(tmp_path):
+    model, optimizer, state = make("sgd")
+    write(tmp_path, state, 1)
+    with torch.no_grad():
+        model.scale += 1
+    path = write(tmp_path, state, 1)
+    tensors = load_file(path / "units-0.safetensors")
+    assert torch.equal(tensors["model/scale"], model.scale)
+    assert optimizer.param_groups
+
+
+def test_unfinished_and_foreign_folders_are_passed_over(tmp_path):
+    _, _, state = make("sgd")
+    assert checkpoint.find(tmp_path / "missing") == {}
+    path = write(tmp_path, state, 1)
+    shutil.copytree(path, tmp_path / "step-00000002.writing")
+    (tmp_path / "step-00000003").mkdir()
+    (tmp_path / "step-00000004").mkdir()
+    (tmp_path / "step-00000004" / "manifest.json").write_text("{")
+    (tmp_path / "step-00000005").mkdir()
+    (tmp_path / "step-00000005" / "manifest.json").write_text('{"format": 99, "units": {}, "version": 5}')
+    assert list(checkpoint.find(tmp_path).values()) == [path]
+    with pytest.raises(CorruptCopy, match="format 99, expected 1"):
+        checkpoint.read_manifest(tmp_path / "step-00000005")
+
+
+def test_an_unfinished_one_is_written_over(tmp_path):
+    _, _, state = make("sgd")
+    draft = tmp_path / "step-00000001.writing"
+    draft.mkdir()
+    (draft / "units-0.safetensors").write_bytes(b"torn")
+    path = write(tmp_path, state, 1)
+    assert not draft.exists()
+    checkpoint.read(checkpoint.read_manifest(path), state, names(state))
+
+
+def damage(path):
+    """Changes the last byte, which is data of some tensor."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_changed_byte_is_found(tmp_path):
+    _, _, state = make("sgd")
+    path = write(tmp_path, state, 1)
+    damage(path / "units-0.safetensors")
+    with pytest.raises(CorruptCopy, match=r"expected \d+ bytes with digest [0-9a-f]{16}, got"):
+        checkpoint.read(checkpoint.read_manifest(path), state, names(state))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def test_cut_and_missing_files_are_found(tmp_path):
+    _, _, state = make("sgd")
+    path = write(tmp_path, state, 1)
+    manifest = checkpoint.read_manifest(path)
+    cut(path / "units-0.safetensors")
+    with pytest.raises(CorruptCopy, match="cannot be read for this model"):
+        checkpoint.read(manifest, state, names(state))
+    (path / "units-0.safetensors").unlink()
+    with pytest.raises(CorruptCopy, match="cannot be read for this model"):
+        checkpoint.read(manifest, state, names(state))
+
+
+def test_checkpoint_of_another_model(tmp_path):
+    _, _, state = make("sgd")
+    _, _, other = make("sgd-momentum")
+    path = write(tmp_path, state, 1)
+    with pytest.raises(CorruptCopy, match="cannot be read for this model"):
+        checkpoint.read(checkpoint.read_manifest(path), other, names(other))
+    with pytest.raises(CorruptCopy, match="has no unit nothing"):
+        checkpoint.read(checkpoint.read_manifest(path), state, ["nothing"])
+
+
+# ---- as a session uses them
+
+
+def run(tmp_path, job, until, **options):
+    """Trains alone in this process; returns the session and its events."""
+    model, events = Model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    session = Session(
+        model,
+        optimizer,
+        ElasticSampler(SAMPLES, 4),
+        on_event=lambda name, fields: events.append((name, fields)),
+        job=job,
+        memory_dir=str(tmp_path / "memory"),
+        checkpoint_dir=tmp_path / "saved",
+        **options,
+    )
+    for step in session.steps(until):
+        with step:
+            step.backward(model(dataset()[step.indices]))
+    return session, events
+
+
+def recovered_steps(events):
+    return [fields["step"] for name, fields in events if name == "recovered"]
+
+
+def test_session_writes_when_due_and_at_the_end(tmp_path):
+    (tmp_path / "memory").mkdir()
+    _, events = run(tmp_path, "due", 7, checkpoint_every=2)
+    assert [fields["step"] for name, fields in events if name == "checkpoint"] == [2, 4, 6, 7]
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-00000006", "step-00000007"]
+
+
+def test_session_falls_back_to_the_older_checkpoint(tmp_path):
+    (tmp_path / "memory").mkdir()
+    straight, _ = run(tmp_path, "first", 6, checkpoint_every=3)
+    damage(tmp_path / "saved" / "step-00000006" / "units-0.safetensors")
+    again, events = run(tmp_path, "second", 6)
+    assert recovered_steps(events) == [3]
+    assert digests(again.state) == digests(straight.state)
+
+
+def test_session_says_when_no_checkpoint_is_left(tmp_path):
+    (tmp_path / "memory").mkdir()
+    run(tmp_path, "first", 2)
+    damage(tmp_path / "saved" / "step-00000002" / "units-0.safetensors")
+    with pytest.raises(Exception, match="cannot be used") as found:
+        run(tmp_path, "second", 4)
+    assert type(found.value).__name__ == "LostExperts"

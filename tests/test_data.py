@@ -1,0 +1,113 @@
+"""The sampler: every sample of the endless sequence once, in order, whoever is there."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from evermoe import ElasticSampler
+
+
+def consume(sampler, sizes):
+    """One batch per membership size; returns the samples used, in order."""
+    used = []
+    for size in sizes:
+        for rank in range(size):
+            share = sampler.share(rank, size)
+            assert share.indices.dtype == torch.int64
+            used += share.indices.tolist() if share.weight > 0 else []
+        sampler.advance()
+    return used
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sequence_of_memberships_repeats_and_skips_nothing(seed):
+    draw = random.Random(seed)
+    samples, batch = draw.randint(1, 50), draw.randint(1, 60)
+    sizes = [draw.randint(1, 12) for _ in range(30)]
+    changing = consume(ElasticSampler(samples, batch, seed=seed), sizes)
+    alone = consume(ElasticSampler(samples, batch, seed=seed), [1] * 30)
+    assert changing == alone
+    for start in range(0, len(changing) - samples + 1, samples):
+        assert sorted(changing[start : start + samples]) == list(range(samples))
+
+
+@pytest.mark.parametrize(("batch", "size"), [(8, 3), (7, 7), (5, 8), (1, 4), (12, 1)])
+def test_shares_are_even_and_their_weights_sum_to_one(batch, size):
+    shares = [ElasticSampler(100, batch).share(rank, size) for rank in range(size)]
+    assert sum(share.weight for share in shares) == pytest.approx(1)
+    counts = [round(share.weight * batch) for share in shares]
+    assert max(counts) - min(counts) <= 1
+    assert all(len(share.indices) == max(count, 1) for share, count in zip(shares, counts, strict=True))
+
+
+def test_example_of_the_documentation():
+    sampler = ElasticSampler(8, 8, shuffle=False)
+    assert [sampler.share(rank, 3).indices.tolist() for rank in range(3)] == [[0, 1], [2, 3, 4], [5, 6, 7]]
+
+
+def test_a_batch_stays_until_it_is_counted_as_consumed():
+    sampler = ElasticSampler(10, 4)
+    first = sampler.batch()
+    assert torch.equal(sampler.batch(), first)
+    sampler.advance()
+    assert not torch.equal(sampler.batch(), first)
+
+
+def test_epochs_are_shuffled_anew_and_by_the_seed():
+    def epochs(seed):
+        used = consume(ElasticSampler(40, 40, seed=seed), [1, 1])
+        return used[:40], used[40:]
+
+    first, second = epochs(0)
+    assert first != second
+    assert epochs(0) == (first, second)
+    assert epochs(1)[0] != first
+    assert consume(ElasticSampler(5, 5, shuffle=False), [1, 2]) == [0, 1, 2, 3, 4] * 2
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    used = consume(ElasticSampler(3, 8), [2])
+    assert len(used) == 8
+    assert sorted(used[:3]) == sorted(used[3:6]) == [0, 1, 2]
+
+
+def test_state_is_plain_and_goes_through_json():
+    sampler = ElasticSampler(10, 4, seed=3)
+    consume(sampler, [1, 2, 3])
+    state = json.loads(json.dumps(sampler.state_dict()))
+    assert len(json.dumps(state)) < 200
+    again = ElasticSampler(10, 4, seed=3)
+    again.load_state_dict(state)
+    assert again.state_dict() == sampler.state_dict()
+    assert torch.equal(again.batch(), sampler.batch())
+
+
+def test_another_batch_size_goes_on_with_the_next_sample():
+    sampler = ElasticSampler(10, 4)
+    used = consume(sampler, [1])
+    larger = ElasticSampler(10, 6)
+    larger.load_state_dict(sampler.state_dict())
+    assert sorted(used + consume(larger, [1])) == list(range(10))
+
+
+@pytest.mark.parametrize("other", [{"num_samples": 11}, {"seed": 1}, {"shuffle": False}])
+def test_state_of_other_data_is_refused(other):
+    arguments = {"num_samples": 10, "batch_size": 4, "seed": 0, "shuffle": True}
+    state = ElasticSampler(**(arguments | other)).state_dict()
+    name = next(iter(other))
+    with pytest.raises(ValueError, match=f"taken with {name}={other[name]}, this sampler has {arguments[name]}"):
+        ElasticSampler(**arguments).load_state_dict(state)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (10, 0), (-1, 1)])
+def test_wrong_sizes(sizes):
+    with pytest.raises(ValueError, match=f"got {sizes[0]}, {sizes[1]}"):
+        ElasticSampler(*sizes)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])
+def test_wrong_ranks(rank, size):
+    with pytest.raises(ValueError, match=f"rank={rank}, size={size}"):
+        ElasticSampler(10, 4).share(rank, size)
