@@ -100,7 +100,7 @@ class Job:
         self.memory.mkdir(mode=0o700)
         self._lighthouse = None if lighthouse else start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
         self.address = lighthouse or self._lighthouse.address()
-        defaults = {"hang_limit": 10.0, "agree_limit": 30.0, "members": members, "join_every": 5}
+        defaults = {"hang_limit": 10.0, "agree_limit": 30.0, "rejoin_limit": 1.0, "members": members, "join_every": 5}
         places = {"job": self.name, "memory_dir": str(self.memory)}
         self.session = defaults | places | session
         self.workers: list[Worker] = []
@@ -136,6 +136,12 @@ class Job:
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
+
+    def restart_lighthouse(self) -> None:
+        """A new Lighthouse at the old address, without any memory."""
+        self.stop_lighthouse()
+        port = self.address.rsplit(":", 1)[1]
+        self._lighthouse = start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5, bind=f"0.0.0.0:{port}")
 
     def close(self) -> None:
         for each in self.workers:

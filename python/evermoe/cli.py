@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
         help="processes over all machines that a new job waits for (default: --workers)",
     )
     run.add_argument("--lighthouse", help="http://host:port of a running torchft_lighthouse; default: one of its own")
-    run.add_argument("--job", default="job", help="name of the job, the same on all machines (%(default)s)")
+    run.add_argument("--job", help="name of the job, the same on all machines (default: the program's name)")
     run.add_argument("--restarts", type=int, default=0, help="times a crashed worker is started again (%(default)s)")
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
@@ -67,7 +68,8 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError(f"expected --workers >= 1 and --restarts >= 0, got {options.workers}, {options.restarts}")
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
     members = options.members or options.workers
-    job = Job(command, options.job, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
+    name = options.job or Path(options.program[0]).stem
+    job = Job(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
     return run(job, options.workers, options.restarts)
 
 

@@ -36,6 +36,8 @@ class SessionConfig:
     """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps."""
     agree_limit: float = 300.0
     """Seconds that agreement on the members may take, the Lighthouse being away included."""
+    rejoin_limit: float = 5.0
+    """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
     join_every: int = 5
     """Steps between looks for new members."""
     max_grad_norm: float | None = None
@@ -47,6 +49,8 @@ class SessionConfig:
         for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
+        if self.rejoin_limit < 0:
+            raise ValueError(f"Session: expected rejoin_limit >= 0 seconds, got {self.rejoin_limit}")
         for name in ("hang_limit", "agree_limit"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Session: expected {name} > 0 seconds, got {getattr(self, name)}")

@@ -13,6 +13,10 @@ class PeerLost(EvermoeError):
     """A member of the group died, hung past the limit or closed its socket; the session recovers from it."""
 
 
+class UnitsMissing(PeerLost):
+    """No member that is here now has some units; the session waits a while for others that may come back."""
+
+
 class LostExperts(EvermoeError):
     """No copy of some units is left in any memory and no checkpoint holds them. `units` names them."""
 

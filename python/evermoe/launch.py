@@ -70,7 +70,10 @@ class Job:
         self.stop()
         if self._server is not None:
             self._server.shutdown()
-            shutil.rmtree(self.memory, ignore_errors=True)  # nobody else can continue a job of this machine alone
+
+    def forget(self) -> None:
+        """Removes the job's shared memory on this machine."""
+        shutil.rmtree(self.memory, ignore_errors=True)
 
     @property
     def memory(self) -> Path:
@@ -139,7 +142,12 @@ def run(job: Job, workers: int, restarts: int) -> int:
     failed = [code for code in codes if code > 0]
     if lost:
         print(f"evermoe run: {len(lost)} of {workers} workers were killed", file=sys.stderr)
-    return failed[0] if failed else int(0 not in codes)
+    if not failed and 0 in codes:
+        job.forget()
+        return 0
+    if job.memory.exists():
+        print(f"evermoe run: started again with --job {job.name}, the job goes on from {job.memory}", file=sys.stderr)
+    return failed[0] if failed else 1
 
 
 class LaunchError(EvermoeError):

@@ -112,7 +112,7 @@ class MoE(nn.Module):
         arrived_NH = all_to_all(rows_NH, send_ER.sum(0), receive_RE.sum(1), self.group)
         outputs_NH = self._run_experts(arrived_NH, receive_RE[:, self.experts])
         returned_NH = all_to_all(outputs_NH, receive_RE.sum(1), send_ER.sum(0), self.group)
-        return ops.unpermute(returned_NH, positions_TK, weights_TK).reshape(x.shape)
+        return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x.dtype).reshape(x.shape)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = self.router(x_TH).float()

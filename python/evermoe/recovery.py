@@ -20,7 +20,7 @@ from evermoe import checkpoint, planning
 from evermoe._native import digest
 from evermoe.copies import CopyStore, StoredCopy
 from evermoe.elastic import Group
-from evermoe.errors import CorruptCopy, LostExperts
+from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.units import TrainingState, expert_unit
 
 ROUND_BYTES = 256 << 20
@@ -42,6 +42,8 @@ class Inventory:
     experts: dict[str, list[int]]
     load: list[list[float]]
     checkpoints: list[int]
+    patient: bool
+    """Whether it would still wait for others when units are missing."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -87,6 +89,7 @@ class Recovery:
         slots: expert slots per rank and layer, or None for the fewest that give every expert a replica, plus one.
         min_replicas: active replicas of each expert where slots allow.
         checkpoints: folder of the checkpoints on disk, or None.
+        patient: units that nobody here has are waited for (`UnitsMissing`), not given up.
         phase: is told the name of each phase as it begins: `rebuild`, `fetch`, `verify`.
     """
 
@@ -100,10 +103,12 @@ class Recovery:
         slots: int | None,
         min_replicas: int,
         checkpoints: Path | None,
+        patient: bool,
         phase: Callable[[str], None],
     ) -> None:
         self.state, self.store, self.group, self.version = state, store, group, version
-        self.slots, self.min_replicas, self.checkpoints, self.phase = slots, min_replicas, checkpoints, phase
+        self.slots, self.min_replicas, self.checkpoints = slots, min_replicas, checkpoints
+        self.patient, self.phase = patient, phase
         self.outcome = Outcome()
         self._stored: dict[tuple[str, int, int], StoredCopy] = {}
         self._packed: dict[str, Tensor] = {}
@@ -114,6 +119,7 @@ class Recovery:
 
         Raises:
             PeerLost: another member was lost meanwhile; nothing has changed here.
+            UnitsMissing: some units are nowhere, and all members are still patient; the same on all members.
             LostExperts: some units survive nowhere.
         """
         inventories = [Inventory.from_bytes(b) for b in self.group.all_gather_bytes(self._survey().to_bytes())]
@@ -122,6 +128,8 @@ class Recovery:
             target = planning.recovery_plan(self._sizes(), holdings, [[] for _ in holdings])
             newest = max(version for held in holdings for _, version, _, _ in held)
             self.outcome.newest = max(self.outcome.newest, newest if target.version is None else target.version)
+            if target.version is None and all(inventory.patient for inventory in inventories):
+                raise UnitsMissing(f"{len(target.lost)} units are in nobody's memory: {', '.join(target.lost[:4])}")
             on_disk = self._newest_checkpoint(inventories)
             if on_disk is not None and on_disk > (target.version if target.version is not None else -1):
                 self.outcome.lost_units = list(target.lost)
@@ -164,7 +172,7 @@ class Recovery:
         holdings += [(unit, version, value, SNAPSHOT) for unit, version, value in self._stored]
         experts = {path: layer.experts for path, layer in self.state.layers.items()}
         found = sorted(checkpoint.find(self.checkpoints)) if self.checkpoints else []
-        return Inventory(self.version, holdings, experts, self.state.load_LE.tolist(), found)
+        return Inventory(self.version, holdings, experts, self.state.load_LE.tolist(), found, self.patient)
 
     def _sizes(self) -> list[tuple[str, int]]:
         return [(unit.name, unit.nbytes) for unit in self.state.units]

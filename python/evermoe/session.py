@@ -9,6 +9,7 @@ version is whole in all memories, so a committed step is never rolled back while
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -27,7 +28,7 @@ from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore, bundles
 from evermoe.data import ElasticSampler
 from evermoe.elastic import Membership, start_local_lighthouse
-from evermoe.errors import CorruptCopy, PeerLost
+from evermoe.errors import CorruptCopy, PeerLost, UnitsMissing
 from evermoe.parallel import ExpertReducer, reduce_dense
 from evermoe.recovery import Outcome, Recovery
 from evermoe.units import TrainingState
@@ -167,6 +168,8 @@ class Session:
         """The newest step that is whole in all memories; -1 before the first copy."""
         self._failed = False
         self._saved_version = -1
+        self._missing_since = math.inf
+        """Since when some units are in nobody's memory; infinite when none are missing."""
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
         self._generation = -1
@@ -214,6 +217,8 @@ class Session:
         self.group.drop(f"a member failed: {type(failure).__name__}")
 
     def _count_attempt(self, attempts: int) -> int:
+        if self._missing_since < math.inf:
+            return attempts  # bounded by rejoin_limit
         if attempts + 1 >= MOST_ATTEMPTS:
             raise PeerLost(
                 f"{MOST_ATTEMPTS} recoveries in a row without a committed step at step {self.step}; the last failure: "
@@ -391,8 +396,14 @@ class Session:
             return True
         try:
             self._recover(report, clock)
+        except UnitsMissing as missing:
+            self._missing_since = min(self._missing_since, time.monotonic())
+            self.group.drop(str(missing))
+            time.sleep(0.2)  # nothing tells that a holder has come back: agree again and see
+            return False
         except PeerLost:
             return False
+        self._missing_since = math.inf
         return True
 
     def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
@@ -426,6 +437,7 @@ class Session:
             slots=config.slots,
             min_replicas=config.min_replicas,
             checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
+            patient=config.rejoin_limit > 0 and time.monotonic() < self._missing_since + config.rejoin_limit,
             phase=phase,
         )
 

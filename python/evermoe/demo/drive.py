@@ -127,24 +127,31 @@ class Run:
             hang_limit=options.hang_limit,
             environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
         )
-        with job, self._progress() as progress:
-            bar = progress.add_task(self.title, total=steps, loss="", speed="", members="", age="")
-            for worker in range(options.workers):
-                extra = ["--die-at", str(kills[worker])] if worker in kills else []
-                self._start(job, worker, *extra)
-            spare = self._start(job, options.workers, "--spare", stdin=subprocess.PIPE) if join is not None else None
-            while True:
-                step = self._follow(progress, bar)
-                self._bury(job, kills)
-                if spare is not None and join is not None and step >= join and self._is_ready(spare):
-                    self._let_in(spare)
-                    spare = None
-                if all(worker.process.poll() is not None for worker in job.workers if worker is not spare):
-                    break
-                self._check_alive(job)
-                time.sleep(0.02)
-            self._follow(progress, bar)
+        try:
+            with job, self._progress() as progress:
+                self._drive(job, progress, kills, join, steps)
+        finally:
+            job.forget()
         return self.events
+
+    def _drive(self, job: Job, progress: Progress, kills: Mapping[int, int], join: int | None, steps: int) -> None:
+        options = self.options
+        bar = progress.add_task(self.title, total=steps, loss="", speed="", members="", age="")
+        for worker in range(options.workers):
+            extra = ["--die-at", str(kills[worker])] if worker in kills else []
+            self._start(job, worker, *extra)
+        spare = self._start(job, options.workers, "--spare", stdin=subprocess.PIPE) if join is not None else None
+        while True:
+            step = self._follow(progress, bar)
+            self._bury(job, kills)
+            if spare is not None and join is not None and step >= join and self._is_ready(spare):
+                self._let_in(spare)
+                spare = None
+            if all(worker.process.poll() is not None for worker in job.workers if worker is not spare):
+                break
+            self._check_alive(job)
+            time.sleep(0.02)
+        self._follow(progress, bar)
 
     def _arguments(self, steps: int, copies: int) -> list[str]:
         model = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
