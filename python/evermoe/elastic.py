@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torchft.coordination import LighthouseClient, LighthouseServer, ManagerServer
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
 from evermoe.errors import JoinTimeout, PeerLost
 
@@ -130,8 +132,6 @@ class Group:
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
-        from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
-
         self.drop("the group is being rebuilt")
         if not self._groups:
             self._groups["cpu"] = ProcessGroupGloo(timeout=timeout)
@@ -190,12 +190,19 @@ class Membership:
     def _store_address(self) -> str:
         return f"{self._own_store.host}:{self._own_store.port}"
 
-    def agree(self, *, version: int, expected: int = 1, on_quorum: Callable[[], None] = lambda: None) -> bool:
+    def agree(
+        self,
+        *,
+        version: int,
+        expected: int = 1,
+        on_wait: Callable[[], None] = lambda: None,
+        on_quorum: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Collective over the living. True when the membership changed: `group` and `members` are then new.
 
-        `expected`: a job in which nobody has been in a group yet waits for that many members. `on_quorum` is called
-        between the agreement on a new membership and the rebuilding of the group. Members are ordered by id; `rank`
-        is the position.
+        `expected`: a job in which nobody has been in a group yet waits for that many members, and calls `on_wait`
+        meanwhile. `on_quorum` is called between the agreement on a new membership and the rebuilding of the group.
+        Members are ordered by id; `rank` is the position.
 
         Raises:
             JoinTimeout: too few members, or no Lighthouse, within `agree_limit` seconds.
@@ -207,10 +214,9 @@ class Membership:
         while time.monotonic() < deadline:
             try:
                 asked = self._quorum(version, deadline)
-                if asked is None:
-                    continue
                 if len(asked) < expected and not any(m.data["established"] for m in asked):
                     problem = f"{len(asked)} of {expected} members have come"
+                    on_wait()
                     time.sleep(0.05)
                     continue
                 return self._adopt(asked, on_quorum)
@@ -226,9 +232,7 @@ class Membership:
             "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
         )
 
-    def _quorum(self, version: int, deadline: float) -> list[Any] | None:
-        from torchft.coordination import LighthouseClient, ManagerServer
-
+    def _quorum(self, version: int, deadline: float) -> list[Any]:
         limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), 30.0)))
         if self._client is None:
             self._client = LighthouseClient(self._lighthouse, limit)
@@ -308,8 +312,6 @@ def start_lighthouse(*, heartbeat_limit: float, join_limit: float, bind: str = "
         join_limit: seconds that a quorum waits for a member that beats but does not ask (busy, or hung).
         bind: `host:port` to listen on; port 0 picks a free one.
     """
-    from torchft.coordination import LighthouseServer
-
     return LighthouseServer(
         bind=bind,
         min_replicas=1,

@@ -25,5 +25,9 @@ class LostExperts(EvermoeError):
         self.units = units
 
 
+class JobFinished(EvermoeError):
+    """The job that this process wanted to join has committed its last step already."""
+
+
 class JoinTimeout(EvermoeError):
     """Too few members came, or the Lighthouse did not answer, within the time limit."""

@@ -51,7 +51,7 @@ class Job:
     lighthouse: str | None = None
     memory_dir: str = "/dev/shm"
     hang_limit: float = 30.0
-    heartbeat_limit: float = 0.5
+    heartbeat_limit: float = 0.4
     environment: Mapping[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
     _server: Any = None
@@ -64,6 +64,8 @@ class Job:
             self._server, self.lighthouse = start_local_lighthouse(
                 heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
             )
+        self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (self.memory / "finished").unlink(missing_ok=True)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -90,6 +92,7 @@ class Job:
             "EVERMOE_NODE": node,
             "EVERMOE_MEMBERS": str(self.members),
             "EVERMOE_MEMORY_DIR": self.memory_dir,
+            "EVERMOE_FINISHED": str(self.memory / "finished"),
             "LOCAL_RANK": str(index),
         }
         if self._server is not None and sys.platform == "linux":
@@ -145,7 +148,7 @@ def run(job: Job, workers: int, restarts: int) -> int:
     if not failed and 0 in codes:
         job.forget()
         return 0
-    if job.memory.exists():
+    if any(job.memory.glob("*/*.arena")):
         print(f"evermoe run: started again with --job {job.name}, the job goes on from {job.memory}", file=sys.stderr)
     return failed[0] if failed else 1
 

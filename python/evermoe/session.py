@@ -28,7 +28,7 @@ from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore, bundles
 from evermoe.data import ElasticSampler
 from evermoe.elastic import Membership, start_local_lighthouse
-from evermoe.errors import CorruptCopy, PeerLost, UnitsMissing
+from evermoe.errors import CorruptCopy, JobFinished, PeerLost, UnitsMissing
 from evermoe.parallel import ExpertReducer, reduce_dense
 from evermoe.recovery import Outcome, Recovery
 from evermoe.units import TrainingState
@@ -37,6 +37,8 @@ STEP_BITS = 40
 """A version is `generation << STEP_BITS | step`: of two lines of history, the newer membership's wins."""
 LOAD_DECAY = 0.9
 """Weight of the past in the moving average of the experts' load."""
+FINISHED_FILE = "EVERMOE_FINISHED"
+"""Environment variable set by `evermoe run`: the file that says that the job is over."""
 MOST_ATTEMPTS = 20
 """Recoveries in a row without a committed step, after which the session gives up."""
 
@@ -167,9 +169,9 @@ class Session:
         self.copied_step = -1
         """The newest step that is whole in all memories; -1 before the first copy."""
         self._failed = False
-        self._saved_version = -1
         self._missing_since = math.inf
         """Since when some units are in nobody's memory; infinite when none are missing."""
+        self._saved_version = -1
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
         self._generation = -1
@@ -203,6 +205,8 @@ class Session:
                     attempts = 0 if self.step > before else self._count_attempt(attempts)
                 elif self._finish():
                     break
+        except JobFinished:
+            return
         except GeneratorExit:
             raise  # the caller left the loop; if an exception made it, the step has seen it
         except BaseException as failure:
@@ -235,7 +239,14 @@ class Session:
             self.group.all_reduce(torch.ones(1))
         except PeerLost:
             return False
+        if FINISHED_FILE in os.environ:
+            Path(os.environ[FINISHED_FILE]).touch()
         return True
+
+    def _stop_if_finished(self) -> None:
+        """A process that came too late must not wait for members of a job that is over."""
+        if FINISHED_FILE in os.environ and Path(os.environ[FINISHED_FILE]).exists():
+            raise JobFinished(f"job {self.config.job} has committed all its steps")
 
     def _verify(self) -> None:
         """Says whether replicas and copies still equal each other, bit for bit, after all that happened."""
@@ -390,6 +401,7 @@ class Session:
         changed = self.membership.agree(
             version=self._version,
             expected=self.config.members or 1,
+            on_wait=self._stop_if_finished,
             on_quorum=lambda: clock.enter("rebuild"),
         )
         if not changed:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from evermoe.demo.corpus import read_text
 from evermoe.demo.summary import PHASES, Event, summarise
 from evermoe.demo.train import add_arguments as add_worker_arguments
 from evermoe.launch import Job, LaunchError, Worker
@@ -93,6 +94,7 @@ def check(options: argparse.Namespace) -> dict[int, int]:
         raise ValueError(
             f"--kill: expected at least one survivor of {options.workers} workers, got {len(workers)} kills"
         )
+    read_text(options.data)
     if options.join is None:
         options.join = options.steps * 2 // 3
     if not options.no_join and not 0 <= options.join < options.steps:

@@ -103,9 +103,6 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
     corpus = Corpus(options.data, options.sequence)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, fused=True)
     sampler = evermoe.ElasticSampler(len(corpus), options.batch, seed=options.seed)
-    reporter.write("ready", {"pid": os.getpid(), "parameters": sum(p.numel() for p in model.parameters())})
-    if options.spare and not sys.stdin.readline():
-        return
     session = evermoe.Session(
         model,
         optimizer,
@@ -120,6 +117,9 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         checkpoint_every=options.checkpoint_every,
     )
     reporter.session = session
+    reporter.write("ready", {"pid": os.getpid(), "parameters": sum(p.numel() for p in model.parameters())})
+    if options.spare and not sys.stdin.readline():
+        return
     for step in session.steps(options.steps):
         with step:
             loss = model.loss(corpus[step.indices].to(device))
