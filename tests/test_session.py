@@ -58,6 +58,7 @@ def test_second_death_during_the_recovery(start_job, point):
     for survivor in (workers[0], workers[3]):
         recovered = check_recovered(workers, survivor)
         assert (recovered["members"], recovered["step"], recovered["digests_mismatched"]) == (2, FAULT, 0)
+        assert recovered["time"] - workers[1].events("fault")[0]["time"] < job.session["hang_limit"]
 
 
 def test_node_of_two_processes_dies_whole(start_job):
