@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from evermoe import CorruptCopy, ElasticSampler, Session, checkpoint
+from evermoe import CorruptCopy, ElasticSampler, Session, checkpoint, load_weights
 from evermoe.elastic import Group
 from test_units import digests, everyone, make
 from worker import SAMPLES, Model, dataset
@@ -99,7 +99,7 @@ def test_a_changed_byte_is_found(tmp_path):
     _, _, state = make("sgd")
     path = write(tmp_path, state, 1)
     damage(path / "units-0.safetensors")
-    with pytest.raises(CorruptCopy, match=r"expected \d+ bytes with digest [0-9a-f]{16}, got"):
+    with pytest.raises(CorruptCopy, match=r"expected digest [0-9a-f]{16}, the bytes have"):
         checkpoint.read(checkpoint.read_manifest(path), state, names(state))
 
 
@@ -112,10 +112,10 @@ def test_cut_and_missing_files_are_found(tmp_path):
     path = write(tmp_path, state, 1)
     manifest = checkpoint.read_manifest(path)
     cut(path / "units-0.safetensors")
-    with pytest.raises(CorruptCopy, match="cannot be read for this model"):
+    with pytest.raises(CorruptCopy, match="cannot be read"):
         checkpoint.read(manifest, state, names(state))
     (path / "units-0.safetensors").unlink()
-    with pytest.raises(CorruptCopy, match="cannot be read for this model"):
+    with pytest.raises(CorruptCopy, match="cannot be read"):
         checkpoint.read(manifest, state, names(state))
 
 
@@ -123,10 +123,45 @@ def test_checkpoint_of_another_model(tmp_path):
     _, _, state = make("sgd")
     _, _, other = make("sgd-momentum")
     path = write(tmp_path, state, 1)
-    with pytest.raises(CorruptCopy, match="cannot be read for this model"):
+    with pytest.raises(CorruptCopy, match="belongs to another model"):
         checkpoint.read(checkpoint.read_manifest(path), other, names(other))
     with pytest.raises(CorruptCopy, match="has no unit nothing"):
         checkpoint.read(checkpoint.read_manifest(path), state, ["nothing"])
+
+
+def test_weights_alone_go_into_a_model_without_a_session(tmp_path):
+    _, _, state = make("adamw")
+    path = write(tmp_path, state, 1)
+    model, _, other = make("adamw")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    load_weights(model, path)
+    assert all(parameter.count_nonzero() for parameter in model.parameters() if parameter.dim() > 1)
+    expected, found = (everyone_weights(each) for each in (state, other))
+    assert expected == found
+    file = path / "units-0.safetensors"
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")  # behind the header
+    file.write_bytes(content[:start] + bytes(byte ^ 1 for byte in content[start:]))
+    with pytest.raises(CorruptCopy, match="the bytes have"):
+        load_weights(model, path)
+    with pytest.raises(CorruptCopy, match="has no unit"):
+        load_weights(torch.nn.Sequential(torch.nn.Linear(2, 2)), path)
+
+
+def everyone_weights(state):
+    """The first piece of each unit but the loop's own: its weights."""
+    return {
+        unit.name: next(iter(unit.tensors(data).values())).tolist()
+        for unit, data in ((u, read_unit(state, u)) for u in state.units if u.name != "session")
+    }
+
+
+def read_unit(state, unit):
+    data = torch.empty(unit.nbytes, dtype=torch.uint8)
+    state.read(unit.name, data)
+    return data
 
 
 # ---- as a session uses them

@@ -1,6 +1,7 @@
 """evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`."""
 
 from evermoe import ops
+from evermoe.checkpoint import load_weights
 from evermoe.config import SessionConfig
 from evermoe.data import ElasticSampler, Share
 from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, PeerLost
@@ -25,6 +26,7 @@ __all__ = [
     "Step",
     "UnsupportedState",
     "load_balancing_loss",
+    "load_weights",
     "moe_layers",
     "ops",
 ]

@@ -11,19 +11,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from evermoe._native import digest
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy
-from evermoe.units import TrainingState
+from evermoe.units import TrainingState, weight_tensors
 
 FORMAT = 1
 KEPT = 2
@@ -32,11 +32,13 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: its version and, per unit, its file and xxh3-64 digest."""
+    """What a checkpoint holds: its version and, per unit, its file and the xxh3-64 digest of its bytes."""
 
     path: Path
     version: int
     units: dict[str, tuple[str, int]]
+    pieces: dict[str, list[str]]
+    """Per unit: the names of its tensors, in the order of its bytes."""
 
 
 def find(directory: Path) -> dict[int, Path]:
@@ -62,8 +64,9 @@ def read_manifest(path: Path) -> Manifest:
         content = json.loads((path / "manifest.json").read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, expected {FORMAT}")
-        units = {name: (file, int(value, 16)) for name, (file, value) in content["units"].items()}
-        return Manifest(path, int(content["version"]), units)
+        units = {name: (file, int(value, 16)) for name, (file, value, _) in content["units"].items()}
+        pieces = {name: names for name, (_, _, names) in content["units"].items()}
+        return Manifest(path, int(content["version"]), units, pieces)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptCopy(f"{path / 'manifest.json'} is no manifest of a checkpoint: {error}") from None
 
@@ -79,12 +82,12 @@ def write(directory: Path, state: TrainingState, mine: Sequence[str], version: i
     draft.mkdir(parents=True, exist_ok=True)
     file = f"units-{group.rank}.safetensors"
     tensors: dict[str, Tensor] = {}
-    digests: dict[str, tuple[str, str]] = {}
+    digests: dict[str, tuple[str, str, list[str]]] = {}
     for name in mine:
         unit = state.by_name[name]
         data = torch.empty(unit.nbytes, dtype=torch.uint8)
         state.read(name, data)
-        digests[name] = (file, f"{digest(data.numpy()):016x}")
+        digests[name] = (file, f"{digest(data.numpy()):016x}", [piece.name for piece in unit.pieces])
         tensors |= {f"{name}/{piece}": tensor.contiguous() for piece, tensor in unit.tensors(data).items()}
     save_file(tensors, draft / file)
     _flush(draft / file)
@@ -110,6 +113,36 @@ def read(manifest: Manifest, state: TrainingState, names: Sequence[str]) -> dict
         CorruptCopy: a unit is missing, has another layout than the model, or does not match its digest.
     """
     units: dict[str, Tensor] = {}
+    for name, tensors in _read_units(manifest, names):
+        pieces = [(piece.name, piece.shape, piece.dtype) for piece in state.by_name[name].pieces]
+        found = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
+        if pieces != found:
+            raise CorruptCopy(f"{name} in {manifest.path} belongs to another model: expected {pieces}, got {found}")
+        units[name] = _as_bytes(tensors)
+    return units
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Loads a checkpoint's weights, without optimizer state, into a model that holds all its experts (no session).
+
+        evermoe.load_weights(model, "checkpoints/step-00000500")
+
+    Raises:
+        CorruptCopy: the folder is no checkpoint of such a model, or its bytes do not match their digests.
+    """
+    manifest = read_manifest(Path(path))
+    targets = weight_tensors(model)
+    with torch.no_grad():
+        for name, tensors in _read_units(manifest, list(targets)):
+            for key, target in targets[name].items():
+                if key not in tensors or tensors[key].shape != target.shape:
+                    found = list(tensors[key].shape) if key in tensors else "nothing"
+                    raise CorruptCopy(f"{path}: expected {name}/{key} of shape {list(target.shape)}, found {found}")
+                target.copy_(tensors[key])
+
+
+def _read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The tensors of each unit, digests checked."""
     by_file: dict[str, list[str]] = {}
     for name in names:
         if name not in manifest.units:
@@ -119,18 +152,19 @@ def read(manifest: Manifest, state: TrainingState, names: Sequence[str]) -> dict
         try:
             with safe_open(manifest.path / file, framework="pt") as source:
                 for name in members:
-                    pieces = [source.get_tensor(f"{name}/{piece.name}") for piece in state.by_name[name].pieces]
-                    units[name] = torch.cat([p.contiguous().reshape(-1).view(torch.uint8) for p in pieces])
+                    tensors = {key: source.get_tensor(f"{name}/{key}") for key in manifest.pieces[name]}
+                    found, expected = digest(_as_bytes(tensors).numpy()), manifest.units[name][1]
+                    if found != expected:
+                        raise CorruptCopy(
+                            f"{name} in {manifest.path}: expected digest {expected:016x}, the bytes have {found:016x}"
+                        )
+                    yield name, tensors
         except (SafetensorError, OSError) as error:
-            raise CorruptCopy(f"{manifest.path / file} cannot be read for this model: {error}") from None
-    for name, data in units.items():
-        expected = state.by_name[name].nbytes
-        if len(data) != expected or digest(data.numpy()) != manifest.units[name][1]:
-            raise CorruptCopy(
-                f"{name} in {manifest.path}: expected {expected} bytes with digest {manifest.units[name][1]:016x}, "
-                f"got {len(data)} bytes with digest {digest(data.numpy()):016x}"
-            )
-    return units
+            raise CorruptCopy(f"{manifest.path / file} cannot be read: {error}") from None
+
+
+def _as_bytes(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()])
 
 
 def _prune(directory: Path) -> None:

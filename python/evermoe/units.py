@@ -99,17 +99,11 @@ class TrainingState:
     # ---- which units there are
 
     def _find_dense_units(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-        expert_parameters = {id(layer.weights) for layer in self.layers.values()}
-        seen: set[int] = set(expert_parameters)
         units: dict[str, dict[str, Tensor]] = {"session": {"progress": self.progress, "load": self.load_LE}}
-        for path, module in model.named_modules():
-            tensors: dict[str, Tensor] = {}
-            for name, tensor in [*module.named_parameters(recurse=False), *_persistent_buffers(module)]:
-                if id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    tensors |= {name: tensor} | self._optimizer_tensors(name, tensor)
-            if tensors:
-                units[path or "model"] = tensors
+        for path, weights in dense_tensors(model).items():
+            units[path] = {}
+            for name, tensor in weights.items():
+                units[path] |= {name: tensor} | self._optimizer_tensors(name, tensor)
         return units
 
     def _optimizer_tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
@@ -215,6 +209,28 @@ class TrainingState:
         """The state stored last; empty when none was."""
         text = self.progress.numpy().tobytes().rstrip(b"\0")
         return json.loads(text) if text else {}
+
+
+def dense_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Parameters and persistent buffers by module path and name, without the experts; a tied one where it is first."""
+    seen = {id(layer.weights) for layer in moe_layers(model).values()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *_persistent_buffers(module)]:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.setdefault(path or "model", {})[name] = tensor
+    return found
+
+
+def weight_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Like `dense_tensors`, with the local experts' rows as units of their own."""
+    experts = {
+        expert_unit(path, expert): {"weights": layer.weights[row]}
+        for path, layer in moe_layers(model).items()
+        for row, expert in enumerate(layer.experts)
+    }
+    return dense_tensors(model) | experts
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -149,9 +149,10 @@ class Run:
             if spare is not None and join is not None and step >= join and self._is_ready(spare):
                 self._let_in(spare)
                 spare = None
-            if all(worker.process.poll() is not None for worker in job.workers if worker is not spare):
-                break
+            ended = all(worker.process.poll() is not None for worker in job.workers if worker is not spare)
             self._check_alive(job)
+            if ended:
+                break
             time.sleep(0.02)
         self._follow(progress, bar)
 
