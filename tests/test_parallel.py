@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from evermoe import PeerLost, parallel
+from evermoe import PeerLost, elastic, parallel
 from evermoe.elastic import Group
 from evermoe.parallel import ExpertReducer, Slice, reduce_dense
 from ranks import run_ranks
@@ -96,6 +100,26 @@ def test_a_dropped_group_raises_peer_lost_everywhere(tmp_path):
     results = run_ranks(tmp_path, 3, drop_and_try)
     assert all("among 3 members failed: " in message for messages in results for message in messages)
     assert all(message.endswith("for the test") for message in results[1])
+
+
+def wait_for_a_slow_peer(group, place):
+    """Members connect within a shorter time than they wait for each other afterwards."""
+    elastic.CONNECT_SECONDS = 0.3
+    store = dist.FileStore(place, group.size)
+    group.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=20))
+    box = torch.zeros(1)
+    for _ in range(2):
+        if group.rank == 1:
+            time.sleep(0.8)
+        group.exchange([(torch.ones(1), 0)] if group.rank == 1 else [], [] if group.rank == 1 else [(box, 1)])
+        if group.rank == 1:
+            time.sleep(0.8)
+        group.all_reduce(torch.ones(1))
+    return box
+
+
+def test_slow_is_not_dead(tmp_path):
+    assert run_ranks(tmp_path, 2, wait_for_a_slow_peer, str(tmp_path / "second"))[0].item() == 1
 
 
 # ---- gradients of experts

@@ -47,7 +47,7 @@ def test_two_of_five_killed_at_once(start_job):
         assert (recovered["members"], recovered["digests_mismatched"]) == (3, 0)
 
 
-@pytest.mark.parametrize("point", ["phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
+@pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_every=50)
     # copying after step 4 is the first time that these events name step 5, the recovery's copying the second
@@ -58,6 +58,23 @@ def test_second_death_during_the_recovery(start_job, point):
     for survivor in (workers[0], workers[3]):
         recovered = check_recovered(workers, survivor)
         assert (recovered["members"], recovered["step"], recovered["digests_mismatched"]) == (2, FAULT, 0)
+        assert recovered["time"] - workers[1].events("fault")[0]["time"] < job.session["hang_limit"]
+
+
+def test_node_of_two_processes_dies_whole(start_job):
+    """Copies lie on another node, not in another process of the same one."""
+    job = start_job(4, join_every=50, slots=1)
+    nodes = {"a": "left", "b": "right", "c": "left", "d": "right"}
+    dying = [at("vote")]
+    faults = {"a": dying, "b": [], "c": dying, "d": []}
+    workers = [job.start(name, *faults[name], session={"node": node}) for name, node in nodes.items()]
+    assert [workers[i].join() for i in (0, 2)] == [-9, -9]
+    job.lose_node("left")
+    assert [workers[i].join() for i in (1, 3)] == [0, 0]
+    check_history(workers)
+    for survivor in workers[1::2]:
+        recovered = check_recovered(workers, survivor)
+        assert (recovered["members"], recovered["step"], recovered["steps_lost"]) == (2, FAULT, 0)
 
 
 @pytest.mark.parametrize("point", ["forward", "vote", "copy"])
@@ -106,6 +123,20 @@ def test_joiner_is_taken_in_at_a_step_boundary(start_job):
     assert recovered["step"] >= 6
     assert recovered["step"] % 5 == 0
     assert recovered["sources"]["peer"] == recovered["fetched_units"] > 0
+
+
+@pytest.mark.parametrize("point", ["phase agree", "phase fetch", "copy", "confirm"])
+def test_joiner_dies_while_it_joins(start_job, point):
+    job = start_job(2)
+    job.open_gate(6)
+    workers = job.start_all({}, "ab", gated=True, steps=20)
+    workers[0].wait_for("gate", step=6)
+    workers.append(job.start("c", Fault(point), steps=20))
+    workers[2].wait_for("phase", phase="agree")
+    job.open_gate(20)
+    assert [each.join() for each in workers] == [0, 0, -9]
+    check_history(workers)
+    assert workers[0].events("done")[0]["version"] == workers[1].events("done")[0]["version"]
 
 
 def test_every_worker_is_replaced_one_after_the_other(start_job):

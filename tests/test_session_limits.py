@@ -137,6 +137,16 @@ def test_leaving_the_loop_early_is_a_clean_exit(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_memory_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"job": f"file{os.getpid()}", "memory_dir": str(tmp_path / "file")}
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
+    with pytest.raises(OSError, match=str(tmp_path / "file")):
+        next(session.steps(1))
+
+
 def test_no_lighthouse(start_job):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.1
 """How often a member tells the Lighthouse that it lives."""
+CONNECT_SECONDS = 3.0
+"""Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
 
 
 class Group:
@@ -46,6 +48,7 @@ class Group:
         self.rank = 0
         self.size = 1
         self._groups: dict[str, Any] = {}
+        self._timeout = timedelta(0)
         self.broken: str | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -118,8 +121,11 @@ class Group:
     def _wait(self, start: Callable[[Any], Any], device: str) -> str | None:
         try:
             works = start(self._groups[device])
-            for work in works if isinstance(works, list) else [works]:
-                work.wait()
+            if not isinstance(works, list):
+                works.wait()
+                return None
+            for work in works:  # gloo's point-to-point would wait as long as connecting may take
+                work.wait(self._timeout)
         except RuntimeError as error:
             return str(error).split("\n", 1)[0]
         return None
@@ -137,10 +143,13 @@ class Group:
             self._groups["cpu"] = ProcessGroupGloo(timeout=timeout)
             if device.type == "cuda":
                 self._groups["cuda"] = ProcessGroupNCCL(timeout=timeout)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._timeout = rank, size, timeout
         if size > 1:
+            connect = timedelta(seconds=CONNECT_SECONDS * (1 + size // 100))
+            self._groups["cpu"].set_timeout(min(connect, timeout))
             for name, group in self._groups.items():
                 group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
+            self._groups["cpu"]._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
         self.broken = None
 
 
