@@ -36,7 +36,7 @@ test-rust:
 test-python: setup
 	$(BIN)/python -m pytest -q -m "not gpu"
 
-test-torch: setup ## The ops of this very build on the oldest and the newest supported torch
+test-torch: setup ## This very build on the oldest and the newest supported torch
 	for version in 2.10.0 2.15.0; do tests/on_torch.sh $$version || exit 1; done
 
 check: setup lint test kernels ## Everything that must hold before a commit

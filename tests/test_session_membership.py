@@ -59,3 +59,18 @@ def test_waiting_for_missing_units_has_an_end(start_job):
     assert [each.join(30) for each in workers] == [1, -9, 1]
     assert time.monotonic() - started < 30
     assert workers[0].events("failed")[0]["error"] == "LostExperts"
+
+
+def test_worker_with_another_optimizer_is_turned_away(start_job):
+    job = start_job(2)
+    job.open_gate(6)
+    workers = job.start_all({}, "ab", gated=True, steps=30)
+    workers[0].wait_for("gate", step=6)
+    stranger = job.start("c", optimizer="sgd", steps=30)
+    stranger.wait_for("phase", phase="agree")
+    job.open_gate(30)
+    assert stranger.join() == 1
+    assert stranger.events("failed")[0]["error"] == "ValueError"
+    assert "differs from the job's" in stranger.events("failed")[0]["message"]
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)

@@ -148,7 +148,9 @@ def run(job: Job, workers: int, restarts: int) -> int:
     if not failed and 0 in codes:
         job.forget()
         return 0
-    if any(job.memory.glob("*/*.arena")):
+    if not any(job.memory.glob("*/*.arena")):
+        job.forget()
+    else:
         print(f"evermoe run: started again with --job {job.name}, the job goes on from {job.memory}", file=sys.stderr)
     return failed[0] if failed else 1
 
