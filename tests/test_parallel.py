@@ -13,7 +13,7 @@ from torch import nn
 
 from evermoe import PeerLost, elastic, parallel
 from evermoe.elastic import Group
-from evermoe.parallel import ExpertReducer, Slice, reduce_dense
+from evermoe.parallel import ExpertReducer, Slice, complete_gradients, reduce_dense
 from ranks import run_ranks
 
 
@@ -189,6 +189,7 @@ def reduce_parameters(group, bucket_bytes):
     for number, parameter in enumerate(parameters[:4]):
         if number != group.rank:  # some rank lacks each of the first ones, all lack the last
             parameter.grad = torch.full_like(parameter, float(1 + number + 10 * group.rank))
+    complete_gradients(parameters, group)
     reduce_dense(parameters, group)
     return [parameter.grad for parameter in parameters]
 

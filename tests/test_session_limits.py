@@ -122,7 +122,7 @@ def test_alone_killed_and_started_again(start_job):
     assert losses(killed) | losses(again) == pytest.approx(reference()[0], abs=1e-5)
 
 
-def test_leaving_the_loop_early_is_a_clean_exit(tmp_path):
+def test_leaving_the_loop_early_keeps_the_memory_until_close(tmp_path):
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     options = {"job": f"early{os.getpid()}", "memory_dir": str(tmp_path)}
@@ -134,6 +134,8 @@ def test_leaving_the_loop_early_is_a_clean_exit(tmp_path):
             assert list(tmp_path.glob("**/*.arena"))
             break
     assert session.step == 3
+    assert list(tmp_path.glob("**/*.arena"))
+    session.close()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,6 +71,6 @@ def test_worker_with_another_optimizer_is_turned_away(start_job):
     job.open_gate(30)
     assert stranger.join() == 1
     assert stranger.events("failed")[0]["error"] == "ValueError"
-    assert "differs from the job's" in stranger.events("failed")[0]["message"]
+    assert "differs from that of job" in stranger.events("failed")[0]["message"]
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)

@@ -6,7 +6,8 @@ from evermoe.config import SessionConfig
 from evermoe.data import ElasticSampler, Share
 from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, PeerLost
 from evermoe.moe import MoE, load_balancing_loss, moe_layers
-from evermoe.session import RecoveryReport, Session, Step
+from evermoe.report import RecoveryReport
+from evermoe.session import Session, Step
 from evermoe.units import UnsupportedState
 
 __version__ = "0.1.0"

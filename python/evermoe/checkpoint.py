@@ -168,8 +168,7 @@ def _as_bytes(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def _prune(directory: Path) -> None:
-    whole = sorted(path for path in directory.glob("step-*") if path.suffix != ".writing")
-    for path in whole[:-KEPT]:
+    for _, path in sorted(find(directory).items())[:-KEPT]:
         shutil.rmtree(path, ignore_errors=True)
 
 

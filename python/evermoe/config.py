@@ -33,10 +33,11 @@ class SessionConfig:
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
     hang_limit: float = 30.0
-    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps."""
+    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps
+    and than a checkpoint takes to write."""
     agree_limit: float = 300.0
     """Seconds that agreement on the members may take, the Lighthouse being away included."""
-    rejoin_limit: float = 5.0
+    rejoin_limit: float = 30.0
     """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
     join_every: int = 5
     """Steps between looks for new members."""
@@ -49,6 +50,8 @@ class SessionConfig:
         for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
+        if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
+            raise ValueError("Session: lighthouse is set, so job must name the job, the same for all members")
         if self.rejoin_limit < 0:
             raise ValueError(f"Session: expected rejoin_limit >= 0 seconds, got {self.rejoin_limit}")
         for name in ("hang_limit", "agree_limit"):

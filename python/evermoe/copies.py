@@ -77,6 +77,23 @@ class CopyStore:
         """Of the arenas found in the directory; 0 when there is none."""
         return max((generation for generation, _ in self._files()), default=0)
 
+    def check_model(self) -> None:
+        """Refuses to work in memory that another model has left behind.
+
+        Raises:
+            ValueError: the message names the folder.
+        """
+        for _, path in self._files():
+            try:
+                layout = json.loads(Arena.open(str(path)).meta)["layout"]
+            except (CorruptCopy, FileNotFoundError):
+                continue
+            if layout != self.state.layout:
+                raise ValueError(
+                    f"{self.directory} holds the memory of a job that trained another model or optimizer. To go on "
+                    "with it, start its own script; to start afresh, give the job another name or remove the folder."
+                )
+
     def _files(self) -> Iterator[tuple[int, Path]]:
         for path in sorted(self.directory.glob("*.arena")):
             match = _FILE.match(path.name)
@@ -96,7 +113,7 @@ class CopyStore:
             if rank not in bundle.holders:
                 continue
             path = self.directory / f"{generation:010d}-{number}-{member}.arena"
-            meta = json.dumps({"generation": generation, "member": member, "holders": bundle.holders})
+            meta = json.dumps({"generation": generation, "member": member, "layout": self.state.layout})
             units = [(name, self.state.by_name[name].nbytes) for name in bundle.units]
             kept = _Kept(bundle, Arena.create(str(path), meta, units))
             (self._own if bundle.holders[0] == rank else self._peers).append(kept)
@@ -155,8 +172,8 @@ class CopyStore:
 
     def prune(self, generation: int) -> None:
         """Removes the arenas of earlier generations: a newer version is whole on all nodes."""
-        for found, path in self._files():
-            if found < generation:
+        for path in self.directory.glob("*.arena*"):  # with drafts of a process that was killed while it made one
+            if path.name[:10].isdigit() and int(path.name[:10]) < generation:
                 path.unlink(missing_ok=True)
 
     def close(self, member: str) -> None:

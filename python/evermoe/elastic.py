@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.1
 """How often a member tells the Lighthouse that it lives."""
+RETURN_SECONDS = 1.0
+"""Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
 
@@ -126,9 +128,17 @@ class Group:
                 return None
             for work in works:  # gloo's point-to-point would wait as long as connecting may take
                 work.wait(self._timeout)
-        except RuntimeError as error:
-            return str(error).split("\n", 1)[0]
+        except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
+            return str(error).split("\n", 1)[0] or "the group was aborted"
         return None
+
+    def is_whole(self) -> bool:
+        """Whether everything that was started on a GPU has arrived: NCCL's waits only order streams. Waits for it."""
+        nccl = self._groups.get("cuda") if self.size > 1 else None
+        if nccl is None:
+            return True
+        torch.cuda.current_stream().synchronize()
+        return self.broken is None and nccl.errored() is None
 
     def drop(self, reason: str) -> None:
         """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
@@ -142,6 +152,7 @@ class Group:
         if not self._groups:
             self._groups["cpu"] = ProcessGroupGloo(timeout=timeout)
             if device.type == "cuda":
+                torch.cuda.set_device(device)
                 self._groups["cuda"] = ProcessGroupNCCL(timeout=timeout)
         self.rank, self.size, self._timeout = rank, size, timeout
         if size > 1:
@@ -171,21 +182,42 @@ class _Agreement:
     ids: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What members of one job have in common; others may not join it."""
+
+    job: str
+    layout: str
+    """Digest of the model's and optimizer's units."""
+
+
 class Membership:
     """Agrees with the living on who takes part, and rebuilds `group` when that changed."""
 
     def __init__(
-        self, *, lighthouse: str, node: str, device: torch.device, hang_limit: float, agree_limit: float
+        self,
+        *,
+        lighthouse: str,
+        identity: Identity,
+        node: str,
+        device: torch.device,
+        hang_limit: float,
+        agree_limit: float,
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
         self.node = node
+        self.identity = identity
         self.group = Group()
+        self.established = False
+        """Set by the session: this member has state of the running job."""
         self.generation = 0
         self.members: list[Member] = []
         self._lighthouse = lighthouse
         self._device = device
         self._hang_limit = timedelta(seconds=hang_limit)
         self._agree_limit = agree_limit
+        self._quorum_limit = max(30.0, 2 * hang_limit)
+        self._known: list[str] = []
         self._agreement = _Agreement()
         self._client: Any = None
         self._heart: Any = None
@@ -209,23 +241,33 @@ class Membership:
     ) -> bool:
         """Collective over the living. True when the membership changed: `group` and `members` are then new.
 
-        `expected`: a job in which nobody has been in a group yet waits for that many members, and calls `on_wait`
+        `expected`: a job in which nobody is established yet waits for that many members, and calls `on_wait`
         meanwhile. `on_quorum` is called between the agreement on a new membership and the rebuilding of the group.
         Members are ordered by id; `rank` is the position.
 
         Raises:
             JoinTimeout: too few members, or no Lighthouse, within `agree_limit` seconds.
+            ValueError: the Lighthouse serves another job, or the job trains another model.
         """
         deadline = time.monotonic() + self._agree_limit
         if self.group.broken is not None:
             self._agreement = _Agreement()
         problem = "no answer"
+        known = set(self._known)
+        # With nothing wrong here, who is absent may just not have reached a Lighthouse that is new.
+        suspect = self.group.broken is None
+        answered: float | None = None
         while time.monotonic() < deadline:
             try:
-                asked = self._quorum(version, deadline)
+                asked = self._without_strangers(self._quorum(version, deadline))
+                answered = answered or time.monotonic()
                 if len(asked) < expected and not any(m.data["established"] for m in asked):
                     problem = f"{len(asked)} of {expected} members have come"
                     on_wait()
+                    time.sleep(0.05)
+                    continue
+                absent = known - {member.replica_id for member in asked}
+                if suspect and absent and time.monotonic() < answered + RETURN_SECONDS:
                     time.sleep(0.05)
                     continue
                 return self._adopt(asked, on_quorum)
@@ -233,6 +275,7 @@ class Membership:
                 problem = str(error).split("\n", 1)[0]
                 logger.info("agreement failed, trying again: %s", problem)
                 self._client = None
+                suspect, answered = True, None
                 self._agreement = _Agreement()
                 self.group.drop(problem)
                 time.sleep(0.1)
@@ -242,7 +285,7 @@ class Membership:
         )
 
     def _quorum(self, version: int, deadline: float) -> list[Any]:
-        limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), 30.0)))
+        limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), self._quorum_limit)))
         if self._client is None:
             self._client = LighthouseClient(self._lighthouse, limit)
         if self._heart is None:
@@ -259,7 +302,9 @@ class Membership:
             )
         data = {
             "epoch": self._agreement.epoch,
-            "established": bool(self.members),
+            "established": self.established,
+            "job": self.identity.job,
+            "layout": self.identity.layout,
             "generation": self.generation,
             "node": self.node,
             "store": self._store_address,
@@ -267,6 +312,22 @@ class Membership:
         }
         quorum = self._client.quorum(self.id, limit, world_size=1, data=data)
         return sorted(quorum.participants, key=lambda member: member.replica_id)
+
+    def _without_strangers(self, asked: list[Any]) -> list[Any]:
+        """Those of this job; it is theirs who are established, or else of the first by id."""
+        first = next((member for member in asked if member.data["established"]), asked[0]).data
+        if not self.established and first["job"] != self.identity.job:
+            raise ValueError(
+                f"the Lighthouse {self._lighthouse} serves job {first['job']!r}, this worker belongs to job "
+                f"{self.identity.job!r}: start one Lighthouse for each job"
+            )
+        if not self.established and first["layout"] != self.identity.layout:
+            raise ValueError(
+                f"this worker's model or optimizer differs from that of job {first['job']!r}: their units have other "
+                "names, shapes or types. Start it with the same script and options as the others."
+            )
+        mine = {"job": self.identity.job, "layout": self.identity.layout}
+        return [member for member in asked if {key: member.data[key] for key in mine} == mine]
 
     def _adopt(self, asked: list[Any], on_quorum: Callable[[], None]) -> bool:
         ids = [member.replica_id for member in asked]
@@ -280,6 +341,7 @@ class Membership:
         self.group.rebuild(store, ids.index(self.id), len(ids), self._device, self._hang_limit)
         self.members = [Member(m.replica_id, m.data["node"], int(m.data["version"])) for m in asked]
         self._agreement = _Agreement(epoch, ids)
+        self._known = ids
         return True
 
     def _store(self, address: str) -> Any:

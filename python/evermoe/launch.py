@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -55,6 +56,7 @@ class Job:
     environment: Mapping[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
     _server: Any = None
+    _lock: Any = None
 
     def __enter__(self) -> Job:
         os.environ.setdefault("RUST_LOG", "warn")  # torchft's server logs every quorum otherwise
@@ -65,6 +67,13 @@ class Job:
                 heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
             )
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = (self.memory / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"job {self.name!r} is already running on this machine (it holds {self.memory}): choose another --job"
+            ) from None
         (self.memory / "finished").unlink(missing_ok=True)
         return self
 
@@ -122,6 +131,7 @@ def run(job: Job, workers: int, restarts: int) -> int:
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are stopped, too
     node = os.environ.get("EVERMOE_NODE", socket.gethostname())
     codes: list[int] = []
     with job:

@@ -131,32 +131,33 @@ class ExpertReducer:
         return torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
 
 
-def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
-    """Sums the gradients of replicated parameters over all ranks by all-reduce, in buckets of one dtype.
+def complete_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Makes all ranks agree on which parameters have a gradient: missing on some ranks means zeros there.
 
-    A parameter without a gradient on some ranks counts as zeros there; one without a gradient on every rank keeps
-    `grad = None`, so that the optimizer skips it.
+    One that has none on any rank keeps `grad = None`, so that the optimizer skips it. Collective.
     """
+    counts = torch.tensor([float(p.grad is not None) for p in parameters])
+    group.all_reduce(counts)
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if count > 0 and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Sums the gradients of replicated parameters over all ranks by all-reduce, in buckets of one dtype. Collective."""
     if group.size == 1:
         return
-    has_gradient = torch.tensor([float(p.grad is not None) for p in parameters])
-    group.all_reduce(has_gradient)
-    buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter, count in zip(parameters, has_gradient.tolist(), strict=True):
-        if count == 0:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        bucket = buckets.setdefault((parameter.dtype, parameter.device), [])
-        bucket.append(parameter)
-        if sum(p.numel() * p.element_size() for p in bucket) >= BUCKET_BYTES:
-            _reduce_bucket(buckets.pop((parameter.dtype, parameter.device)), group)
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        bucket = buckets.setdefault((gradient.dtype, gradient.device), [])
+        bucket.append(gradient)
+        if sum(each.nbytes for each in bucket) >= BUCKET_BYTES:
+            _reduce_bucket(buckets.pop((gradient.dtype, gradient.device)), group)
     for bucket in buckets.values():
         _reduce_bucket(bucket, group)
 
 
-def _reduce_bucket(parameters: list[nn.Parameter], group: Group) -> None:
-    gradients = [p.grad for p in parameters if p.grad is not None]
+def _reduce_bucket(gradients: list[Tensor], group: Group) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     group.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):

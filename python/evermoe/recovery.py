@@ -20,7 +20,7 @@ from evermoe import checkpoint, planning
 from evermoe._native import digest
 from evermoe.copies import CopyStore, StoredCopy
 from evermoe.elastic import Group
-from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnitsMissing
+from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.units import TrainingState, expert_unit
 
 ROUND_BYTES = 256 << 20
@@ -38,8 +38,6 @@ class Inventory:
     """What one member brings to a recovery."""
 
     version: int
-    layout: str
-    """Digest of the names and sizes of its units."""
     holdings: list[Holding]
     experts: dict[str, list[int]]
     load: list[list[float]]
@@ -123,10 +121,8 @@ class Recovery:
             PeerLost: another member was lost meanwhile; nothing has changed here.
             UnitsMissing: some units are nowhere, and all members are still patient; the same on all members.
             LostExperts: some units survive nowhere.
-            ValueError: the members train another model than this one.
         """
         inventories = [Inventory.from_bytes(b) for b in self.group.all_gather_bytes(self._survey().to_bytes())]
-        self._check_layouts(inventories)
         while True:
             holdings = self._usable(inventories)
             target = planning.recovery_plan(self._sizes(), holdings, [[] for _ in holdings])
@@ -162,21 +158,6 @@ class Recovery:
 
     # ---- survey
 
-    def _check_layouts(self, inventories: Sequence[Inventory]) -> None:
-        layouts = [inventory.layout for inventory in inventories]
-        newest = max(inventories, key=lambda inventory: inventory.version)
-        if layouts[self.group.rank] != newest.layout:
-            raise ValueError(
-                "this worker's model or optimizer differs from the job's: their units have other names or sizes. "
-                "Start it with the same script and options as the others."
-            )
-        if any(layout != newest.layout for layout in layouts):
-            self.group.drop("a worker with another model wanted to join")
-            raise PeerLost("a worker with another model wanted to join")
-
-    def _layout(self) -> str:
-        return f"{digest(np.frombuffer(json.dumps(self._sizes()).encode(), np.uint8)):016x}"
-
     def _survey(self) -> Inventory:
         holdings: list[Holding] = []
         for name in self.state.held():
@@ -191,9 +172,7 @@ class Recovery:
         holdings += [(unit, version, value, SNAPSHOT) for unit, version, value in self._stored]
         experts = {path: layer.experts for path, layer in self.state.layers.items()}
         found = sorted(checkpoint.find(self.checkpoints)) if self.checkpoints else []
-        return Inventory(
-            self.version, self._layout(), holdings, experts, self.state.load_LE.tolist(), found, self.patient
-        )
+        return Inventory(self.version, holdings, experts, self.state.load_LE.tolist(), found, self.patient)
 
     def _sizes(self) -> list[tuple[str, int]]:
         return [(unit.name, unit.nbytes) for unit in self.state.units]

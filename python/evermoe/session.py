@@ -9,12 +9,14 @@ version is whole in all memories, so a committed step is never rolled back while
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,15 +25,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evermoe import checkpoint, planning
+from evermoe import checkpoint, planning, progress
 from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore, bundles
 from evermoe.data import ElasticSampler
-from evermoe.elastic import Membership, start_local_lighthouse
+from evermoe.elastic import Identity, Membership, start_local_lighthouse
 from evermoe.errors import CorruptCopy, JobFinished, PeerLost, UnitsMissing
-from evermoe.parallel import ExpertReducer, reduce_dense
-from evermoe.recovery import Outcome, Recovery
+from evermoe.parallel import ExpertReducer, complete_gradients, reduce_dense
+from evermoe.recovery import Recovery
+from evermoe.report import Listener, PhaseClock, RecoveryReport
 from evermoe.units import TrainingState
+
+logger = logging.getLogger(__name__)
 
 STEP_BITS = 40
 """A version is `generation << STEP_BITS | step`: of two lines of history, the newer membership's wins."""
@@ -41,24 +46,6 @@ FINISHED_FILE = "EVERMOE_FINISHED"
 """Environment variable set by `evermoe run`: the file that says that the job is over."""
 MOST_ATTEMPTS = 20
 """Recoveries in a row without a committed step, after which the session gives up."""
-
-Listener = Callable[[str, dict[str, Any]], None]
-
-
-@dataclass
-class RecoveryReport:
-    """One recovery as this member saw it. Times are seconds, `started_at` is on the wall clock."""
-
-    started_at: float
-    seconds: dict[str, float] = field(default_factory=dict)
-    """By phase: agree, rebuild, fetch, verify."""
-    step: int = 0
-    """The step from which all go on."""
-    steps_lost: int = 0
-    """Steps that had to be undone: 0 unless the newest copies were damaged or the job went back to a checkpoint."""
-    members: int = 0
-    reason: str = ""
-    outcome: Outcome = field(default_factory=Outcome)
 
 
 class Step:
@@ -151,11 +138,13 @@ class Session:
         lighthouse = self.config.lighthouse
         if lighthouse is None:
             self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
-        job, node = self.config.job or f"job-{os.getpid()}", self.config.node or "node"
+        job, node = self.config.job or f"job-{os.getpid()}", self.config.node or socket.gethostname()
         memory = Path(self.config.memory_dir or "/dev/shm")
         self.store = CopyStore(memory / f"evermoe-{job}" / node, self.state)
+        self.store.check_model()
         self.membership = Membership(
             lighthouse=lighthouse,
+            identity=Identity(job, self.state.layout),
             node=node,
             device=next(model.parameters()).device,
             hang_limit=self.config.hang_limit,
@@ -168,7 +157,6 @@ class Session:
         """Mean loss of the last committed step's global batch."""
         self.copied_step = -1
         """The newest step that is whole in all memories; -1 before the first copy."""
-        self._failed = False
         self._missing_since = math.inf
         """Since when some units are in nobody's memory; infinite when none are missing."""
         self._saved_version = -1
@@ -205,20 +193,19 @@ class Session:
                     attempts = 0 if self.step > before else self._count_attempt(attempts)
                 elif self._finish():
                     break
+                else:
+                    attempts = self._count_attempt(attempts)
+            self.close()
         except JobFinished:
-            return
-        except GeneratorExit:
-            raise  # the caller left the loop; if an exception made it, the step has seen it
-        except BaseException as failure:
+            self.close()
+        except BaseException as failure:  # GeneratorExit, too: the caller left the loop
             self._fail(failure)
             raise
-        finally:
-            self.close()
 
     def _fail(self, failure: BaseException | None) -> None:
         """This process gives up: nobody shall wait for it, and its memory stays for the next process."""
-        self._failed = True
         self.group.drop(f"a member failed: {type(failure).__name__}")
+        self._leave()
 
     def _count_attempt(self, attempts: int) -> int:
         if self._missing_since < math.inf:
@@ -255,11 +242,34 @@ class Session:
             warnings.warn(f"replicas or copies differ at step {self.step}: {', '.join(differing[:8])}", stacklevel=3)
         self._emit("verified", {"digests_checked": checked, "digests_mismatched": len(differing), "units": differing})
 
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """For collective work between steps, such as a validation loss: `with session.evaluation(): …`.
+
+        Puts the model in evaluation mode without gradients. When a peer is lost meanwhile the block ends early
+        without an exception, and the session recovers before the next step.
+        """
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        except PeerLost as lost:
+            self.group.drop(str(lost))
+        finally:
+            self.model.train(training)
+
     def close(self) -> None:
-        """Leaves the job, called at the end of `steps`. Removes this member's shared memory, except after an error."""
+        """Leaves the job and removes this member's shared memory.
+
+        `steps` does this when all steps are done. A loop that is left early, by `break` or an error, only leaves the
+        job: its memory stays for the processes that go on with it, until somebody calls this.
+        """
+        self._leave()
+        self.store.close(self.membership.id)
+
+    def _leave(self) -> None:
         self.membership.close()
-        if not self._failed:
-            self.store.close(self.membership.id)
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
@@ -270,6 +280,7 @@ class Session:
         if self.config.seed is not None:
             torch.manual_seed(hash((self.config.seed, step.number, self.group.rank)) % 2**63)
         self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         self._emit("begin", {"step": step.number})
 
     def _commit(self, step: Step) -> bool:
@@ -281,7 +292,8 @@ class Session:
             self._emit("update", {"step": step.number})
             self._update()
             self._copy(step.number + 1)
-        except PeerLost:
+        except PeerLost as lost:
+            self.group.drop(str(lost))
             return False
         self.loss = loss
         self._emit("commit", {"step": step.number, "loss": loss, "members": self.group.size})
@@ -289,14 +301,13 @@ class Session:
         return True
 
     def _expert_gradients(self) -> list[Tensor]:
-        gradients = []
-        for layer in self.state.layers.values():
-            if layer.weights.grad is None:
-                layer.weights.grad = torch.zeros_like(layer.weights)
-            gradients.append(layer.weights.grad)
-        return gradients
+        """Per MoE layer; zeros for one that is frozen or was not used on any rank, whose weights have none."""
+        weights = [layer.weights for layer in self.state.layers.values()]
+        return [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
 
     def _reduce(self) -> None:
+        weights = [layer.weights for layer in self.state.layers.values()]
+        complete_gradients([*self.state.dense, *weights], self.group)
         reduce_dense(self.state.dense, self.group)
         self._reducer.reduce(self._expert_gradients(), self.group)
 
@@ -304,7 +315,8 @@ class Session:
         """All have whole gradients once this returns; carries the loss and the experts' part of the norm for free."""
         assert step._loss is not None
         squares = 0.0 if self.config.max_grad_norm is None else self._expert_squares()
-        ballot = torch.tensor([1.0, float(step._loss), squares], dtype=torch.float64)
+        whole = float(self.group.is_whole())
+        ballot = torch.tensor([whole, float(step._loss), squares], dtype=torch.float64)
         votes, loss, squares = self.group.all_reduce(ballot).tolist()
         if votes != self.group.size:
             raise PeerLost(f"{votes:.0f} of {self.group.size} members voted for step {step.number}")
@@ -357,26 +369,18 @@ class Session:
             self.store.prune(self.membership.generation)
 
     def _save_progress(self) -> None:
-        progress: dict[str, object] = {"sampler": self.sampler.state_dict()}
-        if self.scheduler is not None:
-            progress["scheduler"] = _plain_part(self.scheduler.state_dict())
-        self.state.set_progress(progress)
+        self.state.set_progress(progress.collect(self.sampler, self.optimizer, self.scheduler))
 
     def _load_progress(self) -> None:
-        progress: Any = self.state.get_progress()
-        self.sampler.load_state_dict(progress["sampler"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(progress["scheduler"])
-            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
+        progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
 
     def _checkpoint_if_due(self) -> None:
         every = self.config.checkpoint_every
         if every and self.step % every == 0:
             try:
                 self._checkpoint()
-            except PeerLost:
-                return  # the step itself is committed; the next look finds the group broken and recovers
+            except PeerLost as lost:  # the step itself is committed; the next look finds the group broken
+                warnings.warn(f"the checkpoint of step {self.step} was not written: {lost}", stacklevel=4)
 
     def _checkpoint(self) -> None:
         assert self.config.checkpoint_dir is not None
@@ -394,7 +398,7 @@ class Session:
         if not (self._generation < 0 or self.group.broken or self.step % self.config.join_every == 0):
             return True
         report = RecoveryReport(time.time(), reason=self.group.broken or "a look for new members")
-        clock = _PhaseClock(report.seconds, self._emit)
+        clock = PhaseClock(report.seconds, self._emit)
         if self.group.broken:
             self._emit("lost", {"step": self.step, "reason": self.group.broken})
         clock.enter("agree")
@@ -411,16 +415,20 @@ class Session:
         except UnitsMissing as missing:
             self._missing_since = min(self._missing_since, time.monotonic())
             self.group.drop(str(missing))
+            self._stop_if_finished()
             time.sleep(0.2)  # nothing tells that a holder has come back: agree again and see
             return False
         except PeerLost:
             return False
         self._missing_since = math.inf
+        self.membership.established = True
         return True
 
-    def _recover(self, report: RecoveryReport, clock: _PhaseClock) -> None:
+    def _recover(self, report: RecoveryReport, clock: PhaseClock) -> None:
         report.outcome = self._recovery(clock.enter).run()
         self._version = report.outcome.version
+        generation = max(self.membership.generation, (self._version >> STEP_BITS) + 1)  # versions only ever grow
+        self.membership.generation = generation
         self._saved_version = -1  # members may differ in what they know to be saved
         self._load_progress()
         layers = list(self.state.layers.values())
@@ -429,15 +437,17 @@ class Session:
             [layer.weights.shape[1] for layer in layers],
             self.group.rank,
         )
-        self._generation = self.membership.generation
+        self._generation = generation
         if self.config.copies:
             self._arrange_copies()
         self._copy(self.step)
         clock.stop()
         report.step, report.members = self.step, self.group.size
+        if self.step and not self.membership.established and self.group.rank == 0:
+            logger.warning("job %s goes on from step %d", self.membership.identity.job, self.step)
         report.steps_lost = max(0, _step_of(report.outcome.newest) - self.step)
         self.reports.append(report)
-        self._emit("recovered", _report_fields(report))
+        self._emit("recovered", report.fields())
 
     def _recovery(self, phase: Callable[[str], None]) -> Recovery:
         config = self.config
@@ -474,55 +484,3 @@ class Session:
 
 def _step_of(version: int) -> int:
     return version & ((1 << STEP_BITS) - 1)
-
-
-class _PhaseClock:
-    """Seconds spent in each named phase, one after the other."""
-
-    def __init__(self, seconds: dict[str, float], emit: Listener) -> None:
-        self._seconds, self._emit = seconds, emit
-        self._phase: str | None = None
-        self._since = 0.0
-
-    def enter(self, phase: str) -> None:
-        self.stop()
-        self._phase, self._since = phase, time.perf_counter()
-        self._emit("phase", {"phase": phase})
-
-    def stop(self) -> None:
-        if self._phase is not None:
-            spent = time.perf_counter() - self._since
-            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
-            self._phase = None
-
-
-def _report_fields(report: RecoveryReport) -> dict[str, Any]:
-    outcome = report.outcome
-    return {
-        "started_at": report.started_at,
-        "seconds": dict(report.seconds),
-        "step": report.step,
-        "steps_lost": report.steps_lost,
-        "members": report.members,
-        "reason": report.reason,
-        "fetched_bytes": outcome.fetched_bytes,
-        "fetched_units": outcome.fetched_units,
-        "sources": dict(outcome.sources),
-        "digests_checked": outcome.digests_checked,
-        "digests_mismatched": outcome.digests_mismatched,
-        "lost_units": list(outcome.lost_units),
-    }
-
-
-def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
-    """What JSON carries of a scheduler's state, inner schedulers included. The rest (functions, tables) is constant."""
-    inner = {"_schedulers": [_plain_part(part) for part in state["_schedulers"]]} if "_schedulers" in state else {}
-    return {key: value for key, value in (state | inner).items() if _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, bool | int | float | str)

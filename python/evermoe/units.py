@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from evermoe._native import digest
 from evermoe.errors import EvermoeError
 from evermoe.moe import MoE, moe_layers
 
@@ -84,12 +85,14 @@ class TrainingState:
         self.layers: dict[str, MoE] = moe_layers(model)
         self.optimizer = optimizer
         expert_parameters = {id(layer.weights) for layer in self.layers.values()}
+        if len(expert_parameters) < len(self.layers):
+            raise UnsupportedState("MoE layers may not share their weights: give each layer experts of its own")
         self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
         _create_optimizer_state(optimizer)
         self.progress = torch.zeros(PROGRESS_BYTES, dtype=torch.uint8)
         self.load_LE = torch.zeros(len(self.layers), self._most_experts(), dtype=torch.float64)
         """Moving average of each expert's tokens per step, per layer; the same on all ranks."""
-        self._dense_units = self._find_dense_units(model)
+        self._dense = {"session": {"progress": self.progress, "load": self.load_LE}} | dense_tensors(model)
         self.units = self._list_units()
         self.by_name = {unit.name: unit for unit in self.units}
 
@@ -98,13 +101,18 @@ class TrainingState:
 
     # ---- which units there are
 
-    def _find_dense_units(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-        units: dict[str, dict[str, Tensor]] = {"session": {"progress": self.progress, "load": self.load_LE}}
-        for path, weights in dense_tensors(model).items():
-            units[path] = {}
-            for name, tensor in weights.items():
-                units[path] |= {name: tensor} | self._optimizer_tensors(name, tensor)
-        return units
+    def _dense_state(self, name: str) -> dict[str, Tensor]:
+        """Weights and optimizer state of a unit that all ranks hold; looked up anew, as optimizers may rebind it."""
+        state: dict[str, Tensor] = {}
+        for key, tensor in self._dense[name].items():
+            state |= {key: tensor} | self._optimizer_tensors(key, tensor)
+        return state
+
+    @property
+    def layout(self) -> str:
+        """Digest of all units' names, shapes and types: equal for members that can exchange them."""
+        text = repr([(unit.name, [(p.name, p.shape, str(p.dtype)) for p in unit.pieces]) for unit in self.units])
+        return f"{digest(np.frombuffer(text.encode(), np.uint8)):016x}"
 
     def _optimizer_tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         state = self.optimizer.state.get(parameter, {})
@@ -112,8 +120,8 @@ class TrainingState:
 
     def _list_units(self) -> list[Unit]:
         units = [
-            Unit(name, tuple(Piece(key, tuple(t.shape), t.dtype) for key, t in tensors.items()))
-            for name, tensors in self._dense_units.items()
+            Unit(name, tuple(Piece(key, tuple(t.shape), t.dtype) for key, t in self._dense_state(name).items()))
+            for name in self._dense
         ]
         for path, layer in self.layers.items():
             pieces = tuple(
@@ -132,11 +140,11 @@ class TrainingState:
     def held(self) -> list[str]:
         """Names of the units that this rank trains on: all but the experts of other ranks."""
         experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.experts]
-        return [*self._dense_units, *experts]
+        return [*self._dense, *experts]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
         if unit.layer is None:
-            return self._dense_units[unit.name].values()
+            return self._dense_state(unit.name).values()
         layer = self.layers[unit.layer]
         row = layer.experts.index(unit.expert)  # type: ignore[arg-type]
         return [stack[row] if stack.dim() == 2 else stack for stack in self._stacks(layer).values()]
@@ -241,12 +249,19 @@ def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer create its state now, as its first step would, without changing any parameter.
 
-    A step with zero gradients and a zero learning rate, then step counters back to zero (as
-    torch.distributed.checkpoint does). Optimizers that have state already are left alone.
+    Optimizers that have state already are left alone.
+
+    Raises:
+        UnsupportedState: the state is of a kind that units cannot hold, or does not start from zeros.
     """
-    if any(optimizer.state.values()):
-        _check_optimizer_state(optimizer)
-        return
+    if not any(optimizer.state.values()):
+        _check_start(optimizer)
+        _start_from_zeros(optimizer)
+    _check_optimizer_state(optimizer)
+
+
+def _start_from_zeros(optimizer: torch.optim.Optimizer) -> None:
+    """A step with zero gradients and a zero learning rate, then all state back to zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     saved = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
     for group in optimizer.param_groups:
@@ -266,7 +281,34 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             if isinstance(value, Tensor):
                 value.zero_()
-    _check_optimizer_state(optimizer)
+
+
+def _check_start(optimizer: torch.optim.Optimizer) -> None:
+    """Two steps on scratch tensors: an optimizer whose state starts otherwise than from zeros is refused."""
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        options = {key: value for key, value in group.items() if key != "params"}
+        like = group["params"][0]
+        drawn = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+        results = []
+        for prepared in (False, True):
+            scratch = nn.Parameter(drawn[0].clone())
+            try:
+                fresh = type(optimizer)([{"params": [scratch], **options}])  # type: ignore[call-arg]
+            except TypeError:
+                return  # an optimizer with a constructor of its own: nothing to compare with
+            if prepared:
+                _start_from_zeros(fresh)
+            for gradient in drawn[1:]:
+                scratch.grad = gradient.clone()
+                fresh.step()
+            results.append(scratch.detach())
+        if not torch.equal(*results):
+            raise UnsupportedState(
+                f"{type(optimizer).__name__} with {options} starts from other state than zeros, which a session cannot "
+                "set up before the first step. Use e.g. torch.optim.AdamW(fused=True), or SGD without dampening."
+            )
 
 
 def _check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

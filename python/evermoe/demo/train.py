@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--slots", type=int, default=4, help="expert replicas per worker and layer (%(default)s)")
     run.add_argument("--copies", type=int, default=2, help="nodes that keep each unit's state; 0: none (%(default)s)")
     run.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
+    run.add_argument("--rejoin-limit", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
     run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
     run.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints (%(default)s)")
 
@@ -111,6 +112,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         copies=options.copies,
         slots=options.slots,
         hang_limit=options.hang_limit,
+        rejoin_limit=options.rejoin_limit,
         join_every=1,
         max_grad_norm=1.0,
         checkpoint_dir=Path(options.checkpoint_dir) if options.checkpoint_dir else None,

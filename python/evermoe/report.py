@@ -1,0 +1,69 @@
+"""What a recovery cost, by phase, as this member saw it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from evermoe.recovery import Outcome
+
+Listener = Callable[[str, dict[str, Any]], None]
+"""Is told the name and fields of each event of a session."""
+
+
+@dataclass
+class RecoveryReport:
+    """One recovery as this member saw it. Times are seconds, `started_at` is on the wall clock."""
+
+    started_at: float
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase: agree, rebuild, fetch, verify."""
+    step: int = 0
+    """The step from which all go on."""
+    steps_lost: int = 0
+    """Steps that had to be undone: 0 unless the newest copies were damaged or the job went back to a checkpoint."""
+    members: int = 0
+    reason: str = ""
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def fields(self) -> dict[str, Any]:
+        """What the event `recovered` tells: JSON-able."""
+        outcome = self.outcome
+        return {
+            "started_at": self.started_at,
+            "seconds": dict(self.seconds),
+            "step": self.step,
+            "steps_lost": self.steps_lost,
+            "members": self.members,
+            "reason": self.reason,
+            "fetched_bytes": outcome.fetched_bytes,
+            "fetched_units": outcome.fetched_units,
+            "sources": dict(outcome.sources),
+            "digests_checked": outcome.digests_checked,
+            "digests_mismatched": outcome.digests_mismatched,
+            "lost_units": list(outcome.lost_units),
+        }
+
+
+class PhaseClock:
+    """Seconds spent in each named phase, one after the other."""
+
+    def __init__(self, seconds: dict[str, float], emit: Listener) -> None:
+        self._seconds, self._emit = seconds, emit
+        self._phase: str | None = None
+        self._since = 0.0
+
+    def enter(self, phase: str) -> None:
+        """Ends the running phase and begins this one."""
+        self.stop()
+        self._phase, self._since = phase, time.perf_counter()
+        self._emit("phase", {"phase": phase})
+
+    def stop(self) -> None:
+        """Ends the running phase."""
+        if self._phase is not None:
+            spent = time.perf_counter() - self._since
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
+            self._phase = None
