@@ -1,0 +1,202 @@
+"""Who belongs to a job and what its state is: strangers, leftovers, versions that only grow, settings that travel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import evermoe
+from evermoe import checkpoint, progress
+from evermoe.launch import Job as LaunchedJob
+from evermoe.units import TrainingState, UnsupportedState
+from history import check_history, check_recovered
+from worker import Fault
+
+
+def make_layer(experts=4):
+    torch.manual_seed(0)
+    layer = evermoe.MoE(8, 16, experts, top_k=1)
+    return layer, torch.optim.AdamW(layer.parameters(), fused=True)
+
+
+def run_alone(layer, optimizer, until, **options):
+    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), **options)
+    for step in session.steps(until):
+        with step:
+            step.backward(layer(torch.randn(8, 8)).square().mean())
+    return session
+
+
+def test_versions_grow_when_a_new_job_goes_on_from_an_old_checkpoint(tmp_path):
+    options = {"memory_dir": str(tmp_path), "checkpoint_dir": tmp_path / "saved"}
+    session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), job="old", **options)
+    session.membership.generation = 7  # as after many changes of membership
+    for step in session.steps(3):
+        with step:
+            step.backward(session.model(torch.randn(8, 8)).square().mean())
+    run_alone(*make_layer(), 5, job="new", **options)
+    versions = {path.name: version for version, path in checkpoint.find(tmp_path / "saved").items()}
+    assert versions["step-00000005"] > versions["step-00000003"] > 7 << 40
+
+
+def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
+    job = start_job(2)
+    job.open_gate(6)
+    a, b = job.start_all({name: [Fault("phase fetch", nth=2)] for name in "ab"}, "ab", gated=True)
+    a.wait_for("gate", step=6)
+    c = job.start("c")
+    c.wait_for("phase", phase="agree")
+    job.open_gate(10)
+    assert [a.join(), b.join()] == [-9, -9]
+    again = job.start("a")
+    assert [again.join(), c.join()] == [0, 0]
+    check_history(job.workers)
+    for each in (again, c):
+        recovered = check_recovered(job.workers, each)
+        assert recovered["step"] >= 6
+        assert (recovered["members"], recovered["steps_lost"]) == (2, 0)
+
+
+def test_worker_of_another_job_is_turned_away(start_job):
+    job = start_job(2)
+    job.open_gate(6)
+    workers = job.start_all({}, "ab", gated=True, steps=20)
+    workers[0].wait_for("gate", step=6)
+    stranger = job.start("c", session={"job": "another"}, steps=20)
+    stranger.wait_for("phase", phase="agree")
+    job.open_gate(20)
+    assert stranger.join() == 1
+    assert "start one Lighthouse for each job" in stranger.events("failed")[0]["message"]
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+
+
+def test_memory_of_another_model_is_refused(tmp_path):
+    layer, optimizer = make_layer()
+    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), job="j", memory_dir=str(tmp_path))
+    with pytest.raises(KeyError):
+        for step in session.steps(5):
+            with step:
+                step.backward(layer(torch.randn(8, 8)).square().mean())
+            raise KeyError("outside the step")
+    del step
+    with pytest.raises(ValueError, match=r"another model or optimizer.*remove the folder"):
+        evermoe.Session(*make_layer(5), evermoe.ElasticSampler(64, 8), job="j", memory_dir=str(tmp_path))
+    assert run_alone(*make_layer(), 3, job="j", memory_dir=str(tmp_path)).step == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_job_runs_once_on_a_machine(tmp_path):
+    with (
+        LaunchedJob(["true"], "twice", 1, memory_dir=str(tmp_path)) as job,
+        pytest.raises(ValueError, match="already running on this machine"),
+        LaunchedJob(["true"], "twice", 1, lighthouse=job.lighthouse, memory_dir=str(tmp_path)),
+    ):
+        pass
+
+
+def test_evaluation_ends_early_when_a_peer_is_lost_and_training_goes_on(tmp_path):
+    layer, optimizer = make_layer()
+    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    seen = []
+    for step in session.steps(3):
+        with step:
+            step.backward(layer(torch.randn(8, 8)).square().mean())
+        with session.evaluation():
+            seen.append((layer.training, torch.is_grad_enabled()))
+            if session.step == 2:
+                raise evermoe.PeerLost("somebody")
+        assert layer.training
+    assert seen == [(False, False)] * 3
+    assert session.step == 3
+    assert len(session.reports) == 2
+
+
+def test_frozen_and_unused_experts_stay_as_they_are(tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([evermoe.MoE(8, 16, 4, top_k=1) for _ in range(3)])
+    model[0].weights.requires_grad_(False)
+    before = [layer.weights.detach().clone() for layer in model]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5, fused=True)
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    for step in session.steps(2):
+        with step:
+            step.backward(model[1](model[0](torch.randn(8, 8))).square().mean())
+    assert torch.equal(model[0].weights, before[0])
+    assert not torch.equal(model[1].weights, before[1])
+    assert torch.equal(model[2].weights, before[2])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.NAdam,
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+        torch.optim.Rprop,
+    ],
+)
+def test_optimizers_that_do_not_start_from_zeros_are_refused(make):
+    layer, _ = make_layer()
+    with pytest.raises(UnsupportedState, match="starts from other state than zeros"):
+        TrainingState(layer, make(layer.parameters()))
+
+
+class Rebinding(torch.optim.Optimizer):
+    """Momentum whose buffer is a new tensor in every step."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                old = self.state[p].get("m", torch.zeros_like(p))
+                self.state[p]["m"] = 0.9 * old + (p.grad if p.grad is not None else 0)
+                p.sub_(group["lr"] * self.state[p]["m"])
+
+
+def test_state_that_the_optimizer_rebinds_is_copied_as_it_is_now():
+    layer, _ = make_layer()
+    optimizer = Rebinding(layer.parameters())
+    state = TrainingState(layer, optimizer)
+    layer(torch.randn(5, 8)).sum().backward()
+    optimizer.step()
+    unit = state.by_name["router"]
+    data = torch.empty(unit.nbytes, dtype=torch.uint8)
+    state.read("router", data)
+    assert torch.equal(unit.tensors(data)["weight/m"], optimizer.state[layer.router.weight]["m"])
+    assert optimizer.state[layer.router.weight]["m"].count_nonzero()
+
+
+def test_layers_that_share_their_experts_are_refused():
+    model = torch.nn.ModuleList([evermoe.MoE(8, 16, 4), evermoe.MoE(8, 16, 4)])
+    model[1].weights = model[0].weights
+    with pytest.raises(UnsupportedState, match="may not share"):
+        TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_all_settings_that_a_scheduler_changes_travel():
+    sampler = evermoe.ElasticSampler(64, 8)
+
+    def make():
+        layer, _ = make_layer()
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+    optimizer, scheduler = make()
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    other, other_scheduler = make()
+    assert other.param_groups[0]["betas"] != optimizer.param_groups[0]["betas"]
+    progress.restore(progress.collect(sampler, optimizer, scheduler), sampler, other, other_scheduler)
+    for key in ("lr", "betas", "weight_decay"):
+        assert other.param_groups[0][key] == optimizer.param_groups[0][key]
+        assert type(other.param_groups[0][key]) is type(optimizer.param_groups[0][key])
+
+
+def test_lighthouse_without_a_job_name_is_refused(monkeypatch):
+    monkeypatch.delenv("EVERMOE_JOB", raising=False)
+    with pytest.raises(ValueError, match="job must name the job"):
+        evermoe.SessionConfig(lighthouse="http://127.0.0.1:1")
