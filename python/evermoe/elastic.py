@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import socket
 import time
 import uuid
@@ -23,6 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+os.environ.setdefault("RUST_LOG", "warn")  # torchft reads it when it is imported, and logs every quorum otherwise
+
 from torchft.coordination import LighthouseClient, LighthouseServer, ManagerServer
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 

@@ -59,7 +59,6 @@ class Job:
     _lock: Any = None
 
     def __enter__(self) -> Job:
-        os.environ.setdefault("RUST_LOG", "warn")  # torchft's server logs every quorum otherwise
         if self.lighthouse is None:
             from evermoe.elastic import start_local_lighthouse
 
