@@ -105,6 +105,17 @@ def test_run_says_what_is_wrong(tmp_path):
     assert evermoe("run", "broken.py", folder=tmp_path).returncode == 3
 
 
+@pytest.mark.parametrize("missing", ["rich", "matplotlib"])
+def test_demo_says_what_to_install(missing):
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from evermoe.cli import main; sys.exit(main(['demo', '--help']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"evermoe demo needs {missing}" in done.stderr
+    assert "evermoe[demo]" in done.stderr
+
+
 def test_info_names_versions(tmp_path):
     done = evermoe("info", folder=tmp_path)
     assert done.returncode == 0

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def parser() -> argparse.ArgumentParser:
-    """All commands and flags."""
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """All commands; the demo's flags, which need rich and matplotlib, only where `command` is `demo`."""
     top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
@@ -31,21 +31,21 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
-    if _wants(demo.prog):
+    if command == "demo":
         from evermoe.demo.drive import add_arguments
 
         add_arguments(demo)
     return top
 
 
-def _wants(program: str) -> bool:
-    """Whether this call is for that command: the demo's flags need rich and matplotlib."""
-    return program.rsplit(maxsplit=1)[-1] in sys.argv[1:2]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        options = parser(given[0] if given else None).parse_args(given)
+    except ModuleNotFoundError as error:
+        print(f"evermoe demo needs {error.name}: pip install 'evermoe[demo]'", file=sys.stderr)
+        return 2
     try:
         return {"demo": _demo, "run": _run, "info": _info}[options.command](options)
     except ValueError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from evermoe.demo.summary import Event, commits, episodes
 
@@ -15,15 +16,11 @@ RED, BLUE, GREY = "#c0392b", "#2c6fbb", "#7f8c8d"
 
 def plot_run(events: Mapping[int, Sequence[Event]], tokens_per_step: int, path: Path) -> None:
     """Draws one run of the demo to a PNG. Kills are red lines, the shaded part lasts until the next committed step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = list(commits(events).values())
     start = min(event["time"] for all_rows in events.values() for event in all_rows if event["event"] == "begin")
     times = np.array([event["time"] - start for event in rows])
-    figure, axes = plt.subplots(4, 1, figsize=(9, 10), sharex=True, layout="constrained")
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    axes = figure.subplots(4, 1, sharex=True)
     axes[0].plot(times, [event["loss"] for event in rows], color=BLUE)
     axes[0].set_ylabel("loss")
     axes[1].step(times[1:], tokens_per_step / np.diff(times), where="pre", color=BLUE)
@@ -38,8 +35,7 @@ def plot_run(events: Mapping[int, Sequence[Event]], tokens_per_step: int, path: 
     axes[-1].set_xlabel("seconds")
     axes[0].set_title("evermoe demo: one run, its failures and joins")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    figure.savefig(path, dpi=110, format="png")
 
 
 def _plot_load(axis: Any, times: np.ndarray, rows: Sequence[Event]) -> None:

@@ -1,0 +1,125 @@
+"""The demo's verdict, on events made by hand: every reason to fail is one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from evermoe.demo.summary import episodes, lost_steps, step_seconds, summarise
+
+RECOVERED = {
+    "event": "recovered",
+    "steps_lost": 0,
+    "digests_checked": 10,
+    "digests_mismatched": 0,
+    "fetched_bytes": 100,
+    "fetched_units": 2,
+    "sources": {"peer": 2},
+    "members": 2,
+}
+VERIFIED = {"event": "verified", "digests_checked": 5, "digests_mismatched": 0}
+
+
+def run(steps=8, kill_at=4):
+    """Three workers, a second a step; worker 2 dies half a second into step `kill_at`, the next commit is 3 s later."""
+    events = {worker: [] for worker in range(3)}
+    now = 0.0
+    for step in range(steps):
+        for worker, rows in events.items():
+            if worker < 2 or step <= kill_at:
+                rows.append({"event": "begin", "time": now, "step": step})
+        if step == kill_at:
+            events[2].append({"event": "killed", "time": now + 0.5, "step": step})
+            for rows in (events[0], events[1]):
+                rows.append({"event": "lost", "time": now + 0.6})
+                rows.append({"event": "phase", "phase": "agree", "time": now + 0.6})
+                rows.append({"event": "phase", "phase": "rebuild", "time": now + 1.0})
+                rows.append({"event": "phase", "phase": "fetch", "time": now + 1.2})
+                rows.append({"event": "phase", "phase": "verify", "time": now + 1.5})
+                rows.append(RECOVERED | {"time": now + 2.0})
+            now += 2.5
+        now += 1.0
+        for worker, rows in events.items():
+            if worker < 2 or step < kill_at:
+                members = 3 if step < kill_at else 2
+                rows.append({"event": "copy", "time": now - 0.25, "step": step + 1})
+                rows.append(
+                    {"event": "commit", "time": now, "step": step, "loss": 5.0 - 0.1 * step, "members": members}
+                )
+    for rows in (events[0], events[1]):
+        rows.append(VERIFIED | {"time": now})
+    return events
+
+
+def test_a_good_run_passes():
+    result = summarise(run(), None, 8)
+    assert result["ok"], result["problems"]
+    assert (result["steps_lost"], result["steps_committed"]) == (0, 8)
+    assert result["digests_checked"] == 2 * 10 + 2 * 5
+    assert result["fetched_bytes"] == 200
+    assert result["copy_seconds"] == pytest.approx(0.25)
+
+
+def test_phases_of_a_recovery_add_up():
+    (episode,) = episodes(run())
+    expected = {"detect": 0.1, "agree": 0.4, "rebuild": 0.2, "fetch": 0.3, "verify": 0.5, "repeat": 1.5}
+    assert episode.seconds == pytest.approx(expected)
+    assert episode.total_seconds == pytest.approx(3.0) == pytest.approx(sum(expected.values()))
+    assert (episode.killed, episode.step, episode.members, episode.fetched_units) == ([2], 4, 2, 4)
+
+
+def test_workers_that_join_later_do_not_count_as_survivors():
+    events = run()
+    events[3] = [{"event": "ready", "time": 0.0}, {"event": "begin", "time": 9.0, "step": 6}]
+    assert episodes(events)[0].seconds["detect"] == pytest.approx(0.1)
+
+
+def test_cost_of_copies_is_the_ratio_of_medians():
+    result = summarise(run(12, kill_at=9), run(12, kill_at=9), 12)
+    assert result["copy_overhead"] == pytest.approx(0.0)
+    assert step_seconds(run(12, kill_at=9)) == pytest.approx([1.0] * 5)
+
+
+def fail(events, change):
+    events = copy.deepcopy(events)
+    change(events)
+    return summarise(events, None, 8)["problems"]
+
+
+def test_every_reason_to_fail_is_one():
+    def without_last_commit(events):
+        for rows in events.values():
+            rows[:] = [e for e in rows if not (e["event"] == "commit" and e["step"] == 7)]
+
+    def mismatch(events):
+        events[0][-1]["digests_mismatched"] = 1
+
+    def rising(events):
+        for event in (e for rows in events.values() for e in rows if e["event"] == "commit"):
+            event["loss"] = 1.0 + event["step"]
+
+    def undone(events):
+        next(e for e in events[0] if e["event"] == "recovered")["steps_lost"] = 3
+
+    def repeated(events):
+        events[0].append(dict(next(e for e in events[0] if e["event"] == "commit")))
+
+    def unverified(events):
+        for rows in events.values():
+            rows[:] = [e for e in rows if e["event"] != "verified"]
+
+    assert "1 steps were lost" in fail(run(), without_last_commit)[0]
+    assert "1 digests did not match" in fail(run(), mismatch)[0]
+    assert "the loss did not fall" in fail(run(), rising)[0]
+    assert "3 steps were lost" in fail(run(), undone)[0]
+    assert lost_steps(run(), 8) == 0
+    assert "1 steps were lost" in fail(run(), repeated)[0]
+    assert "no worker verified" in fail(run(), unverified)[0]
+
+
+def test_nobody_left_is_a_problem():
+    events = run()
+    cut = events[2][-1]["time"]
+    events = {worker: [e for e in rows if e["time"] <= cut] for worker, rows in events.items()}
+    assert any("no survivor committed" in problem for problem in summarise(events, None, 8)["problems"])
