@@ -1,6 +1,6 @@
 """Dispatch ops against plain torch and against a copy of the same bytes, in one run.
 
-    python benches/bench_ops.py [--json PATH] [--tokens 8192] [--hidden 1024] [--experts 8 64] [--top-k 1 2]
+    python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192] [--hidden 1024] [--experts 8 64] [--top-k 1 2]
 
 "copy" is `Tensor.copy_` of as many bytes into memory that is already mapped, with as many threads: of the ids
 for the plan, of the rows else. The candidates take turns, so that a slow moment of the machine hits all of
@@ -21,17 +21,20 @@ from evermoe import ops
 raw = torch.ops.evermoe
 
 
-def measure(candidates, seconds):
-    """Median time of each function, in microseconds; they take turns."""
+def measure(candidates, seconds, device):
+    """Median time of each function, in microseconds; they take turns. On a GPU, launch to end."""
     times = {name: [] for name in candidates}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for function in candidates.values():
         function()
+    wait()
     end = time.perf_counter() + seconds
     rounds = 0
     while time.perf_counter() < end or rounds < 5:
         for name, function in candidates.items():
             start = time.perf_counter()
             function()
+            wait()
             times[name].append((time.perf_counter() - start) * 1e6)
         rounds += 1
     return {name: statistics.median(values) for name, values in times.items()}
@@ -41,16 +44,16 @@ def plain_plan(ids_TK):
     """The usual torch way: a stable argsort, and its inverse."""
     row_ids = ids_TK.flatten().argsort(stable=True)
     positions = torch.empty_like(row_ids)
-    positions[row_ids] = torch.arange(row_ids.shape[0])
+    positions[row_ids] = torch.arange(row_ids.shape[0], device=row_ids.device)
     return row_ids, positions.view(ids_TK.shape)
 
 
-def benches(tokens, hidden, experts, top_k, dtype):
+def benches(tokens, hidden, experts, top_k, dtype, device):
     """Yields (op, ours, plain torch or None, copy of the same bytes)."""
     random = torch.Generator().manual_seed(0)
-    ids_TK = torch.randint(experts, (tokens, top_k), generator=random)
-    x_TH = torch.randn(tokens, hidden, generator=random).to(dtype)
-    weights_TK = torch.rand(tokens, top_k, generator=random)
+    ids_TK = torch.randint(experts, (tokens, top_k), generator=random).to(device)
+    x_TH = torch.randn(tokens, hidden, generator=random).to(device, dtype)
+    weights_TK = torch.rand(tokens, top_k, generator=random).to(device)
     counts_E = ops.expert_histogram(ids_TK, experts)
     row_ids, positions_TK = ops.dispatch_plan(ids_TK, counts_E[:, None])
     rows_NH = ops.permute(x_TH, row_ids, positions_TK)
@@ -100,22 +103,30 @@ def benches(tokens, hidden, experts, top_k, dtype):
 
 def run(arguments):
     """Yields one record per op and setting."""
-    for threads in arguments.threads:
+    for threads in arguments.threads[:1] if arguments.device == "cuda" else arguments.threads:
         torch.set_num_threads(threads)
         for dtype in arguments.dtypes:
             for top_k in arguments.top_k:
                 for experts in arguments.experts:
                     setting = {"threads": threads, "dtype": dtype, "top_k": top_k, "experts": experts}
-                    shape = (arguments.tokens, arguments.hidden, experts, top_k, getattr(torch, dtype))
+                    shape = (
+                        arguments.tokens,
+                        arguments.hidden,
+                        experts,
+                        top_k,
+                        getattr(torch, dtype),
+                        arguments.device,
+                    )
                     for name, ours, plain, copy in benches(*shape):
                         candidates = {"ours": ours, "torch": plain, "copy": copy}
                         candidates = {name: f for name, f in candidates.items() if f is not None}
-                        yield {**setting, "op": name, **measure(candidates, arguments.seconds)}
+                        yield {**setting, "op": name, **measure(candidates, arguments.seconds, arguments.device)}
 
 
 def main():
     """Prints a table; writes JSON where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64])
@@ -125,7 +136,11 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.5, help="per op and setting")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
-    print(f"torch {torch.__version__}, {platform.machine()}, T = {arguments.tokens}, H = {arguments.hidden}")
+    if arguments.device == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        print("skipped: no CUDA device, or no kernels in this build")
+        return
+    where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
+    print(f"torch {torch.__version__}, {where}, T = {arguments.tokens}, H = {arguments.hidden}")
     print(f"{'op':<20}{'threads':>8}{'dtype':>10}{'k':>3}{'E':>4}{'us':>10}{'x torch':>9}{'x copy':>8}")
     records = []
     for record in run(arguments):
