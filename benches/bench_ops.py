@@ -1,6 +1,6 @@
 """Dispatch ops against plain torch and against a copy of the same bytes, in one run.
 
-    python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192] [--hidden 1024] [--experts 8 64] [--top-k 1 2]
+    python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192] [--hidden 1024] [--experts 8 64]
 
 "copy" is `Tensor.copy_` of as many bytes into memory that is already mapped, with as many threads: of the ids
 for the plan, of the rows else. The candidates take turns, so that a slow moment of the machine hits all of
