@@ -30,7 +30,7 @@ demo: setup ## Train a small MoE on 4 workers, kill one, recover, let one join
 
 test: test-rust test-python ## All tests that need no GPU
 
-test-rust:
+test-rust: setup
 	cargo test --quiet
 
 test-python: setup
