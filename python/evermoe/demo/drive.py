@@ -335,13 +335,12 @@ def _print(console: Console, result: Mapping[str, Any], options: argparse.Namesp
     facts.add_row("fetched", f"{result['fetched_bytes'] / 1e6:.1f} MB in all recoveries and joins")
     facts.add_row("digests", f"{result['digests_checked']} checked, {result['digests_mismatched']} mismatched")
     facts.add_row("loss", f"{result['loss_first']:.3f} → {result['loss_last']:.3f}")
+    if result["step_seconds"] and options.copies:
+        copying, step = result["copy_seconds"], result["step_seconds"]
+        facts.add_row("copies", f"{copying:.3f} s of each step's {step:.3f} s, {copying / step:.1%}")
     if result.get("copy_overhead") is not None:
-        facts.add_row(
-            "copies",
-            f"{result['copy_overhead']:+.1%} of step time against the run without them "
-            f"({result['step_seconds']:.3f} s against {result['step_seconds_without_copies']:.3f} s); "
-            f"{result['copy_seconds']:.3f} s a step in the training thread",
-        )
+        without, overhead = result["step_seconds_without_copies"], result["copy_overhead"]
+        facts.add_row("", f"a step of the run without copies, just before: {without:.3f} s, so {overhead:+.1%}")
     facts.add_row("picture", options.plot)
     console.print(facts)
     if result["ok"]:
