@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import evermoe
 from evermoe import checkpoint, progress
+from evermoe.elastic import Membership
 from evermoe.launch import Job as LaunchedJob
 from evermoe.units import TrainingState, UnsupportedState
 from history import check_history, check_recovered
@@ -55,6 +58,47 @@ def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
         recovered = check_recovered(job.workers, each)
         assert recovered["step"] >= 6
         assert (recovered["members"], recovered["steps_lost"]) == (2, 0)
+
+
+def test_joiner_left_alone_with_nothing_does_not_start_the_job_again(start_job):
+    job = start_job(1)
+    job.open_gate(6)
+    a = job.start("a", Fault("phase fetch", nth=2), gated=True)
+    a.wait_for("gate", step=6)
+    c = job.start("c")
+    c.wait_for("phase", phase="agree")
+    job.open_gate(10)
+    assert a.join() == -9
+    job.lose_node("a")
+    assert c.join(30) == 1
+    assert c.events("failed")[0]["error"] == "LostExperts"
+    assert c.events("commit") == []
+
+
+@pytest.mark.parametrize("point", ["confirm", "commit", "phase agree"])
+def test_death_that_only_some_have_noticed_between_steps(start_job, point):
+    job = start_job(join_every=1)
+    fault = Fault(point, nth=2 if point == "phase agree" else 1, step=None if point == "phase agree" else 6)
+    workers = a, b, c = job.start_all({"b": [fault]}, steps=12)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for survivor in (a, c):
+        recovered = check_recovered(workers, survivor)
+        assert recovered["members"] == 2
+        assert recovered["time"] - b.events("fault")[0]["time"] < 6
+
+
+def quorum(*members):
+    return [SimpleNamespace(data=dict(zip(("established", "size", "patience"), m, strict=True))) for m in members]
+
+
+def test_all_members_decide_alike_whether_to_wait_for_the_absent():
+    waits = Membership._awaits_others
+    assert waits(quorum((True, 3, 0.7), (True, 3, 0.2)))
+    assert not waits(quorum((True, 3, 0.7), (True, 3, 0.0)))  # one knows that the third is dead
+    assert not waits(quorum((True, 2, 0.7), (True, 2, 0.2)))  # nobody is absent
+    assert waits(quorum((True, 3, 0.7), (True, 3, 0.2), (False, 0, 0.0)))  # a joiner stands in for nobody
+    assert not waits(quorum((False, 0, 0.0)))
 
 
 def test_worker_of_another_job_is_turned_away(start_job):
@@ -110,6 +154,25 @@ def test_evaluation_ends_early_when_a_peer_is_lost_and_training_goes_on(tmp_path
     assert seen == [(False, False)] * 3
     assert session.step == 3
     assert len(session.reports) == 2
+
+
+def test_session_that_has_left_says_so(tmp_path):
+    session = run_alone(*make_layer(), 2, memory_dir=str(tmp_path))
+    with pytest.raises(RuntimeError, match="has left its job"), session.evaluation():
+        pass
+    with pytest.raises(RuntimeError, match="has left its job"):
+        next(session.steps(5))
+
+
+def test_job_without_a_name_leaves_nothing_behind(tmp_path):
+    layer, optimizer = make_layer()
+    session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    for step in session.steps(3):
+        with step:
+            step.backward(layer(torch.randn(8, 8)).square().mean())
+        assert list(tmp_path.glob("**/*.arena"))
+        break
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_frozen_and_unused_experts_stay_as_they_are(tmp_path):
@@ -194,6 +257,17 @@ def test_all_settings_that_a_scheduler_changes_travel():
     for key in ("lr", "betas", "weight_decay"):
         assert other.param_groups[0][key] == optimizer.param_groups[0][key]
         assert type(other.param_groups[0][key]) is type(optimizer.param_groups[0][key])
+
+
+def test_a_scheduler_that_only_one_side_has_is_no_error():
+    sampler = evermoe.ElasticSampler(64, 8)
+    layer, _ = make_layer()
+    with_schedule = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(with_schedule, 0.1, total_steps=20)
+    without = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    progress.restore(progress.collect(sampler, with_schedule, scheduler), sampler, without, None)
+    progress.restore(progress.collect(sampler, without, None), sampler, with_schedule, scheduler)
+    assert without.param_groups[0]["betas"] == with_schedule.param_groups[0]["betas"]
 
 
 def test_lighthouse_without_a_job_name_is_refused(monkeypatch):

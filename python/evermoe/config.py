@@ -15,7 +15,7 @@ class SessionConfig:
     lighthouse: str | None = None
     """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
     job: str | None = None
-    """Name that the job's shared memory goes by (EVERMOE_JOB; default: `job-<pid>`)."""
+    """Name that the job's shared memory goes by (EVERMOE_JOB; default: one that nobody finds again)."""
     node: str | None = None
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
     members: int | None = None

@@ -85,7 +85,7 @@ class CopyStore:
         """
         for _, path in self._files():
             try:
-                layout = json.loads(Arena.open(str(path)).meta)["layout"]
+                layout = json.loads(Arena.open(str(path)).meta).get("layout")
             except (CorruptCopy, FileNotFoundError):
                 continue
             if layout != self.state.layout:

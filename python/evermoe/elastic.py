@@ -222,6 +222,9 @@ class Membership:
         self._agree_limit = agree_limit
         self._quorum_limit = max(30.0, 2 * hang_limit)
         self._known: list[str] = []
+        self._patience = 0.0
+        self.saw_running = False
+        """Whether the job was seen to run: a member without its state must then never start it again."""
         self._agreement = _Agreement()
         self._client: Any = None
         self._heart: Any = None
@@ -257,21 +260,20 @@ class Membership:
         if self.group.broken is not None:
             self._agreement = _Agreement()
         problem = "no answer"
-        known = set(self._known)
         # With nothing wrong here, who is absent may just not have reached a Lighthouse that is new.
-        suspect = self.group.broken is None
+        self._patience = RETURN_SECONDS if self.group.broken is None else 0.0
         answered: float | None = None
         while time.monotonic() < deadline:
             try:
-                asked = self._without_strangers(self._quorum(version, deadline))
+                asked = self._without_strangers(self._ask(version, deadline))
                 answered = answered or time.monotonic()
+                self._patience = min(self._patience, max(0.0, answered + RETURN_SECONDS - time.monotonic()))
                 if len(asked) < expected and not any(m.data["established"] for m in asked):
                     problem = f"{len(asked)} of {expected} members have come"
                     on_wait()
                     time.sleep(0.05)
                     continue
-                absent = known - {member.replica_id for member in asked}
-                if suspect and absent and time.monotonic() < answered + RETURN_SECONDS:
+                if self._awaits_others(asked):
                     time.sleep(0.05)
                     continue
                 return self._adopt(asked, on_quorum)
@@ -279,7 +281,6 @@ class Membership:
                 problem = str(error).split("\n", 1)[0]
                 logger.info("agreement failed, trying again: %s", problem)
                 self._client = None
-                suspect, answered = True, None
                 self._agreement = _Agreement()
                 self.group.drop(problem)
                 time.sleep(0.1)
@@ -287,6 +288,22 @@ class Membership:
             f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}. "
             "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
         )
+
+    def _ask(self, version: int, deadline: float) -> list[Any]:
+        try:
+            return self._quorum(version, deadline)
+        except (RuntimeError, TimeoutError, ConnectionError):
+            self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
+            raise
+
+    @staticmethod
+    def _awaits_others(asked: list[Any]) -> bool:
+        """Whether some are absent and all are patient. From the quorum's data alone, so that all decide the same."""
+        established = [member.data for member in asked if member.data["established"]]
+        if not established:
+            return False
+        absent = max(data["size"] for data in established) > len(established)
+        return absent and min(data["patience"] for data in established) > 0
 
     def _quorum(self, version: int, deadline: float) -> list[Any]:
         limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), self._quorum_limit)))
@@ -307,6 +324,8 @@ class Membership:
         data = {
             "epoch": self._agreement.epoch,
             "established": self.established,
+            "size": len(self._known),
+            "patience": self._patience,
             "job": self.identity.job,
             "layout": self.identity.layout,
             "generation": self.generation,
@@ -319,6 +338,7 @@ class Membership:
 
     def _without_strangers(self, asked: list[Any]) -> list[Any]:
         """Those of this job; it is theirs who are established, or else of the first by id."""
+        asked = [member for member in asked if "layout" in (member.data or {})]  # others use the Lighthouse otherwise
         first = next((member for member in asked if member.data["established"]), asked[0]).data
         if not self.established and first["job"] != self.identity.job:
             raise ValueError(
@@ -331,7 +351,9 @@ class Membership:
                 "names, shapes or types. Start it with the same script and options as the others."
             )
         mine = {"job": self.identity.job, "layout": self.identity.layout}
-        return [member for member in asked if {key: member.data[key] for key in mine} == mine]
+        ours = [member for member in asked if {key: member.data[key] for key in mine} == mine]
+        self.saw_running = self.saw_running or any(member.data["established"] for member in ours)
+        return ours
 
     def _adopt(self, asked: list[Any], on_quorum: Callable[[], None]) -> bool:
         ids = [member.replica_id for member in asked]

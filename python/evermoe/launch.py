@@ -59,12 +59,6 @@ class Job:
     _lock: Any = None
 
     def __enter__(self) -> Job:
-        if self.lighthouse is None:
-            from evermoe.elastic import start_local_lighthouse
-
-            self._server, self.lighthouse = start_local_lighthouse(
-                heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
-            )
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = (self.memory / "lock").open("w")
         try:
@@ -73,6 +67,12 @@ class Job:
             raise ValueError(
                 f"job {self.name!r} is already running on this machine (it holds {self.memory}): choose another --job"
             ) from None
+        if self.lighthouse is None:
+            from evermoe.elastic import start_local_lighthouse
+
+            self._server, self.lighthouse = start_local_lighthouse(
+                heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
+            )
         (self.memory / "finished").unlink(missing_ok=True)
         return self
 

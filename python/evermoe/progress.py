@@ -28,12 +28,12 @@ def collect(
 def restore(
     progress: dict[str, Any], sampler: ElasticSampler, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
 ) -> None:
-    """The inverse of `collect`."""
+    """The inverse of `collect`. Settings and schedulers that only one side knows stay as they are."""
     sampler.load_state_dict(progress["sampler"])
-    if scheduler is not None:
+    if scheduler is not None and "scheduler" in progress:
         scheduler.load_state_dict(progress["scheduler"])
     for group, values in zip(optimizer.param_groups, progress["optimizer"], strict=True):
-        for key, value in values.items():
+        for key, value in ((key, value) for key, value in values.items() if key in group):
             if isinstance(group[key], Tensor):
                 group[key].fill_(value)
             else:

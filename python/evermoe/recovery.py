@@ -44,6 +44,10 @@ class Inventory:
     checkpoints: list[int]
     patient: bool
     """Whether it would still wait for others when units are missing."""
+    established: bool
+    """Whether it has state of the running job."""
+    saw_running: bool
+    """Whether it has seen the job run."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -90,6 +94,7 @@ class Recovery:
         min_replicas: active replicas of each expert where slots allow.
         checkpoints: folder of the checkpoints on disk, or None.
         patient: units that nobody here has are waited for (`UnitsMissing`), not given up.
+        established, saw_running: of `Membership`. A job that was seen to run is never started again from step 0.
         phase: is told the name of each phase as it begins: `rebuild`, `fetch`, `verify`.
     """
 
@@ -104,11 +109,13 @@ class Recovery:
         min_replicas: int,
         checkpoints: Path | None,
         patient: bool,
+        established: bool,
+        saw_running: bool,
         phase: Callable[[str], None],
     ) -> None:
         self.state, self.store, self.group, self.version = state, store, group, version
         self.slots, self.min_replicas, self.checkpoints = slots, min_replicas, checkpoints
-        self.patient, self.phase = patient, phase
+        self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
         self.outcome = Outcome()
         self._stored: dict[tuple[str, int, int], StoredCopy] = {}
         self._packed: dict[str, Tensor] = {}
@@ -126,7 +133,7 @@ class Recovery:
         while True:
             holdings = self._usable(inventories)
             target = planning.recovery_plan(self._sizes(), holdings, [[] for _ in holdings])
-            newest = max(version for held in holdings for _, version, _, _ in held)
+            newest = max((version for held in holdings for _, version, _, _ in held), default=0)
             self.outcome.newest = max(self.outcome.newest, newest if target.version is None else target.version)
             if target.version is None and all(inventory.patient for inventory in inventories):
                 raise UnitsMissing(f"{len(target.lost)} units are in nobody's memory: {', '.join(target.lost[:4])}")
@@ -172,14 +179,25 @@ class Recovery:
         holdings += [(unit, version, value, SNAPSHOT) for unit, version, value in self._stored]
         experts = {path: layer.experts for path, layer in self.state.layers.items()}
         found = sorted(checkpoint.find(self.checkpoints)) if self.checkpoints else []
-        return Inventory(self.version, holdings, experts, self.state.load_LE.tolist(), found, self.patient)
+        return Inventory(
+            self.version,
+            holdings,
+            experts,
+            self.state.load_LE.tolist(),
+            found,
+            self.patient,
+            self.established,
+            self.saw_running,
+        )
 
     def _sizes(self) -> list[tuple[str, int]]:
         return [(unit.name, unit.nbytes) for unit in self.state.units]
 
     def _usable(self, inventories: Sequence[Inventory]) -> list[list[Holding]]:
+        running = any(inventory.saw_running for inventory in inventories)
+        oldest = 1 if running and not any(inventory.established for inventory in inventories) else 0
         return [
-            [holding for holding in inventory.holdings if (rank, holding) not in self._refused]
+            [held for held in inventory.holdings if held[1] >= oldest and (rank, held) not in self._refused]
             for rank, inventory in enumerate(inventories)
         ]
 

@@ -14,6 +14,7 @@ import math
 import os
 import socket
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,14 +135,16 @@ class Session:
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.state = TrainingState(model, optimizer)
         self._emit = on_event
+        job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        node = self.config.node or socket.gethostname()
+        memory = Path(self.config.memory_dir or "/dev/shm")
+        self.store = CopyStore(memory / f"evermoe-{job}" / node, self.state)
+        self.store.check_model()
         self._lighthouse: Any = None
         lighthouse = self.config.lighthouse
         if lighthouse is None:
             self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
-        job, node = self.config.job or f"job-{os.getpid()}", self.config.node or socket.gethostname()
-        memory = Path(self.config.memory_dir or "/dev/shm")
-        self.store = CopyStore(memory / f"evermoe-{job}" / node, self.state)
-        self.store.check_model()
+        self._left = False
         self.membership = Membership(
             lighthouse=lighthouse,
             identity=Identity(job, self.state.layout),
@@ -183,6 +186,7 @@ class Session:
             attempts = 0
             while True:
                 before = self.step
+                self._check_open()
                 if not self._ready():
                     attempts = self._count_attempt(attempts)
                 elif self.step < until:
@@ -205,7 +209,10 @@ class Session:
     def _fail(self, failure: BaseException | None) -> None:
         """This process gives up: nobody shall wait for it, and its memory stays for the next process."""
         self.group.drop(f"a member failed: {type(failure).__name__}")
-        self._leave()
+        if self.config.job is None:
+            self.close()  # nobody could find what a nameless job leaves behind
+        else:
+            self._leave()
 
     def _count_attempt(self, attempts: int) -> int:
         if self._missing_since < math.inf:
@@ -247,8 +254,9 @@ class Session:
         """For collective work between steps, such as a validation loss: `with session.evaluation(): …`.
 
         Puts the model in evaluation mode without gradients. When a peer is lost meanwhile the block ends early
-        without an exception, and the session recovers before the next step.
+        without an exception, and the session recovers before the next step. Inside the loop of `steps` only.
         """
+        self._check_open()
         training = self.model.training
         self.model.eval()
         try:
@@ -258,6 +266,12 @@ class Session:
             self.group.drop(str(lost))
         finally:
             self.model.train(training)
+
+    def _check_open(self) -> None:
+        if self._left:
+            raise RuntimeError(
+                "this session has left its job: its steps are done, or its loop was left. Make a new session to go on."
+            )
 
     def close(self) -> None:
         """Leaves the job and removes this member's shared memory.
@@ -269,6 +283,7 @@ class Session:
         self.store.close(self.membership.id)
 
     def _leave(self) -> None:
+        self._left = True
         self.membership.close()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
@@ -459,6 +474,8 @@ class Session:
             slots=config.slots,
             min_replicas=config.min_replicas,
             checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
+            established=self.membership.established,
+            saw_running=self.membership.saw_running,
             patient=config.rejoin_limit > 0 and time.monotonic() < self._missing_since + config.rejoin_limit,
             phase=phase,
         )

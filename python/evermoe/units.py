@@ -298,17 +298,26 @@ def _check_start(optimizer: torch.optim.Optimizer) -> None:
                 fresh = type(optimizer)([{"params": [scratch], **options}])  # type: ignore[call-arg]
             except TypeError:
                 return  # an optimizer with a constructor of its own: nothing to compare with
-            if prepared:
-                _start_from_zeros(fresh)
-            for gradient in drawn[1:]:
-                scratch.grad = gradient.clone()
-                fresh.step()
+            try:
+                _try_two_steps(fresh, scratch, drawn[1:], prepared)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise UnsupportedState(
+                    f"{type(optimizer).__name__} cannot step on a dense vector with a gradient alone: {error}"
+                ) from None
             results.append(scratch.detach())
         if not torch.equal(*results):
             raise UnsupportedState(
                 f"{type(optimizer).__name__} with {options} starts from other state than zeros, which a session cannot "
                 "set up before the first step. Use e.g. torch.optim.AdamW(fused=True), or SGD without dampening."
             )
+
+
+def _try_two_steps(optimizer: torch.optim.Optimizer, scratch: nn.Parameter, gradients: Tensor, prepared: bool) -> None:
+    if prepared:
+        _start_from_zeros(optimizer)
+    for gradient in gradients:
+        scratch.grad = gradient.clone()
+        optimizer.step()
 
 
 def _check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
