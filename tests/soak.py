@@ -1,7 +1,8 @@
 """Random kills, run after run: `python tests/soak.py --runs 20`. Ends at the first run that hangs, loses or mismatches.
 
 Each run draws from its seed: 3 to 5 workers, one or two kills at any step, together, in a recovery or apart, a join or
-none. Two kills are survivable by construction here: every expert has active replicas or copies on three nodes.
+none. Two kills are survivable by construction here: every expert trains on two nodes (--min-replicas 2)
+and has a copy on a third.
 """
 
 from __future__ import annotations

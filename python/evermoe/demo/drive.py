@@ -158,7 +158,16 @@ class Run:
 
     def _arguments(self, steps: int, copies: int) -> list[str]:
         model = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
-        training = ("batch", "learning_rate", "seed", "slots", "hang_limit", "rejoin_limit", "checkpoint_every")
+        training = (
+            "batch",
+            "learning_rate",
+            "seed",
+            "slots",
+            "min_replicas",
+            "hang_limit",
+            "rejoin_limit",
+            "checkpoint_every",
+        )
         names = [*model, *training]
         values = {name: getattr(self.options, name) for name in names} | {"steps": steps, "copies": copies}
         for name in ("data", "checkpoint_dir"):
