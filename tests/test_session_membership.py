@@ -37,6 +37,26 @@ def test_lighthouse_away_for_a_while_stops_nobody(start_job):
     assert workers[0].events("recovered")[-1]["members"] == 2
 
 
+def test_lighthouse_away_for_too_long_ends_the_job_and_keeps_its_memory(start_job):
+    job = start_job(agree_limit=2.0)
+    job.open_gate(5)
+    workers = job.start_all({}, gated=True, steps=20)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    job.stop_lighthouse()
+    job.open_gate(20)
+    assert [each.join(30) for each in workers] == [1, 1, 1]
+    assert {each.events("failed")[0]["error"] for each in workers} == {"JoinTimeout"}
+    assert "Check that the Lighthouse runs" in workers[0].events("failed")[0]["message"]
+    job.restart_lighthouse()
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    for each in again:
+        recovered = check_recovered(job.workers, each, 0)
+        assert recovered["step"] >= 5
+        assert recovered["steps_lost"] == 0
+
+
 def test_missing_units_are_waited_for(start_job):
     job = start_job(copies=1, rejoin_limit=30.0, **FEWEST)
     a, b, c = job.start_all({"b": [Fault("vote", 5)]})

@@ -148,16 +148,6 @@ class CopyStore:
                 whole = False
         return whole
 
-    @property
-    def bytes_per_version(self) -> int:
-        """What this rank writes to its own arenas for one version."""
-        return sum(kept.arena.payload_bytes for kept in self._own)
-
-    @property
-    def sent_per_version(self) -> int:
-        """What this rank sends to peers for one version."""
-        return sum(kept.arena.payload_bytes * (len(kept.bundle.holders) - 1) for kept in self._own)
-
     def stored(self) -> Iterator[StoredCopy]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""
         for _, path in self._files():

@@ -168,17 +168,6 @@ class Group:
         self.broken = None
 
 
-@dataclass(frozen=True)
-class Member:
-    """One process of the job, as the others see it."""
-
-    id: str
-    node: str
-    """The machine whose memory dies with it; several members may share one."""
-    version: int
-    """The version of its active state when it asked for the quorum."""
-
-
 @dataclass
 class _Agreement:
     epoch: str | None = None
@@ -215,13 +204,13 @@ class Membership:
         self.established = False
         """Set by the session: this member has state of the running job."""
         self.generation = 0
-        self.members: list[Member] = []
+        self.nodes: list[str] = []
+        """Per rank, the machine whose memory dies with it; several members may share one."""
         self._lighthouse = lighthouse
         self._device = device
         self._hang_limit = timedelta(seconds=hang_limit)
         self._agree_limit = agree_limit
         self._quorum_limit = max(30.0, 2 * hang_limit)
-        self._known: list[str] = []
         self._patience = 0.0
         self.saw_running = False
         """Whether the job was seen to run: a member without its state must then never start it again."""
@@ -241,12 +230,11 @@ class Membership:
     def agree(
         self,
         *,
-        version: int,
         expected: int = 1,
         on_wait: Callable[[], None] = lambda: None,
         on_quorum: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Collective over the living. True when the membership changed: `group` and `members` are then new.
+        """Collective over the living. True when the membership changed: `group` and `nodes` are then new.
 
         `expected`: a job in which nobody is established yet waits for that many members, and calls `on_wait`
         meanwhile. `on_quorum` is called between the agreement on a new membership and the rebuilding of the group.
@@ -265,7 +253,7 @@ class Membership:
         answered: float | None = None
         while time.monotonic() < deadline:
             try:
-                asked = self._without_strangers(self._ask(version, deadline))
+                asked = self._without_strangers(self._ask(deadline))
                 answered = answered or time.monotonic()
                 self._patience = min(self._patience, max(0.0, answered + RETURN_SECONDS - time.monotonic()))
                 if len(asked) < expected and not any(m.data["established"] for m in asked):
@@ -289,9 +277,9 @@ class Membership:
             "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
         )
 
-    def _ask(self, version: int, deadline: float) -> list[Any]:
+    def _ask(self, deadline: float) -> list[Any]:
         try:
-            return self._quorum(version, deadline)
+            return self._quorum(deadline)
         except (RuntimeError, TimeoutError, ConnectionError):
             self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
             raise
@@ -305,7 +293,7 @@ class Membership:
         absent = max(data["size"] for data in established) > len(established)
         return absent and min(data["patience"] for data in established) > 0
 
-    def _quorum(self, version: int, deadline: float) -> list[Any]:
+    def _quorum(self, deadline: float) -> list[Any]:
         limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), self._quorum_limit)))
         if self._client is None:
             self._client = LighthouseClient(self._lighthouse, limit)
@@ -324,14 +312,13 @@ class Membership:
         data = {
             "epoch": self._agreement.epoch,
             "established": self.established,
-            "size": len(self._known),
+            "size": len(self.nodes),
             "patience": self._patience,
             "job": self.identity.job,
             "layout": self.identity.layout,
             "generation": self.generation,
             "node": self.node,
             "store": self._store_address,
-            "version": str(version),
         }
         quorum = self._client.quorum(self.id, limit, world_size=1, data=data)
         return sorted(quorum.participants, key=lambda member: member.replica_id)
@@ -365,9 +352,8 @@ class Membership:
         epoch = hashlib.sha256(repr((ids, self.generation)).encode()).hexdigest()[:16]
         store = dist.PrefixStore(epoch, self._store(asked[0].data["store"]))
         self.group.rebuild(store, ids.index(self.id), len(ids), self._device, self._hang_limit)
-        self.members = [Member(m.replica_id, m.data["node"], int(m.data["version"])) for m in asked]
+        self.nodes = [member.data["node"] for member in asked]
         self._agreement = _Agreement(epoch, ids)
-        self._known = ids
         return True
 
     def _store(self, address: str) -> Any:

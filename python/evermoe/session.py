@@ -165,7 +165,6 @@ class Session:
         self._saved_version = -1
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
-        self._generation = -1
         self._save_progress()
 
     @property
@@ -410,7 +409,8 @@ class Session:
 
     def _ready(self) -> bool:
         """Agrees on the members when it is time to; True when training can go on."""
-        if not (self._generation < 0 or self.group.broken or self.step % self.config.join_every == 0):
+        settled = self.membership.established and not self.group.broken
+        if settled and self.step % self.config.join_every:
             return True
         report = RecoveryReport(time.time(), reason=self.group.broken or "a look for new members")
         clock = PhaseClock(report.seconds, self._emit)
@@ -418,7 +418,6 @@ class Session:
             self._emit("lost", {"step": self.step, "reason": self.group.broken})
         clock.enter("agree")
         changed = self.membership.agree(
-            version=self._version,
             expected=self.config.members or 1,
             on_wait=self._stop_if_finished,
             on_quorum=lambda: clock.enter("rebuild"),
@@ -442,8 +441,8 @@ class Session:
     def _recover(self, report: RecoveryReport, clock: PhaseClock) -> None:
         report.outcome = self._recovery(clock.enter).run()
         self._version = report.outcome.version
-        generation = max(self.membership.generation, (self._version >> STEP_BITS) + 1)  # versions only ever grow
-        self.membership.generation = generation
+        # versions only ever grow
+        self.membership.generation = max(self.membership.generation, (self._version >> STEP_BITS) + 1)
         self._saved_version = -1  # members may differ in what they know to be saved
         self._load_progress()
         layers = list(self.state.layers.values())
@@ -452,7 +451,6 @@ class Session:
             [layer.weights.shape[1] for layer in layers],
             self.group.rank,
         )
-        self._generation = generation
         if self.config.copies:
             self._arrange_copies()
         self._copy(self.step)
@@ -490,8 +488,7 @@ class Session:
             for unit in self.state.units
         ]
         primaries = planning.primaries(active, [unit.nbytes for unit in self.state.units], self.group.size)
-        nodes = [member.node for member in self.membership.members]
-        holders = planning.unit_copy_holders(primaries, active, nodes, max(1, self.config.copies))
+        holders = planning.unit_copy_holders(primaries, active, self.membership.nodes, max(1, self.config.copies))
         return list(zip((unit.name for unit in self.state.units), holders, strict=True))
 
     def _arrange_copies(self) -> None:
