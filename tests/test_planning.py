@@ -1,6 +1,8 @@
 """The typed face of the planners: numpy in, numpy out, every error a ValueError that names its argument."""
 
 import doctest
+import importlib
+import pkgutil
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ import pytest
 from evermoe import planning
 
 
-def test_examples_of_the_documentation():
-    assert doctest.testmod(planning).failed == 0
+@pytest.mark.parametrize("module", [name for _, name, _ in pkgutil.iter_modules(planning.__path__)])
+def test_examples_of_the_documentation(module):
+    assert doctest.testmod(importlib.import_module(f"evermoe.planning.{module}")).failed == 0
 
 
 def test_allocate_takes_lists_and_integers():

@@ -1,0 +1,30 @@
+//! [`crate::placement`] for Python: who keeps copies.
+
+use crate::placement;
+use pyo3::prelude::*;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(copy_holders, module)?)?;
+    module.add_function(wrap_pyfunction!(primaries, module)?)?;
+    module.add_function(wrap_pyfunction!(unit_copy_holders, module)?)
+}
+
+#[pyfunction]
+fn copy_holders(nodes: Vec<String>, copies: usize) -> PyResult<Vec<Vec<usize>>> {
+    Ok(placement::copy_holders(&nodes, copies)?)
+}
+
+#[pyfunction]
+fn primaries(holders: Vec<Vec<usize>>, nbytes: Vec<u64>, ranks: usize) -> PyResult<Vec<usize>> {
+    Ok(placement::primaries(&holders, &nbytes, ranks)?)
+}
+
+#[pyfunction]
+fn unit_copy_holders(
+    primaries: Vec<usize>,
+    active: Vec<Vec<usize>>,
+    nodes: Vec<String>,
+    copies: usize,
+) -> PyResult<Vec<Vec<usize>>> {
+    Ok(placement::unit_copy_holders(&primaries, &active, &nodes, copies)?)
+}

@@ -1,0 +1,35 @@
+//! Python face of the planners: numpy arrays and names in, numpy arrays and names out. One file for each planner module.
+
+mod copies;
+mod dispatch;
+mod placement;
+mod recovery;
+
+use crate::error::Error;
+use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    copies::register(module)?;
+    dispatch::register(module)?;
+    placement::register(module)?;
+    recovery::register(module)
+}
+
+type Matrix<'py> = Bound<'py, PyArray2<i64>>;
+
+/// The numbers of an array in C order, without a copy if it is stored so.
+fn numbers<'a>(array: &'a PyReadonlyArray2<'_, i64>) -> std::borrow::Cow<'a, [i64]> {
+    match array.as_slice() {
+        Ok(numbers) if array.is_c_contiguous() => numbers.into(),
+        _ => array.as_array().iter().copied().collect::<Vec<_>>().into(),
+    }
+}
+
+fn to_matrix(py: Python<'_>, numbers: Vec<i64>, shape: [usize; 2]) -> PyResult<Matrix<'_>> {
+    PyArray1::from_vec(py, numbers).reshape(shape)
+}
+
+fn shape_error(what: String) -> PyErr {
+    Error::Invalid(what).into()
+}

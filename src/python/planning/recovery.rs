@@ -1,0 +1,120 @@
+//! [`crate::recovery`] for Python.
+
+use crate::error::Error;
+use crate::recovery::{self, Holding, Kind, Plan};
+use pyo3::prelude::*;
+use std::collections::HashMap;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(recovery_plan, module)?)?;
+    module.add_class::<RecoveryPlan>()
+}
+
+/// What to do after a failure: the version to continue from and the transfers that lead there.
+#[pyclass(frozen, module = "evermoe._native")]
+struct RecoveryPlan {
+    names: Vec<String>,
+    plan: Plan,
+}
+
+#[pymethods]
+impl RecoveryPlan {
+    #[getter]
+    fn version(&self) -> Option<u64> {
+        self.plan.version
+    }
+
+    #[getter]
+    fn lost(&self) -> Vec<&str> {
+        self.plan.lost.iter().map(|&unit| self.name(unit)).collect()
+    }
+
+    #[getter]
+    fn transfers(&self) -> Vec<(&str, usize, usize, &'static str)> {
+        let row = |transfer: &recovery::Transfer| {
+            (self.name(transfer.unit), transfer.source, transfer.destination, kind_name(transfer.kind))
+        };
+        self.plan.transfers.iter().map(row).collect()
+    }
+
+    #[getter]
+    fn conflicts(&self) -> Vec<(&str, usize, u64, u64)> {
+        let row = |conflict: &recovery::Conflict| {
+            (self.name(conflict.unit), conflict.rank, conflict.digest, conflict.expected)
+        };
+        self.plan.conflicts.iter().map(row).collect()
+    }
+
+    #[getter]
+    fn reason(&self) -> String {
+        self.plan.reason.to_string()
+    }
+
+    fn __repr__(&self) -> String {
+        let Plan { version, lost, transfers, conflicts, reason } = &self.plan;
+        let version = version.map_or("None".into(), |version| version.to_string());
+        format!(
+            "RecoveryPlan(version={version}, {} lost, {} transfers, {} conflicts: {reason})",
+            lost.len(),
+            transfers.len(),
+            conflicts.len()
+        )
+    }
+}
+
+impl RecoveryPlan {
+    fn name(&self, unit: usize) -> &str {
+        &self.names[unit]
+    }
+}
+
+fn kind_name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Active => "active",
+        Kind::Snapshot => "snapshot",
+    }
+}
+
+fn kind(name: &str) -> PyResult<Kind> {
+    match name {
+        "active" => Ok(Kind::Active),
+        "snapshot" => Ok(Kind::Snapshot),
+        _ => Err(Error::Invalid(format!("holdings: expected kind \"active\" or \"snapshot\", got {name:?}"))
+            .into()),
+    }
+}
+
+#[pyfunction]
+fn recovery_plan(
+    py: Python<'_>,
+    units: Vec<(String, u64)>,
+    holdings: Vec<Vec<(String, u64, u64, String)>>,
+    needs: Vec<Vec<String>>,
+) -> PyResult<RecoveryPlan> {
+    let (names, bytes): (Vec<String>, Vec<u64>) = units.into_iter().unzip();
+    let index: HashMap<&str, usize> =
+        names.iter().enumerate().map(|(unit, name)| (name.as_str(), unit)).collect();
+    if index.len() != names.len() {
+        return Err(Error::Invalid("units: a name is there twice; names must be unique".into()).into());
+    }
+    let find = |argument: &str, rank: usize, name: &str| -> PyResult<usize> {
+        let unknown =
+            || Error::Invalid(format!("{argument}: rank {rank} names {name:?}, which is not one of units"));
+        Ok(*index.get(name).ok_or_else(unknown)?)
+    };
+    let mut held = vec![Vec::new(); holdings.len()];
+    for (rank, rows) in holdings.iter().enumerate() {
+        for (name, version, digest, from) in rows {
+            let unit = find("holdings", rank, name)?;
+            held[rank].push(Holding { unit, version: *version, digest: *digest, kind: kind(from)? });
+        }
+    }
+    let mut needed = vec![Vec::new(); needs.len()];
+    for (rank, row) in needs.iter().enumerate() {
+        for name in row {
+            needed[rank].push(find("needs", rank, name)?);
+        }
+    }
+    let plan = py.detach(|| recovery::plan(&bytes, &held, &needed))?;
+    Ok(RecoveryPlan { names, plan })
+}
