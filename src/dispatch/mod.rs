@@ -3,10 +3,19 @@
 //! Every rank knows all counts (one all-gather) and the replica matrix, so every rank computes the same whole table
 //! of every expert and reads its own row (what it sends) and column (what it receives) from it: no second exchange.
 //!
-//! [`split_tokens`] is the face; [`split_expert`] is the arithmetic of one expert.
+//! [`split_tokens`] is the face; [`split_expert`] is the arithmetic of one expert; [`imbalance`] says how even the work is.
 
 mod expert;
+mod imbalance;
 mod split;
 
 pub use expert::{Route, split_expert};
+pub use imbalance::imbalance;
 pub use split::{Split, split_tokens};
+
+/// How the tokens of an expert are shared by the ranks that hold it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// The same number for each replica.
+    Even,
+}
