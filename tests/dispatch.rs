@@ -1,6 +1,6 @@
 //! The split of tokens over replicas: what must hold for all inputs, and everything on small sizes.
 
-use evermoe::dispatch::{split_expert, split_tokens};
+use evermoe::dispatch::{Policy, split_expert, split_tokens};
 use proptest::prelude::*;
 
 /// `[ranks, ranks]`: tokens that the row sends to the column.
@@ -109,7 +109,7 @@ proptest! {
         let held = |rank: usize, expert: usize| *experts[expert].1.get(rank).unwrap_or(&1);
         let tokens: Vec<i64> = experts.iter().flat_map(|(tokens, _)| tokens.clone()).collect();
         let matrix: Vec<i64> = (0..ranks).flat_map(|rank| (0..count).map(move |expert| held(rank, expert))).collect();
-        let split: Vec<_> = (0..ranks).map(|rank| split_tokens(&tokens, &matrix, count, ranks, rank).unwrap()).collect();
+        let split: Vec<_> = (0..ranks).map(|rank| split_tokens(&tokens, &matrix, count, ranks, rank, Policy::Even).unwrap()).collect();
         for expert in 0..count {
             for source in 0..ranks {
                 let sent = &split[source].send[expert * ranks..(expert + 1) * ranks];

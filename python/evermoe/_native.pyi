@@ -8,8 +8,9 @@ from numpy.typing import NDArray
 # ---- planners and arenas: src/python/planning.rs, src/python/snapshot.rs ----
 
 def split_tokens(
-    tokens: NDArray[np.int64], matrix: NDArray[np.int64], rank: int
+    tokens: NDArray[np.int64], matrix: NDArray[np.int64], rank: int, policy: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def imbalance(matrix: NDArray[np.int64], load: NDArray[np.float64], policy: str) -> float: ...
 def allocate(load: NDArray[np.float64], ranks: int, slots: int, min_replicas: int) -> NDArray[np.int64]: ...
 def place(
     replicas: NDArray[np.int64], ranks: int, slots: int, previous: NDArray[np.int64] | None = None

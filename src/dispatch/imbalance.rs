@@ -1,6 +1,7 @@
 //! How uneven a placement makes the work: the busiest node against the mean node.
 
 use super::Policy;
+use super::flow::Flow;
 use crate::ensure;
 use crate::error::Result;
 
@@ -8,12 +9,16 @@ use crate::error::Result;
 ///
 /// `matrix` is `[nodes, experts]`: replicas of each expert on each node. `load` is `[experts]`: tokens, or any measure of
 /// work. Under [`Policy::Even`] a node bears of each expert's load what it holds of its replicas:
-/// `Σ_e load[e] · matrix[n, e] / Σ_n matrix[n, e]`.
+/// `Σ_e load[e] · matrix[n, e] / Σ_n matrix[n, e]`. Under [`Policy::Balanced`] the load of an expert is shared by its
+/// holders in whatever parts make the busiest node lightest; the result is within 1e-9 of exact, relatively, up to
+/// 2^26 (node, expert) pairs.
 ///
 /// ```
 /// use evermoe::dispatch::{Policy, imbalance};
 /// // Two nodes; expert 0 is on both, expert 1 on node 1 alone: 3/2 and 3/2 + 1 against a mean of 2.
 /// assert_eq!(imbalance(&[1, 0, 1, 1], &[3.0, 1.0], 2, Policy::Even)?, 1.25);
+/// // Shared as it is best, 2 and 1 + 1.
+/// assert_eq!(imbalance(&[1, 0, 1, 1], &[3.0, 1.0], 2, Policy::Balanced)?, 1.0);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
@@ -36,6 +41,7 @@ pub fn imbalance(matrix: &[i64], load: &[f64], nodes: usize, policy: Policy) -> 
     let replicas = replicas(matrix, &parts)?;
     let busiest = match policy {
         Policy::Even => busiest_even(matrix, &parts, &replicas),
+        Policy::Balanced => busiest_balanced(matrix, &parts, nodes),
     };
     // Rounding must not make the busiest lighter than the mean.
     Ok((busiest * nodes as f64).max(1.0))
@@ -80,6 +86,18 @@ fn busiest_even(matrix: &[i64], load: &[f64], replicas: &[i128]) -> f64 {
     let each: Vec<f64> = load.iter().zip(replicas).map(|(load, &count)| load / count.max(1) as f64).collect();
     let borne = |row: &[i64]| row.iter().zip(&each).map(|(&count, each)| count as f64 * each).sum();
     matrix.chunks_exact(load.len()).map(borne).fold(0.0, f64::max)
+}
+
+/// The busiest node's load when the shares of the holders are free: whole shares of 2^-56 of all load.
+fn busiest_balanced(matrix: &[i64], load: &[f64], nodes: usize) -> f64 {
+    let experts = load.len();
+    let unit = (1_i64 << 56) as f64;
+    let load: Vec<i64> = load.iter().map(|part| (part * unit).round() as i64).collect();
+    let cells = 0..nodes * experts;
+    let replicas: Vec<i64> = cells.map(|cell| matrix[cell % nodes * experts + cell / nodes]).collect();
+    let mut flow = Flow::new(&replicas, experts, nodes);
+    let busiest = flow.balance(&load, &vec![0; matrix.len()]);
+    busiest as f64 / load.iter().sum::<i64>() as f64
 }
 
 #[cfg(test)]

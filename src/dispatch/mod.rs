@@ -5,7 +5,9 @@
 //!
 //! [`split_tokens`] is the face; [`split_expert`] is the arithmetic of one expert; [`imbalance`] says how even the work is.
 
+mod balanced;
 mod expert;
+mod flow;
 mod imbalance;
 mod split;
 
@@ -18,4 +20,6 @@ pub use split::{Split, split_tokens};
 pub enum Policy {
     /// The same number for each replica.
     Even,
+    /// Whatever makes the busiest rank compute the fewest.
+    Balanced,
 }

@@ -1,5 +1,7 @@
 //! The tables of one rank: what it sends and what it receives, for every expert.
 
+use super::Policy;
+use super::balanced::split_balanced;
 use super::expert::{MAX_SCALE, Route, split_expert};
 use crate::ensure;
 use crate::error::Result;
@@ -16,34 +18,74 @@ pub struct Split {
 /// Splits the tokens of every expert over the ranks that hold it and returns the row and column of `rank`.
 ///
 /// `tokens` is `[experts, ranks]`: tokens of each expert on each rank. `matrix` is `[ranks, experts]`: replicas of each
-/// expert on each rank. What a rank has room for stays there; the rest goes to the others in proportion to the room
-/// they have left (see [`split_expert`]).
+/// expert on each rank.
+///
+/// [`Policy::Even`]: what a rank has room for stays there; the rest goes to the others in proportion to the room they
+/// have left (see [`split_expert`]). [`Policy::Balanced`]: the busiest rank computes as few tokens as any split allows;
+/// within that every rank starts with its own tokens and gives them away only for others that find no room.
 ///
 /// ```
+/// use evermoe::dispatch::{Policy, split_tokens};
 /// // Two ranks, one expert with a replica on each: of 4 tokens on rank 0 two stay, two go to rank 1.
-/// let split = evermoe::dispatch::split_tokens(&[4, 0], &[1, 1], 1, 2, 0)?;
+/// let split = split_tokens(&[4, 0], &[1, 1], 1, 2, 0, Policy::Even)?;
 /// assert_eq!(split.send, [2, 2]);
 /// assert_eq!(split.receive, [2, 0]);
+/// // Another expert has 2 tokens and only rank 1: balanced, rank 0 keeps 3 and rank 1 computes 1 + 2.
+/// let split = split_tokens(&[4, 0, 2, 0], &[1, 0, 1, 1], 2, 2, 0, Policy::Balanced)?;
+/// assert_eq!(split.send, [3, 1, 0, 2]);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative numbers, and an expert that has tokens
-/// and no replica.
+/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative numbers, an expert that has tokens and no
+/// replica, and numbers too large to be split exactly.
 pub fn split_tokens(
     tokens: &[i64],
     matrix: &[i64],
     experts: usize,
     ranks: usize,
     rank: usize,
+    policy: Policy,
 ) -> Result<Split> {
+    check_sizes(tokens, matrix, experts, ranks, rank)?;
+    let mut replicas = vec![0; matrix.len()];
+    for (cell, replicas) in replicas.iter_mut().enumerate() {
+        *replicas = matrix[cell % ranks * experts + cell / ranks];
+    }
+    check_counts(tokens, &replicas, ranks)?;
+    let mut split = Split { send: vec![0; tokens.len()], receive: vec![0; tokens.len()] };
+    if experts == 0 {
+        return Ok(split);
+    }
+    let mut visit = |expert: usize, Route { source, destination, tokens }| {
+        if source == rank {
+            split.send[expert * ranks + destination] = tokens;
+        }
+        if destination == rank {
+            split.receive[source * experts + expert] = tokens;
+        }
+    };
+    match policy {
+        Policy::Even => {
+            let pairs = tokens.chunks_exact(ranks).zip(replicas.chunks_exact(ranks));
+            for (expert, (tokens, replicas)) in pairs.enumerate() {
+                split_expert(tokens, replicas, |route| visit(expert, route));
+            }
+        }
+        Policy::Balanced => split_balanced(tokens, &replicas, ranks, visit),
+    }
+    Ok(split)
+}
+
+fn check_sizes(tokens: &[i64], matrix: &[i64], experts: usize, ranks: usize, rank: usize) -> Result<()> {
+    let size = experts.checked_mul(ranks);
     ensure!(
-        tokens.len() == experts * ranks,
+        size == Some(tokens.len()),
         "tokens: expected {experts} experts × {ranks} ranks, got {} numbers",
         tokens.len()
     );
     ensure!(
-        matrix.len() == ranks * experts,
+        size == Some(matrix.len()),
         "matrix: expected {ranks} ranks × {experts} experts, got {} numbers",
         matrix.len()
     );
@@ -52,28 +94,23 @@ pub fn split_tokens(
         "rank: expected 0 to {} as there are {ranks} ranks, got {rank}",
         ranks.saturating_sub(1)
     );
-    let mut split = Split { send: vec![0; experts * ranks], receive: vec![0; ranks * experts] };
-    let mut replicas = vec![0; ranks];
-    for expert in 0..experts {
-        let counts = &tokens[expert * ranks..(expert + 1) * ranks];
-        for (rank, replicas) in replicas.iter_mut().enumerate() {
-            *replicas = matrix[rank * experts + expert];
-        }
-        check(expert, counts, &replicas)?;
-        split_expert(counts, &replicas, |Route { source, destination, tokens }| {
-            if source == rank {
-                split.send[expert * ranks + destination] = tokens;
-            }
-            if destination == rank {
-                split.receive[source * experts + expert] = tokens;
-            }
-        });
-    }
-    Ok(split)
+    Ok(())
 }
 
-/// Refuses what [`split_expert`] cannot split, with the name of the expert.
-fn check(expert: usize, tokens: &[i64], replicas: &[i64]) -> Result<()> {
+/// Refuses what cannot be split, with the name of the expert. Both are `[experts, ranks]`.
+fn check_counts(tokens: &[i64], replicas: &[i64], ranks: usize) -> Result<()> {
+    let mut all = 0_i128;
+    for (expert, (tokens, replicas)) in
+        tokens.chunks_exact(ranks).zip(replicas.chunks_exact(ranks)).enumerate()
+    {
+        all += check_expert(expert, tokens, replicas)?;
+    }
+    ensure!(all <= MAX_SCALE, "tokens: all experts have {all}, more than 2^61; split the batch");
+    Ok(())
+}
+
+/// Returns the tokens of the expert.
+fn check_expert(expert: usize, tokens: &[i64], replicas: &[i64]) -> Result<i128> {
     if let Some(rank) = tokens.iter().position(|&count| count < 0) {
         ensure!(
             false,
@@ -99,7 +136,7 @@ fn check(expert: usize, tokens: &[i64], replicas: &[i64]) -> Result<()> {
         fits,
         "tokens: expert {expert} has {total} tokens × {held} replicas, more than 2^61; split the batch"
     );
-    Ok(())
+    Ok(total)
 }
 
 #[cfg(test)]
@@ -108,18 +145,22 @@ mod tests {
 
     #[test]
     fn an_expert_without_tokens_needs_no_replica() {
-        let split = split_tokens(&[0, 0], &[0, 0], 1, 2, 1).unwrap();
-        assert_eq!(split, Split { send: vec![0, 0], receive: vec![0, 0] });
+        for policy in [Policy::Even, Policy::Balanced] {
+            let split = split_tokens(&[0, 0], &[0, 0], 1, 2, 1, policy).unwrap();
+            assert_eq!(split, Split { send: vec![0, 0], receive: vec![0, 0] });
+        }
     }
 
     #[test]
     fn errors_name_the_expert() {
-        let message =
-            |tokens: &[i64], matrix: &[i64]| split_tokens(tokens, matrix, 2, 1, 0).unwrap_err().to_string();
+        let message = |tokens: &[i64], matrix: &[i64]| {
+            split_tokens(tokens, matrix, 2, 1, 0, Policy::Even).unwrap_err().to_string()
+        };
         assert!(message(&[1, 7], &[1, 0]).contains("expert 1 has 7 tokens and no replica"));
         assert!(message(&[1, -7], &[1, 1]).contains("expert 1 has -7 tokens on rank 0"));
         assert!(message(&[1, 7], &[1, -1]).contains("expert 1 has -1 replicas on rank 0"));
         assert!(message(&[1, i64::MAX], &[1, 2]).contains("more than 2^61"));
+        assert!(message(&[1 << 61, 1], &[1, 1]).contains("more than 2^61"));
         assert!(message(&[1], &[1, 2]).starts_with("tokens: expected 2 experts × 1 ranks"));
     }
 }

@@ -5,7 +5,7 @@ communicates, reads a clock or draws a random number.
 """
 
 from evermoe.planning.copies import copy_holders, primaries, unit_copy_holders
-from evermoe.planning.dispatch import split_tokens
+from evermoe.planning.dispatch import imbalance, split_tokens
 from evermoe.planning.placement import allocate, place
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
 
@@ -13,6 +13,7 @@ __all__ = [
     "RecoveryPlan",
     "allocate",
     "copy_holders",
+    "imbalance",
     "place",
     "primaries",
     "recovery_plan",
