@@ -158,14 +158,20 @@ proptest! {
     }
 
     #[test]
-    fn what_is_balanced_already_stays(case in case(60)) {
-        // Take the balanced result as where the tokens are: they may not move again.
-        let table = case.table(Policy::Balanced);
-        let column = |rows: &Vec<Vec<i64>>| (0..case.ranks).map(|rank| rows.iter().map(|row| row[rank]).sum()).collect();
-        let moved = Case { tokens: table.iter().map(column).collect(), ..case };
-        for rows in moved.table(Policy::Balanced) {
+    fn what_no_rank_has_too_much_of_stays(mut case in case(60)) {
+        // Rank 0 computes the hot expert and nothing else; the others have their own tokens, none more than rank 0.
+        for (tokens, replicas) in case.tokens.iter_mut().zip(&mut case.replicas) {
+            (tokens[0], replicas[0]) = (0, i64::from(replicas[1..].iter().all(|&held| held == 0)));
+            tokens.iter_mut().zip(replicas).filter(|(_, held)| **held == 0).for_each(|(count, _)| *count = 0);
+        }
+        let own = |rank: usize| case.tokens.iter().map(|row| row[rank]).sum::<i64>();
+        let mut hot = vec![0; case.ranks];
+        hot[0] = (0..case.ranks).map(own).max().unwrap();
+        case.tokens.push(hot);
+        case.replicas.push((0..case.ranks).map(|rank| i64::from(rank == 0)).collect());
+        for rows in case.table(Policy::Balanced) {
             for (source, row) in rows.iter().enumerate() {
-                prop_assert_eq!(row.iter().sum::<i64>(), row[source], "{:?}", moved);
+                prop_assert_eq!(row.iter().sum::<i64>(), row[source], "{:?}", case);
             }
         }
     }

@@ -71,7 +71,8 @@ impl Flow {
 
     /// The ranks that hold `expert`, ascending.
     pub(super) fn holders(&self, expert: usize) -> impl Iterator<Item = usize> {
-        self.pairs(expert).iter().map(|link| link.to - self.experts)
+        let links = &self.links[self.first[expert]..self.first[expert + 1]];
+        links.iter().map(|link| link.to - self.experts)
     }
 
     /// The tokens of `expert` that each of its holders computes.
@@ -84,7 +85,7 @@ impl Flow {
     /// `load[e]` are the tokens of expert e, `local` those of them that each holder has itself, pair by pair: holders
     /// start with these, and lose them only where other tokens find no room.
     pub(super) fn balance(&mut self, load: &[i64], local: &[i64]) -> i64 {
-        let mut room = self.least_room(load);
+        let mut room = ceil_div(load.iter().sum(), self.spare.len() - self.experts);
         loop {
             self.start(load, local, room);
             let short = self.fill();
@@ -96,48 +97,20 @@ impl Flow {
         }
     }
 
-    fn pairs(&self, expert: usize) -> &[Link] {
-        &self.links[self.first[expert]..self.first[expert + 1]]
-    }
-
-    /// What all ranks need on average, and what any rank needs for the experts that no other holds.
-    fn least_room(&mut self, load: &[i64]) -> i64 {
-        let ranks = self.spare.len() - self.experts;
-        self.spare.fill(0);
-        for (expert, load) in load.iter().enumerate() {
-            if let &[Link { to, .. }] = self.pairs(expert) {
-                self.spare[to] += load;
-            }
-        }
-        let alone = self.spare[self.experts..].iter().copied().max();
-        alone.unwrap_or(0).max(ceil_div(load.iter().sum(), ranks))
-    }
-
-    /// Every holder takes what it has itself, as far as it has room; experts with one holder come before.
+    /// Every holder takes what it has itself, as far as it has room.
     fn start(&mut self, load: &[i64], local: &[i64], room: i64) {
-        self.tokens.fill(0);
         self.spare[..self.experts].copy_from_slice(load);
         self.spare[self.experts..].fill(room);
-        for (expert, &load) in load.iter().enumerate() {
-            if self.pairs(expert).len() == 1 {
-                self.put(expert, self.first[expert], load);
-            }
-        }
         for expert in 0..self.experts {
             let pairs = self.first[expert]..self.first[expert + 1];
             for (pair, &count) in pairs.clone().zip(&local[pairs]) {
-                self.put(expert, pair, count);
+                let rank = self.links[pair].to;
+                let count = count.min(self.spare[rank]);
+                self.tokens[pair] = count;
+                self.spare[expert] -= count;
+                self.spare[rank] -= count;
             }
         }
-    }
-
-    /// Places up to `count` tokens.
-    fn put(&mut self, expert: usize, pair: usize, count: i64) {
-        let rank = self.links[pair].to;
-        let count = count.min(self.spare[expert]).min(self.spare[rank]);
-        self.tokens[pair] += count;
-        self.spare[expert] -= count;
-        self.spare[rank] -= count;
     }
 
     /// Places as many tokens as fit and returns how many do not; `level` then marks who could not help these.
