@@ -4,15 +4,19 @@
 //! load ─ allocate ─ replicas ─ place ─ matrix [ranks, experts]
 //! nodes ─ copy_holders ─ who keeps copies of a rank        holders ─ primaries ─ who makes the copies of a unit
 //! both ─ unit_copy_holders ─ who keeps the copies of a unit
+//! old and new matrix ─ migrate ─ which node takes which row, and who fetches what
 //! ```
 
 mod allocate;
+mod assign;
 mod copies;
 mod flow;
+mod migrate;
 mod place;
 mod unit_copies;
 
 pub use allocate::allocate;
 pub use copies::{copy_holders, primaries};
+pub use migrate::{ExpertTransfer, Migration, migrate};
 pub use place::place;
 pub use unit_copies::unit_copy_holders;

@@ -2,6 +2,7 @@
 
 mod copies;
 mod dispatch;
+mod migrate;
 mod placement;
 mod recovery;
 
@@ -12,6 +13,7 @@ use pyo3::prelude::*;
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     copies::register(module)?;
     dispatch::register(module)?;
+    migrate::register(module)?;
     placement::register(module)?;
     recovery::register(module)
 }

@@ -1,0 +1,54 @@
+"""From one placement to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from evermoe import _native
+from evermoe.planning._arguments import array
+
+
+@dataclass(frozen=True)
+class Migration:
+    """How to get from one placement to another."""
+
+    node_map: list[int]
+    """The node that takes each row of the new placement, all different."""
+    transfers: list[tuple[int, int, int, int]]
+    """(expert, source node, destination node, bytes), largest first."""
+    nbytes: int
+    """Bytes of all transfers."""
+
+
+def migrate(old: ArrayLike, new: ArrayLike, nbytes: ArrayLike) -> Migration:
+    """Which node takes which row of a new placement so that the fewest bytes move, and who fetches what from whom.
+
+    Lazarus numbers the rows of a new placement freely; only here do they become nodes. Up to 512 nodes no
+    assignment moves fewer bytes, and of those that move as few this is one with the most rows on the node of
+    the same number: what can stay in order does. With more nodes the pairs with the most bytes in common go
+    first, and no more moves than in the assignment by number. Every transfer, largest first, comes from the
+    holder with the fewest bytes to send so far.
+
+        >>> old = [[1, 0], [0, 1], [0, 0]]  # node 0 holds expert 0, node 1 expert 1, node 2 joins
+        >>> plan = migrate(old, new=[[0, 1], [1, 0], [1, 1]], nbytes=[64, 80])
+        >>> plan.node_map, plan.nbytes
+        ([1, 0, 2], 144)
+        >>> plan.transfers
+        [(1, 1, 2, 80), (0, 0, 2, 64)]
+
+    Args:
+        old: [N, E] replicas of each expert that each node holds now; zero rows for nodes that join, no rows
+            for those that died.
+        new: [M, E] replicas that each row is to hold, M <= N; nodes that get no row leave.
+        nbytes: [E] size of each expert.
+
+    Raises:
+        ValueError: shapes that do not fit, negative numbers, more rows in new than in old, or an expert that
+            new needs and no node of old holds.
+    """
+    old_NE = array("old", old, np.int64, 2)
+    new_ME = array("new", new, np.int64, 2)
+    return Migration(*_native.migrate(old_NE, new_ME, array("nbytes", nbytes, np.int64, 1)))

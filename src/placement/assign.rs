@@ -1,0 +1,157 @@
+//! Which node takes which position of a new placement, so that the fewest bytes move.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+/// With more nodes than this the assignment is greedy: an exact one takes time with the cube of the nodes.
+const MOST_EXACT: usize = 512;
+
+/// Nodes that hold experts, and positions that need them.
+pub(super) struct Assignment<'a> {
+    /// Bytes of each expert; their sum fits.
+    pub(super) nbytes: &'a [i64],
+    /// The nodes that hold each expert, ascending.
+    pub(super) holders: &'a [Vec<usize>],
+    /// The positions that need each expert, ascending.
+    pub(super) needers: &'a [Vec<usize>],
+    pub(super) nodes: usize,
+    pub(super) positions: usize,
+}
+
+impl Assignment<'_> {
+    /// The node of each position. Up to [`MOST_EXACT`] nodes the fewest bytes move, and among such assignments the most
+    /// positions go to the node of the same number; beyond, no more bytes move than if all did.
+    pub(super) fn solve(&self) -> Vec<usize> {
+        if self.nodes <= MOST_EXACT {
+            return cheapest(&self.costs(), self.positions, self.nodes);
+        }
+        let greedy = self.greedy();
+        let own: Vec<usize> = (0..self.positions).collect();
+        if self.common(&own) >= self.common(&greedy) { own } else { greedy }
+    }
+
+    /// `[positions, nodes]`: the bytes that would move, times more than there are positions, plus 1 off the diagonal.
+    fn costs(&self) -> Vec<i128> {
+        let scale = self.positions as i128 + 1;
+        let cells = 0..self.positions * self.nodes;
+        let mut costs: Vec<i128> =
+            cells.map(|cell| i128::from(cell / self.nodes != cell % self.nodes)).collect();
+        for ((&bytes, holders), needers) in self.nbytes.iter().zip(self.holders).zip(self.needers) {
+            // What a position needs in all is the same on every node, so only what is there already counts.
+            for position in needers {
+                for node in holders {
+                    costs[position * self.nodes + node] -= i128::from(bytes) * scale;
+                }
+            }
+        }
+        costs
+    }
+
+    /// Bytes that are where they are needed already.
+    fn common(&self, node_map: &[usize]) -> i128 {
+        let there = |holders: &[usize], needers: &[usize]| {
+            needers.iter().filter(|&&position| holders.binary_search(&node_map[position]).is_ok()).count()
+        };
+        let rows = self.nbytes.iter().zip(self.holders).zip(self.needers);
+        rows.map(|((&bytes, holders), needers)| i128::from(bytes) * there(holders, needers) as i128).sum()
+    }
+
+    /// The position and the free node with the most bytes in common first.
+    fn greedy(&self) -> Vec<usize> {
+        let needs = transposed(self.needers, self.positions);
+        let held = transposed(self.holders, self.nodes);
+        // A node that holds just what its own position needs keeps it: whatever another position had in common with
+        // it, no assignment loses by that.
+        let own = |position: usize| (needs[position] == held[position]).then_some(position);
+        let mut node_map: Vec<Option<usize>> = (0..self.positions).map(own).collect();
+        // What a node has in common with nothing: far below zero once it is taken.
+        let mut start = vec![0; self.nodes];
+        node_map.iter().flatten().for_each(|&node| start[node] = i64::MIN);
+        let open = |nodes: &Vec<usize>| nodes.iter().copied().filter(|&node| start[node] == 0).collect();
+        let holders: Vec<Vec<usize>> = self.holders.iter().map(open).collect();
+        let mut common = vec![0; self.nodes];
+        let mut candidate = |position: usize, start: &[i64]| {
+            common.copy_from_slice(start);
+            for &expert in &needs[position] {
+                holders[expert].iter().for_each(|&node| common[node] += self.nbytes[expert]);
+            }
+            let most = *common.iter().max()?;
+            let first = || common.iter().position(|&bytes| bytes == most);
+            let node = if common[position] == most { position } else { first()? };
+            Some((most, Reverse(position), node))
+        };
+        let waiting = (0..self.positions).filter(|&position| node_map[position].is_none());
+        let mut queue: BinaryHeap<(i64, Reverse<usize>, usize)> =
+            waiting.filter_map(|position| candidate(position, &start)).collect();
+        while let Some((_, Reverse(position), node)) = queue.pop() {
+            if start[node] == 0 {
+                node_map[position] = Some(node);
+                start[node] = i64::MIN;
+            } else {
+                queue.extend(candidate(position, &start));
+            }
+        }
+        node_map.into_iter().flatten().collect()
+    }
+}
+
+/// For each of the `rows` that occur in the lists, the lists that have it.
+fn transposed(lists: &[Vec<usize>], rows: usize) -> Vec<Vec<usize>> {
+    let mut found = vec![Vec::new(); rows];
+    for (list, members) in lists.iter().enumerate() {
+        members.iter().for_each(|&row| found[row].push(list));
+    }
+    found
+}
+
+/// The column of each row, all different, with the least sum of `costs`: `[rows, columns]`, no more rows than columns.
+///
+/// Shortest augmenting paths (Jonker and Volgenant): each row in turn takes the column where the cheapest chain "take a
+/// column; its row moves to another; …" ends. Prices keep all costs less prices non-negative and those taken at zero.
+fn cheapest(costs: &[i128], rows: usize, columns: usize) -> Vec<usize> {
+    let mut prices = vec![0_i128; columns];
+    let mut row_prices = vec![0_i128; rows];
+    let mut owner: Vec<Option<usize>> = vec![None; columns];
+    for start in 0..rows {
+        let mut reached = vec![(i128::MAX, None); columns];
+        let mut open: Vec<usize> = (0..columns).collect();
+        let mut done = Vec::new();
+        let (mut row, mut base, mut last) = (start, 0, None);
+        let end = loop {
+            for &column in &open {
+                let cost = costs[row * columns + column] - row_prices[row] - prices[column];
+                if base + cost < reached[column].0 {
+                    reached[column] = (base + cost, last);
+                }
+            }
+            let nearest = (0..open.len()).min_by_key(|&at| (reached[open[at]].0, open[at]));
+            let Some(nearest) = nearest else { unreachable!("there are no more rows than columns") };
+            let column = open.swap_remove(nearest);
+            base = reached[column].0;
+            let Some(next) = owner[column] else { break column };
+            done.push(column);
+            (row, last) = (next, Some(column));
+        };
+        row_prices[start] += base;
+        for column in done {
+            let slack = base - reached[column].0;
+            prices[column] -= slack;
+            if let Some(row) = owner[column] {
+                row_prices[row] += slack;
+            }
+        }
+        let mut column = end;
+        while let (_, Some(before)) = reached[column] {
+            owner[column] = owner[before];
+            column = before;
+        }
+        owner[column] = Some(start);
+    }
+    let mut taken = vec![0; rows];
+    for (column, row) in owner.into_iter().enumerate() {
+        if let Some(row) = row {
+            taken[row] = column;
+        }
+    }
+    taken
+}

@@ -1,0 +1,37 @@
+//! [`crate::placement::migrate`] for Python.
+
+use super::{numbers, shape_error};
+use crate::placement;
+use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+/// `node_map`, (expert, source, destination, bytes) of the transfers, and the bytes of all.
+type Migration = (Vec<usize>, Vec<(usize, usize, usize, i64)>, i128);
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(migrate, module)?)
+}
+
+#[pyfunction]
+fn migrate(
+    py: Python<'_>,
+    old: PyReadonlyArray2<'_, i64>,
+    new: PyReadonlyArray2<'_, i64>,
+    nbytes: PyReadonlyArray1<'_, i64>,
+) -> PyResult<Migration> {
+    let nbytes: Vec<i64> = nbytes.as_array().iter().copied().collect();
+    for (name, shape) in [("old", old.shape()), ("new", new.shape())] {
+        if shape[1] != nbytes.len() {
+            return Err(shape_error(format!(
+                "{name}: expected {} columns, one for each expert of nbytes, got shape {shape:?}",
+                nbytes.len()
+            )));
+        }
+    }
+    let (old, new) = (numbers(&old), numbers(&new));
+    let migration = py.detach(|| placement::migrate(&old, &new, &nbytes))?;
+    let row = |transfer: placement::ExpertTransfer| {
+        (transfer.expert, transfer.source, transfer.destination, transfer.nbytes)
+    };
+    Ok((migration.node_map, migration.transfers.into_iter().map(row).collect(), migration.nbytes))
+}
