@@ -187,6 +187,35 @@ fn many_nodes_keep_their_rows_wherever_these_are_now() {
     assert_eq!(migration.nbytes, 0);
 }
 
+/// The node of each position when node n of 600 holds `old[n]`, or nothing, of experts with 0, 1, 2, … bytes.
+fn among_many(old: &[&[usize]], new: &[&[usize]]) -> Vec<usize> {
+    let nbytes: Vec<i64> = (0..10).collect();
+    let row = |held: &&[usize]| (0..10).map(|expert| i64::from(held.contains(&expert))).collect::<Vec<_>>();
+    let mut matrix = old.iter().flat_map(row).collect::<Vec<_>>();
+    matrix.resize(600 * 10, 0);
+    let migration = migrate(&matrix, &new.iter().flat_map(row).collect::<Vec<_>>(), &nbytes).unwrap();
+    check_transfers(&matrix, &new.iter().flat_map(row).collect::<Vec<_>>(), &nbytes, &migration);
+    migration.node_map
+}
+
+#[test]
+fn among_many_nodes_the_most_bytes_in_common_go_first() {
+    assert_eq!(among_many(&[&[], &[1, 9], &[]], &[&[1], &[], &[9]]), [0, 2, 1]);
+}
+
+#[test]
+fn among_many_nodes_positions_stay_if_they_lose_nothing() {
+    // 0 and 1 must swap; 3 could go to node 2 as well.
+    let old: [&[usize]; 4] = [&[1, 3], &[1, 4], &[1, 2], &[1, 5]];
+    assert_eq!(among_many(&old, &[&[4], &[3], &[], &[1]]), [1, 0, 2, 3]);
+}
+
+#[test]
+fn among_many_nodes_greed_gives_way_to_the_order_by_number() {
+    // 0 has 6 bytes on node 1 and 5 on its own, 1 has 5 on its own and none on node 0.
+    assert_eq!(among_many(&[&[5], &[6, 2, 3]], &[&[5, 6], &[2, 3]]), [0, 1]);
+}
+
 #[test]
 fn many_nodes_that_need_what_they_have_stay() {
     // All nodes hold the same: every assignment moves nothing.

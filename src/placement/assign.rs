@@ -30,14 +30,14 @@ impl Assignment<'_> {
         if self.common(&own) >= self.common(&greedy) { own } else { greedy }
     }
 
-    /// `[positions, nodes]`: the bytes that would move, times more than there are positions, plus 1 off the diagonal.
+    /// `[positions, nodes]`: the bytes that would move, less all that the position needs, times more than there are
+    /// positions, plus 1 off the diagonal.
     fn costs(&self) -> Vec<i128> {
         let scale = self.positions as i128 + 1;
         let cells = 0..self.positions * self.nodes;
         let mut costs: Vec<i128> =
             cells.map(|cell| i128::from(cell / self.nodes != cell % self.nodes)).collect();
         for ((&bytes, holders), needers) in self.nbytes.iter().zip(self.holders).zip(self.needers) {
-            // What a position needs in all is the same on every node, so only what is there already counts.
             for position in needers {
                 for node in holders {
                     costs[position * self.nodes + node] -= i128::from(bytes) * scale;
