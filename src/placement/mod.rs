@@ -5,18 +5,22 @@
 //! nodes ─ copy_holders ─ who keeps copies of a rank        holders ─ primaries ─ who makes the copies of a unit
 //! both ─ unit_copy_holders ─ who keeps the copies of a unit
 //! old and new matrix ─ migrate ─ which node takes which row, and who fetches what
+//! any of them ─ survival ─ how likely nothing is lost when some nodes fail at once
 //! ```
 
 mod allocate;
 mod assign;
 mod copies;
+mod domains;
 mod flow;
 mod migrate;
 mod place;
+mod survival;
 mod unit_copies;
 
 pub use allocate::allocate;
 pub use copies::{copy_holders, primaries};
 pub use migrate::{ExpertTransfer, Migration, migrate};
 pub use place::place;
+pub use survival::{Survival, recovery_probability, survival};
 pub use unit_copies::unit_copy_holders;
