@@ -6,16 +6,26 @@ communicates, reads a clock or draws a random number.
 
 from evermoe.planning.copies import copy_holders, primaries, unit_copy_holders
 from evermoe.planning.dispatch import split_tokens
+from evermoe.planning.ledger import Starvation, TokenLedger
 from evermoe.planning.placement import allocate, place
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
+from evermoe.planning.selection import select_experts, shard_modules
+from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
 
 __all__ = [
+    "CopySize",
+    "ModelSize",
     "RecoveryPlan",
+    "Starvation",
+    "TokenLedger",
     "allocate",
+    "checkpoint_bytes",
     "copy_holders",
     "place",
     "primaries",
     "recovery_plan",
+    "select_experts",
+    "shard_modules",
     "split_tokens",
     "unit_copy_holders",
 ]
