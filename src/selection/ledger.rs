@@ -298,6 +298,11 @@ mod tests {
     }
 
     #[test]
+    fn k_is_never_more_than_all_experts() {
+        assert_eq!(TokenLedger::new(1, 4, 9, 1.0).unwrap().experts_per_layer(), 4);
+    }
+
+    #[test]
     fn k_doubles_only_when_tokens_were_lost_and_stops_at_all_experts() {
         let mut ledger = TokenLedger::new(1, 5, 1, 0.0).unwrap();
         let mut after = |lists: &[Vec<usize>]| {
@@ -313,11 +318,12 @@ mod tests {
     fn starvation_names_who_waits_longest() {
         let mut ledger = ledger();
         ledger.copied(&[vec![0], vec![]]).unwrap();
+        ledger.add(&[10, 0, 0, 0]).unwrap();
         let [first, second] = ledger.starvation()[..] else { panic!("two layers") };
-        // Layer 0 has seen 10 tokens in 2 steps: 2 tokens are 0.4 steps.
-        assert_eq!(first, Starvation { expert: Some(1), checkpoints: 2, tokens: 2.0, steps: 0.4 });
-        assert_eq!(second, Starvation { expert: Some(1), checkpoints: 1, tokens: 10.0, steps: 2.0 });
-        ledger.copied(&[vec![1], vec![1]]).unwrap();
+        // Layer 0 has seen 20 tokens in 3 steps: 12 at risk are 1.8 steps. Expert 0 has more of them and has not waited.
+        assert_eq!(first, Starvation { expert: Some(1), checkpoints: 2, tokens: 12.0, steps: 1.8 });
+        assert_eq!(second, Starvation { expert: Some(1), checkpoints: 1, tokens: 10.0, steps: 3.0 });
+        ledger.copied(&[vec![0, 1], vec![1]]).unwrap();
         let none = Starvation { expert: None, checkpoints: 0, tokens: 0.0, steps: 0.0 };
         assert_eq!(ledger.starvation(), [none; 2]);
     }
