@@ -11,6 +11,7 @@
 //! | [`dispatch`] | pure: counts and replicas → who sends which tokens where |
 //! | [`placement`] | pure: load → replicas → which rank holds which expert; who keeps whose copies |
 //! | [`recovery`] | pure: what survives → target version and transfers |
+//! | [`selection`] | pure: tokens at risk → which experts to copy now; who saves which part of the rest |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
 //! | `cuda` | the kernels of `kernels/` through the driver API, loaded at run time |
@@ -28,5 +29,6 @@ pub mod placement;
 #[cfg(feature = "python")]
 mod python;
 pub mod recovery;
+pub mod selection;
 pub mod snapshot;
 pub mod torch;

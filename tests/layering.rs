@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PLANNERS: [&str; 3] = ["dispatch", "placement", "recovery"];
+const PLANNERS: [&str; 4] = ["dispatch", "placement", "recovery", "selection"];
 
 /// What a planner may not even mention: clocks, files, sockets, randomness, Python, CUDA, and the layers above.
 const IMPURE: [&str; 17] = [
@@ -27,15 +27,16 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 8] = [
+const LAYERS: [(&str, &[&str]); 9] = [
     ("error", &[]),
     ("dispatch", &["error"]),
     ("placement", &["error"]),
     ("recovery", &["error"]),
+    ("selection", &["error"]),
     ("cpu", &["error"]),
-    ("snapshot", &["error", "dispatch", "placement", "recovery", "cpu"]),
-    ("cuda", &["error", "dispatch", "placement", "recovery", "cpu"]),
-    ("torch", &["error", "dispatch", "placement", "recovery", "cpu", "cuda"]),
+    ("snapshot", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),
+    ("cuda", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),
+    ("torch", &["error", "dispatch", "placement", "recovery", "selection", "cpu", "cuda"]),
 ];
 
 fn src() -> PathBuf {

@@ -7,19 +7,30 @@ communicates, reads a clock or draws a random number.
 from evermoe.planning.copies import copy_holders, primaries, unit_copy_holders
 from evermoe.planning.dispatch import imbalance, split_tokens
 from evermoe.planning.migrate import Migration, migrate
+from evermoe.planning.dispatch import split_tokens
+from evermoe.planning.ledger import Starvation, TokenLedger
 from evermoe.planning.placement import allocate, place
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
+from evermoe.planning.selection import select_experts, shard_modules
+from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
 
 __all__ = [
     "Migration",
+    "CopySize",
+    "ModelSize",
     "RecoveryPlan",
+    "Starvation",
+    "TokenLedger",
     "allocate",
+    "checkpoint_bytes",
     "copy_holders",
     "imbalance",
     "migrate",
     "place",
     "primaries",
     "recovery_plan",
+    "select_experts",
+    "shard_modules",
     "split_tokens",
     "unit_copy_holders",
 ]

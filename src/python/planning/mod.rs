@@ -5,6 +5,7 @@ mod dispatch;
 mod migrate;
 mod placement;
 mod recovery;
+mod selection;
 
 use crate::error::Error;
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
@@ -15,7 +16,8 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     dispatch::register(module)?;
     migrate::register(module)?;
     placement::register(module)?;
-    recovery::register(module)
+    recovery::register(module)?;
+    selection::register(module)
 }
 
 type Matrix<'py> = Bound<'py, PyArray2<i64>>;

@@ -1,0 +1,180 @@
+"""Tokens at risk, tokens lost, and the K that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evermoe import _native
+from evermoe.planning._arguments import array, count
+
+
+class Starvation(NamedTuple):
+    """How long a layer has been waiting for copies."""
+
+    expert: int | None
+    """Of those with tokens at risk, who was passed over most often, then who has the most; None if nobody has."""
+    checkpoints: int
+    """How many checkpoints passed it over."""
+    tokens: float
+    """Tokens at risk in the whole layer."""
+    steps: float
+    """The same in steps of the layer's average."""
+
+
+class TokenLedger:
+    """Counts the tokens of every expert since it was last copied; L layers, E experts.
+
+    `add` the counts of each step; tell it what a checkpoint has `copied` and, after a recovery, which experts
+    fell back to their last copy: `lose`. The portion of lost tokens (PLT, of PEC / MoC-System) is counted per
+    layer, tokens lost over tokens seen, and averaged over layers.
+
+    Dynamic-K: a run may lose `plt_limit` of its tokens, and each part of it the same portion of its own. So
+    whenever a recovery that lost tokens leaves the PLT of the run so far above the limit, `experts_per_layer`
+    doubles, up to E.
+
+    A ledger belongs to one kind of copy; snapshots and persisted ones have one each. Save `to_json()` with the
+    checkpoint: training that goes back to the checkpoint goes back to that ledger, and then calls `lose`.
+
+        >>> from evermoe.planning import select_experts
+        >>> ledger = TokenLedger(1, 4, experts_per_layer=1, plt_limit=0.05)
+        >>> ledger.add([[60, 30, 10, 0]])
+        >>> chosen = select_experts("load-aware", ledger.at_risk, ledger.checkpoint, waiting=ledger.waiting,
+        ...                         experts_per_layer=ledger.experts_per_layer)
+        >>> ledger.copied(chosen)
+        >>> ledger.at_risk, ledger.waiting
+        (array([[ 0, 30, 10,  0]]), array([[0, 1, 1, 0]]))
+        >>> ledger.lose([[2, 3]])  # 10 of 100 tokens, more than 0.05
+        0.1
+        >>> ledger.experts_per_layer
+        2
+
+    Args:
+        layers: number of MoE layers L.
+        experts: experts of each layer E.
+        experts_per_layer: where K starts; more than E is E. None for all.
+        plt_limit: portion of its tokens that the run may lose, 0 to 1; at 1 K stays where it is.
+
+    Raises:
+        ValueError: a size is 0, there are more than 2^24 experts in all, or the limit is no portion.
+    """
+
+    def __init__(
+        self, layers: int, experts: int, *, experts_per_layer: int | None = None, plt_limit: float = 1.0
+    ) -> None:
+        each = experts if experts_per_layer is None else experts_per_layer
+        self._native = _native.TokenLedger(
+            count("layers", layers), count("experts", experts), count("experts_per_layer", each), plt_limit
+        )
+
+    def add(self, counts: ArrayLike) -> None:
+        """Count the tokens [L, E] of a step, all ranks together.
+
+        Raises:
+            ValueError: a wrong shape, a negative count, or a sum beyond 2^63; the ledger is then as before.
+        """
+        self._native.add(array("counts", counts, np.int64, 2))
+
+    def copied(self, selection: Sequence[Sequence[int]]) -> None:
+        """Note a checkpoint that copied these experts of each layer as they are now; also an empty one.
+
+        Raises:
+            ValueError: not one list for each layer, or an expert that does not exist.
+        """
+        self._native.copied(_lists("selection", selection))
+
+    def lose(self, experts: Sequence[Sequence[int]]) -> float:
+        """Note a recovery in which these experts of each layer fell back to their last copy; returns its PLT.
+
+        Raises:
+            ValueError: not one list for each layer, or an expert that does not exist.
+        """
+        return self._native.lose(_lists("experts", experts))
+
+    @property
+    def step(self) -> int:
+        """Steps added so far."""
+        return self._native.step
+
+    @property
+    def checkpoint(self) -> int:
+        """Checkpoints so far: the number of the next one."""
+        return self._native.checkpoint
+
+    @property
+    def experts_per_layer(self) -> int:
+        """K, as Dynamic-K has it now."""
+        return self._native.experts_per_layer
+
+    @property
+    def seen(self) -> NDArray[np.int64]:
+        """[L, E] tokens since the start."""
+        return self._native.seen
+
+    @property
+    def at_risk(self) -> NDArray[np.int64]:
+        """[L, E] tokens since the last copy."""
+        return self._native.at_risk
+
+    @property
+    def lost(self) -> NDArray[np.int64]:
+        """[L, E] tokens lost in recoveries."""
+        return self._native.lost
+
+    @property
+    def waiting(self) -> NDArray[np.int64]:
+        """[L, E] checkpoints that passed an expert over while it had tokens at risk."""
+        return self._native.waiting
+
+    @property
+    def most_at_risk(self) -> int:
+        """The most tokens that any one expert would lose now (MTL)."""
+        return self._native.most_at_risk
+
+    @property
+    def plt_at_risk(self) -> NDArray[np.float64]:
+        """[L] PLT of a failure now that takes all experts back to their last copies."""
+        return self._native.plt_at_risk
+
+    @property
+    def plt_lost(self) -> NDArray[np.float64]:
+        """[L] PLT of the run so far: all tokens lost over all tokens seen."""
+        return self._native.plt_lost
+
+    @property
+    def plt(self) -> float:
+        """PLT of the run so far, averaged over layers."""
+        return self._native.plt
+
+    def starvation(self) -> list[Starvation]:
+        """For each layer who waits for a copy, and what is at risk."""
+        return [Starvation(*layer) for layer in self._native.starvation()]
+
+    def to_json(self) -> str:
+        """The ledger as JSON; `from_json` brings back the very same."""
+        return self._native.to_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> TokenLedger:
+        """The ledger that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is no ledger, or its numbers contradict each other.
+        """
+        ledger = cls.__new__(cls)
+        ledger._native = _native.TokenLedger.from_json(text)
+        return ledger
+
+    def __repr__(self) -> str:
+        layers, experts = self.at_risk.shape
+        return (
+            f"TokenLedger({layers} layers, {experts} experts, step {self.step}, checkpoint {self.checkpoint}, "
+            f"K={self.experts_per_layer}, PLT {self.plt:.3g} lost, {self.plt_at_risk.mean():.3g} at risk)"
+        )
+
+
+def _lists(name: str, lists: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [[count(name, expert) for expert in layer] for layer in lists]

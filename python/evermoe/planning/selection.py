@@ -1,0 +1,132 @@
+"""Which experts to copy now, and which rank saves which part of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from evermoe import _native
+from evermoe.planning._arguments import array, count
+
+Policy = Literal["sequential", "load-aware", "budget"]
+
+
+def select_experts(
+    policy: Policy,
+    tokens: ArrayLike,
+    checkpoint: int = 0,
+    *,
+    waiting: ArrayLike | None = None,
+    experts_per_layer: int | None = None,
+    budget_bytes: int | None = None,
+    expert_bytes: int | None = None,
+) -> list[list[int]]:
+    """For each layer the experts to copy now, ascending.
+
+    - `"sequential"` (PEC): in layer m at checkpoint t the K experts from `(m * K + t * K) mod E` on; any
+      ceil(E / K) checkpoints in a row copy every expert. Of `tokens` only the shape counts.
+    - `"load-aware"` (PEC Algorithm 1): layers take turns from the shared capacity, first another one at each
+      checkpoint; a layer chooses its experts with the most unsaved tokens. As printed, layers and cold experts
+      starve. Here, with `waiting`, who was passed over often goes first, so that with capacity S every expert
+      with unsaved tokens is copied within 3 * ceil(E * L / S) checkpoints; without it load alone decides.
+    - `"budget"` (MoEtion): the capacity is split over layers by their tokens at risk, floored, no more than a
+      layer has experts at risk, odd ones by largest remainder; each layer chooses its experts with the most.
+      No bound on waiting.
+
+    The capacity S of all layers together is `experts_per_layer * L`, or what fits in a budget: `budget_bytes
+    // expert_bytes`, where the budget is bandwidth times the time of a step. A budget below one expert chooses
+    nothing. Separate local and remote budgets are two calls, each with the ledger of its own copies. An expert
+    without tokens at risk is chosen by `"sequential"` only. Ties go to the lower index.
+
+        >>> tokens = [[7, 2, 3], [1, 5, 0]]
+        >>> select_experts("sequential", tokens, checkpoint=1, experts_per_layer=2)
+        [[0, 2], [1, 2]]
+        >>> select_experts("load-aware", tokens, checkpoint=1, budget_bytes=350, expert_bytes=100)
+        [[0], [0, 1]]
+        >>> select_experts("budget", tokens, budget_bytes=350, expert_bytes=100)  # 3 * 12 / 18 and 3 * 6 / 18
+        [[0, 2], [1]]
+
+    Args:
+        policy: one of the three.
+        tokens: [L, E] tokens since each expert was last copied: `TokenLedger.at_risk`.
+        checkpoint: number of this checkpoint, from 0: `TokenLedger.checkpoint`.
+        waiting: [L, E] checkpoints that passed an expert over: `TokenLedger.waiting`; `"load-aware"` only.
+        experts_per_layer: K, 1 or more; for `"sequential"` it must be given.
+        budget_bytes: bytes that may be copied now; with `expert_bytes`, in place of `experts_per_layer`.
+        expert_bytes: size of the state of one expert.
+
+    Raises:
+        ValueError: an argument is missing, not of this policy, negative, or of the wrong shape.
+    """
+    tokens_LE = array("tokens", tokens, np.int64, 2)
+    if policy not in ("sequential", "load-aware", "budget"):
+        raise ValueError(f'policy: expected "sequential", "load-aware" or "budget", got {policy!r}')
+    if waiting is not None and policy != "load-aware":
+        raise ValueError(f'waiting: only "load-aware" reads it; leave it out for "{policy}"')
+    if policy == "sequential":
+        if experts_per_layer is None or budget_bytes is not None or expert_bytes is not None:
+            raise ValueError('experts_per_layer: "sequential" needs it, and takes no budget_bytes or expert_bytes')
+        layers, experts = tokens_LE.shape
+        each = count("experts_per_layer", experts_per_layer)
+        return _native.select_sequential(layers, experts, each, count("checkpoint", checkpoint))
+    capacity = _capacity(tokens_LE, experts_per_layer, budget_bytes, expert_bytes)
+    if policy == "budget":
+        return _native.select_by_budget(tokens_LE, capacity)
+    waiting_LE = None if waiting is None else array("waiting", waiting, np.int64, 2)
+    return _native.select_load_aware(tokens_LE, waiting_LE, capacity, count("checkpoint", checkpoint))
+
+
+def _capacity(
+    tokens_LE: NDArray[np.int64], experts_per_layer: int | None, budget_bytes: int | None, expert_bytes: int | None
+) -> int:
+    """Experts that may be chosen in all layers together, at most all there are."""
+    if experts_per_layer is not None and budget_bytes is None and expert_bytes is None:
+        each = count("experts_per_layer", experts_per_layer)
+        if each == 0:
+            raise ValueError("experts_per_layer: expected 1 or more, got 0; nothing would ever be copied")
+        return min(each * tokens_LE.shape[0], tokens_LE.size)
+    if experts_per_layer is None and budget_bytes is not None and expert_bytes is not None:
+        each = count("expert_bytes", expert_bytes)
+        if each == 0:
+            raise ValueError("expert_bytes: expected 1 or more, got 0")
+        return min(count("budget_bytes", budget_bytes) // each, tokens_LE.size)
+    raise ValueError("experts_per_layer: expected either it, or budget_bytes and expert_bytes")
+
+
+def shard_modules(
+    nbytes: Sequence[int], ranks: int, expert_bytes: Sequence[int] | None = None, alignment: int = 64
+) -> list[list[tuple[int, int, int]]]:
+    """For each rank the parts (module, start, end) of the non-expert state that it saves.
+
+    PEC's equal (EDPS) and, with `expert_bytes`, adaptive (ADPS) sharding: the rank that saves the most, experts
+    included, saves as little as possible. The papers hand out whole modules to the least loaded rank; here a
+    module is cut, at a multiple of `alignment`, where a rank is full, at most `ranks - 1` times in all. With
+    the level up to which the modules fill the ranks like water, no rank that saves a part saves more than the
+    level, rounded up, plus `alignment - 1` bytes. A module without bytes has no part.
+
+        >>> shard_modules([40, 110], ranks=2, expert_bytes=[0, 50], alignment=4)  # both save 100 in all
+        [[(0, 0, 40), (1, 0, 60)], [(1, 60, 110)]]
+
+    Args:
+        nbytes: size of each module.
+        ranks: number of ranks.
+        expert_bytes: bytes of experts that each rank saves already; None for the same everywhere.
+        alignment: parts start at multiples of it.
+
+    Raises:
+        ValueError: no rank, no alignment, a negative size, or not one number in `expert_bytes` for each rank.
+    """
+    sizes = [count("nbytes", size) for size in nbytes]
+    number = count("ranks", ranks)
+    if expert_bytes is None:
+        if number > 1 << 24:
+            raise ValueError(f"ranks: expected at most 2^24, got {number}")
+        loads = [0] * number
+    else:
+        loads = [count("expert_bytes", size) for size in expert_bytes]
+    if len(loads) != number:
+        raise ValueError(f"expert_bytes: expected one number for each of {number} ranks, got {len(loads)}")
+    return _native.shard_modules(sizes, loads, count("alignment", alignment))

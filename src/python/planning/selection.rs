@@ -1,0 +1,170 @@
+//! [`crate::selection`] for Python.
+
+use super::{Matrix, numbers, shape_error, to_matrix};
+use crate::selection;
+use numpy::{PyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(select_sequential, module)?)?;
+    module.add_function(wrap_pyfunction!(select_load_aware, module)?)?;
+    module.add_function(wrap_pyfunction!(select_by_budget, module)?)?;
+    module.add_function(wrap_pyfunction!(shard_modules, module)?)?;
+    module.add_class::<TokenLedger>()
+}
+
+#[pyfunction]
+fn select_sequential(
+    layers: usize,
+    experts: usize,
+    experts_per_layer: usize,
+    checkpoint: u64,
+) -> PyResult<selection::Selection> {
+    Ok(selection::sequential(layers, experts, experts_per_layer, checkpoint)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (tokens, waiting, capacity, checkpoint))]
+fn select_load_aware(
+    py: Python<'_>,
+    tokens: PyReadonlyArray2<'_, i64>,
+    waiting: Option<PyReadonlyArray2<'_, i64>>,
+    capacity: u64,
+    checkpoint: u64,
+) -> PyResult<selection::Selection> {
+    let shape = shape(&tokens);
+    if let Some(waiting) = &waiting {
+        check_shape("waiting", waiting, shape)?;
+    }
+    let (tokens, waiting) = (numbers(&tokens), waiting.as_ref().map(numbers));
+    Ok(py.detach(|| selection::load_aware(&tokens, waiting.as_deref(), shape, capacity, checkpoint))?)
+}
+
+#[pyfunction]
+fn select_by_budget(
+    py: Python<'_>,
+    tokens: PyReadonlyArray2<'_, i64>,
+    capacity: u64,
+) -> PyResult<selection::Selection> {
+    let shape = shape(&tokens);
+    let tokens = numbers(&tokens);
+    Ok(py.detach(|| selection::budget(&tokens, shape, capacity))?)
+}
+
+#[pyfunction]
+fn shard_modules(
+    py: Python<'_>,
+    nbytes: Vec<u64>,
+    expert_bytes: Vec<u64>,
+    alignment: u64,
+) -> PyResult<Vec<Vec<(usize, u64, u64)>>> {
+    let parts = py.detach(|| selection::shard_modules(&nbytes, &expert_bytes, alignment))?;
+    let row = |part: selection::Part| (part.module, part.bytes.start, part.bytes.end);
+    Ok(parts.into_iter().map(|parts| parts.into_iter().map(row).collect()).collect())
+}
+
+fn shape(array: &PyReadonlyArray2<'_, i64>) -> [usize; 2] {
+    [array.shape()[0], array.shape()[1]]
+}
+
+fn check_shape(argument: &str, array: &PyReadonlyArray2<'_, i64>, expected: [usize; 2]) -> PyResult<()> {
+    let found = shape(array);
+    if found == expected {
+        return Ok(());
+    }
+    Err(shape_error(format!("{argument}: expected shape {expected:?} (layers, experts), got {found:?}")))
+}
+
+/// Counts the tokens of every expert since it was last copied.
+#[pyclass(module = "evermoe._native")]
+struct TokenLedger(selection::TokenLedger);
+
+#[pymethods]
+impl TokenLedger {
+    #[new]
+    fn new(layers: usize, experts: usize, experts_per_layer: usize, plt_limit: f64) -> PyResult<Self> {
+        Ok(Self(selection::TokenLedger::new(layers, experts, experts_per_layer, plt_limit)?))
+    }
+
+    #[staticmethod]
+    fn from_json(text: &str) -> PyResult<Self> {
+        Ok(Self(selection::TokenLedger::from_json(text)?))
+    }
+
+    fn to_json(&self) -> String {
+        self.0.to_json()
+    }
+
+    fn add(&mut self, counts: PyReadonlyArray2<'_, i64>) -> PyResult<()> {
+        check_shape("counts", &counts, self.0.shape())?;
+        Ok(self.0.add(&numbers(&counts))?)
+    }
+
+    fn copied(&mut self, selection: Vec<Vec<usize>>) -> PyResult<()> {
+        Ok(self.0.copied(&selection)?)
+    }
+
+    fn lose(&mut self, experts: Vec<Vec<usize>>) -> PyResult<f64> {
+        Ok(self.0.lose(&experts)?)
+    }
+
+    #[getter]
+    fn step(&self) -> u64 {
+        self.0.step()
+    }
+
+    #[getter]
+    fn checkpoint(&self) -> u64 {
+        self.0.checkpoint()
+    }
+
+    #[getter]
+    fn experts_per_layer(&self) -> usize {
+        self.0.experts_per_layer()
+    }
+
+    #[getter]
+    fn seen<'py>(&self, py: Python<'py>) -> PyResult<Matrix<'py>> {
+        to_matrix(py, self.0.seen().to_vec(), self.0.shape())
+    }
+
+    #[getter]
+    fn at_risk<'py>(&self, py: Python<'py>) -> PyResult<Matrix<'py>> {
+        to_matrix(py, self.0.at_risk().to_vec(), self.0.shape())
+    }
+
+    #[getter]
+    fn lost<'py>(&self, py: Python<'py>) -> PyResult<Matrix<'py>> {
+        to_matrix(py, self.0.lost().to_vec(), self.0.shape())
+    }
+
+    #[getter]
+    fn waiting<'py>(&self, py: Python<'py>) -> PyResult<Matrix<'py>> {
+        to_matrix(py, self.0.waiting().to_vec(), self.0.shape())
+    }
+
+    #[getter]
+    fn most_at_risk(&self) -> i64 {
+        self.0.most_at_risk()
+    }
+
+    #[getter]
+    fn plt_at_risk<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
+        PyArray1::from_vec(py, self.0.plt_at_risk())
+    }
+
+    #[getter]
+    fn plt_lost<'py>(&self, py: Python<'py>) -> Bound<'py, PyArray1<f64>> {
+        PyArray1::from_vec(py, self.0.plt_lost())
+    }
+
+    #[getter]
+    fn plt(&self) -> f64 {
+        self.0.plt()
+    }
+
+    fn starvation(&self) -> Vec<(Option<usize>, i64, f64, f64)> {
+        let row = |layer: selection::Starvation| (layer.expert, layer.checkpoints, layer.tokens, layer.steps);
+        self.0.starvation().into_iter().map(row).collect()
+    }
+}

@@ -1,0 +1,345 @@
+//! Tokens at risk, tokens lost, and the K that follows from them: PEC's portion of lost tokens (PLT) and Dynamic-K.
+
+use super::tokens::check_size;
+use crate::ensure;
+use crate::error::Result;
+use serde::{Deserialize, Serialize};
+
+/// What the JSON says it is; another number for another layout.
+pub(super) const VERSION: u32 = 1;
+
+/// Counts the tokens of every expert since it was last copied.
+///
+/// A step adds its counts, a checkpoint says what it copied, a recovery says which experts fell back to their last copy:
+///
+/// ```text
+/// add       seen += counts, at_risk += counts
+/// copied    at_risk = 0 for the chosen; the others that have tokens at risk wait for one checkpoint more
+/// lose      lost += at_risk, at_risk = 0 for those that fell back
+/// ```
+///
+/// All counts are `[layers, experts]`. PLT is counted per layer, tokens lost ÷ tokens seen, and averaged over layers; a
+/// layer that has seen none has lost none.
+///
+/// **Dynamic-K**: a run may lose `plt_limit` of its tokens, and each part of it the same portion of its own. So whenever a
+/// recovery that lost tokens leaves the PLT of the run so far above the limit, K doubles, up to all experts.
+///
+/// ```
+/// use evermoe::selection::TokenLedger;
+/// let mut ledger = TokenLedger::new(1, 4, 1, 0.05)?;
+/// ledger.add(&[60, 30, 10, 0])?;
+/// ledger.copied(&[vec![0]])?;
+/// assert_eq!(ledger.at_risk(), [0, 30, 10, 0]);
+/// assert_eq!(ledger.lose(&[vec![2, 3]])?, 0.1); // 10 of 100 tokens, more than 0.05
+/// assert_eq!(ledger.experts_per_layer(), 2);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TokenLedger {
+    #[serde(rename = "evermoe_token_ledger")]
+    pub(super) version: u32,
+    pub(super) layers: usize,
+    pub(super) experts: usize,
+    pub(super) experts_per_layer: usize,
+    pub(super) plt_limit: f64,
+    step: u64,
+    checkpoint: u64,
+    pub(super) seen: Vec<i64>,
+    pub(super) at_risk: Vec<i64>,
+    pub(super) lost: Vec<i64>,
+    pub(super) waiting: Vec<i64>,
+}
+
+/// How long a layer has been waiting for copies.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Starvation {
+    /// The expert with tokens at risk that has been passed over most often, then the one with the most tokens.
+    pub expert: Option<usize>,
+    /// How many checkpoints passed it over.
+    pub checkpoints: i64,
+    /// Tokens at risk in the whole layer.
+    pub tokens: f64,
+    /// The same in steps of the layer's average.
+    pub steps: f64,
+}
+
+impl TokenLedger {
+    /// A ledger that has seen nothing. K starts at `experts_per_layer`; a `plt_limit` of 1 leaves it there.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) when a number is 0, layers × experts is more than 2^24, or the limit is not from 0 to 1.
+    pub fn new(layers: usize, experts: usize, experts_per_layer: usize, plt_limit: f64) -> Result<Self> {
+        check_size(layers, experts)?;
+        ensure!(experts_per_layer > 0, "experts_per_layer: expected 1 or more, got 0; K would stay at 0");
+        ensure!(
+            (0.0..=1.0).contains(&plt_limit),
+            "plt_limit: expected a portion of the tokens from 0 to 1, got {plt_limit}"
+        );
+        let zeros = vec![0; layers * experts];
+        Ok(Self {
+            version: VERSION,
+            layers,
+            experts,
+            experts_per_layer: experts_per_layer.min(experts),
+            plt_limit,
+            step: 0,
+            checkpoint: 0,
+            seen: zeros.clone(),
+            at_risk: zeros.clone(),
+            lost: zeros.clone(),
+            waiting: zeros,
+        })
+    }
+
+    /// Layers and experts per layer.
+    pub fn shape(&self) -> [usize; 2] {
+        [self.layers, self.experts]
+    }
+
+    /// Steps added so far.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Checkpoints so far: the number that the policies ask for.
+    pub fn checkpoint(&self) -> u64 {
+        self.checkpoint
+    }
+
+    /// K, as Dynamic-K has it now.
+    pub fn experts_per_layer(&self) -> usize {
+        self.experts_per_layer
+    }
+
+    /// `[layers, experts]`: tokens since the start.
+    pub fn seen(&self) -> &[i64] {
+        &self.seen
+    }
+
+    /// `[layers, experts]`: tokens since the last copy.
+    pub fn at_risk(&self) -> &[i64] {
+        &self.at_risk
+    }
+
+    /// `[layers, experts]`: tokens lost in recoveries.
+    pub fn lost(&self) -> &[i64] {
+        &self.lost
+    }
+
+    /// `[layers, experts]`: checkpoints that passed an expert over while it had tokens at risk.
+    pub fn waiting(&self) -> &[i64] {
+        &self.waiting
+    }
+
+    /// The most tokens that any one expert would lose now (MTL).
+    pub fn most_at_risk(&self) -> i64 {
+        self.at_risk.iter().copied().max().unwrap_or(0)
+    }
+
+    /// For each layer the PLT of a failure now that takes all experts back to their last copies.
+    pub fn plt_at_risk(&self) -> Vec<f64> {
+        self.portions(&self.at_risk)
+    }
+
+    /// For each layer the PLT of the run so far: all tokens lost ÷ all tokens seen.
+    pub fn plt_lost(&self) -> Vec<f64> {
+        self.portions(&self.lost)
+    }
+
+    /// The PLT of the run so far: [`plt_lost`](Self::plt_lost) averaged over layers.
+    pub fn plt(&self) -> f64 {
+        mean(&self.plt_lost())
+    }
+
+    /// Counts the tokens of a step, `[layers, experts]`, all ranks together.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative counts and sums beyond 2^63; the ledger is then as before.
+    pub fn add(&mut self, counts: &[i64]) -> Result<()> {
+        ensure!(
+            counts.len() == self.seen.len(),
+            "counts: expected {} layers × {} experts, got {} numbers",
+            self.layers,
+            self.experts,
+            counts.len()
+        );
+        for (cell, (&count, &seen)) in counts.iter().zip(&self.seen).enumerate() {
+            let [layer, expert] = [cell / self.experts, cell % self.experts];
+            ensure!(
+                count >= 0,
+                "counts: layer {layer} expert {expert} has {count} tokens; counts start at 0"
+            );
+            ensure!(
+                seen.checked_add(count).is_some(),
+                "counts: layer {layer} expert {expert} has {count} tokens after {seen}; the sum passes 2^63"
+            );
+        }
+        for (cell, &count) in counts.iter().enumerate() {
+            self.seen[cell] += count;
+            self.at_risk[cell] += count;
+        }
+        self.step = self.step.saturating_add(1);
+        Ok(())
+    }
+
+    /// Notes a checkpoint that copied these experts as they are now; every checkpoint is noted, also an empty one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) unless there is one list for each layer, of experts that exist.
+    pub fn copied(&mut self, selection: &[Vec<usize>]) -> Result<()> {
+        let chosen = self.cells("selection", selection)?;
+        for (waiting, &tokens) in self.waiting.iter_mut().zip(&self.at_risk) {
+            *waiting = waiting.saturating_add(i64::from(tokens > 0));
+        }
+        for cell in chosen {
+            self.at_risk[cell] = 0;
+            self.waiting[cell] = 0;
+        }
+        self.checkpoint = self.checkpoint.saturating_add(1);
+        Ok(())
+    }
+
+    /// Notes a recovery in which these experts fell back to their last copies, and returns its PLT.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) unless there is one list for each layer, of experts that exist.
+    pub fn lose(&mut self, experts: &[Vec<usize>]) -> Result<f64> {
+        let mut lost_now = vec![0; self.lost.len()];
+        for cell in self.cells("experts", experts)? {
+            let tokens = std::mem::take(&mut self.at_risk[cell]);
+            lost_now[cell] += tokens;
+            self.lost[cell] += tokens;
+            self.waiting[cell] = 0;
+        }
+        let plt = mean(&self.portions(&lost_now));
+        if plt > 0.0 && self.plt() > self.plt_limit {
+            self.experts_per_layer = self.experts_per_layer.saturating_mul(2).min(self.experts);
+        }
+        Ok(plt)
+    }
+
+    /// For each layer who waits for a copy, and what is at risk.
+    pub fn starvation(&self) -> Vec<Starvation> {
+        let layer = |layer: usize| {
+            let row = layer * self.experts..(layer + 1) * self.experts;
+            let [tokens, seen] = [sum(&self.at_risk[row.clone()]), sum(&self.seen[row.clone()])];
+            let hungry = row.clone().filter(|&cell| self.at_risk[cell] > 0).rev();
+            let longest = hungry.max_by_key(|&cell| (self.waiting[cell], self.at_risk[cell]));
+            Starvation {
+                expert: longest.map(|cell| cell - row.start),
+                checkpoints: longest.map_or(0, |cell| self.waiting[cell]),
+                tokens,
+                steps: if tokens > 0.0 { tokens * self.step as f64 / seen } else { 0.0 },
+            }
+        };
+        (0..self.layers).map(layer).collect()
+    }
+
+    /// Indices into the counts of the experts listed for each layer.
+    fn cells(&self, argument: &str, lists: &[Vec<usize>]) -> Result<Vec<usize>> {
+        ensure!(
+            lists.len() == self.layers,
+            "{argument}: expected one list of experts for each of {} layers, got {} lists",
+            self.layers,
+            lists.len()
+        );
+        let mut cells = Vec::new();
+        for (layer, list) in lists.iter().enumerate() {
+            for &expert in list {
+                ensure!(
+                    expert < self.experts,
+                    "{argument}: layer {layer} names expert {expert}; there are {}",
+                    self.experts
+                );
+                cells.push(layer * self.experts + expert);
+            }
+        }
+        Ok(cells)
+    }
+
+    fn portions(&self, part: &[i64]) -> Vec<f64> {
+        let rows = part.chunks(self.experts).zip(self.seen.chunks(self.experts));
+        rows.map(|(part, seen)| if sum(part) > 0.0 { sum(part) / sum(seen) } else { 0.0 }).collect()
+    }
+}
+
+fn sum(counts: &[i64]) -> f64 {
+    counts.iter().map(|&count| i128::from(count)).sum::<i128>() as f64
+}
+
+fn mean(numbers: &[f64]) -> f64 {
+    numbers.iter().sum::<f64>() / numbers.len() as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ledger() -> TokenLedger {
+        let mut ledger = TokenLedger::new(2, 2, 1, 0.1).unwrap();
+        ledger.add(&[6, 2, 0, 0]).unwrap();
+        ledger.copied(&[vec![0], vec![]]).unwrap();
+        ledger.add(&[2, 0, 0, 10]).unwrap();
+        ledger
+    }
+
+    #[test]
+    fn plt_is_counted_per_layer_and_averaged() {
+        let mut ledger = ledger();
+        assert_eq!(ledger.at_risk(), [2, 2, 0, 10]);
+        assert_eq!((ledger.plt_at_risk(), ledger.most_at_risk()), (vec![0.4, 1.0], 10));
+        assert_eq!(ledger.lose(&[vec![1], vec![0]]).unwrap(), 0.1);
+        assert_eq!((ledger.plt_lost(), ledger.plt()), (vec![0.2, 0.0], 0.1));
+        assert_eq!(ledger.experts_per_layer(), 1, "at the limit, not above it");
+        assert_eq!(ledger.lose(&[vec![0], vec![]]).unwrap(), 0.1);
+        assert_eq!((ledger.plt(), ledger.experts_per_layer()), (0.2, 2));
+        assert_eq!(ledger.lose(&[vec![0], vec![]]).unwrap(), 0.0, "the same tokens are not lost twice");
+    }
+
+    #[test]
+    fn k_is_never_more_than_all_experts() {
+        assert_eq!(TokenLedger::new(1, 4, 9, 1.0).unwrap().experts_per_layer(), 4);
+    }
+
+    #[test]
+    fn k_doubles_only_when_tokens_were_lost_and_stops_at_all_experts() {
+        let mut ledger = TokenLedger::new(1, 5, 1, 0.0).unwrap();
+        let mut after = |lists: &[Vec<usize>]| {
+            ledger.add(&[1; 5]).unwrap();
+            ledger.lose(lists).unwrap();
+            ledger.experts_per_layer()
+        };
+        let seen = [[vec![0]], [vec![]], [vec![0]], [vec![3]], [vec![3]]].map(|lists| after(&lists));
+        assert_eq!(seen, [2, 2, 4, 5, 5]);
+    }
+
+    #[test]
+    fn starvation_names_who_waits_longest() {
+        let mut ledger = ledger();
+        ledger.copied(&[vec![0], vec![]]).unwrap();
+        ledger.add(&[10, 0, 0, 0]).unwrap();
+        let [first, second] = ledger.starvation()[..] else { panic!("two layers") };
+        // Layer 0 has seen 20 tokens in 3 steps: 12 at risk are 1.8 steps. Expert 0 has more of them and has not waited.
+        assert_eq!(first, Starvation { expert: Some(1), checkpoints: 2, tokens: 12.0, steps: 1.8 });
+        assert_eq!(second, Starvation { expert: Some(1), checkpoints: 1, tokens: 10.0, steps: 3.0 });
+        ledger.copied(&[vec![0, 1], vec![1]]).unwrap();
+        let none = Starvation { expert: None, checkpoints: 0, tokens: 0.0, steps: 0.0 };
+        assert_eq!(ledger.starvation(), [none; 2]);
+    }
+
+    #[test]
+    fn a_refused_step_changes_nothing() {
+        let mut ledger = ledger();
+        let before = ledger.clone();
+        assert!(ledger.add(&[1, 1, 1, i64::MAX]).unwrap_err().to_string().contains("layer 1 expert 1"));
+        assert!(ledger.add(&[1, 1, 1, -1]).unwrap_err().to_string().contains("has -1 tokens"));
+        assert!(ledger.add(&[1]).unwrap_err().to_string().contains("counts: expected 2 layers"));
+        assert!(ledger.copied(&[vec![0]]).unwrap_err().to_string().contains("got 1 lists"));
+        assert!(
+            ledger.copied(&[vec![0], vec![2]]).unwrap_err().to_string().contains("layer 1 names expert 2")
+        );
+        assert!(ledger.lose(&[vec![], vec![7]]).unwrap_err().to_string().starts_with("experts: layer 1"));
+        assert_eq!(ledger, before);
+    }
+}

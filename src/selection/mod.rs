@@ -1,0 +1,27 @@
+//! What to copy now, what a failure would cost, and who saves what: pure functions, the same on every rank.
+//!
+//! ```text
+//! counts [layers, experts] of each step ─ TokenLedger ─ tokens at risk, checkpoints waited ─┐
+//!      ┌─ copied, or lost in a recovery ◄── experts to copy ◄── sequential, load_aware, budget ◄┘
+//!      └► portion of lost tokens (PLT) ─ Dynamic-K
+//! bytes of modules ─ shard_modules ─ which rank saves which part
+//! ```
+//!
+//! A [`Selection`] lists, for each layer, the experts to copy, ascending.
+
+mod budget;
+mod json;
+mod ledger;
+mod load_aware;
+mod sequential;
+mod shard;
+mod tokens;
+
+pub use budget::budget;
+pub use ledger::{Starvation, TokenLedger};
+pub use load_aware::load_aware;
+pub use sequential::sequential;
+pub use shard::{Part, shard_modules};
+
+/// For each layer the experts to copy, ascending and without duplicates.
+pub type Selection = Vec<Vec<usize>>;

@@ -1,0 +1,448 @@
+//! Selection of experts, the ledger of tokens, sharding: what must hold for all inputs, and everything on small sizes.
+
+use evermoe::selection::{Part, Selection, TokenLedger, budget, load_aware, sequential, shard_modules};
+use proptest::prelude::*;
+
+/// All lists of `size` numbers from 0 to `most`.
+fn all(size: usize, most: i64) -> Vec<Vec<i64>> {
+    (0..size).fold(vec![Vec::new()], |lists, _| {
+        lists
+            .iter()
+            .flat_map(|list| (0..=most).map(move |next| [list.as_slice(), &[next]].concat()))
+            .collect()
+    })
+}
+
+fn size(selection: &Selection) -> usize {
+    selection.iter().map(Vec::len).sum()
+}
+
+fn check_choice(selection: &Selection, tokens: &[i64], [layers, experts]: [usize; 2], capacity: usize) {
+    let dirty = tokens.iter().filter(|&&count| count > 0).count();
+    assert_eq!(selection.len(), layers);
+    assert_eq!(size(selection), capacity.min(dirty), "{selection:?} of {tokens:?}");
+    for (layer, chosen) in selection.iter().enumerate() {
+        assert!(chosen.is_sorted_by(|a, b| a < b), "layer {layer}: {chosen:?}");
+        assert!(
+            chosen.iter().all(|&expert| tokens[layer * experts + expert] > 0),
+            "layer {layer}: {chosen:?}"
+        );
+    }
+}
+
+/// The `count` experts with the most tokens, by trying one after the other.
+fn heaviest(tokens: &[i64], count: usize) -> Vec<usize> {
+    let mut chosen: Vec<usize> = Vec::new();
+    for _ in 0..count {
+        let rest = (0..tokens.len()).filter(|expert| !chosen.contains(expert));
+        // The last of several largest, so reversed for the first.
+        chosen.extend(rest.rev().max_by_key(|&expert| tokens[expert]));
+    }
+    chosen.sort_unstable();
+    chosen
+}
+
+// ---- sequential ----
+
+proptest! {
+    #[test]
+    fn sequential_is_the_formula_and_copies_everything_in_time(
+        layers in 1_usize..5, experts in 1_usize..20, each in 1_usize..24, first in 0_u64..1000,
+    ) {
+        let within = experts.div_ceil(each) as u64;
+        let mut copied = vec![vec![false; experts]; layers];
+        for checkpoint in first..first + within {
+            let chosen = sequential(layers, experts, each, checkpoint).unwrap();
+            prop_assert_eq!(chosen.len(), layers);
+            for (layer, chosen) in chosen.iter().enumerate() {
+                let mut formula: Vec<usize> = (0..each.min(experts))
+                    .map(|i| (layer * each.min(experts) + checkpoint as usize * each.min(experts) + i) % experts)
+                    .collect();
+                formula.sort_unstable();
+                prop_assert_eq!(chosen, &formula);
+                chosen.iter().for_each(|&expert| copied[layer][expert] = true);
+            }
+        }
+        prop_assert!(copied.iter().flatten().all(|&done| done), "{:?} after {} checkpoints", copied, within);
+    }
+}
+
+#[test]
+fn sequential_takes_numbers_of_any_size() {
+    assert_eq!(sequential(1, 3, usize::MAX, u64::MAX).unwrap(), [[0, 1, 2]]);
+    assert_eq!(sequential(1, 10, 1, u64::MAX).unwrap(), [[5]]);
+    assert!(sequential(usize::MAX, 2, 1, 0).unwrap_err().to_string().contains("more than 2^24"));
+    assert!(sequential(0, 2, 1, 0).unwrap_err().to_string().contains("got 0 layers"));
+    assert!(sequential(2, 2, 0, 0).unwrap_err().to_string().starts_with("experts_per_layer"));
+}
+
+// ---- load-aware ----
+
+/// Turn by turn from the text: who is next takes its heaviest expert, while there is capacity and somebody wants one.
+fn dealt(tokens: &[i64], [layers, experts]: [usize; 2], capacity: usize, checkpoint: u64) -> Selection {
+    let mut left = tokens.to_vec();
+    let mut chosen = vec![Vec::new(); layers];
+    let mut layer = (checkpoint as usize * capacity.min(tokens.len())) % layers;
+    let mut taken = 0;
+    while taken < capacity && left.iter().any(|&count| count > 0) {
+        let row = &mut left[layer * experts..(layer + 1) * experts];
+        let expert = heaviest(row, 1)[0];
+        if row[expert] > 0 {
+            row[expert] = 0;
+            chosen[layer].push(expert);
+            taken += 1;
+        }
+        layer = (layer + 1) % layers;
+    }
+    chosen.iter_mut().for_each(|chosen| chosen.sort_unstable());
+    chosen
+}
+
+#[test]
+fn load_aware_is_the_text_on_all_small_sizes() {
+    for shape in [[1, 4], [2, 3], [3, 2]] {
+        for tokens in all(shape[0] * shape[1], 2) {
+            for (capacity, checkpoint) in (0..8).flat_map(|capacity| [0, 1, 5].map(|t| (capacity, t))) {
+                let chosen = load_aware(&tokens, None, shape, capacity as u64, checkpoint).unwrap();
+                check_choice(&chosen, &tokens, shape, capacity);
+                assert_eq!(chosen, dealt(&tokens, shape, capacity, checkpoint), "{capacity} of {tokens:?}");
+            }
+        }
+    }
+}
+
+/// Runs a trace with a checkpoint after every step and returns the ledger and the longest anyone ever waited.
+fn run(
+    trace: &[Vec<i64>],
+    shape: [usize; 2],
+    select: impl Fn(&TokenLedger) -> Selection,
+) -> (TokenLedger, i64) {
+    let mut ledger = TokenLedger::new(shape[0], shape[1], 1, 1.0).unwrap();
+    let mut longest = 0;
+    for counts in trace {
+        ledger.add(counts).unwrap();
+        ledger.copied(&select(&ledger)).unwrap();
+        longest = longest.max(*ledger.waiting().iter().max().unwrap());
+    }
+    (ledger, longest)
+}
+
+fn ours(ledger: &TokenLedger, capacity: usize) -> Selection {
+    let (tokens, shape) = (ledger.at_risk(), ledger.shape());
+    let chosen =
+        load_aware(tokens, Some(ledger.waiting()), shape, capacity as u64, ledger.checkpoint()).unwrap();
+    check_choice(&chosen, tokens, shape, capacity);
+    chosen
+}
+
+/// Shapes, a capacity, and a trace in which few experts are hot and many get a token now and then.
+fn trace() -> impl Strategy<Value = ([usize; 2], usize, Vec<Vec<i64>>)> {
+    (1_usize..5, 1_usize..8).prop_flat_map(|(layers, experts)| {
+        let counts = prop_oneof![6 => Just(0), 2 => 1_i64..3, 1 => 100_i64..2000];
+        let steps = prop::collection::vec(prop::collection::vec(counts, layers * experts), 1..60);
+        (Just([layers, experts]), 1..=layers * experts, steps)
+    })
+}
+
+proptest! {
+    #[test]
+    fn nobody_waits_longer_than_the_bound((shape, capacity, trace) in trace()) {
+        let bound = 3 * (shape[0] * shape[1]).div_ceil(capacity) as i64;
+        let (_, longest) = run(&trace, shape, |ledger| ours(ledger, capacity));
+        prop_assert!(longest < bound, "waited {longest}, bound {bound}");
+    }
+
+    #[test]
+    fn every_layer_gets_its_turns((shape, capacity, trace) in trace()) {
+        let [layers, experts] = shape;
+        run(&trace, shape, |ledger| {
+            let chosen = ours(ledger, capacity);
+            for (row, chosen) in ledger.at_risk().chunks(experts).zip(&chosen) {
+                let dirty = row.iter().filter(|&&count| count > 0).count();
+                assert!(chosen.len() >= dirty.min(capacity / layers), "{chosen:?} of {row:?}");
+            }
+            chosen
+        });
+    }
+}
+
+/// Algorithm 1 as printed, as we read it: layers in a fixed order take their experts, most unsaved tokens first, from
+/// one shared capacity until it is gone.
+fn as_printed(ledger: &TokenLedger, capacity: usize) -> Selection {
+    let mut left = capacity;
+    let layer = |row: &[i64]| {
+        let count = row.iter().filter(|&&count| count > 0).count().min(left);
+        left -= count;
+        heaviest(row, count)
+    };
+    let experts = ledger.shape()[1];
+    let mut rows: Vec<Vec<usize>> = ledger.at_risk().rchunks(experts).map(layer).collect();
+    rows.reverse();
+    rows
+}
+
+/// 4 layers of 8 experts; one hot expert a layer, whose place moves, and 1 to 7 tokens for each of the others.
+fn skewed(steps: i64) -> Vec<Vec<i64>> {
+    let count = |step: i64, cell: i64| match cell % 8 == (step / 20 + cell / 8) % 8 {
+        true => 500,
+        false => 1 + (step * 5 + cell * 3) % 7,
+    };
+    (0..steps).map(|step| (0..32).map(|cell| count(step, cell)).collect()).collect()
+}
+
+#[test]
+fn as_printed_starves_the_first_layers_and_ours_does_not() {
+    let capacity = 2 * 4; // K = 2 of 8 in 4 layers
+    let worst =
+        |ledger: &TokenLedger| ledger.starvation().iter().map(|layer| layer.steps).fold(0.0, f64::max);
+    let (printed, printed_wait) = run(&skewed(100), [4, 8], |ledger| as_printed(ledger, capacity));
+    let (mended, mended_wait) = run(&skewed(100), [4, 8], |ledger| ours(ledger, capacity));
+    assert_eq!(printed_wait, 100, "the first layer is never copied");
+    assert_eq!(printed.starvation()[0].steps, 100.0);
+    assert!(mended_wait < 12, "bound 3·⌈8/2⌉ = 12, got {mended_wait}");
+    assert!(worst(&mended) < 1.0, "all that is at risk is less than a step: {:?}", mended.starvation());
+    assert!(mended.plt_at_risk().iter().sum::<f64>() < printed.plt_at_risk().iter().sum::<f64>() / 50.0);
+}
+
+#[test]
+fn load_alone_starves_a_cold_expert_and_age_does_not() {
+    // Expert 3 gets one token in the first step; the other three ten in every step.
+    let trace: Vec<Vec<i64>> = (0..40).map(|step| vec![10, 10, 10, i64::from(step == 0)]).collect();
+    let blind =
+        |ledger: &TokenLedger| load_aware(ledger.at_risk(), None, [1, 4], 1, ledger.checkpoint()).unwrap();
+    assert_eq!(run(&trace, [1, 4], blind).1, 40);
+    assert!(run(&trace, [1, 4], |ledger| ours(ledger, 1)).1 < 12);
+}
+
+// ---- budget ----
+
+/// Experts of each layer, in whole numbers: a layer whose share reaches its room is full; then floors and remainders.
+fn quotas(risk: &[i64], room: &[usize], capacity: usize) -> Vec<usize> {
+    let mut quotas = vec![0; risk.len()];
+    let mut open: Vec<usize> = (0..risk.len()).filter(|&layer| room[layer] > 0).collect();
+    let mut left = capacity.min(room.iter().sum()) as i64;
+    loop {
+        let total: i64 = open.iter().map(|&layer| risk[layer]).sum();
+        let Some(full) = open.iter().position(|&layer| left * risk[layer] >= room[layer] as i64 * total)
+        else {
+            open.iter().for_each(|&layer| quotas[layer] = (left * risk[layer] / total) as usize);
+            let mut odd = left - open.iter().map(|&layer| left * risk[layer] / total).sum::<i64>();
+            open.sort_by_key(|&layer| (std::cmp::Reverse(left * risk[layer] % total), layer));
+            for &layer in &open {
+                quotas[layer] += usize::from(odd > 0);
+                odd = odd.saturating_sub(1);
+            }
+            return quotas;
+        };
+        let layer = open.remove(full);
+        quotas[layer] = room[layer];
+        left -= room[layer] as i64;
+    }
+}
+
+fn check_budget(tokens: &[i64], shape: [usize; 2], capacity: usize) {
+    let rows: Vec<&[i64]> = tokens.chunks(shape[1]).collect();
+    let chosen = budget(tokens, shape, capacity as u64).unwrap();
+    check_choice(&chosen, tokens, shape, capacity);
+    let risk: Vec<i64> = rows.iter().map(|row| row.iter().sum()).collect();
+    let room: Vec<usize> = rows.iter().map(|row| row.iter().filter(|&&count| count > 0).count()).collect();
+    for ((row, chosen), quota) in rows.iter().zip(&chosen).zip(quotas(&risk, &room, capacity)) {
+        assert_eq!(chosen, &heaviest(row, quota), "{capacity} of {tokens:?}");
+    }
+}
+
+#[test]
+fn budget_is_the_rule_in_whole_numbers_on_all_small_sizes() {
+    for shape in [[1, 4], [2, 3], [3, 2]] {
+        for tokens in all(shape[0] * shape[1], 3) {
+            (0..8).for_each(|capacity| check_budget(&tokens, shape, capacity));
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn budget_is_the_rule_in_whole_numbers(
+        tokens in prop::collection::vec(prop_oneof![Just(0), 1_i64..9, 100_i64..3000], 24), capacity in 0_usize..30,
+    ) {
+        [[2, 12], [4, 6], [8, 3]].into_iter().for_each(|shape| check_budget(&tokens, shape, capacity));
+    }
+
+    #[test]
+    fn counts_may_be_of_any_size(
+        tokens in prop::collection::vec(prop_oneof![Just(0), Just(i64::MAX), 1..i64::MAX], 24),
+        capacity in 0_usize..30,
+    ) {
+        check_choice(&budget(&tokens, [4, 6], capacity as u64).unwrap(), &tokens, [4, 6], capacity);
+        check_choice(&load_aware(&tokens, None, [4, 6], capacity as u64, 3).unwrap(), &tokens, [4, 6], capacity);
+    }
+}
+
+// ---- ledger ----
+
+#[derive(Clone, Debug)]
+enum Event {
+    Step(Vec<i64>),
+    Copied(Vec<usize>),
+    Lost(Vec<usize>),
+}
+
+fn events() -> impl Strategy<Value = Vec<Event>> {
+    let experts = || prop::collection::vec(0_usize..6, 0..5);
+    let event = prop_oneof![
+        prop::collection::vec(0_i64..50, 6).prop_map(Event::Step),
+        experts().prop_map(Event::Copied),
+        experts().prop_map(Event::Lost),
+    ];
+    prop::collection::vec(event, 0..40)
+}
+
+/// The experts of a list of cells of 2 layers of 3.
+fn lists(cells: &[usize]) -> Vec<Vec<usize>> {
+    (0..2)
+        .map(|layer| cells.iter().filter(|&&cell| cell / 3 == layer).map(|cell| cell % 3).collect())
+        .collect()
+}
+
+/// The last event that reset a cell, or 0; the ledger's counts follow from the events alone.
+fn reset(events: &[Event], cell: usize) -> usize {
+    let resets =
+        |event: &Event| matches!(event, Event::Copied(cells) | Event::Lost(cells) if cells.contains(&cell));
+    events.iter().rposition(resets).map_or(0, |last| last + 1)
+}
+
+fn tokens(events: &[Event], cell: usize) -> i64 {
+    events.iter().map(|event| if let Event::Step(counts) = event { counts[cell] } else { 0 }).sum()
+}
+
+proptest! {
+    #[test]
+    fn the_ledger_is_what_the_events_say(events in events()) {
+        let mut ledger = TokenLedger::new(2, 3, 1, 0.01).unwrap();
+        let (mut lost, mut doubled) = ([0; 6], 1);
+        for (position, event) in events.iter().enumerate() {
+            match event {
+                Event::Step(counts) => ledger.add(counts).unwrap(),
+                Event::Copied(cells) => ledger.copied(&lists(cells)).unwrap(),
+                Event::Lost(cells) => {
+                    let before = &events[..position];
+                    let at_risk = |cell: usize| tokens(&before[reset(before, cell)..], cell);
+                    let now = std::array::from_fn(|cell| if cells.contains(&cell) { at_risk(cell) } else { 0 });
+                    lost.iter_mut().zip(now).for_each(|(lost, now)| *lost += now);
+                    let plt = ledger.lose(&lists(cells)).unwrap();
+                    prop_assert!((plt - portion(before, &now)).abs() < 1e-12, "{} {:?}", plt, now);
+                    doubled *= 1 + usize::from(now.iter().any(|&now| now > 0) && portion(before, &lost) > 0.01);
+                }
+            }
+            prop_assert_eq!(ledger.experts_per_layer(), doubled.min(3));
+        }
+        prop_assert!((ledger.plt() - portion(&events, &lost)).abs() < 1e-12);
+        for cell in 0..6 {
+            let since = &events[reset(&events, cell)..];
+            prop_assert_eq!(ledger.seen()[cell], tokens(&events, cell));
+            prop_assert_eq!(ledger.at_risk()[cell], tokens(since, cell));
+            prop_assert_eq!(ledger.lost()[cell], lost[cell]);
+            let passed_over = |&position: &usize| {
+                matches!(since[position], Event::Copied(_)) && tokens(&since[..position], cell) > 0
+            };
+            prop_assert_eq!(ledger.waiting()[cell], (0..since.len()).filter(passed_over).count() as i64);
+        }
+        let steps = events.iter().filter(|event| matches!(event, Event::Step(_))).count();
+        let checkpoints = events.iter().filter(|event| matches!(event, Event::Copied(_))).count();
+        prop_assert_eq!((ledger.step(), ledger.checkpoint()), (steps as u64, checkpoints as u64));
+        prop_assert_eq!(TokenLedger::from_json(&ledger.to_json()).unwrap(), ledger);
+    }
+
+    #[test]
+    fn the_limit_comes_back_to_the_last_bit(limit in 0.0..1.0) {
+        let ledger = TokenLedger::new(1, 1, 1, limit).unwrap();
+        prop_assert_eq!(TokenLedger::from_json(&ledger.to_json()).unwrap(), ledger);
+    }
+
+    #[test]
+    fn text_that_is_no_ledger_is_an_error_and_no_panic(text in "\\PC*", cut in 0_usize..200) {
+        prop_assert!(TokenLedger::from_json(&text).is_err());
+        let whole = TokenLedger::new(2, 3, 1, 0.01).unwrap().to_json();
+        prop_assert!(TokenLedger::from_json(&whole[..cut.min(whole.len() - 1)]).is_err());
+    }
+}
+
+/// PLT of 2 layers of 3: lost by seen, averaged.
+fn portion(events: &[Event], lost: &[i64; 6]) -> f64 {
+    let layer = |layer: usize| {
+        let row = layer * 3..layer * 3 + 3;
+        let seen: i64 = row.clone().map(|cell| tokens(events, cell)).sum();
+        row.map(|cell| lost[cell]).sum::<i64>() as f64 / seen.max(1) as f64
+    };
+    (layer(0) + layer(1)) / 2.0
+}
+
+// ---- sharding ----
+
+fn loads(parts: &[Vec<Part>], expert_bytes: &[u64]) -> Vec<u64> {
+    let of = |part: &Part| part.bytes.end - part.bytes.start;
+    parts.iter().zip(expert_bytes).map(|(parts, load)| load + parts.iter().map(of).sum::<u64>()).collect()
+}
+
+fn check_parts(parts: &[Vec<Part>], bytes: &[u64], alignment: u64) {
+    let all: Vec<&Part> = parts.iter().flatten().collect();
+    let mut next = bytes.iter().enumerate().filter(|(_, size)| **size > 0);
+    let mut at: Option<(usize, u64)> = None;
+    for part in &all {
+        let (module, start) = at.unwrap_or_else(|| (next.next().unwrap().0, 0));
+        assert_eq!((part.module, part.bytes.start), (module, start), "{all:?}");
+        assert!(part.bytes.end > start && start % alignment == 0, "{all:?}");
+        at = (part.bytes.end < bytes[module]).then_some((module, part.bytes.end));
+    }
+    assert!(at.is_none() && next.next().is_none(), "{all:?} do not cover {bytes:?}");
+    let modules = bytes.iter().filter(|&&size| size > 0).count();
+    assert!(all.len() < modules + parts.len(), "more than {} cuts: {all:?}", parts.len() - 1);
+}
+
+/// The busiest rank of the best assignment of whole modules, by trying all.
+fn best_whole(bytes: &[u64], loads: &mut [u64]) -> u64 {
+    let Some((&first, rest)) = bytes.split_first() else { return *loads.iter().max().unwrap() };
+    let mut best = u64::MAX;
+    for rank in 0..loads.len() {
+        loads[rank] += first;
+        best = best.min(best_whole(rest, loads));
+        loads[rank] -= first;
+    }
+    best
+}
+
+#[test]
+fn no_whole_assignment_beats_the_cut_one_on_all_small_sizes() {
+    for bytes in all(4, 5).iter().map(|bytes| bytes.iter().map(|&size| size as u64).collect::<Vec<_>>()) {
+        for expert_bytes in [vec![0, 0, 0], vec![0, 0, 7], vec![1, 4, 2], vec![9]] {
+            let parts = shard_modules(&bytes, &expert_bytes, 1).unwrap();
+            check_parts(&parts, &bytes, 1);
+            let busiest = *loads(&parts, &expert_bytes).iter().max().unwrap();
+            let best = best_whole(&bytes, &mut expert_bytes.clone());
+            assert!(busiest <= best, "{busiest} > {best}: {parts:?} of {bytes:?} on {expert_bytes:?}");
+            // Nor can any cutting be better than the mean or the busiest before.
+            let ranks = expert_bytes.len() as u64;
+            let all: u64 = bytes.iter().chain(&expert_bytes).sum();
+            let before = *expert_bytes.iter().max().unwrap();
+            assert_eq!(busiest, before.max(all.div_ceil(ranks)), "{bytes:?} on {expert_bytes:?}");
+        }
+    }
+}
+
+proptest! {
+    #[test]
+    fn all_bytes_are_saved_once_and_evenly(
+        bytes in prop::collection::vec(prop_oneof![Just(0_u64), 1_u64..300, 1000_u64..90_000], 0..30),
+        expert_bytes in prop::collection::vec(prop_oneof![Just(0_u64), 1_u64..60_000], 1..12),
+        alignment in 1_u64..200,
+    ) {
+        let parts = shard_modules(&bytes, &expert_bytes, alignment).unwrap();
+        check_parts(&parts, &bytes, alignment);
+        let total: u64 = bytes.iter().sum();
+        let room = |level: u64| expert_bytes.iter().map(|&load| level.saturating_sub(load)).sum::<u64>();
+        for (parts, load) in parts.iter().zip(loads(&parts, &expert_bytes)) {
+            // Who saves a part would have no room left at a level one alignment lower, or all would not fit there.
+            prop_assert!(parts.is_empty() || room(load.saturating_sub(alignment)) < total, "{} of {:?}", load, parts);
+        }
+    }
+}
