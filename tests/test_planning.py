@@ -22,18 +22,34 @@ def test_allocate_takes_lists_and_integers():
 
 
 def test_place_keeps_what_is_there():
-    replicas = planning.allocate([5, 1, 1, 1], ranks=3, slots=3, min_replicas=2)
-    before = planning.place(replicas, 3, 3)
+    replicas = planning.allocate([5, 1, 1, 1], nodes=3, slots=3, min_replicas=2)
+    before = planning.place(replicas, 3, 3).matrix
     assert before.shape == (3, 4)
     assert before.sum(axis=1).tolist() == [3, 3, 3]
-    assert np.array_equal(planning.place(replicas, 3, 3, before), before)
+    for policy in planning.POLICIES:
+        before = planning.place(replicas, 3, 3, policy).matrix
+        assert np.array_equal(planning.place(replicas, 3, 3, policy, previous=before).matrix, before), policy
+
+
+def test_placement_gives_its_reason():
+    load = [8.0, 4.0, 2.0, 2.0]
+    replicas = planning.allocate(load, 4, 2)
+    reason = planning.place(replicas, 4, 2, load=load, domains=[[0, 1], [2, 3]]).reason
+    assert (reason.failures, reason.spread, reason.survival, reason.moved) == (2, 2, 0.0, None)
+    assert str(reason).startswith(reason.construction)
+    assert "every expert on 2 failure domains or more" in str(reason)
+
+
+def test_fewer_replicas_than_wanted_are_reported():
+    with pytest.warns(planning.FewerReplicas, match="3 experts × 2 do not fit in 2 nodes × 2 slots = 4; every"):
+        assert planning.allocate([1.0, 1.0, 1.0], 2, 2).tolist() == [1, 1, 2]
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_split_tokens_conserves_in_any_memory_order(order):
     rng = np.random.default_rng(1)
     tokens_EN = np.asarray(rng.integers(0, 100, (6, 4)), order=order)
-    matrix_NE = np.asarray(planning.place(planning.allocate(tokens_EN.sum(axis=1), 4, 3), 4, 3), order=order)
+    matrix_NE = np.asarray(planning.place(planning.allocate(tokens_EN.sum(axis=1), 4, 3), 4, 3).matrix, order=order)
     parts = [planning.split_tokens(tokens_EN, matrix_NE, rank) for rank in range(4)]
     for rank, (send_EN, receive_NE) in enumerate(parts):
         assert send_EN.dtype == receive_NE.dtype == np.int64
@@ -78,17 +94,24 @@ def test_lost_units_have_names():
     [
         (
             lambda: planning.allocate([1.0] * 9, 2, 4),
-            r"slots: 9 experts do not fit in 2 ranks × 4 slots = 8; use",
+            r"slots: 9 experts do not fit in 2 nodes × 4 slots = 8; use",
         ),
         (lambda: planning.allocate([1.0, -1.0], 2, 4), r"load: expert 1 has load -1"),
         (lambda: planning.allocate([[1.0]], 2, 4), r"load: expected 1 dimensions, got shape \[1, 1\]"),
-        (lambda: planning.allocate([1.0], -2, 4), r"ranks: expected an integer from 0"),
+        (lambda: planning.allocate([1.0], -2, 4), r"nodes: expected an integer from 0"),
         (lambda: planning.allocate([1.0], 2, 4, 0), r"min_replicas: expected 1 or more"),
         (lambda: planning.place([1.5, 2.5], 2, 2), r"replicas: expected int64, got float64"),
-        (lambda: planning.place([1, 2], 2, 2), r"replicas: they sum to 3; expected 2 ranks × 2 slots = 4"),
-        (lambda: planning.place([2, 2], 2, 2, [[1, 1, 0]] * 2), r"previous: expected shape \[2, 2\]"),
-        (lambda: planning.place([2, 2], 2, 2, [[1, 1]] * 3), r"previous: expected 2 ranks × 2 experts"),
-        (lambda: planning.place([2, 2], 0, 2), r"ranks, slots: expected 1 or more"),
+        (lambda: planning.place([1, 2], 2, 2), r"replicas: they sum to 3; expected 2 nodes × 2 slots = 4"),
+        (lambda: planning.place([2, 2], 2, 2, previous=[[1, 1, 0]] * 2), r"previous: expected shape \[2, 2\]"),
+        (lambda: planning.place([2, 2], 2, 2, previous=[[1, 1]] * 3), r"previous: expected shape \[2, 2\]"),
+        (lambda: planning.place([2, 2], 0, 2), r"nodes, slots: expected 1 or more"),
+        (lambda: planning.place([2, 2], 2, 2, "best"), r"policy: expected \"mro\", \"spread\""),
+        (lambda: planning.place([2, 2], 2, 2, load=[1.0, np.nan]), r"load: expert 1 has load NaN"),
+        (lambda: planning.place([2, 2], 2, 2, load=[1.0]), r"load: expected one number for each of 2 experts, got 1"),
+        (lambda: planning.place([2, 2], 2, 2, failures=3), r"failures: expected 1 to 2, the number of nodes, got 3"),
+        (lambda: planning.place([2, 2], 2, 2, domains=[[0, 1], [1]]), r"domains: "),
+        (lambda: planning.place([2, 2], 2, 2, domains=[[0, 2]]), r"domains: "),
+        (lambda: planning.place([2, 2], 2, 2, domains=[[-1]]), r"domains: expected an integer from 0"),
         (lambda: planning.split_tokens([[1, 0]], [[1, 1]], 0), r"matrix: expected shape \[2, 1\]"),
         (
             lambda: planning.split_tokens([[1, 0]], [[0], [0]], 0),

@@ -10,7 +10,7 @@ def drawn(experts, ranks, slots, seed):
     rng = np.random.default_rng(seed)
     tokens_EN = rng.integers(0, 100, (experts, ranks)) * rng.integers(1, 20, (experts, 1))
     replicas_E = planning.allocate(tokens_EN.sum(axis=1), ranks, slots, min_replicas=1)
-    return tokens_EN, planning.place(replicas_E, ranks, slots)
+    return tokens_EN, planning.place(replicas_E, ranks, slots).matrix
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

@@ -9,7 +9,7 @@ from evermoe import planning
 
 
 def placed(load_E, ranks, slots, previous=None):
-    return planning.place(planning.allocate(load_E, ranks, slots), ranks, slots, previous)
+    return planning.place(planning.allocate(load_E, ranks, slots), ranks, slots, previous=previous).matrix
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

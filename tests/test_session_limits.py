@@ -217,6 +217,7 @@ def options_error(**options):
         ({"checkpoint_every": -1}, "expected checkpoint_every >= 0, got -1"),
         ({"join_every": 0}, "expected join_every >= 1, got 0"),
         ({"min_replicas": 0}, "expected min_replicas >= 1, got 0"),
+        ({"placement": "best"}, "expected placement to be one of balanced, safest, mro, spread, compact, got 'best'"),
         ({"slots": 0}, "expected slots >= 1 or None, got 0"),
         ({"hang_limit": 0}, "expected hang_limit > 0 seconds, got 0"),
         ({"agree_limit": float("nan")}, "expected agree_limit > 0 seconds, got nan"),

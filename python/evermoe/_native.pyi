@@ -5,16 +5,23 @@ from os import PathLike
 import numpy as np
 from numpy.typing import NDArray
 
-# ---- planners and arenas: src/python/planning.rs, src/python/snapshot.rs ----
+# ---- planners and arenas: src/python/planning/, src/python/snapshot.rs ----
 
 def split_tokens(
     tokens: NDArray[np.int64], matrix: NDArray[np.int64], rank: int, policy: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def imbalance(matrix: NDArray[np.int64], load: NDArray[np.float64], policy: str) -> float: ...
-def allocate(load: NDArray[np.float64], ranks: int, slots: int, min_replicas: int) -> NDArray[np.int64]: ...
+def allocate(load: NDArray[np.float64], nodes: int, slots: int, min_replicas: int) -> NDArray[np.int64]: ...
 def place(
-    replicas: NDArray[np.int64], ranks: int, slots: int, previous: NDArray[np.int64] | None = None
-) -> NDArray[np.int64]: ...
+    replicas: NDArray[np.int64],
+    nodes: int,
+    slots: int,
+    policy: str,
+    load: NDArray[np.float64] | None,
+    previous: NDArray[np.int64] | None,
+    domains: list[list[int]] | None,
+    failures: int | None,
+) -> tuple[NDArray[np.int64], tuple[str, int, float, int, float, int | None, str]]: ...
 def migrate(
     old: NDArray[np.int64], new: NDArray[np.int64], nbytes: NDArray[np.int64]
 ) -> tuple[list[int], list[tuple[int, int, int, int]], int]: ...

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from evermoe.planning import POLICIES, PlacementPolicy
+
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
@@ -28,6 +30,8 @@ class SessionConfig:
     """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
     min_replicas: int = 1
     """Active replicas of each expert, where slots allow."""
+    placement: PlacementPolicy = "balanced"
+    """Which rank holds which expert: a policy of `evermoe.planning.place`. Ranks of one node fail together."""
     checkpoint_dir: str | Path | None = None
     """Folder for checkpoints on a file system that all members share; None for none."""
     checkpoint_every: int = 0
@@ -59,6 +63,8 @@ class SessionConfig:
                 raise ValueError(f"Session: expected {name} > 0 seconds, got {getattr(self, name)}")
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"Session: expected slots >= 1 or None, got {self.slots}")
+        if self.placement not in POLICIES:
+            raise ValueError(f"Session: expected placement to be one of {', '.join(POLICIES)}, got {self.placement!r}")
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
 

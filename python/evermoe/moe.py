@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from evermoe import ops
 from evermoe.elastic import Group
 from evermoe.parallel import all_to_all
-from evermoe.planning import split_tokens
+from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
 ROW_ALIGNMENT = 16
 """An expert's flat weights are padded to this many elements, so that optimizers treat all replicas alike (SIMD)."""
@@ -28,8 +28,8 @@ class MoE(nn.Module):
     """A layer of E feed-forward experts, of which each token uses the K that the router likes best.
 
     By itself it holds all experts. In an `evermoe.Session` each rank holds some, an expert may have replicas on
-    several ranks, and tokens travel to them and back: no padding, no capacity limit, no token dropped (Lazarus,
-    Algorithm 1). The result does not depend on where the experts are, but for floating-point rounding.
+    several ranks, and tokens travel to them and back: no padding, no capacity limit, no token dropped. The result does
+    not depend on where the experts are, but for floating-point rounding.
 
     Args:
         hidden: H, width of a token.
@@ -39,6 +39,8 @@ class MoE(nn.Module):
         gated: experts are `down(activation(gate(x)) * up(x))` instead of `down(activation(up(x)))`.
         activation: elementwise, differentiable.
         router_noise: standard deviation of Gaussian noise on the router's logits, in training only.
+        token_split: policy of `evermoe.planning.split_tokens`: `balanced` gives the busiest rank as few
+            tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1).
 
     Attributes:
         weights: `[e, row]`, one row per local expert: its matrices, flattened one after the other, then padding.
@@ -58,6 +60,7 @@ class MoE(nn.Module):
         gated: bool = False,
         activation: Activation = F.silu,
         router_noise: float = 0.0,
+        token_split: SplitPolicy = "balanced",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -69,6 +72,9 @@ class MoE(nn.Module):
             )
         if router_noise < 0:
             raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
+        if token_split not in SPLITS:
+            raise ValueError(f"MoE: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
+        self.token_split = token_split
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.activation, self.router_noise = activation, router_noise
         up, down = (intermediate, hidden), (hidden, intermediate)
@@ -106,7 +112,7 @@ class MoE(nn.Module):
         ids_TK, weights_TK, mean_probability_E = self._route(x_TH)
         tokens_ER = self._gather_load(ops.expert_histogram(ids_TK, self.num_experts))
         self.balance_loss = self._balance_loss(mean_probability_E)
-        send_ER, receive_RE = split_tokens(tokens_ER, self.matrix_RE, self.group.rank)
+        send_ER, receive_RE = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, torch.from_numpy(send_ER).to(ids_TK.device))
         rows_NH = ops.permute(x_TH, row_ids, positions_TK)
         arrived_NH = all_to_all(rows_NH, send_ER.sum(0), receive_RE.sum(1), self.group)

@@ -90,8 +90,10 @@ class Recovery:
         store: this node's copies.
         group: the members, agreed and connected.
         version: of the state that this member holds actively.
+        nodes: name of the node of each rank; ranks of one node fail together.
         slots: expert slots per rank and layer, or None for the fewest that give every expert a replica, plus one.
         min_replicas: active replicas of each expert where slots allow.
+        placement: policy of `evermoe.planning.place`.
         checkpoints: folder of the checkpoints on disk, or None.
         patient: units that nobody here has are waited for (`UnitsMissing`), not given up.
         established, saw_running: of `Membership`. A job that was seen to run is never started again from step 0.
@@ -105,8 +107,10 @@ class Recovery:
         group: Group,
         *,
         version: int,
+        nodes: Sequence[str],
         slots: int | None,
         min_replicas: int,
+        placement: planning.PlacementPolicy,
         checkpoints: Path | None,
         patient: bool,
         established: bool,
@@ -114,7 +118,8 @@ class Recovery:
         phase: Callable[[str], None],
     ) -> None:
         self.state, self.store, self.group, self.version = state, store, group, version
-        self.slots, self.min_replicas, self.checkpoints = slots, min_replicas, checkpoints
+        self.nodes, self.slots, self.min_replicas, self.policy = nodes, slots, min_replicas, placement
+        self.checkpoints = checkpoints
         self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
         self.outcome = Outcome()
         self._stored: dict[tuple[str, int, int], StoredCopy] = {}
@@ -223,17 +228,26 @@ class Recovery:
     def _place(self, version: int, inventories: Sequence[Inventory]) -> Placement:
         placement = {}
         newest = max(inventories, key=lambda inventory: inventory.version)
+        ranks = self.group.size
         for index, (path, layer) in enumerate(self.state.layers.items()):
-            previous = np.zeros((self.group.size, layer.num_experts), np.int64)
+            previous = np.zeros((ranks, layer.num_experts), np.int64)
             for rank, inventory in enumerate(inventories):
                 if inventory.version == version and version > 0:
                     previous[rank, inventory.experts[path]] = 1
-            fewest = -(-layer.num_experts // self.group.size)
+            fewest = -(-layer.num_experts // ranks)
             slots = max(fewest, self.slots if self.slots is not None else fewest + 1)
             load = np.array(newest.load[index][: layer.num_experts])
-            replicas = planning.allocate(load, self.group.size, slots, self.min_replicas)
-            placement[path] = planning.place(replicas, self.group.size, slots, previous)
+            replicas = planning.allocate(load, ranks, slots, self.min_replicas)
+            placed = planning.place(replicas, ranks, slots, self.policy, load, previous, self._domains())
+            placement[path] = placed.matrix
         return placement
+
+    def _domains(self) -> list[list[int]] | None:
+        """Ranks by node; on a single node every rank fails alone, as copies then protect against crashes only."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, node in enumerate(self.nodes):
+            ranks_of.setdefault(node, []).append(rank)
+        return list(ranks_of.values()) if len(ranks_of) > 1 else None
 
     def _needs(self, placement: Placement, rank: int) -> list[str]:
         experts = [

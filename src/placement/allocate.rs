@@ -2,17 +2,19 @@
 
 use crate::ensure;
 use crate::error::Result;
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
 
-/// Replicas of each expert for its load; they sum to `ranks · slots`.
+/// Replicas of each expert for its load; they sum to `nodes · slots`.
 ///
 /// Experts ascending by load t; each takes its part of the slots that are left, by its part of the load that is left:
-/// `r_e = max(floor(t_e / Σ_{e'≥e} t_{e'} × (ranks·slots − Σ_{e'<e} r_{e'})), f)` where f is `min_replicas`, lowered
-/// toward 1 when there are too few slots. With no load at all every expert counts the same. More replicas than ranks
-/// do not spread an expert further, so what an expert has beyond `ranks` goes to the experts with the most load per
+/// `r_e = max(floor(t_e / Σ_{e'≥e} t_{e'} × (nodes·slots − Σ_{e'<e} r_{e'})), f)` where f is `min_replicas`, lowered
+/// toward 1 when there are too few slots. With no load at all every expert counts the same. More replicas than nodes
+/// do not spread an expert further, so what an expert has beyond `nodes` goes to the experts with the most load per
 /// replica, unless all of them have that many.
 ///
 /// ```
-/// // 4 ranks × 2 slots. Ascending: 8 × 10/80 = 1, 7 × 10/70 = 1, 6 × 20/60 = 2, the last takes 4.
+/// // 4 nodes × 2 slots. Ascending: 8 × 10/80 = 1, 7 × 10/70 = 1, 6 × 20/60 = 2, the last takes 4.
 /// assert_eq!(evermoe::placement::allocate(&[10.0, 20.0, 40.0, 10.0], 4, 2, 1)?, [1, 2, 4, 1]);
 /// // At least two of each: 2 and 2 of the 8, then 4 × 20/60 = 1, raised to 2, and 2 are left.
 /// assert_eq!(evermoe::placement::allocate(&[10.0, 20.0, 40.0, 10.0], 4, 2, 2)?, [2, 2, 2, 2]);
@@ -22,30 +24,35 @@ use crate::error::Result;
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when there are fewer slots than experts, or a load is negative or
 /// not finite.
-pub fn allocate(load: &[f64], ranks: usize, slots: usize, min_replicas: usize) -> Result<Vec<i64>> {
+pub fn allocate(load: &[f64], nodes: usize, slots: usize, min_replicas: usize) -> Result<Vec<i64>> {
     let experts = load.len();
-    let places = ranks.saturating_mul(slots);
-    check(load, ranks, slots, places)?;
+    let places = nodes.saturating_mul(slots);
+    check(load, nodes, slots, places)?;
     ensure!(
         min_replicas > 0,
         "min_replicas: expected 1 or more, got 0; an expert without a replica cannot compute"
     );
     let floor = min_replicas.min(places / experts);
     let mut replicas = shares(load, places, floor);
-    cap(&mut replicas, load, ranks);
+    cap(&mut replicas, load, nodes);
     Ok(replicas.into_iter().map(|count| count as i64).collect())
 }
 
-fn check(load: &[f64], ranks: usize, slots: usize, places: usize) -> Result<()> {
+fn check(load: &[f64], nodes: usize, slots: usize, places: usize) -> Result<()> {
     let experts = load.len();
     ensure!(experts > 0, "load: expected one number for each expert, got none");
-    ensure!(places <= 1 << 24, "slots: {ranks} ranks × {slots} slots are more than 2^24 replicas");
+    ensure!(places <= 1 << 24, "slots: {nodes} nodes × {slots} slots are more than 2^24 replicas");
     ensure!(
         places >= experts,
-        "slots: {experts} experts do not fit in {ranks} ranks × {slots} slots = {places}; use at least {} slots per \
-         rank, or more ranks",
-        experts.div_ceil(ranks.max(1))
+        "slots: {experts} experts do not fit in {nodes} nodes × {slots} slots = {places}; use at least {} slots per \
+         node, or more nodes",
+        experts.div_ceil(nodes.max(1))
     );
+    check_load(load)
+}
+
+/// Refuses loads that are no loads.
+pub(super) fn check_load(load: &[f64]) -> Result<()> {
     if let Some(expert) = load.iter().position(|load| !(load.is_finite() && *load >= 0.0)) {
         ensure!(
             false,
@@ -82,24 +89,54 @@ fn shares(load: &[f64], places: usize, floor: usize) -> Vec<usize> {
     replicas
 }
 
-/// Hands what experts have beyond one replica per rank to those that have less, most load per replica first.
-fn cap(replicas: &mut [usize], load: &[f64], ranks: usize) {
+/// Hands what experts have beyond one replica per node to those that have less, most load per replica first.
+fn cap(replicas: &mut [usize], load: &[f64], nodes: usize) {
     let mut spare = 0;
     for count in replicas.iter_mut() {
-        spare += count.saturating_sub(ranks);
-        *count = (*count).min(ranks);
+        spare += count.saturating_sub(nodes);
+        *count = (*count).min(nodes);
     }
-    for _ in 0..spare {
-        let open = |expert: &usize| replicas[*expert] < ranks;
-        let all_full = !(0..load.len()).any(|expert| open(&expert));
-        let heaviest = (0..load.len()).filter(|expert| all_full || open(expert)).max_by(|&a, &b| {
-            let per_replica = |expert: usize| load[expert] / replicas[expert] as f64;
-            let fewest = || replicas[b].cmp(&replicas[a]);
-            per_replica(a).total_cmp(&per_replica(b)).then_with(fewest).then(b.cmp(&a))
-        });
-        if let Some(expert) = heaviest {
+    let mut most = nodes;
+    while spare > 0 {
+        let claim =
+            |expert: usize, count: usize| Claim { per_replica: load[expert] / count as f64, count, expert };
+        let mut open: BinaryHeap<Claim> = (0..load.len())
+            .filter(|&expert| replicas[expert] < most)
+            .map(|expert| claim(expert, replicas[expert]))
+            .collect();
+        while let Some(Claim { expert, .. }) = open.peek().copied().filter(|_| spare > 0) {
+            open.pop();
             replicas[expert] += 1;
+            spare -= 1;
+            if replicas[expert] < most {
+                open.push(claim(expert, replicas[expert]));
+            }
         }
+        // Only when all experts are on all nodes is there a point in more replicas than nodes.
+        most = usize::MAX;
+    }
+}
+
+/// An expert that would take one more replica: the most load per replica first, then the fewest replicas.
+#[derive(Clone, Copy, PartialEq)]
+struct Claim {
+    per_replica: f64,
+    count: usize,
+    expert: usize,
+}
+
+impl Eq for Claim {}
+
+impl PartialOrd for Claim {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Claim {
+    fn cmp(&self, other: &Self) -> Ordering {
+        let load = self.per_replica.total_cmp(&other.per_replica);
+        load.then(other.count.cmp(&self.count)).then(other.expert.cmp(&self.expert))
     }
 }
 
@@ -129,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn more_replicas_than_ranks_only_when_all_have_as_many() {
+    fn more_replicas_than_nodes_only_when_all_have_as_many() {
         assert_eq!(allocate(&[1.0, 1.0, 1.0, 97.0], 2, 3, 1).unwrap(), [2, 1, 1, 2]);
         assert_eq!(allocate(&[1.0, 7.0], 2, 4, 1).unwrap(), [2, 6]);
     }
@@ -138,7 +175,7 @@ mod tests {
     fn errors_say_what_to_change() {
         let message = allocate(&[1.0; 9], 2, 4, 1).unwrap_err().to_string();
         assert!(
-            message.contains("9 experts do not fit in 2 ranks × 4 slots = 8; use at least 5 slots"),
+            message.contains("9 experts do not fit in 2 nodes × 4 slots = 8; use at least 5 slots"),
             "{message}"
         );
         assert!(allocate(&[1.0, f64::NAN], 2, 4, 1).unwrap_err().to_string().contains("expert 1"));

@@ -1,7 +1,7 @@
-//! How many replicas of each expert, on which ranks, and who keeps the copies: pure functions, the same on every rank.
+//! How many replicas of each expert, on which nodes, and who keeps the copies: pure functions, the same on every rank.
 //!
 //! ```text
-//! load ─ allocate ─ replicas ─ place ─ matrix [ranks, experts]
+//! load ─ allocate ─ replicas ─ place ─ matrix [nodes, experts]
 //! nodes ─ copy_holders ─ who keeps copies of a rank        holders ─ primaries ─ who makes the copies of a unit
 //! both ─ unit_copy_holders ─ who keeps the copies of a unit
 //! old and new matrix ─ migrate ─ which node takes which row, and who fetches what
@@ -10,9 +10,13 @@
 
 mod allocate;
 mod assign;
+mod cells;
+mod choose;
+mod classic;
 mod copies;
 mod domains;
-mod flow;
+mod improve;
+mod layout;
 mod migrate;
 mod place;
 mod survival;
@@ -21,6 +25,6 @@ mod unit_copies;
 pub use allocate::allocate;
 pub use copies::{copy_holders, primaries};
 pub use migrate::{ExpertTransfer, Migration, migrate};
-pub use place::place;
+pub use place::{Construction, Placement, Policy, Reason, Request, place};
 pub use survival::{Survival, recovery_probability, survival};
 pub use unit_copies::unit_copy_holders;

@@ -1,95 +1,279 @@
-//! Which rank holds which expert: exactly full ranks, the widest spread, the fewest fetches.
+//! Which node holds which expert, by policy: the face of the placements and the choice between them.
 
-use super::flow::Table;
+use super::allocate::check_load;
+use super::choose::{Candidate, balanced, safest};
+use super::classic::{compact, mro, spread};
+use super::domains::domain_of;
+use super::layout::Problem;
 use crate::ensure;
 use crate::error::Result;
+use std::fmt;
 
-/// Places `replicas[e]` replicas of each expert: `[ranks, experts]`, how many replicas each rank holds.
-///
-/// Every rank gets exactly `slots` replicas and every expert `min(replicas, ranks)` distinct ranks; an expert with more
-/// replicas than ranks is on all of them, as evenly as can be. Among all such placements it returns one in which the
-/// fewest (rank, expert) pairs are new since `previous`, a `[ranks, experts]` matrix whose rows are zero for new ranks.
+/// How experts are placed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Policy {
+    /// Lazarus' maximum rank overlap, as printed: Theorem 1 fails where the last group is cut by the number of nodes.
+    Mro,
+    /// Replicas in the order of the experts, dealt to the nodes in turn.
+    Spread,
+    /// Replicas in the order of the experts, node after node.
+    Compact,
+    /// The most survival at the given number of losses; never less than the best of the three above.
+    Safest,
+    /// The most even within 5 points of the survival of `Mro` and `Spread`; from a previous placement the one that moves
+    /// little, if its busiest node has at most 1.05 times the mean load.
+    Balanced,
+}
+
+/// What is to be placed.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// `[experts]` replicas; they sum to `nodes · slots`.
+    pub replicas: &'a [i64],
+    /// Number of nodes.
+    pub nodes: usize,
+    /// Replicas that each node holds.
+    pub slots: usize,
+    /// How.
+    pub policy: Policy,
+    /// `[experts]` tokens, or any measure of work; without it every replica counts the same.
+    pub load: Option<&'a [f64]>,
+    /// `[nodes, experts]` replicas that these nodes hold now, zero rows for new ones.
+    pub previous: Option<&'a [i64]>,
+    /// Nodes that fail together; a node in none fails alone.
+    pub domains: Option<&'a [Vec<usize>]>,
+    /// Simultaneous losses of domains at which survival is weighed. Default: the fewest replicas that an expert has, for
+    /// `balanced` at least 2, as one loss is then either survived by all placements or by hardly any.
+    pub failures: Option<usize>,
+}
+
+/// Which node holds which expert, and why.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Placement {
+    /// `[nodes, experts]` replicas.
+    pub matrix: Vec<i64>,
+    /// Why this one.
+    pub reason: Reason,
+}
+
+/// Why a placement was chosen.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Reason {
+    /// The construction that won.
+    pub construction: Construction,
+    /// Simultaneous losses at which survival was weighed.
+    pub failures: usize,
+    /// Part of these losses that leave every expert a replica.
+    pub survival: f64,
+    /// Distinct failure domains that every expert is on, at least: any smaller number of losses is survived.
+    pub spread: usize,
+    /// Load of the busiest node over the mean, with an even split of each expert's tokens.
+    pub imbalance: f64,
+    /// (node, expert) pairs that are new since the previous placement, if there was one.
+    pub moved: Option<usize>,
+}
+
+/// How a placement was made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Construction {
+    /// Maximum rank overlap.
+    Mro,
+    /// Round robin.
+    Spread,
+    /// Node after node.
+    Compact,
+    /// Cells, of which this many hold the experts that the losses could take.
+    Cells(usize),
+    /// Cells, starting from the previous placement.
+    Kept(usize),
+    /// One of the others, made safer by exchanging replicas.
+    Exchanged,
+}
+
+impl fmt::Display for Construction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Mro => write!(f, "maximum rank overlap"),
+            Self::Spread => write!(f, "round robin"),
+            Self::Compact => write!(f, "node after node"),
+            Self::Cells(count) => write!(f, "fragile experts in {count} cells"),
+            Self::Exchanged => write!(f, "made safer by exchanges"),
+            Self::Kept(count) => write!(f, "kept from before, fragile experts in {count} cells"),
+        }
+    }
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { construction, failures, survival, spread, imbalance, moved } = self;
+        write!(
+            f,
+            "{construction}: every expert on {spread} failure domains or more, {:.1} % of {failures} simultaneous losses \
+             survived, busiest node at {imbalance:.2} of the mean load",
+            survival * 100.0
+        )?;
+        match moved {
+            Some(moved) => write!(f, ", {moved} new replicas"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Places replicas on nodes.
 ///
 /// ```
-/// // 3 ranks × 2 slots, experts with 3, 2 and 1 replicas.
-/// let matrix = evermoe::placement::place(&[3, 2, 1], 3, 2, None)?;
-/// assert_eq!(matrix, [1, 1, 0,  1, 1, 0,  1, 0, 1]);
+/// use evermoe::placement::{Policy, Request, place};
+/// let request = Request {
+///     replicas: &[3, 2, 1], nodes: 3, slots: 2, policy: Policy::Balanced,
+///     load: Some(&[30.0, 20.0, 10.0]), previous: None, domains: None, failures: None,
+/// };
+/// let placement = place(&request)?;
+/// assert_eq!(placement.matrix, [1, 1, 0,  1, 1, 0,  1, 0, 1]);
 /// // Rank 2 held experts 0 and 1, rank 1 held 0 and 2, rank 0 is new: it fetches two, nobody else moves.
 /// let previous = [0, 0, 0,  1, 0, 1,  1, 1, 0];
-/// let matrix = evermoe::placement::place(&[3, 2, 1], 3, 2, Some(&previous))?;
-/// assert_eq!(matrix, [1, 1, 0,  1, 0, 1,  1, 1, 0]);
+/// let placement = place(&Request { previous: Some(&previous), ..request })?;
+/// assert_eq!(placement.matrix, [1, 1, 0,  1, 0, 1,  1, 1, 0]);
+/// assert_eq!(placement.reason.moved, Some(2));
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
+/// With every policy each node gets exactly `slots` replicas. `safest` and `balanced` put every expert on as many distinct
+/// nodes as it has replicas (on all of them, evenly, where it has more), and on `min(f, domains)` distinct domains where f
+/// is the fewest replicas that any expert has and the sizes of the domains allow it. Of equally good placements the one
+/// with the fewest replicas that are new since `previous` is taken.
+///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when the replicas do not sum to `ranks · slots`, an expert has
-/// none, or `previous` has another size.
-pub fn place(replicas: &[i64], ranks: usize, slots: usize, previous: Option<&[i64]>) -> Result<Vec<i64>> {
-    let experts = replicas.len();
-    check(replicas, ranks, slots, previous)?;
-    // Every rank holds `each[e]`; the rest of an expert's replicas go to distinct ranks, one for each.
-    let each: Vec<usize> = replicas.iter().map(|&count| count as usize / ranks).collect();
-    let rest: Vec<usize> = replicas.iter().map(|&count| count as usize % ranks).collect();
-    let room = slots - each.iter().sum::<usize>();
-    let table = Table::new(rest, vec![room; ranks], costs(&each, ranks, previous)).fill();
-    let mut matrix = vec![0; ranks * experts];
-    for rank in 0..ranks {
-        for expert in 0..experts {
-            matrix[rank * experts + expert] = each[expert] as i64 + i64::from(table[expert * ranks + rank]);
+/// [`Error::Invalid`](crate::error::Error::Invalid) when the replicas do not sum to `nodes · slots`, an expert has
+/// none, a load is negative or not finite, `previous` has another size, domains overlap, or `failures` is 0 or more than
+/// there are domains.
+pub fn place(request: &Request<'_>) -> Result<Placement> {
+    let problem = problem(request)?;
+    let made = |construction, matrix| Candidate::new(&problem, construction, matrix);
+    let classic = |policy| match policy {
+        Policy::Mro => made(Construction::Mro, mro(request.replicas, request.nodes, request.slots)),
+        Policy::Spread => made(Construction::Spread, spread(request.replicas, request.nodes)),
+        _ => made(Construction::Compact, compact(request.replicas, request.nodes, request.slots)),
+    };
+    let candidate = match request.policy {
+        Policy::Balanced => {
+            balanced(&problem, || Ok(classic(Policy::Mro)?.survival.max(classic(Policy::Spread)?.survival)))?
         }
-    }
-    Ok(matrix)
+        Policy::Safest => safest(
+            &problem,
+            vec![classic(Policy::Mro)?, classic(Policy::Spread)?, classic(Policy::Compact)?],
+        )?,
+        policy => classic(policy)?.settled(&problem),
+    };
+    Ok(candidate.into_placement(&problem))
 }
 
-fn check(replicas: &[i64], ranks: usize, slots: usize, previous: Option<&[i64]>) -> Result<()> {
+/// Checks the request and takes off what every node holds anyway.
+fn problem(request: &Request<'_>) -> Result<Problem> {
+    let Request { replicas, nodes, slots, .. } = *request;
+    check(request)?;
+    let domain = domain_of(nodes, request.domains.unwrap_or(&[]))?;
+    let domains = domain.iter().max().map_or(0, |last| last + 1);
+    let fewest = replicas.iter().min().map_or(0, |&fewest| usize::try_from(fewest).unwrap_or(0));
+    let at_least = if request.policy == Policy::Balanced { fewest.max(2) } else { fewest };
+    let failures = request.failures.unwrap_or(at_least.min(domains));
+    ensure!(
+        (1..=domains).contains(&failures),
+        "failures: expected 1 to {domains}, the number of {}, got {failures}",
+        if domains == nodes { "nodes" } else { "domains" }
+    );
+    let each: Vec<usize> = replicas.iter().map(|&count| count as usize / nodes).collect();
+    let weight = |expert: usize| match request.load {
+        Some(load) => load[expert] / replicas[expert] as f64,
+        None => 1.0,
+    };
+    Ok(Problem {
+        nodes,
+        experts: replicas.len(),
+        slots: slots - each.iter().sum::<usize>(),
+        wanted: replicas.iter().map(|&count| count as usize % nodes).collect(),
+        each,
+        weight: (0..replicas.len()).map(weight).collect(),
+        domain,
+        domains,
+        spread: fewest.min(domains),
+        failures,
+        previous: request.previous.unwrap_or(&[]).iter().map(|&held| held > 0).collect(),
+    })
+}
+
+fn check(request: &Request<'_>) -> Result<()> {
+    let Request { replicas, nodes, slots, .. } = *request;
     let experts = replicas.len();
-    ensure!(ranks > 0 && slots > 0, "ranks, slots: expected 1 or more, got {ranks} ranks × {slots} slots");
+    ensure!(nodes > 0 && slots > 0, "nodes, slots: expected 1 or more, got {nodes} nodes × {slots} slots");
     if let Some(expert) = replicas.iter().position(|&count| count < 1) {
         ensure!(false, "replicas: expert {expert} has {}; expected 1 or more", replicas[expert]);
     }
     let sum: i128 = replicas.iter().map(|&count| i128::from(count)).sum();
-    let places = ranks as i128 * slots as i128;
-    ensure!(sum == places, "replicas: they sum to {sum}; expected {ranks} ranks × {slots} slots = {places}");
-    let size = previous.map_or(ranks * experts, <[i64]>::len);
+    let places = nodes as i128 * slots as i128;
+    ensure!(sum == places, "replicas: they sum to {sum}; expected {nodes} nodes × {slots} slots = {places}");
+    // As every expert has a replica, this bounds the tables of nodes × experts too.
+    ensure!(places <= 1 << 24, "slots: {nodes} nodes × {slots} slots are more than 2^24 replicas");
+    let size = request.previous.map_or(nodes * experts, <[i64]>::len);
     ensure!(
-        size == ranks * experts,
-        "previous: expected {ranks} ranks × {experts} experts, got {size} numbers"
+        size == nodes * experts,
+        "previous: expected {nodes} nodes × {experts} experts, got {size} numbers"
     );
-    Ok(())
-}
-
-/// `[experts, ranks]`: true where one more replica makes the rank fetch the expert, which it neither held nor gets anyway.
-/// Without a previous placement all are equal.
-fn costs(each: &[usize], ranks: usize, previous: Option<&[i64]>) -> Vec<bool> {
-    let experts = each.len();
-    let Some(previous) = previous.filter(|previous| previous.iter().any(|&held| held > 0)) else {
-        return vec![false; experts * ranks];
-    };
-    let is_new = |expert: usize, rank: usize| each[expert] == 0 && previous[rank * experts + expert] <= 0;
-    (0..experts * ranks).map(|cell| is_new(cell / ranks, cell % ranks)).collect()
+    let Some(load) = request.load else { return Ok(()) };
+    ensure!(
+        load.len() == experts,
+        "load: expected one number for each of {experts} experts, got {}",
+        load.len()
+    );
+    check_load(load)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn request(replicas: &[i64]) -> Request<'_> {
+        Request {
+            replicas,
+            nodes: 2,
+            slots: 2,
+            policy: Policy::Balanced,
+            load: None,
+            previous: None,
+            domains: None,
+            failures: None,
+        }
+    }
+
     #[test]
-    fn more_replicas_than_ranks_are_spread_evenly() {
-        assert_eq!(place(&[5, 3], 2, 4, None).unwrap(), [3, 1, 2, 2]);
+    fn more_replicas_than_nodes_are_spread_evenly() {
+        let placement = place(&Request { slots: 4, ..request(&[5, 3]) }).unwrap();
+        assert_eq!(placement.matrix, [3, 1, 2, 2]);
     }
 
     #[test]
     fn one_replica_more_is_one_fetch() {
-        // Expert 2 gains the replica that expert 0 loses: one fetch, by the rank that gives expert 0 up.
+        // Expert 2 gains the replica that expert 0 loses: one fetch, by the node that gives expert 0 up.
         let previous = [1, 1, 0, 1, 1, 0, 1, 0, 1];
-        assert_eq!(place(&[2, 2, 2], 3, 2, Some(&previous)).unwrap(), [0, 1, 1, 1, 1, 0, 1, 0, 1]);
+        let again = Request { nodes: 3, previous: Some(&previous), ..request(&[2, 2, 2]) };
+        assert_eq!(place(&again).unwrap().reason.moved, Some(1));
     }
 
     #[test]
     fn errors_name_the_argument() {
-        let message = |replicas: &[i64], previous| place(replicas, 2, 2, previous).unwrap_err().to_string();
-        assert!(message(&[2, 1], None).contains("replicas: they sum to 3; expected 2 ranks × 2 slots = 4"));
-        assert!(message(&[4, 0], None).contains("replicas: expert 1 has 0"));
-        assert!(message(&[2, 2], Some(&[1, 1])).contains("previous: expected 2 ranks × 2 experts, got 2"));
+        let message = |request: Request<'_>| place(&request).unwrap_err().to_string();
+        assert!(
+            message(request(&[2, 1])).contains("replicas: they sum to 3; expected 2 nodes × 2 slots = 4")
+        );
+        assert!(message(request(&[4, 0])).contains("replicas: expert 1 has 0"));
+        let previous = Some(&[1, 1][..]);
+        assert!(
+            message(Request { previous, ..request(&[2, 2]) })
+                .contains("previous: expected 2 nodes × 2 experts, got 2")
+        );
+        let load = Some(&[1.0, f64::NAN][..]);
+        assert!(message(Request { load, ..request(&[2, 2]) }).contains("load: expert 1 has load NaN"));
+        assert!(
+            message(Request { failures: Some(3), ..request(&[2, 2]) }).contains("failures: expected 1 to 2")
+        );
     }
 }

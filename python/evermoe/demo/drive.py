@@ -164,6 +164,7 @@ class Run:
             "seed",
             "slots",
             "min_replicas",
+            "placement",
             "hang_limit",
             "rejoin_limit",
             "checkpoint_every",

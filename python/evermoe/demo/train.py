@@ -21,6 +21,7 @@ import torch
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
+from evermoe.planning import POLICIES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
     run.add_argument("--slots", type=int, default=4, help="expert replicas per worker and layer (%(default)s)")
+    run.add_argument("--placement", choices=POLICIES, default="balanced", help="of experts on workers (%(default)s)")
     run.add_argument("--min-replicas", type=int, default=2, help="of each expert, where slots allow (%(default)s)")
     run.add_argument("--copies", type=int, default=2, help="nodes that keep each unit's state; 0: none (%(default)s)")
     run.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
@@ -113,6 +115,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         copies=options.copies,
         slots=options.slots,
         min_replicas=options.min_replicas,
+        placement=options.placement,
         hang_limit=options.hang_limit,
         rejoin_limit=options.rejoin_limit,
         join_every=1,

@@ -5,20 +5,26 @@ communicates, reads a clock or draws a random number.
 """
 
 from evermoe.planning.copies import copy_holders, primaries, unit_copy_holders
-from evermoe.planning.dispatch import imbalance, split_tokens
-from evermoe.planning.migrate import Migration, migrate
-from evermoe.planning.dispatch import split_tokens
+from evermoe.planning.dispatch import SPLITS, SplitPolicy, imbalance, split_tokens
 from evermoe.planning.ledger import Starvation, TokenLedger
-from evermoe.planning.placement import allocate, place
+from evermoe.planning.migrate import Migration, migrate
+from evermoe.planning.placement import POLICIES, FewerReplicas, Placement, PlacementPolicy, Reason, allocate, place
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
 from evermoe.planning.selection import select_experts, shard_modules
 from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
 
 __all__ = [
-    "Migration",
+    "POLICIES",
+    "SPLITS",
     "CopySize",
+    "FewerReplicas",
+    "Migration",
     "ModelSize",
+    "Placement",
+    "PlacementPolicy",
+    "Reason",
     "RecoveryPlan",
+    "SplitPolicy",
     "Starvation",
     "TokenLedger",
     "allocate",

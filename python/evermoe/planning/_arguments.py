@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,3 +27,8 @@ def array(name: str, value: ArrayLike, dtype: Any, ndim: int) -> NDArray[Any]:
     if found.size and not np.can_cast(found.dtype, dtype, "same_kind"):
         raise ValueError(f"{name}: expected {np.dtype(dtype)}, got {found.dtype}")
     return found.astype(dtype)
+
+
+def node_lists(name: str, value: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Lists of node numbers for the native functions."""
+    return [[count(name, node) for node in nodes] for nodes in value]

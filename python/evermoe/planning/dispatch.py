@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,9 +10,13 @@ from numpy.typing import ArrayLike, NDArray
 from evermoe import _native
 from evermoe.planning._arguments import array, count
 
+SplitPolicy = Literal["even", "balanced"]
+SPLITS: tuple[SplitPolicy, ...] = get_args(SplitPolicy)
+"""Policies of `split_tokens` and `imbalance`."""
+
 
 def split_tokens(
-    tokens: ArrayLike, matrix: ArrayLike, rank: int, policy: Literal["even", "balanced"] = "even"
+    tokens: ArrayLike, matrix: ArrayLike, rank: int, policy: SplitPolicy = "even"
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What `rank` sends and receives when tokens are split over the holders of their expert.
 
@@ -52,7 +56,7 @@ def split_tokens(
     return _native.split_tokens(tokens_EN, matrix_NE, count("rank", rank), policy)
 
 
-def imbalance(matrix: ArrayLike, load: ArrayLike, policy: Literal["even", "balanced"] = "even") -> float:
+def imbalance(matrix: ArrayLike, load: ArrayLike, policy: SplitPolicy = "even") -> float:
     """The busiest node's load over the mean node's: 1 is perfect, N the worst; without load it is 1.
 
     With `even` a node bears of each expert what it holds of its replicas; with `balanced` the holders share

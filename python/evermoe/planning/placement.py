@@ -2,57 +2,156 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
-from evermoe.planning._arguments import array, count
+from evermoe.planning._arguments import array, count, node_lists
+
+PlacementPolicy = Literal["balanced", "safest", "mro", "spread", "compact"]
+POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
+"""Policies of `place`."""
 
 
-def allocate(load: ArrayLike, ranks: int, slots: int, min_replicas: int = 2) -> NDArray[np.int64]:
-    """Replicas of each expert for its load (Lazarus Eq. 1); they sum to `ranks * slots`.
+class FewerReplicas(UserWarning):
+    """There are too few slots for the replicas that every expert was to have."""
 
-    Experts ascending by load each take their part of the slots that are left, at least `min_replicas`, which
-    is lowered toward 1 when there are too few slots. With no load at all every expert counts the same. An
-    expert gets more replicas than ranks only if all do.
 
-        >>> allocate([10, 20, 40, 10], ranks=4, slots=2, min_replicas=1)
+@dataclass(frozen=True)
+class Reason:
+    """Why a placement was chosen; `str` says it in words."""
+
+    construction: str
+    """The construction that won."""
+    failures: int
+    """Simultaneous losses of nodes, or of domains, at which survival was weighed."""
+    survival: float
+    """Part of these losses that leave every expert a replica."""
+    spread: int
+    """Distinct failure domains that every expert is on, at least: any smaller number of losses is survived."""
+    imbalance: float
+    """Load of the busiest node over the mean, with an even split of each expert's tokens."""
+    moved: int | None
+    """(node, expert) pairs that are new since `previous`, if that was given."""
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which node holds which expert, and why."""
+
+    matrix: NDArray[np.int64]
+    """[N, E] replicas of each expert on each node."""
+    reason: Reason
+
+
+def allocate(load: ArrayLike, nodes: int, slots: int, min_replicas: int = 2) -> NDArray[np.int64]:
+    """Replicas of each expert for its load (Lazarus Eq. 1); they sum to `nodes * slots`.
+
+    Experts ascending by load each take their part of the slots that are left, at least `min_replicas`. Where
+    `E * min_replicas` is more than there are slots, each gets at least what all can have, and a
+    `FewerReplicas` warning says so. With no load at all every expert counts the same. An expert gets more
+    replicas than nodes only if all do.
+
+        >>> allocate([10, 20, 40, 10], nodes=4, slots=2, min_replicas=1)
         array([1, 2, 4, 1])
 
     Args:
         load: [E] tokens, or any measure of work; finite, 0 or more.
-        ranks: number of ranks N.
-        slots: replicas that each rank holds.
+        nodes: number of nodes N.
+        slots: replicas that each node holds.
         min_replicas: replicas that every expert should have, to survive `min_replicas - 1` losses.
 
     Returns:
         [E] int64.
+
+    Raises:
+        ValueError: fewer slots than experts, or a load that is negative or not finite.
     """
     load_E = array("load", load, np.float64, 1)
-    return _native.allocate(load_E, count("ranks", ranks), count("slots", slots), count("min_replicas", min_replicas))
+    replicas_E = _native.allocate(
+        load_E, count("nodes", nodes), count("slots", slots), count("min_replicas", min_replicas)
+    )
+    fewest = replicas_E.min()
+    if fewest < min(min_replicas, nodes):
+        warnings.warn(
+            f"min_replicas: {len(load_E)} experts × {min_replicas} do not fit in {nodes} nodes × {slots} slots = "
+            f"{nodes * slots}; every expert has at least {fewest}, so {fewest} losses at once can take one",
+            FewerReplicas,
+            stacklevel=2,
+        )
+    return replicas_E
 
 
-def place(replicas: ArrayLike, ranks: int, slots: int, previous: ArrayLike | None = None) -> NDArray[np.int64]:
-    """Which rank holds which expert: full ranks, the widest spread, the fewest fetches.
+def place(
+    replicas: ArrayLike,
+    nodes: int,
+    slots: int,
+    policy: PlacementPolicy = "balanced",
+    load: ArrayLike | None = None,
+    previous: ArrayLike | None = None,
+    domains: Sequence[Sequence[int]] | None = None,
+    failures: int | None = None,
+) -> Placement:
+    """Which node holds which expert.
 
-    Every rank gets exactly `slots` replicas and every expert `min(replicas, ranks)` distinct ranks; several
-    replicas of one expert on one rank are a larger share of its tokens. Among all such placements the fewest
-    (rank, expert) pairs are new since `previous`.
+    Every node gets exactly `slots` replicas. `safest` and `balanced` put every expert on as many distinct nodes
+    as it has replicas (on all, evenly, if it has more), and on min(f, domains) distinct domains, where f is the
+    fewest replicas of any expert and the sizes of the domains allow it. Of equally good placements they take
+    the one with the fewest replicas that are new since `previous`.
 
-        >>> place([3, 2, 1], ranks=3, slots=2, previous=[[0, 0, 0], [1, 0, 1], [1, 1, 0]])
+        >>> previous = [[0, 0, 0], [1, 0, 1], [1, 1, 0]]  # node 0 is new
+        >>> placement = place([3, 2, 1], nodes=3, slots=2, previous=previous)
+        >>> placement.matrix
         array([[1, 1, 0],
                [1, 0, 1],
                [1, 1, 0]])
+        >>> placement.reason.moved
+        2
 
     Args:
-        replicas: [E] from `allocate`; they sum to `ranks * slots`.
-        ranks: number of ranks N.
-        slots: replicas that each rank holds.
-        previous: [N, E] replicas that each of these ranks holds now; zero rows for new ranks.
+        replicas: [E] from `allocate`; they sum to `nodes * slots`.
+        nodes: number of nodes N.
+        slots: replicas that each node holds.
+        policy: one of
 
-    Returns:
-        [N, E] int64, replicas of each expert on each rank.
+            - `mro`: Lazarus' maximum rank overlap, as printed. Its optimality (Theorem 1) fails where the last
+              group is cut by the number of nodes, and it leaves groups of cold experts idle.
+            - `spread`: replicas in the order of the experts, dealt to the nodes in turn.
+            - `compact`: replicas in the order of the experts, node after node.
+            - `safest`: the most survival at `failures` losses; never less than these three, and as much as any
+              placement has wherever all were enumerated.
+            - `balanced`: the most even within 5 points of the survival of `mro` and `spread` at `failures`
+              losses; with `previous`, one that moves little, if no node has more than 1.05 times the mean load.
+        load: [E] tokens, or any measure of work; without it every replica counts the same.
+        previous: [N, E] replicas that each of these nodes holds now; zero rows for new nodes.
+        domains: lists of nodes that fail together (a rack, a switch); a node in none fails alone.
+        failures: simultaneous losses, of domains, at which survival is weighed. Default: the fewest replicas
+            of any expert; for `balanced` at least 2.
+
+    Raises:
+        ValueError: replicas that do not fill the slots, an expert without one, loads that are none, shapes that
+            do not fit, domains that overlap, failures beyond the number of domains.
     """
     replicas_E = array("replicas", replicas, np.int64, 1)
+    load_E = None if load is None else array("load", load, np.float64, 1)
     previous_NE = None if previous is None else array("previous", previous, np.int64, 2)
-    return _native.place(replicas_E, count("ranks", ranks), count("slots", slots), previous_NE)
+    matrix_NE, reason = _native.place(
+        replicas_E,
+        count("nodes", nodes),
+        count("slots", slots),
+        policy,
+        load_E,
+        previous_NE,
+        None if domains is None else node_lists("domains", domains),
+        None if failures is None else count("failures", failures),
+    )
+    return Placement(matrix_NE, Reason(*reason))

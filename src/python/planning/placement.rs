@@ -1,9 +1,12 @@
 //! [`crate::placement`] for Python: replicas and where they go.
 
 use super::{Matrix, numbers, shape_error, to_matrix};
-use crate::placement;
+use crate::placement::{self, Policy, Request};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+
+/// Construction, failures, survival, spread, imbalance, moved, and all of it in words.
+type Reason = (String, usize, f64, usize, f64, Option<usize>, String);
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(allocate, module)?)?;
@@ -14,33 +17,68 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 fn allocate<'py>(
     py: Python<'py>,
     load: PyReadonlyArray1<'py, f64>,
-    ranks: usize,
+    nodes: usize,
     slots: usize,
     min_replicas: usize,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let load: Vec<f64> = load.as_array().iter().copied().collect();
-    Ok(PyArray1::from_vec(py, placement::allocate(&load, ranks, slots, min_replicas)?))
+    let replicas = py.detach(|| placement::allocate(&load, nodes, slots, min_replicas))?;
+    Ok(PyArray1::from_vec(py, replicas))
+}
+
+fn to_policy(name: &str) -> PyResult<Policy> {
+    match name {
+        "mro" => Ok(Policy::Mro),
+        "spread" => Ok(Policy::Spread),
+        "compact" => Ok(Policy::Compact),
+        "safest" => Ok(Policy::Safest),
+        "balanced" => Ok(Policy::Balanced),
+        _ => Err(shape_error(format!(
+            "policy: expected \"mro\", \"spread\", \"compact\", \"safest\" or \"balanced\", got {name:?}"
+        ))),
+    }
 }
 
 #[pyfunction]
-#[pyo3(signature = (replicas, ranks, slots, previous=None))]
+#[allow(clippy::too_many_arguments, reason = "one for each argument of the Python function")]
+#[pyo3(signature = (replicas, nodes, slots, policy, load, previous, domains, failures))]
 fn place<'py>(
     py: Python<'py>,
     replicas: PyReadonlyArray1<'py, i64>,
-    ranks: usize,
+    nodes: usize,
     slots: usize,
+    policy: &str,
+    load: Option<PyReadonlyArray1<'py, f64>>,
     previous: Option<PyReadonlyArray2<'py, i64>>,
-) -> PyResult<Matrix<'py>> {
+    domains: Option<Vec<Vec<usize>>>,
+    failures: Option<usize>,
+) -> PyResult<(Matrix<'py>, Reason)> {
+    let policy = to_policy(policy)?;
     let replicas: Vec<i64> = replicas.as_array().iter().copied().collect();
+    let experts = replicas.len();
     if let Some(shape) =
-        previous.as_ref().map(|previous| previous.shape()).filter(|shape| shape[1] != replicas.len())
+        previous.as_ref().map(|previous| previous.shape()).filter(|shape| *shape != [nodes, experts])
     {
         return Err(shape_error(format!(
-            "previous: expected shape [{ranks}, {}] (ranks, experts), got {shape:?}",
-            replicas.len()
+            "previous: expected shape [{nodes}, {experts}] (nodes, experts), got {shape:?}"
         )));
     }
+    let load: Option<Vec<f64>> = load.map(|load| load.as_array().iter().copied().collect());
     let previous = previous.as_ref().map(numbers);
-    let placed = py.detach(|| placement::place(&replicas, ranks, slots, previous.as_deref()))?;
-    to_matrix(py, placed, [ranks, replicas.len()])
+    let request = Request {
+        replicas: &replicas,
+        nodes,
+        slots,
+        policy,
+        load: load.as_deref(),
+        previous: previous.as_deref(),
+        domains: domains.as_deref(),
+        failures,
+    };
+    let placement = py.detach(|| placement::place(&request))?;
+    let reason = placement.reason;
+    let words = reason.to_string();
+    let placement::Reason { construction, failures, survival, spread, imbalance, moved } = reason;
+    let reason = (construction.to_string(), failures, survival, spread, imbalance, moved, words);
+    Ok((to_matrix(py, placement.matrix, [nodes, experts])?, reason))
 }

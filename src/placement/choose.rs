@@ -1,0 +1,244 @@
+//! The choice between placements that were made in different ways: `safest` and `balanced`.
+
+use super::assign::Assignment;
+use super::cells::{build, cells, fewest_cells, is_fragile};
+use super::improve::improve;
+use super::layout::{Problem, fatal_sets};
+use super::place::{Construction, Placement, Reason};
+use super::survival::survival;
+use crate::error::Result;
+
+/// The busiest node's load over the mean that `balanced` accepts where that makes the job safer or moves less.
+const IMBALANCE: f64 = 1.05;
+/// How even a new placement is made.
+const FINE_IMBALANCE: f64 = 1.005;
+/// Survival that `balanced` may give up for balance.
+const POINTS: f64 = 0.05;
+/// `safest` tries exchanges in placements of at most this many replicas: every pair of them, each for its survival.
+const MOST_CLIMBED: usize = 64;
+/// A new placement must be this much more even than one that keeps the previous to be worth the moves.
+const SLACK: f64 = 1.02;
+/// Probabilities and loads that differ by less are the same.
+const NOISE: f64 = 1e-9;
+
+/// A placement with what it is worth.
+pub(super) struct Candidate {
+    construction: Construction,
+    matrix: Vec<i64>,
+    pub(super) survival: f64,
+    imbalance: f64,
+}
+
+impl Candidate {
+    pub(super) fn new(problem: &Problem, construction: Construction, matrix: Vec<i64>) -> Result<Self> {
+        let sets = fatal_sets(problem, &matrix);
+        let survival = survival(problem.domains, &sets, problem.failures, None, 0)?.probability;
+        let imbalance = imbalance(problem, &matrix);
+        Ok(Self { construction, matrix, survival, imbalance })
+    }
+
+    pub(super) fn into_placement(self, problem: &Problem) -> Placement {
+        let reason = Reason {
+            construction: self.construction,
+            failures: problem.failures,
+            survival: self.survival,
+            spread: least_spread(problem, &self.matrix),
+            imbalance: self.imbalance,
+            moved: (!problem.previous.is_empty()).then(|| moved(problem, &self.matrix)),
+        };
+        Placement { matrix: self.matrix, reason }
+    }
+
+    /// The same placement with its rows given to the nodes that have the most of them already, within the nodes that fail
+    /// together.
+    pub(super) fn settled(mut self, problem: &Problem) -> Self {
+        if problem.previous.is_empty() {
+            return self;
+        }
+        let group =
+            |domain: usize| (0..problem.nodes).filter(move |&node| problem.domain[node] == domain).collect();
+        let groups: Vec<Vec<usize>> = if problem.nodes_fail_alone() {
+            vec![(0..problem.nodes).collect()]
+        } else {
+            (0..problem.domains).map(group).collect()
+        };
+        let experts = problem.experts;
+        let mut matrix = vec![0; self.matrix.len()];
+        for nodes in groups {
+            let rows = |holds: &dyn Fn(usize, usize) -> bool| -> Vec<Vec<usize>> {
+                let holders =
+                    |expert| (0..nodes.len()).filter(|&index| holds(nodes[index], expert)).collect();
+                (0..experts).map(holders).collect()
+            };
+            let assignment = Assignment {
+                nbytes: &vec![1; experts],
+                holders: &rows(&|node, expert| problem.held(node, expert)),
+                needers: &rows(&|node, expert| self.matrix[node * experts + expert] > 0),
+                nodes: nodes.len(),
+                positions: nodes.len(),
+            };
+            for (position, node) in assignment.solve().into_iter().enumerate() {
+                let (from, to) = (nodes[position] * experts, nodes[node] * experts);
+                matrix[to..to + experts].copy_from_slice(&self.matrix[from..from + experts]);
+            }
+        }
+        self.matrix = matrix;
+        self
+    }
+}
+
+/// (node, expert) pairs that the node did not hold before.
+fn moved(problem: &Problem, matrix: &[i64]) -> usize {
+    let new =
+        |cell: &usize| matrix[*cell] > 0 && !problem.held(cell / problem.experts, cell % problem.experts);
+    (0..matrix.len()).filter(new).count()
+}
+
+/// Load of the busiest node over the mean.
+fn imbalance(problem: &Problem, matrix: &[i64]) -> f64 {
+    let load = |row: &[i64]| {
+        row.iter().zip(&problem.weight).map(|(&count, weight)| count as f64 * weight).sum::<f64>()
+    };
+    let busiest = matrix.chunks_exact(problem.experts).map(load).fold(0.0, f64::max);
+    let mean = problem.mean_load();
+    if mean > 0.0 { busiest / mean } else { 1.0 }
+}
+
+/// The fewest distinct domains of an expert.
+fn least_spread(problem: &Problem, matrix: &[i64]) -> usize {
+    let mut seen = vec![usize::MAX; problem.domains];
+    let mut least = problem.domains;
+    for expert in 0..problem.experts {
+        let mut distinct = 0;
+        for node in (0..problem.nodes).filter(|node| matrix[node * problem.experts + expert] > 0) {
+            distinct += usize::from(std::mem::replace(&mut seen[problem.domain[node]], expert) != expert);
+        }
+        least = least.min(distinct);
+    }
+    least
+}
+
+/// The most even within 5 points of the survival of `reference`; as it is, if it is that safe and has at most 1.05 times
+/// the mean load on a node, a placement that keeps the previous one where it can.
+pub(super) fn balanced(problem: &Problem, reference: impl FnOnce() -> Result<f64>) -> Result<Candidate> {
+    let mut reference = Some(reference);
+    let mut floor = 1.0 - POINTS;
+    let mut is_safe = |candidate: &Candidate| -> Result<bool> {
+        // Nothing is safer than 1, so the reference is asked only about placements that are below that.
+        if candidate.survival < floor
+            && let Some(reference) = reference.take()
+        {
+            floor = reference()? - POINTS - NOISE;
+        }
+        Ok(candidate.survival >= floor)
+    };
+    let mut kept = None;
+    if !problem.previous.is_empty() {
+        let cells = cells(problem, true);
+        let count =
+            former_fragile_cells(problem, &cells).clamp(fewest_cells(problem).min(cells.len()), cells.len());
+        let candidate = made(problem, &cells, count, IMBALANCE)?;
+        let is_safe = is_safe(&candidate)?;
+        if is_safe && candidate.imbalance <= IMBALANCE + NOISE {
+            return Ok(candidate);
+        }
+        kept = Some((is_safe, candidate));
+    }
+    let fresh = problem.without_previous();
+    let cells = cells(&fresh, true);
+    let mut best = made(&fresh, &cells, cells.len(), FINE_IMBALANCE)?;
+    let mut best_is_safe = is_safe(&best)?;
+    // Fewer cells for the fragile are safer and less even: the most cells that are safe enough, by halving.
+    let (mut low, mut high) = (fewest_cells(problem), if best_is_safe { 0 } else { cells.len() });
+    while low < high {
+        let count = (low + high) / 2;
+        let candidate = made(&fresh, &cells, count, FINE_IMBALANCE)?;
+        let safe = is_safe(&candidate)?;
+        (low, high) = if safe { (count + 1, high) } else { (low, count) };
+        if (safe, -candidate.imbalance) > (best_is_safe, -best.imbalance) {
+            (best_is_safe, best) = (safe, candidate);
+        }
+    }
+    let best = best.settled(problem);
+    Ok(match kept {
+        Some((safe, kept))
+            if safe >= best_is_safe && kept.imbalance <= best.imbalance.max(IMBALANCE) * SLACK =>
+        {
+            kept
+        }
+        _ => best,
+    })
+}
+
+/// A placement with its fragile experts in the first `count` cells, made as even as `target` times the mean.
+fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> Result<Candidate> {
+    let (mut layout, mut frame) = build(problem, cells, count);
+    improve(problem, &mut layout, &mut frame, target * problem.mean_load());
+    let construction =
+        if problem.previous.is_empty() { Construction::Cells(count) } else { Construction::Kept(count) };
+    Candidate::new(problem, construction, layout.matrix(problem))
+}
+
+/// Cells that hold fragile experts now; they come first among the cells.
+fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
+    let is_home = |cell: &&Vec<usize>| {
+        (0..problem.experts)
+            .any(|expert| is_fragile(problem, expert) && cell.iter().all(|&node| problem.held(node, expert)))
+    };
+    cells.iter().filter(is_home).count()
+}
+
+/// The most survival; of equals the one that spreads experts most, then the one with the fewest new replicas, then the
+/// most even.
+pub(super) fn safest(problem: &Problem, others: Vec<Candidate>) -> Result<Candidate> {
+    let fresh = problem.without_previous();
+    let mut candidates = others;
+    for ring in [false, true] {
+        let cells = cells(&fresh, ring);
+        let fewest = fewest_cells(problem).min(cells.len());
+        candidates.push(made(&fresh, &cells, fewest, FINE_IMBALANCE)?);
+        candidates.push(made(&fresh, &cells, cells.len(), FINE_IMBALANCE)?);
+    }
+    if problem.nodes * problem.slots <= MOST_CLIMBED {
+        candidates =
+            candidates.into_iter().map(|candidate| climbed(&fresh, candidate)).collect::<Result<_>>()?;
+    }
+    let settled = candidates.into_iter().map(|candidate| candidate.settled(problem));
+    let better = |one: Candidate, two: Candidate| {
+        let key = |c: &Candidate| {
+            let spread = least_spread(problem, &c.matrix) as f64;
+            ((c.survival / NOISE).round(), spread, -(moved(problem, &c.matrix) as f64), -c.imbalance)
+        };
+        if key(&two) > key(&one) { two } else { one }
+    };
+    match settled.reduce(better) {
+        Some(best) => Ok(best),
+        None => unreachable!("there is at least the one built above"),
+    }
+}
+
+/// The placement after exchanges of two replicas, as long as one makes it safer.
+fn climbed(problem: &Problem, mut candidate: Candidate) -> Result<Candidate> {
+    let (experts, cells) = (problem.experts, problem.nodes * problem.experts);
+    let mut found = true;
+    while found {
+        found = false;
+        for (one, two) in (0..cells).flat_map(|one| (one + 1..cells).map(move |two| (one, two))) {
+            let crossed = (one / experts * experts + two % experts, two / experts * experts + one % experts);
+            let held = |cell: usize| candidate.matrix[cell] > 0;
+            if !held(one) || !held(two) || held(crossed.0) || held(crossed.1) {
+                continue;
+            }
+            let mut matrix = candidate.matrix.clone();
+            for (from, to) in [(one, crossed.1), (two, crossed.0)] {
+                matrix[from] -= 1;
+                matrix[to] += 1;
+            }
+            let exchanged = Candidate::new(problem, Construction::Exchanged, matrix)?;
+            if exchanged.survival > candidate.survival + NOISE {
+                (candidate, found) = (exchanged, true);
+            }
+        }
+    }
+    Ok(candidate)
+}

@@ -1,0 +1,129 @@
+//! A placement while it is being made: which node holds which expert, with the nodes' loads kept up to date.
+
+use std::collections::BTreeSet;
+
+/// What is to be placed. Experts with more replicas than nodes are on every node as often as they can be; `wanted` and
+/// `slots` are what is left after that, so that every expert wants at most one replica on each node.
+#[derive(Clone)]
+pub(super) struct Problem {
+    pub(super) nodes: usize,
+    pub(super) experts: usize,
+    /// Slots of each node for what is wanted.
+    pub(super) slots: usize,
+    /// Replicas of each expert that every node holds.
+    pub(super) each: Vec<usize>,
+    /// Replicas of each expert to be placed on distinct nodes.
+    pub(super) wanted: Vec<usize>,
+    /// Load of one replica of each expert, with an even split of its tokens.
+    pub(super) weight: Vec<f64>,
+    /// The failure domain of each node, numbered from 0.
+    pub(super) domain: Vec<usize>,
+    pub(super) domains: usize,
+    /// Distinct domains that every expert must be on: the fewest replicas of an expert, at most `domains`.
+    pub(super) spread: usize,
+    /// Simultaneous losses of domains for which survival is counted.
+    pub(super) failures: usize,
+    /// `[nodes, experts]`: the node holds the expert now. Empty without a previous placement.
+    pub(super) previous: Vec<bool>,
+}
+
+impl Problem {
+    /// Whether each node is a failure domain of its own.
+    pub(super) fn nodes_fail_alone(&self) -> bool {
+        self.domains == self.nodes
+    }
+
+    /// The same without anything to keep.
+    pub(super) fn without_previous(&self) -> Self {
+        Self { previous: Vec::new(), ..self.clone() }
+    }
+
+    pub(super) fn held(&self, node: usize, expert: usize) -> bool {
+        !self.previous.is_empty() && self.previous[node * self.experts + expert]
+    }
+
+    /// Load of a node when all nodes have the same.
+    pub(super) fn mean_load(&self) -> f64 {
+        let replicas = |expert: usize| (self.each[expert] * self.nodes + self.wanted[expert]) as f64;
+        (0..self.experts).map(|expert| replicas(expert) * self.weight[expert]).sum::<f64>()
+            / self.nodes as f64
+    }
+
+    /// Load that the replicas in `each` put on every node.
+    fn common_load(&self) -> f64 {
+        self.each.iter().zip(&self.weight).map(|(&each, weight)| each as f64 * weight).sum()
+    }
+}
+
+/// Distinct experts on each node, and what follows from that.
+#[derive(Clone)]
+pub(super) struct Layout {
+    experts: usize,
+    slots: usize,
+    /// `[nodes, experts]`.
+    on: Vec<bool>,
+    /// Experts of each node, in no order.
+    pub(super) rows: Vec<Vec<usize>>,
+    pub(super) load: Vec<f64>,
+}
+
+impl Layout {
+    pub(super) fn new(problem: &Problem) -> Self {
+        Self {
+            experts: problem.experts,
+            slots: problem.slots,
+            on: vec![false; problem.nodes * problem.experts],
+            rows: vec![Vec::with_capacity(problem.slots); problem.nodes],
+            load: vec![problem.common_load(); problem.nodes],
+        }
+    }
+
+    pub(super) fn holds(&self, node: usize, expert: usize) -> bool {
+        self.on[node * self.experts + expert]
+    }
+
+    pub(super) fn room(&self, node: usize) -> usize {
+        self.slots - self.rows[node].len()
+    }
+
+    pub(super) fn put(&mut self, problem: &Problem, node: usize, expert: usize) {
+        self.on[node * self.experts + expert] = true;
+        self.rows[node].push(expert);
+        self.load[node] += problem.weight[expert];
+    }
+
+    pub(super) fn take(&mut self, problem: &Problem, node: usize, expert: usize) {
+        self.on[node * self.experts + expert] = false;
+        self.rows[node].retain(|&held| held != expert);
+        self.load[node] -= problem.weight[expert];
+    }
+
+    /// `[nodes, experts]` replicas.
+    pub(super) fn matrix(&self, problem: &Problem) -> Vec<i64> {
+        let count = |cell: usize| problem.each[cell % self.experts] as i64 + i64::from(self.on[cell]);
+        (0..self.on.len()).map(count).collect()
+    }
+}
+
+/// The sets of domains whose loss would lose an expert, each once, without those of more than `failures` domains.
+pub(super) fn fatal_sets(problem: &Problem, matrix: &[i64]) -> Vec<Vec<usize>> {
+    let mut sets = BTreeSet::new();
+    let mut domains = Vec::with_capacity(problem.failures + 1);
+    for expert in 0..problem.experts {
+        domains.clear();
+        for node in 0..problem.nodes {
+            if matrix[node * problem.experts + expert] > 0 && !domains.contains(&problem.domain[node]) {
+                if domains.len() == problem.failures {
+                    domains.clear();
+                    break;
+                }
+                domains.push(problem.domain[node]);
+            }
+        }
+        if !domains.is_empty() {
+            domains.sort_unstable();
+            sets.insert(domains.clone());
+        }
+    }
+    sets.into_iter().collect()
+}
