@@ -7,6 +7,7 @@ is given up before everything that is needed has arrived and matches its digest.
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from evermoe import checkpoint, planning
 from evermoe._native import digest
+from evermoe.config import SessionConfig
 from evermoe.copies import CopyStore, StoredCopy
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
@@ -89,12 +91,9 @@ class Recovery:
         state: this member's units.
         store: this node's copies.
         group: the members, agreed and connected.
-        version: of the state that this member holds actively.
+        config: of the session: slots, replicas, placement, folder of the checkpoints.
         nodes: name of the node of each rank; ranks of one node fail together.
-        slots: expert slots per rank and layer, or None for the fewest that give every expert a replica, plus one.
-        min_replicas: active replicas of each expert where slots allow.
-        placement: policy of `evermoe.planning.place`.
-        checkpoints: folder of the checkpoints on disk, or None.
+        version: of the state that this member holds actively.
         patient: units that nobody here has are waited for (`UnitsMissing`), not given up.
         established, saw_running: of `Membership`. A job that was seen to run is never started again from step 0.
         phase: is told the name of each phase as it begins: `rebuild`, `fetch`, `verify`.
@@ -105,21 +104,18 @@ class Recovery:
         state: TrainingState,
         store: CopyStore,
         group: Group,
+        config: SessionConfig,
         *,
-        version: int,
         nodes: Sequence[str],
-        slots: int | None,
-        min_replicas: int,
-        placement: planning.PlacementPolicy,
-        checkpoints: Path | None,
+        version: int,
         patient: bool,
         established: bool,
         saw_running: bool,
         phase: Callable[[str], None],
     ) -> None:
         self.state, self.store, self.group, self.version = state, store, group, version
-        self.nodes, self.slots, self.min_replicas, self.policy = nodes, slots, min_replicas, placement
-        self.checkpoints = checkpoints
+        self.config, self.nodes = config, nodes
+        self.checkpoints = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None
         self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
         self.outcome = Outcome()
         self._stored: dict[tuple[str, int, int], StoredCopy] = {}
@@ -235,10 +231,13 @@ class Recovery:
                 if inventory.version == version and version > 0:
                     previous[rank, inventory.experts[path]] = 1
             fewest = -(-layer.num_experts // ranks)
-            slots = max(fewest, self.slots if self.slots is not None else fewest + 1)
+            slots = max(fewest, fewest + 1 if self.config.slots is None else self.config.slots)
             load = np.array(newest.load[index][: layer.num_experts])
-            replicas = planning.allocate(load, ranks, slots, self.min_replicas)
-            placed = planning.place(replicas, ranks, slots, self.policy, load, previous, self._domains())
+            with warnings.catch_warnings():
+                if self.group.rank > 0:  # one member says it for all
+                    warnings.simplefilter("ignore", planning.FewerReplicas)
+                replicas = planning.allocate(load, ranks, slots, self.config.min_replicas)
+            placed = planning.place(replicas, ranks, slots, self.config.placement, load, previous, self._domains())
             placement[path] = placed.matrix
         return placement
 

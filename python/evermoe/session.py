@@ -463,20 +463,17 @@ class Session:
         self._emit("recovered", report.fields())
 
     def _recovery(self, phase: Callable[[str], None]) -> Recovery:
-        config = self.config
+        limit = self.config.rejoin_limit
         return Recovery(
             self.state,
             self.store,
             self.group,
-            version=self._version,
+            self.config,
             nodes=self.membership.nodes,
-            slots=config.slots,
-            min_replicas=config.min_replicas,
-            placement=config.placement,
-            checkpoints=Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None,
+            version=self._version,
             established=self.membership.established,
             saw_running=self.membership.saw_running,
-            patient=config.rejoin_limit > 0 and time.monotonic() < self._missing_since + config.rejoin_limit,
+            patient=limit > 0 and time.monotonic() < self._missing_since + limit,
             phase=phase,
         )
 

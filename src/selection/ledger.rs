@@ -133,7 +133,7 @@ impl TokenLedger {
     }
 
     /// The most tokens that any one expert would lose now (MTL).
-    pub fn most_at_risk(&self) -> i64 {
+    pub fn mtl(&self) -> i64 {
         self.at_risk.iter().copied().max().unwrap_or(0)
     }
 
@@ -288,7 +288,7 @@ mod tests {
     fn plt_is_counted_per_layer_and_averaged() {
         let mut ledger = ledger();
         assert_eq!(ledger.at_risk(), [2, 2, 0, 10]);
-        assert_eq!((ledger.plt_at_risk(), ledger.most_at_risk()), (vec![0.4, 1.0], 10));
+        assert_eq!((ledger.plt_at_risk(), ledger.mtl()), (vec![0.4, 1.0], 10));
         assert_eq!(ledger.lose(&[vec![1], vec![0]]).unwrap(), 0.1);
         assert_eq!((ledger.plt_lost(), ledger.plt()), (vec![0.2, 0.0], 0.1));
         assert_eq!(ledger.experts_per_layer(), 1, "at the limit, not above it");

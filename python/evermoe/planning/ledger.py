@@ -130,9 +130,9 @@ class TokenLedger:
         return self._native.waiting
 
     @property
-    def most_at_risk(self) -> int:
+    def mtl(self) -> int:
         """The most tokens that any one expert would lose now (MTL)."""
-        return self._native.most_at_risk
+        return self._native.mtl
 
     @property
     def plt_at_risk(self) -> NDArray[np.float64]:

@@ -144,8 +144,8 @@ impl TokenLedger {
     }
 
     #[getter]
-    fn most_at_risk(&self) -> i64 {
-        self.0.most_at_risk()
+    fn mtl(&self) -> i64 {
+        self.0.mtl()
     }
 
     #[getter]
