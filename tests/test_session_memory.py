@@ -151,6 +151,17 @@ def test_active_replicas_alone_survive_without_copies(start_job):
     assert job.arenas() == []
 
 
+def test_ranks_of_one_node_do_not_hold_all_replicas_of_an_expert(start_job):
+    job = start_job(4, copies=0, slots=4, min_replicas=2)
+    die = [Fault("vote", 5)]
+    on_x = [job.start(name, *die, session={"node": "x"}) for name in "ab"]
+    on_y = [job.start(name, session={"node": "y"}) for name in "cd"]
+    assert [each.join() for each in on_x + on_y] == [-9, -9, 0, 0]
+    check_history(job.workers)
+    for each in on_y:
+        assert check_recovered(job.workers, each)["lost_units"] == []
+
+
 def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_path):
     job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"), checkpoint_every=3, **FEWEST)
     workers = job.start_all({"b": [Fault("vote", 5)]})
