@@ -4,6 +4,7 @@ mod copies;
 mod dispatch;
 mod placement;
 mod recovery;
+mod survival;
 
 use crate::error::Error;
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
@@ -13,7 +14,8 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     copies::register(module)?;
     dispatch::register(module)?;
     placement::register(module)?;
-    recovery::register(module)
+    recovery::register(module)?;
+    survival::register(module)
 }
 
 type Matrix<'py> = Bound<'py, PyArray2<i64>>;
