@@ -219,6 +219,18 @@ fn zero_stages_decide_what_is_copied() {
 }
 
 #[test]
+fn without_peers_copies_go_to_the_next_nodes() {
+    for (nodes, each) in [(2, 1), (3, 2), (5, 1), (7, 4)] {
+        let names: Vec<String> = (0..nodes * each).map(|rank| format!("n{}", rank % nodes)).collect();
+        let ranks: Vec<usize> = (0..nodes * each).collect();
+        for copies in 1..=nodes {
+            let found = training_copy_holders(&names, &ranks, &vec![0; ranks.len()], copies, 3).unwrap();
+            assert_eq!(found.parameters, copy_holders(&names, copies, CopyPolicy::Ring).unwrap());
+        }
+    }
+}
+
+#[test]
 fn a_peer_on_the_same_node_does_not_protect() {
     let nodes = ["a", "a", "b", "b"];
     let found = training_copy_holders(&nodes, &[0, 1, 0, 1], &[0, 0, 1, 1], 2, 0).unwrap();

@@ -155,7 +155,7 @@ impl States {
         });
         let row = &mut self.values[state * size..(state + 1) * size];
         let skipped = self.window.first.saturating_sub(first).min(values.len());
-        let from = (first + skipped - self.window.first).min(size);
+        let from = (first + skipped).saturating_sub(self.window.first).min(size);
         for (sum, value) in row[from..].iter_mut().zip(&values[skipped..]) {
             *sum += weight * value;
         }

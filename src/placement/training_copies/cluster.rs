@@ -126,11 +126,22 @@ impl Cluster {
         let (before, after) = state.members.split_at(position);
         let mut nodes = BTreeSet::new();
         let (mut found, mut others) = (Vec::new(), Vec::new());
-        for &seat in after.iter().chain(before).chain(&state.receivers) {
-            let list = if nodes.insert(self.node_of_seat[seat]) { &mut found } else { &mut others };
-            list.push(seat);
-            if found.len() == copies {
-                break;
+        for mut seats in [after, before, &state.receivers] {
+            while let [seat, rest @ ..] = seats {
+                seats = rest;
+                let node = self.node_of_seat[*seat];
+                if nodes.insert(node) {
+                    found.push(*seat);
+                } else if others.len() < copies {
+                    others.push(*seat);
+                } else {
+                    // Enough of these: on to the next node.
+                    let same = seats.iter().take_while(|&&seat| self.node_of_seat[seat] == node).count();
+                    seats = &seats[same..];
+                }
+                if found.len() == copies {
+                    return found;
+                }
             }
         }
         found.extend(others);
