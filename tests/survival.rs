@@ -188,6 +188,15 @@ fn a_family_that_is_too_much_work_is_sampled() {
 }
 
 #[test]
+fn a_pair_graph_that_is_too_large_for_bit_sets_is_sampled_not_allocated() {
+    // one node in pairs with all others: it must be alive, or be the only one that fails
+    let star: Vec<Vec<usize>> = (1..200_000).map(|node| vec![0, node]).collect();
+    let found = survival(200_000, &star, 2, None, 0).unwrap();
+    assert_eq!(found.samples, Some(100_000));
+    assert!((found.probability - (1.0 - 2.0 / 200_000.0)).abs() < found.error);
+}
+
+#[test]
 fn samples_agree_with_the_exact_result_and_depend_on_the_seed_alone() {
     let holders = ring(40, 3);
     let sampled = |seed| survival(40, &holders, 9, Some(20_000), seed).unwrap();

@@ -36,7 +36,7 @@ pub(super) fn frontier(
 }
 
 /// Looking up a state costs as much as this many multiplications.
-const STATE_COST: usize = 50;
+const STATE_COST: usize = 200;
 
 /// What a node does to a state. Bits stand for rests.
 #[derive(Default)]
@@ -155,7 +155,7 @@ impl States {
         });
         let row = &mut self.values[state * size..(state + 1) * size];
         let skipped = self.window.first.saturating_sub(first).min(values.len());
-        let from = (first + skipped - self.window.first).min(size);
+        let from = (first + skipped).saturating_sub(self.window.first).min(size);
         for (sum, value) in row[from..].iter_mut().zip(&values[skipped..]) {
             *sum += weight * value;
         }

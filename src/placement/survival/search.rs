@@ -6,15 +6,21 @@
 use super::binomial::Chance;
 use super::family::Component;
 
-/// An upper bound on the words that [`search`] touches.
+/// At most so many words say which nodes are pairs: 128 MiB.
+const MOST_WORDS: usize = 1 << 24;
+
+/// An upper bound on the words that [`search`] touches; infinite if it would keep too many.
 pub(super) fn cost(component: &Component, failures: usize) -> f64 {
-    let nodes = component.nodes as f64;
+    let (nodes, words) = (component.nodes as f64, component.nodes.div_ceil(64));
+    if component.nodes * words > MOST_WORDS {
+        return f64::INFINITY;
+    }
     let (mut sum, mut choices) = (0.0, 1.0);
     for chosen in 0..failures.min(component.nodes) {
         sum += choices;
         choices *= (nodes - chosen as f64) / (chosen + 1) as f64;
     }
-    sum * component.nodes.div_ceil(64) as f64
+    sum * words as f64
 }
 
 /// Probability that the component loses nothing and 0, 1, …, `failures` of its nodes fail.
