@@ -215,6 +215,7 @@ def options_error(**options):
     [
         ({"copies": -1}, "expected copies >= 0, got -1"),
         ({"checkpoint_every": -1}, "expected checkpoint_every >= 0, got -1"),
+        ({"rebalance_every": -1}, "expected rebalance_every >= 0, got -1"),
         ({"join_every": 0}, "expected join_every >= 1, got 0"),
         ({"min_replicas": 0}, "expected min_replicas >= 1, got 0"),
         ({"placement": "best"}, "expected placement to be one of balanced, safest, mro, spread, compact, got 'best'"),

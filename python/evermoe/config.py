@@ -45,13 +45,21 @@ class SessionConfig:
     """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
     join_every: int = 5
     """Steps between looks for new members."""
+    rebalance_every: int = 100
+    """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
     max_grad_norm: float | None = None
     """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
     seed: int | None = 0
     """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
 
     def __post_init__(self) -> None:
-        for name, least in (("copies", 0), ("checkpoint_every", 0), ("join_every", 1), ("min_replicas", 1)):
+        for name, least in (
+            ("copies", 0),
+            ("checkpoint_every", 0),
+            ("rebalance_every", 0),
+            ("join_every", 1),
+            ("min_replicas", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
@@ -67,6 +75,10 @@ class SessionConfig:
             raise ValueError(f"Session: expected placement to be one of {', '.join(POLICIES)}, got {self.placement!r}")
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
+
+    def rebalances_at(self, step: int) -> bool:
+        """Whether the load is looked at before this step."""
+        return step > 0 and self.rebalance_every > 0 and step % self.rebalance_every == 0
 
 
 def with_environment(config: SessionConfig) -> SessionConfig:

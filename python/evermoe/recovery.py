@@ -19,6 +19,7 @@ from torch import Tensor
 
 from evermoe import checkpoint, planning
 from evermoe._native import digest
+from evermoe.balance import Placement, place_layers
 from evermoe.config import SessionConfig
 from evermoe.copies import CopyStore, StoredCopy
 from evermoe.elastic import Group
@@ -31,8 +32,6 @@ ROUND_BYTES = 256 << 20
 ACTIVE, SNAPSHOT = "active", "snapshot"
 Holding = tuple[str, int, int, str]
 """(unit, version, digest, kind)."""
-Placement = dict[str, np.ndarray]
-"""Module path of each MoE layer → int64 [R, E], replicas of each expert on each rank."""
 
 
 @dataclass
@@ -222,31 +221,17 @@ class Recovery:
     # ---- plan
 
     def _place(self, version: int, inventories: Sequence[Inventory]) -> Placement:
-        placement = {}
+        experts = {path: layer.num_experts for path, layer in self.state.layers.items()}
+        previous = {path: np.zeros((self.group.size, number), np.int64) for path, number in experts.items()}
+        for rank, inventory in enumerate(inventories):
+            if inventory.version == version and version > 0:
+                for path, held in inventory.experts.items():
+                    previous[path][rank, held] = 1
         newest = max(inventories, key=lambda inventory: inventory.version)
-        ranks = self.group.size
-        for index, (path, layer) in enumerate(self.state.layers.items()):
-            previous = np.zeros((ranks, layer.num_experts), np.int64)
-            for rank, inventory in enumerate(inventories):
-                if inventory.version == version and version > 0:
-                    previous[rank, inventory.experts[path]] = 1
-            fewest = -(-layer.num_experts // ranks)
-            slots = max(fewest, fewest + 1 if self.config.slots is None else self.config.slots)
-            load = np.array(newest.load[index][: layer.num_experts])
-            with warnings.catch_warnings():
-                if self.group.rank > 0:  # one member says it for all
-                    warnings.simplefilter("ignore", planning.FewerReplicas)
-                replicas = planning.allocate(load, ranks, slots, self.config.min_replicas)
-            placed = planning.place(replicas, ranks, slots, self.config.placement, load, previous, self._domains())
-            placement[path] = placed.matrix
-        return placement
-
-    def _domains(self) -> list[list[int]] | None:
-        """Ranks by node; on a single node every rank fails alone, as copies then protect against crashes only."""
-        ranks_of: dict[str, list[int]] = {}
-        for rank, node in enumerate(self.nodes):
-            ranks_of.setdefault(node, []).append(rank)
-        return list(ranks_of.values()) if len(ranks_of) > 1 else None
+        with warnings.catch_warnings():
+            if self.group.rank > 0:  # one member says it for all
+                warnings.simplefilter("ignore", planning.FewerReplicas)
+            return place_layers(experts, newest.load, previous, self.nodes, self.config)
 
     def _needs(self, placement: Placement, rank: int) -> list[str]:
         experts = [

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe import checkpoint, planning, progress
+from evermoe.balance import is_worth_it
 from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore, bundles
 from evermoe.data import ElasticSampler
@@ -385,9 +386,6 @@ class Session:
     def _save_progress(self) -> None:
         self.state.set_progress(progress.collect(self.sampler, self.optimizer, self.scheduler))
 
-    def _load_progress(self) -> None:
-        progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
-
     def _checkpoint_if_due(self) -> None:
         every = self.config.checkpoint_every
         if every and self.step % every == 0:
@@ -410,7 +408,8 @@ class Session:
     def _ready(self) -> bool:
         """Agrees on the members when it is time to; True when training can go on."""
         settled = self.membership.established and not self.group.broken
-        if settled and self.step % self.config.join_every:
+        rebalance = settled and self.config.rebalances_at(self.step)
+        if settled and self.step % self.config.join_every and not rebalance:
             return True
         report = RecoveryReport(time.time(), reason=self.group.broken or "a look for new members")
         clock = PhaseClock(report.seconds, self._emit)
@@ -423,7 +422,10 @@ class Session:
             on_quorum=lambda: clock.enter("rebuild"),
         )
         if not changed:
-            return True
+            if not (rebalance and is_worth_it(self.state, self.membership.nodes, self.config)):
+                return True
+            report.reason = "the load has shifted"
+            self.membership.generation += 1
         try:
             self._recover(report, clock)
         except UnitsMissing as missing:
@@ -444,7 +446,7 @@ class Session:
         # versions only ever grow
         self.membership.generation = max(self.membership.generation, (self._version >> STEP_BITS) + 1)
         self._saved_version = -1  # members may differ in what they know to be saved
-        self._load_progress()
+        progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
         layers = list(self.state.layers.values())
         self._reducer = ExpertReducer(
             [layer.matrix_RE for layer in layers],
@@ -452,7 +454,9 @@ class Session:
             self.group.rank,
         )
         if self.config.copies:
-            self._arrange_copies()
+            units, holders = zip(*self._unit_holders(), strict=True)
+            mine = (self.membership.id, self.group.rank)
+            self.store.arrange(bundles(units, holders), self.membership.generation, *mine)
         self._copy(self.step)
         clock.stop()
         report.step, report.members = self.step, self.group.size
@@ -489,10 +493,6 @@ class Session:
         primaries = planning.primaries(active, [unit.nbytes for unit in self.state.units], self.group.size)
         holders = planning.unit_copy_holders(primaries, active, self.membership.nodes, max(1, self.config.copies))
         return list(zip((unit.name for unit in self.state.units), holders, strict=True))
-
-    def _arrange_copies(self) -> None:
-        units, holders = zip(*self._unit_holders(), strict=True)
-        self.store.arrange(bundles(units, holders), self.membership.generation, self.membership.id, self.group.rank)
 
 
 def _step_of(version: int) -> int:
