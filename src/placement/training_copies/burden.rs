@@ -68,6 +68,7 @@ impl Burden {
         let mut unseen: BTreeSet<usize> = (0..self.counts.len()).collect();
         queue.iter().for_each(|seat| _ = unseen.remove(seat));
         while let Some(from) = queue.pop_front() {
+            // A state moves once in a chain: its second move would not know of the node that the first one took.
             let before = chain_to(&reached_by, from);
             for &index in received[from].iter().filter(|&&index| before.iter().all(|step| step.1 != index)) {
                 let obstacle = |seat| cluster.obstacle_of_move(&states[index], from, seat);
