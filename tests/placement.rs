@@ -1,8 +1,7 @@
-//! Allocation, placement, copy holders and primaries: what must hold for all inputs, and everything on small sizes.
+//! Allocation and placement: what must hold for all inputs, and everything on small sizes.
 
-use evermoe::placement::{Policy, Request, allocate, copy_holders, place, primaries};
+use evermoe::placement::{Policy, Request, allocate, place};
 use proptest::prelude::*;
-use std::collections::BTreeSet;
 
 fn check_allocation(load: &[f64], ranks: usize, slots: usize, min_replicas: usize) {
     let replicas = allocate(load, ranks, slots, min_replicas).unwrap();
@@ -295,15 +294,6 @@ fn racks_that_fail_whole_take_no_expert_with_them() {
     }
 }
 
-#[test]
-fn gemini_groups_and_ring() {
-    let nodes: Vec<String> = (0..7).map(|node| format!("node{node}")).collect();
-    let holders = copy_holders(&nodes, 3).unwrap();
-    // 7 = one group of 3 and a ring of 4.
-    assert_eq!(holders[..3], [vec![0, 1, 2], vec![1, 2, 0], vec![2, 0, 1]]);
-    assert_eq!(holders[3..], [vec![3, 4, 5], vec![4, 5, 6], vec![5, 6, 3], vec![6, 3, 4]]);
-}
-
 prop_compose! {
     fn cluster()(ranks in 1_usize..10, slots in 1_usize..9)(
         ranks in Just(ranks),
@@ -383,29 +373,5 @@ proptest! {
         let least = *replicas.iter().min().unwrap() as usize;
         prop_assert_eq!(balanced.spread, least.min(nodes));
         prop_assert!(safest.spread >= least.min(nodes), "{safest}");
-    }
-
-    #[test]
-    fn copies_are_on_distinct_ranks_and_nodes(nodes in prop::collection::vec(0_u8..6, 0..20), copies in 1_usize..5) {
-        let names: Vec<String> = nodes.iter().map(|node| format!("n{node}")).collect();
-        let distinct = names.iter().collect::<BTreeSet<_>>().len();
-        for (rank, holders) in copy_holders(&names, copies).unwrap().iter().enumerate() {
-            prop_assert_eq!(holders[0], rank);
-            let expected = if distinct == 1 { copies.min(names.len()) } else { copies.min(distinct) };
-            prop_assert_eq!(holders.iter().collect::<BTreeSet<_>>().len(), expected);
-            prop_assert_eq!(holders.len(), expected);
-            let on = holders.iter().map(|&holder| &names[holder]).collect::<BTreeSet<_>>().len();
-            prop_assert!(distinct == 1 || on == expected, "two copies on one node: {:?}", holders);
-        }
-    }
-
-    #[test]
-    fn primaries_hold_and_balance(bytes in prop::collection::vec(0_u64..1000, 1..40), ranks in 1_usize..6) {
-        let everywhere = vec![(0..ranks).collect::<Vec<_>>(); bytes.len()];
-        let chosen = primaries(&everywhere, &bytes, ranks).unwrap();
-        let mut sums = vec![0; ranks];
-        chosen.iter().zip(&bytes).for_each(|(&rank, bytes)| sums[rank] += bytes);
-        let spread = sums.iter().max().unwrap() - sums.iter().min().unwrap();
-        prop_assert!(spread <= *bytes.iter().max().unwrap(), "{:?}", sums);
     }
 }

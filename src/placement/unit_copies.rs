@@ -1,4 +1,4 @@
-use super::copy_holders;
+use super::{CopyPolicy, copy_holders};
 use crate::ensure;
 use crate::error::Result;
 
@@ -30,7 +30,7 @@ pub fn unit_copy_holders<S: AsRef<str>>(
         primaries.len(),
         active.len()
     );
-    let partners = copy_holders(nodes, copies)?;
+    let partners = copy_holders(nodes, copies, CopyPolicy::Mixed)?;
     let rows = primaries.iter().zip(active).enumerate();
     rows.map(|(unit, (&primary, active))| {
         for &rank in active.iter().chain([&primary]) {

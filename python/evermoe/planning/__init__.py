@@ -4,7 +4,13 @@ Shapes: E experts, N nodes or ranks, L layers. A wrong argument is a ValueError 
 communicates, reads a clock or draws a random number.
 """
 
-from evermoe.planning.copies import copy_holders, primaries, unit_copy_holders
+from evermoe.planning.copies import (
+    TrainingCopies,
+    copy_holders,
+    primaries,
+    training_copy_holders,
+    unit_copy_holders,
+)
 from evermoe.planning.dispatch import SPLITS, SplitPolicy, imbalance, split_tokens
 from evermoe.planning.ledger import Starvation, TokenLedger
 from evermoe.planning.migrate import Migration, migrate
@@ -12,6 +18,7 @@ from evermoe.planning.placement import POLICIES, FewerReplicas, Placement, Place
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
 from evermoe.planning.selection import select_experts, shard_modules
 from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
+from evermoe.planning.survival import Survival, copy_recovery_probability, recovery_probability
 
 __all__ = [
     "POLICIES",
@@ -26,17 +33,22 @@ __all__ = [
     "RecoveryPlan",
     "SplitPolicy",
     "Starvation",
+    "Survival",
     "TokenLedger",
+    "TrainingCopies",
     "allocate",
     "checkpoint_bytes",
     "copy_holders",
+    "copy_recovery_probability",
     "imbalance",
     "migrate",
     "place",
     "primaries",
     "recovery_plan",
+    "recovery_probability",
     "select_experts",
     "shard_modules",
     "split_tokens",
+    "training_copy_holders",
     "unit_copy_holders",
 ]

@@ -3,26 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 from evermoe import _native
 from evermoe.planning._arguments import count
 
 
-def copy_holders(nodes: Sequence[str], copies: int) -> list[list[int]]:
+class TrainingCopies(NamedTuple):
+    """For each rank, the ranks that hold the same parameters and optimizer state, itself first."""
+
+    parameters: list[list[int]]
+    """Holders of each rank's parameters."""
+    optimizer: list[list[int]]
+    """Holders of each rank's optimizer state."""
+
+
+def copy_holders(
+    nodes: Sequence[str], copies: int, *, policy: Literal["mixed", "group", "ring"] = "mixed"
+) -> list[list[int]]:
     """For each rank, the ranks that keep copies of what it is primary for, itself first.
 
-    Gemini's group placement: nodes sorted by name form groups of `copies`, the last ones a ring if their
-    number does not divide; copies go to the next nodes of the group or ring. The ranks of a single node copy
-    to each other.
+    Nodes are sorted by name and a node's copies go to the next nodes of its group or ring. "mixed" is Gemini's
+    placement (SOSP'23, §4): groups of `copies` nodes, and a ring of the last ones if the groups do not come out
+    even. "group" insists that they do. "ring" is one ring of all nodes, which survives less but loses less at a
+    time. With fewer nodes than copies all nodes are used; the ranks of a single node copy to each other.
 
         >>> copy_holders(["a", "b", "c", "d", "e"], copies=2)
         [[0, 1], [1, 0], [2, 3], [3, 4], [4, 2]]
+        >>> copy_holders(["a", "b", "c", "d", "e"], copies=2, policy="ring")
+        [[0, 1], [1, 2], [2, 3], [3, 4], [4, 0]]
 
     Args:
         nodes: name of the node of each rank.
         copies: how many, the rank's own included; fewer where there are fewer nodes.
+        policy: "mixed", "group" or "ring".
+
+    Raises:
+        ValueError: `copies` is 0 or, for "group", does not divide the number of nodes; `policy` is another.
     """
-    return _native.copy_holders(list(nodes), count("copies", copies))
+    return _native.copy_holders(list(nodes), count("copies", copies), policy)
+
+
+def training_copy_holders(
+    nodes: Sequence[str],
+    data_parallel: Sequence[int],
+    pipeline: Sequence[int],
+    copies: int,
+    *,
+    zero_stage: int = 0,
+) -> TrainingCopies:
+    """For each rank of a training job, who holds its parameters and its optimizer state, itself first.
+
+    MoEtion's redundancy-aware placement (Algorithm 2, as its text describes it): what data-parallel peers on other
+    nodes hold anyway counts as a copy; only what is left goes, once for all ranks that share it, to the next
+    nodes without one, and all ranks receive equally many, to within one, where the nodes allow that.
+
+        >>> found = training_copy_holders(["a", "b", "c", "d"], [0, 1, 0, 1], [0, 0, 1, 1], 2, zero_stage=1)
+        >>> found.parameters  # peers have them
+        [[0, 1], [1, 0], [2, 3], [3, 2]]
+        >>> found.optimizer  # sharded over the peers: each part goes to the next node
+        [[0, 1], [1, 2], [2, 3], [3, 0]]
+
+    Args:
+        nodes: name of the node of each rank; the ranks of a node fail together.
+        data_parallel: data-parallel coordinate of each rank.
+        pipeline: pipeline stage of each rank; ranks of one stage are data-parallel peers, so tensor- or
+            expert-parallel parts of a stage need numbers of their own.
+        copies: how many ranks are to hold everything, a rank's own state included. With fewer nodes than that, a
+            node keeps more than one.
+        zero_stage: 0 if peers have the same parameters and optimizer state, 1 or 2 if only the parameters, 3 if
+            neither.
+
+    Raises:
+        ValueError: the lists differ in length, two ranks share coordinate and stage, `copies` is 0 or more than
+            there are ranks, or `zero_stage` is more than 3.
+    """
+    coordinates = [count("data_parallel", coordinate) for coordinate in data_parallel]
+    stages = [count("pipeline", stage) for stage in pipeline]
+    found = _native.training_copy_holders(
+        list(nodes), coordinates, stages, count("copies", copies), count("zero_stage", zero_stage)
+    )
+    return TrainingCopies(*found)
 
 
 def primaries(holders: Sequence[Sequence[int]], nbytes: Sequence[int], ranks: int) -> list[int]:

@@ -36,7 +36,7 @@ pub(super) fn frontier(
 }
 
 /// Looking up a state costs as much as this many multiplications.
-const STATE_COST: usize = 50;
+const STATE_COST: usize = 200;
 
 /// What a node does to a state. Bits stand for rests.
 #[derive(Default)]

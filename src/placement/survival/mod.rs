@@ -13,14 +13,16 @@
 mod binomial;
 mod family;
 mod frontier;
+mod recovery;
 mod sampling;
 mod search;
 
-use super::domains::domain_of;
 use crate::ensure;
 use crate::error::Result;
 use binomial::Chance;
 use family::{Component, Family};
+
+pub use recovery::{copy_recovery_probability, recovery_probability};
 
 /// Memory and the precision of the sums are bounded by it.
 const MOST_NODES: usize = 1 << 20;
@@ -28,8 +30,8 @@ const MOST_NODES: usize = 1 << 20;
 /// Multiplications that an exact result may take, about a second of them; beyond that the samples are drawn.
 const MOST_WORK: usize = 1 << 30;
 
-/// Up to this cost the search is tried before the frontier: it takes a millisecond.
-const CHEAP_SEARCH: f64 = (1 << 20) as f64;
+/// Up to this cost the search comes before the frontier: it takes less than a millisecond.
+const CHEAP_SEARCH: f64 = (1 << 18) as f64;
 
 /// Samples where the caller does not say and the exact result is too much work: right to 0.6 %.
 const SAMPLES: u64 = 100_000;
@@ -95,64 +97,6 @@ pub fn survival(
     Ok(Survival { probability, error: sampling::error(samples), samples: Some(samples) })
 }
 
-/// The probability that every expert keeps a replica when `failures` of the nodes fail at once.
-///
-/// `matrix` is `[nodes, experts]`, the replicas that each node holds, as [`place`](super::place) returns it. With
-/// `domains`, lists of nodes that fail together, `failures` counts domains; a node in none is a domain of its own.
-/// `samples` and `seed` as for [`survival`].
-///
-/// ```
-/// use evermoe::placement::recovery_probability;
-/// // Three nodes, three experts with two replicas each: any one loss is survived, no loss of two.
-/// let matrix = [1, 1, 0,  1, 0, 1,  0, 1, 1];
-/// assert_eq!(recovery_probability(&matrix, 3, 3, 1, None, None, 0)?.probability, 1.0);
-/// assert_eq!(recovery_probability(&matrix, 3, 3, 2, None, None, 0)?.probability, 0.0);
-/// // Nodes 0 and 1 share a power supply: one of the two domains holds all of expert 0.
-/// let shared = [vec![0, 1]];
-/// let found = recovery_probability(&matrix, 3, 3, 1, Some(&shared), None, 0)?;
-/// assert!((found.probability - 0.5).abs() < 1e-12);
-/// # Ok::<(), evermoe::error::Error>(())
-/// ```
-///
-/// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) when the matrix has another size or a negative number, a domain is
-/// empty, names a node that is none or that another has, and what [`survival`] refuses.
-pub fn recovery_probability(
-    matrix: &[i64],
-    nodes: usize,
-    experts: usize,
-    failures: usize,
-    domains: Option<&[Vec<usize>]>,
-    samples: Option<u64>,
-    seed: u64,
-) -> Result<Survival> {
-    ensure!(
-        nodes.checked_mul(experts) == Some(matrix.len()),
-        "matrix: expected {nodes} nodes × {experts} experts, got {} numbers",
-        matrix.len()
-    );
-    if let Some(cell) = matrix.iter().position(|&count| count < 0) {
-        ensure!(
-            false,
-            "matrix: expert {} has {} replicas on node {}; expected 0 or more",
-            cell % experts,
-            matrix[cell],
-            cell / experts
-        );
-    }
-    let domain = domain_of(nodes, domains.unwrap_or(&[]))?;
-    let count = domain.iter().max().map_or(0, |last| last + 1);
-    let mut holders = vec![Vec::new(); experts];
-    for (node, row) in matrix.chunks(experts.max(1)).enumerate() {
-        for (held, holders) in row.iter().zip(&mut holders) {
-            if *held > 0 {
-                holders.push(domain[node]);
-            }
-        }
-    }
-    survival(count, &holders, failures, samples, seed)
-}
-
 fn check(nodes: usize, holders: &[Vec<usize>], failures: usize, samples: Option<u64>) -> Result<()> {
     ensure!(nodes <= MOST_NODES, "nodes: expected at most 2^20, got {nodes}");
     ensure!(
@@ -197,9 +141,11 @@ fn exact(family: &Family<'_>, failures: usize) -> Option<f64> {
 fn one(component: &Component, chance: Chance, failures: usize, work: &mut usize) -> Option<Vec<f64>> {
     let cost = search::cost(component, failures);
     if cost > CHEAP_SEARCH {
-        let mut rest = *work / 2;
+        // In vain it may cost as much again as the search, and half of what is left.
+        let share = (cost as usize).min(*work / 2);
+        let mut rest = share;
         let found = frontier::frontier(component, chance, failures, &mut rest);
-        *work -= *work / 2 - rest;
+        *work -= share - rest;
         if found.is_some() {
             return found;
         }

@@ -5,13 +5,31 @@ use pyo3::prelude::*;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(copy_holders, module)?)?;
+    module.add_function(wrap_pyfunction!(training_copy_holders, module)?)?;
     module.add_function(wrap_pyfunction!(primaries, module)?)?;
     module.add_function(wrap_pyfunction!(unit_copy_holders, module)?)
 }
 
 #[pyfunction]
-fn copy_holders(nodes: Vec<String>, copies: usize) -> PyResult<Vec<Vec<usize>>> {
-    Ok(placement::copy_holders(&nodes, copies)?)
+fn copy_holders(nodes: Vec<String>, copies: usize, policy: &str) -> PyResult<Vec<Vec<usize>>> {
+    Ok(placement::copy_holders(&nodes, copies, policy.parse()?)?)
+}
+
+/// The holders of each rank's parameters, and of its optimizer state.
+type Holders = Vec<Vec<usize>>;
+
+#[pyfunction]
+fn training_copy_holders(
+    py: Python<'_>,
+    nodes: Vec<String>,
+    data_parallel: Vec<usize>,
+    pipeline: Vec<usize>,
+    copies: usize,
+    zero_stage: usize,
+) -> PyResult<(Holders, Holders)> {
+    let find = || placement::training_copy_holders(&nodes, &data_parallel, &pipeline, copies, zero_stage);
+    let found = py.detach(find)?;
+    Ok((found.parameters, found.optimizer))
 }
 
 #[pyfunction]

@@ -6,6 +6,7 @@ mod migrate;
 mod placement;
 mod recovery;
 mod selection;
+mod survival;
 
 use crate::error::Error;
 use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArrayMethods};
@@ -17,7 +18,8 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     migrate::register(module)?;
     placement::register(module)?;
     recovery::register(module)?;
-    selection::register(module)
+    selection::register(module)?;
+    survival::register(module)
 }
 
 type Matrix<'py> = Bound<'py, PyArray2<i64>>;
