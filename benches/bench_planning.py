@@ -11,8 +11,8 @@
   of them, which is 1.64 times the mean, and seven cold ones, 1.75 together. "EPLB" loops over elements of tensors, as
   published; "EPLB lists" is the same over Python numbers.
 - drift: 20 times all loads change by a factor exp(0.05 * normal), and all layers are placed anew. "moved" is the part
-  of the replicas that a node must fetch, "over bound" the worst imbalance over its bound. Peers plan from scratch;
-  `migrate` numbers their nodes so that the fewest replicas move.
+  of the replicas that a node must fetch, "over bound" the worst imbalance over the bound above; EPLB has other replicas
+  and can be below. It plans from scratch; `migrate` numbers its nodes so that the fewest replicas move.
 - copies, survival, split, selection, migration: see the functions.
 
 The candidates take turns, so that a slow moment of the machine hits all of them; the figure is the median, in
@@ -129,8 +129,9 @@ def placement(arguments: argparse.Namespace) -> Iterator[Record]:
             for name, plan in candidates.items():
                 found = plan()
                 matrices = found.numpy() if name in PEERS else [checked(one) for one in found]
-                setting = {"slots": slots, "load": shape, "planner": name, "ms": ms[name], "bound": bound}
-                yield {**setting, **quality(matrices, load_LE, slots)}
+                setting = {"slots": slots, "load": shape, "planner": name}
+                times = {"ms": ms[name], "us a layer": ms[name] * 1e3 / LAYERS}
+                yield {**setting, **times, "bound": bound, **quality(matrices, load_LE, slots)}
 
 
 def checked(placement: Any) -> NDArray[np.int64]:
