@@ -5,7 +5,7 @@
 //! The fewer cells hold fragile experts the safer, the more cells the better balanced.
 
 use super::layout::{Layout, Problem};
-use std::cmp::Reverse;
+use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How a layout is held together.
@@ -184,10 +184,12 @@ impl<'a> Builder<'a> {
             bound.iter().for_each(|&expert| self.stay(expert));
             bound.iter().chain(&free).for_each(|&expert| self.keep(expert));
         }
-        free.iter().for_each(|&expert| self.scatter(expert, true));
+        let set_aside = self.set_aside();
+        free.iter().for_each(|&expert| self.scatter(expert, &set_aside));
         bound.iter().for_each(|&expert| self.bind(expert));
         // Heaviest first again, now without slots set aside.
-        free.iter().chain(&bound).for_each(|&expert| self.scatter(expert, false));
+        let none = vec![0; self.problem.nodes];
+        free.iter().chain(&bound).for_each(|&expert| self.scatter(expert, &none));
         free.iter().chain(&bound).for_each(|&expert| self.make_room(expert));
         (self.layout, self.frame)
     }
@@ -242,8 +244,12 @@ impl<'a> Builder<'a> {
         self.put(expert, nodes);
     }
 
+    fn by_load(&self, a: usize, b: usize) -> Ordering {
+        self.layout.load[a].total_cmp(&self.layout.load[b]).then(a.cmp(&b))
+    }
+
     fn sort_by_load(&self, nodes: &mut [usize]) {
-        nodes.sort_by(|&a, &b| self.layout.load[a].total_cmp(&self.layout.load[b]).then(a.cmp(&b)));
+        nodes.sort_unstable_by(|&a, &b| self.by_load(a, b));
     }
 
     /// Puts an expert on the first of `nodes`, as many as it lacks.
@@ -268,28 +274,41 @@ impl<'a> Builder<'a> {
             }
         };
         let key = |cell: usize| (self.quota[cell] == 0, Reverse(held(cell)));
-        let by_load = |a: usize, b: usize| self.load(a).total_cmp(&self.load(b)).then(a.cmp(&b));
-        let open = self.cells_for(expert).filter(|&cell| self.room(cell) > 0);
-        if let Some(cell) = open.min_by(|&a, &b| key(a).cmp(&key(b)).then_with(|| by_load(a, b))) {
+        // The hottest loop of all: every key and load is computed once.
+        let mut best = None;
+        for cell in self.cells_for(expert).filter(|&cell| self.room(cell) > 0) {
+            let found = (key(cell), self.load(cell));
+            if best.is_none_or(|(best, _)| found < best) {
+                best = Some((found, cell));
+            }
+        }
+        if let Some((_, cell)) = best {
             self.settle(expert, cell);
         }
     }
 
-    /// Puts what an expert lacks on the nodes with the least load, the lightest node of each new domain first. With
-    /// `aside`, slots that cells are to get yet are not used.
-    fn scatter(&mut self, expert: usize, aside: bool) {
+    /// Slots of each node for the experts that its cells are to get yet.
+    fn set_aside(&self) -> Vec<usize> {
+        let mut slots = vec![0; self.problem.nodes];
+        for (cell, &quota) in self.frame.cells.iter().zip(&self.quota) {
+            cell.iter().for_each(|&node| slots[node] += quota);
+        }
+        slots
+    }
+
+    /// Puts what an expert lacks on the nodes with the least load that have room beyond what is set aside, the lightest
+    /// node of each new domain first.
+    fn scatter(&mut self, expert: usize, set_aside: &[usize]) {
         if self.left[expert] == 0 {
             return;
-        }
-        let mut set_aside = vec![0; self.problem.nodes];
-        if aside {
-            for (cell, &quota) in self.frame.cells.iter().zip(&self.quota) {
-                cell.iter().for_each(|&node| set_aside[node] += quota);
-            }
         }
         let open =
             |&node: &usize| self.layout.room(node) > set_aside[node] && !self.layout.holds(node, expert);
         let mut nodes: Vec<usize> = (0..self.problem.nodes).filter(open).collect();
+        if self.problem.nodes_fail_alone() && self.left[expert] < nodes.len() {
+            nodes.select_nth_unstable_by(self.left[expert], |&a, &b| self.by_load(a, b));
+            nodes.truncate(self.left[expert]);
+        }
         self.sort_by_load(&mut nodes);
         if !self.problem.nodes_fail_alone() {
             let mut has = vec![false; self.problem.domains];

@@ -97,7 +97,8 @@ fn moved(problem: &Problem, matrix: &[i64]) -> usize {
 /// Load of the busiest node over the mean.
 fn imbalance(problem: &Problem, matrix: &[i64]) -> f64 {
     let load = |row: &[i64]| {
-        row.iter().zip(&problem.weight).map(|(&count, weight)| count as f64 * weight).sum::<f64>()
+        let held = row.iter().zip(&problem.weight).filter(|(count, _)| **count > 0);
+        held.map(|(&count, weight)| count as f64 * weight).sum::<f64>()
     };
     let busiest = matrix.chunks_exact(problem.experts).map(load).fold(0.0, f64::max);
     let mean = problem.mean_load();
@@ -106,16 +107,17 @@ fn imbalance(problem: &Problem, matrix: &[i64]) -> f64 {
 
 /// The fewest distinct domains of an expert.
 fn least_spread(problem: &Problem, matrix: &[i64]) -> usize {
-    let mut seen = vec![usize::MAX; problem.domains];
-    let mut least = problem.domains;
-    for expert in 0..problem.experts {
-        let mut distinct = 0;
-        for node in (0..problem.nodes).filter(|node| matrix[node * problem.experts + expert] > 0) {
-            distinct += usize::from(std::mem::replace(&mut seen[problem.domain[node]], expert) != expert);
+    let mut nodes: Vec<usize> = (0..problem.nodes).collect();
+    nodes.sort_by_key(|&node| problem.domain[node]);
+    // As domain follows domain, a domain is new to an expert if it is not the last one that it was seen in.
+    let mut seen = vec![(0, usize::MAX); problem.experts];
+    for node in nodes {
+        let (row, domain) = (&matrix[node * problem.experts..][..problem.experts], problem.domain[node]);
+        for ((distinct, last), _) in seen.iter_mut().zip(row).filter(|(_, count)| **count > 0) {
+            *distinct += usize::from(std::mem::replace(last, domain) != domain);
         }
-        least = least.min(distinct);
     }
-    least
+    seen.into_iter().map(|(distinct, _)| distinct).min().unwrap_or(0)
 }
 
 /// The most even within 5 points of the survival of `reference`; as it is, if it is that safe and has at most 1.05 times

@@ -100,29 +100,36 @@ impl Layout {
 
     /// `[nodes, experts]` replicas.
     pub(super) fn matrix(&self, problem: &Problem) -> Vec<i64> {
-        let count = |cell: usize| problem.each[cell % self.experts] as i64 + i64::from(self.on[cell]);
-        (0..self.on.len()).map(count).collect()
+        let mut matrix = Vec::with_capacity(self.on.len());
+        for row in self.on.chunks_exact(self.experts) {
+            matrix.extend(row.iter().zip(&problem.each).map(|(&on, &each)| each as i64 + i64::from(on)));
+        }
+        matrix
     }
 }
 
 /// The sets of domains whose loss would lose an expert, each once, without those of more than `failures` domains.
 pub(super) fn fatal_sets(problem: &Problem, matrix: &[i64]) -> Vec<Vec<usize>> {
-    let mut sets = BTreeSet::new();
-    let mut domains = Vec::with_capacity(problem.failures + 1);
-    for expert in 0..problem.experts {
-        domains.clear();
-        for node in 0..problem.nodes {
-            if matrix[node * problem.experts + expert] > 0 && !domains.contains(&problem.domain[node]) {
-                if domains.len() == problem.failures {
-                    domains.clear();
-                    break;
+    // The first domains of each expert, row by row as the matrix lies in memory; counts beyond `failures` say only that.
+    let mut domains = vec![0; problem.experts * problem.failures];
+    let mut counts = vec![0; problem.experts];
+    for (row, &domain) in matrix.chunks_exact(problem.experts).zip(&problem.domain) {
+        for expert in (0..problem.experts).filter(|&expert| row[expert] > 0) {
+            let count = counts[expert];
+            let found = &mut domains[expert * problem.failures..][..problem.failures];
+            if count <= problem.failures && !found[..count].contains(&domain) {
+                if let Some(next) = found.get_mut(count) {
+                    *next = domain;
                 }
-                domains.push(problem.domain[node]);
+                counts[expert] += 1;
             }
         }
-        if !domains.is_empty() {
-            domains.sort_unstable();
-            sets.insert(domains.clone());
+    }
+    let mut sets = BTreeSet::new();
+    for (found, count) in domains.chunks_exact_mut(problem.failures).zip(counts) {
+        if count <= problem.failures {
+            found[..count].sort_unstable();
+            sets.insert(found[..count].to_vec());
         }
     }
     sets.into_iter().collect()
