@@ -1,4 +1,4 @@
-"""The command line: `evermoe demo`, `evermoe run`, `evermoe info`."""
+"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe info`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from pathlib import Path
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """All commands; the demo's flags, which need rich and matplotlib, only where `command` is `demo`."""
+    """All commands; the flags of `demo` and `plan`, which need rich or matplotlib, only where `command` is theirs."""
     top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
+    plan = commands.add_parser(
+        "plan",
+        help="compare placements of experts: balance, and what survives how many losses",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     run = commands.add_parser(
         "run",
         help="start the workers of a job on this machine",
@@ -35,6 +40,10 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         from evermoe.demo.drive import add_arguments
 
         add_arguments(demo)
+    if command == "plan":
+        from evermoe.plan.drive import add_arguments as add_plan_arguments
+
+        add_plan_arguments(plan)
     return top
 
 
@@ -43,20 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = parser(given[0] if given else None).parse_args(given)
+        return {"demo": _demo, "plan": _plan, "run": _run, "info": _info}[options.command](options)
     except ModuleNotFoundError as error:
-        print(f"evermoe demo needs {error.name}: pip install 'evermoe[demo]'", file=sys.stderr)
-        return 2
-    try:
-        return {"demo": _demo, "run": _run, "info": _info}[options.command](options)
+        if (error.name or "").partition(".")[0] not in ("rich", "matplotlib"):
+            raise
+        print(f"evermoe {given[0]} needs {error.name}: pip install 'evermoe[demo]'", file=sys.stderr)
     except ValueError as error:
-        print(f"evermoe {options.command}: {error}", file=sys.stderr)
-        return 2
+        print(f"evermoe {given[0]}: {error}", file=sys.stderr)
+    return 2
 
 
 def _demo(options: argparse.Namespace) -> int:
     from evermoe.demo.drive import main as demo
 
     return demo(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from evermoe.plan.drive import main as plan
+
+    return plan(options)
 
 
 def _run(options: argparse.Namespace) -> int:

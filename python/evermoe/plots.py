@@ -1,15 +1,17 @@
-"""The demo's picture: loss, throughput, members and expert load over time."""
+"""Pictures: the demo's loss, throughput, members and expert load over time; a plan's survival and imbalance."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from evermoe.demo.summary import Event, commits, episodes
+from evermoe.plan.compare import Comparison
 
 RED, BLUE, GREY = "#c0392b", "#2c6fbb", "#7f8c8d"
 
@@ -60,3 +62,26 @@ def _mark(axis: Any, events: Mapping[int, Sequence[Event]], start: float) -> Non
             axis.axvline(event["time"] - start, color=GREY, linewidth=1.2, linestyle="--")
             if axis.get_ylabel() == "members":
                 axis.annotate("join", (event["time"] - start, 0.2), color=GREY, rotation=90, ha="right")
+
+
+def plot_plan(comparison: Comparison, file: IO[bytes]) -> None:
+    """Draws what `evermoe plan` compared to a PNG: survival by number of losses, imbalance by policy."""
+    results, unit = comparison.results, comparison.cluster.unit
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for result, style in zip(results, cycle(("o-", "s--", "^:", "x-.", "d-")), strict=False):
+        survival = [100 * survival.probability for survival in result.survival]
+        left.plot(comparison.cluster.failures, survival, style, label=result.policy, alpha=0.8)
+    left.set_xticks(comparison.cluster.failures)
+    left.set_xlabel(f"{unit}s lost at once")
+    left.set_ylabel("whole model survives, %")
+    left.set_ylim(-3, 103)
+    left.legend()
+    places = np.arange(len(results))
+    right.bar(places - 0.2, [max(result.even) for result in results], 0.4, color=GREY, label="even split")
+    right.bar(places + 0.2, [max(result.balanced) for result in results], 0.4, color=BLUE, label="balanced split")
+    right.axhline(1, color=RED, linewidth=1)
+    right.set_xticks(places, [result.policy for result in results])
+    right.set_ylabel("busiest node ÷ mean, worst layer")
+    right.legend()
+    figure.savefig(file, dpi=110, format="png")
