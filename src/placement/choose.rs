@@ -44,6 +44,7 @@ impl Candidate {
             survival: self.survival,
             spread: least_spread(problem, &self.matrix),
             imbalance: self.imbalance,
+            least_imbalance: least_imbalance(problem),
             moved: (!problem.previous.is_empty()).then(|| moved(problem, &self.matrix)),
         };
         Placement { matrix: self.matrix, reason }
@@ -94,6 +95,33 @@ fn moved(problem: &Problem, matrix: &[i64]) -> usize {
     (0..matrix.len()).filter(new).count()
 }
 
+/// What no placement of these replicas can be below: load of the busiest node over the mean.
+///
+/// Of the heaviest `k · nodes + 1` replicas one node has `k + 1`, each at least as heavy as the last of them, and the rest of its
+/// slots filled, with the lightest replicas at best.
+///
+/// ```text
+/// 3 nodes × 2 slots, mean load 4: replicas of 5 3 1 1 1 1 → one of 5 and one of 1 on a node: 6 / 4
+/// ```
+fn least_imbalance(problem: &Problem) -> f64 {
+    let mean = problem.mean_load();
+    if mean <= 0.0 {
+        return 1.0;
+    }
+    let replicas = |expert: usize| problem.each[expert] * problem.nodes + problem.wanted[expert];
+    let of_expert = |expert: usize| std::iter::repeat_n(problem.weight[expert], replicas(expert));
+    let mut descending: Vec<f64> = (0..problem.experts).flat_map(of_expert).collect();
+    descending.sort_unstable_by(|a, b| b.total_cmp(a));
+    let slots = descending.len() / problem.nodes;
+    let mut lightest = vec![0.0];
+    lightest.extend(descending.iter().rev().take(slots).scan(0.0, |sum, weight| {
+        *sum += weight;
+        Some(*sum)
+    }));
+    let peak = |k: usize| (k + 1) as f64 * descending[k * problem.nodes] + lightest[slots - k - 1];
+    (0..slots).map(peak).fold(mean, f64::max) / mean
+}
+
 /// Load of the busiest node over the mean.
 fn imbalance(problem: &Problem, matrix: &[i64]) -> f64 {
     let load = |row: &[i64]| {
@@ -134,27 +162,30 @@ pub(super) fn balanced(problem: &Problem, reference: impl FnOnce() -> Result<f64
         }
         Ok(candidate.survival >= floor)
     };
+    let least = least_imbalance(problem);
+    let even_enough = IMBALANCE.max(least * SLACK);
     let mut kept = None;
     if !problem.previous.is_empty() {
         let cells = cells(problem, true);
         let count =
             former_fragile_cells(problem, &cells).clamp(fewest_cells(problem).min(cells.len()), cells.len());
-        let candidate = made(problem, &cells, count, IMBALANCE)?;
+        let candidate = made(problem, &cells, count, even_enough)?;
         let is_safe = is_safe(&candidate)?;
-        if is_safe && candidate.imbalance <= IMBALANCE + NOISE {
+        if is_safe && candidate.imbalance <= even_enough + NOISE {
             return Ok(candidate);
         }
         kept = Some((is_safe, candidate));
     }
     let fresh = problem.without_previous();
     let cells = cells(&fresh, true);
-    let mut best = made(&fresh, &cells, cells.len(), FINE_IMBALANCE)?;
+    let fine = FINE_IMBALANCE.max(least + NOISE);
+    let mut best = made(&fresh, &cells, cells.len(), fine)?;
     let mut best_is_safe = is_safe(&best)?;
     // Fewer cells for the fragile are safer and less even: the most cells that are safe enough, by halving.
     let (mut low, mut high) = (fewest_cells(problem), if best_is_safe { 0 } else { cells.len() });
     while low < high {
         let count = (low + high) / 2;
-        let candidate = made(&fresh, &cells, count, FINE_IMBALANCE)?;
+        let candidate = made(&fresh, &cells, count, fine)?;
         let safe = is_safe(&candidate)?;
         (low, high) = if safe { (count + 1, high) } else { (low, count) };
         if (safe, -candidate.imbalance) > (best_is_safe, -best.imbalance) {
@@ -164,7 +195,7 @@ pub(super) fn balanced(problem: &Problem, reference: impl FnOnce() -> Result<f64
     let best = best.settled(problem);
     Ok(match kept {
         Some((safe, kept))
-            if safe >= best_is_safe && kept.imbalance <= best.imbalance.max(IMBALANCE) * SLACK =>
+            if safe >= best_is_safe && kept.imbalance <= best.imbalance.max(even_enough) * SLACK =>
         {
             kept
         }
@@ -195,11 +226,12 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
 pub(super) fn safest(problem: &Problem, others: Vec<Candidate>) -> Result<Candidate> {
     let fresh = problem.without_previous();
     let mut candidates = others;
+    let fine = FINE_IMBALANCE.max(least_imbalance(problem) + NOISE);
     for ring in [false, true] {
         let cells = cells(&fresh, ring);
         let fewest = fewest_cells(problem).min(cells.len());
-        candidates.push(made(&fresh, &cells, fewest, FINE_IMBALANCE)?);
-        candidates.push(made(&fresh, &cells, cells.len(), FINE_IMBALANCE)?);
+        candidates.push(made(&fresh, &cells, fewest, fine)?);
+        candidates.push(made(&fresh, &cells, cells.len(), fine)?);
     }
     if problem.nodes * problem.slots <= MOST_CLIMBED {
         candidates =

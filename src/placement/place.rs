@@ -69,6 +69,8 @@ pub struct Reason {
     pub spread: usize,
     /// Load of the busiest node over the mean, with an even split of each expert's tokens.
     pub imbalance: f64,
+    /// What no placement of the same replicas can be below, from 1 on.
+    pub least_imbalance: f64,
     /// (node, expert) pairs that are new since the previous placement, if there was one.
     pub moved: Option<usize>,
 }
@@ -105,13 +107,16 @@ impl fmt::Display for Construction {
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { construction, failures, survival, spread, imbalance, moved } = self;
+        let Self { construction, failures, survival, spread, imbalance, least_imbalance, moved } = self;
         write!(
             f,
             "{construction}: every expert on {spread} failure domains or more, {:.1} % of {failures} simultaneous losses \
              survived, busiest node at {imbalance:.2} of the mean load",
             survival * 100.0
         )?;
+        if *least_imbalance > 1.05 {
+            write!(f, " ({least_imbalance:.2} is the least that these replicas allow)")?;
+        }
         match moved {
             Some(moved) => write!(f, ", {moved} new replicas"),
             None => Ok(()),

@@ -36,6 +36,8 @@ class Reason:
     """Distinct failure domains that every expert is on, at least: any smaller number of losses is survived."""
     imbalance: float
     """Load of the busiest node over the mean, with an even split of each expert's tokens."""
+    least_imbalance: float
+    """What no placement of the same replicas can be below, from 1 on: a node has so many slots, a replica its load."""
     moved: int | None
     """(node, expert) pairs that are new since `previous`, if that was given."""
     words: str

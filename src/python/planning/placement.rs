@@ -5,8 +5,8 @@ use crate::placement::{self, Policy, Request};
 use numpy::{PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 
-/// Construction, failures, survival, spread, imbalance, moved, and all of it in words.
-type Reason = (String, usize, f64, usize, f64, Option<usize>, String);
+/// Construction, failures, survival, spread, imbalance, the least imbalance, moved, and all of it in words.
+type Reason = (String, usize, f64, usize, f64, f64, Option<usize>, String);
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(allocate, module)?)?;
@@ -78,7 +78,9 @@ fn place<'py>(
     let placement = py.detach(|| placement::place(&request))?;
     let reason = placement.reason;
     let words = reason.to_string();
-    let placement::Reason { construction, failures, survival, spread, imbalance, moved } = reason;
-    let reason = (construction.to_string(), failures, survival, spread, imbalance, moved, words);
+    let placement::Reason { construction, failures, survival, spread, imbalance, least_imbalance, moved } =
+        reason;
+    let reason =
+        (construction.to_string(), failures, survival, spread, imbalance, least_imbalance, moved, words);
     Ok((to_matrix(py, placement.matrix, [nodes, experts])?, reason))
 }
