@@ -25,7 +25,7 @@ const NOISE: f64 = 1e-9;
 pub(super) struct Candidate {
     construction: Construction,
     matrix: Vec<i64>,
-    pub(super) survival: f64,
+    survival: f64,
     imbalance: f64,
 }
 
@@ -95,6 +95,20 @@ fn moved(problem: &Problem, matrix: &[i64]) -> usize {
     (0..matrix.len()).filter(new).count()
 }
 
+/// What the survival of no placement of these replicas can be above: experts with one replica are on some nodes, each of
+/// which must live.
+fn most_survival(problem: &Problem) -> f64 {
+    let single = |&expert: &usize| problem.each[expert] == 0 && problem.wanted[expert] == 1;
+    if !problem.nodes_fail_alone() {
+        return 1.0;
+    }
+    let slots = problem.slots + problem.each.iter().sum::<usize>();
+    let needed = (0..problem.experts).filter(single).count().div_ceil(slots);
+    let lives =
+        |lost: usize| (problem.nodes - needed).saturating_sub(lost) as f64 / (problem.nodes - lost) as f64;
+    (0..problem.failures).map(lives).product()
+}
+
 /// What no placement of these replicas can be below: load of the busiest node over the mean.
 ///
 /// Of the heaviest `k · nodes + 1` replicas one node has `k + 1`, each at least as heavy as the last of them, and the rest of its
@@ -148,17 +162,16 @@ fn least_spread(problem: &Problem, matrix: &[i64]) -> usize {
     seen.into_iter().map(|(distinct, _)| distinct).min().unwrap_or(0)
 }
 
-/// The most even within 5 points of the survival of `reference`; as it is, if it is that safe and has at most 1.05 times
-/// the mean load on a node, a placement that keeps the previous one where it can.
-pub(super) fn balanced(problem: &Problem, reference: impl FnOnce() -> Result<f64>) -> Result<Candidate> {
-    let mut reference = Some(reference);
-    let mut floor = 1.0 - POINTS;
+/// The most even within 5 points of the safest of `others`; a placement that keeps the previous one where it can, if it is
+/// that safe and even enough. Where replicas on distinct nodes cannot be that safe, the safest.
+pub(super) fn balanced(problem: &Problem, others: impl Fn() -> Result<Vec<Candidate>>) -> Result<Candidate> {
+    let mut compared = false;
+    let mut floor = most_survival(problem) - POINTS - NOISE;
     let mut is_safe = |candidate: &Candidate| -> Result<bool> {
-        // Nothing is safer than 1, so the reference is asked only about placements that are below that.
-        if candidate.survival < floor
-            && let Some(reference) = reference.take()
-        {
-            floor = reference()? - POINTS - NOISE;
+        // What is safe against the most that any placement can have need not be compared with one.
+        if candidate.survival < floor && !compared {
+            floor = others()?.iter().map(|other| other.survival).fold(0.0, f64::max) - POINTS - NOISE;
+            compared = true;
         }
         Ok(candidate.survival >= floor)
     };
@@ -190,6 +203,12 @@ pub(super) fn balanced(problem: &Problem, reference: impl FnOnce() -> Result<f64
         (low, high) = if safe { (count + 1, high) } else { (low, count) };
         if (safe, -candidate.imbalance) > (best_is_safe, -best.imbalance) {
             (best_is_safe, best) = (safe, candidate);
+        }
+    }
+    if !best_is_safe {
+        let safest = safest(problem, others()?)?;
+        if least_spread(problem, &safest.matrix) >= problem.spread {
+            (best_is_safe, best) = (true, safest);
         }
     }
     let best = best.settled(problem);

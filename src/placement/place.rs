@@ -160,9 +160,7 @@ pub fn place(request: &Request<'_>) -> Result<Placement> {
         _ => made(Construction::Compact, compact(request.replicas, request.nodes, request.slots)),
     };
     let candidate = match request.policy {
-        Policy::Balanced => {
-            balanced(&problem, || Ok(classic(Policy::Mro)?.survival.max(classic(Policy::Spread)?.survival)))?
-        }
+        Policy::Balanced => balanced(&problem, || Ok(vec![classic(Policy::Mro)?, classic(Policy::Spread)?]))?,
         Policy::Safest => safest(
             &problem,
             vec![classic(Policy::Mro)?, classic(Policy::Spread)?, classic(Policy::Compact)?],

@@ -119,7 +119,7 @@ def _single_loss(comparison: Comparison, chosen: Result) -> str:
             return f"{few}: --min-replicas 2 gives each two in the same {cluster.slots} slots per node."
         return (
             f"{few}: {needed} slots per node instead of {cluster.slots} (2 × {experts} / {cluster.nodes}, rounded up) "
-            "give each two."
+            "give each two, and what is more than that goes to the hot ones."
         )
     if chosen.policy in ("balanced", "safest"):
         return f"{one}, as the sizes of the domains leave no room for a replica elsewhere: use more equal domains."
