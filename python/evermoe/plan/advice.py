@@ -109,7 +109,7 @@ def _rival(comparison: Comparison, chosen: Result, index: int) -> Result | None:
 def _single_loss(comparison: Comparison, chosen: Result) -> str:
     cluster = comparison.cluster
     if len(cluster.domains) == 1:
-        return f"All nodes are one {cluster.unit}: no placement survives its loss."
+        return f"There is only one {cluster.unit}: no placement survives its loss."
     one = f"One lost {cluster.unit} loses experts"
     single, experts = int((comparison.replicas == 1).sum()), comparison.replicas.shape[1]
     if single:
@@ -124,8 +124,8 @@ def _single_loss(comparison: Comparison, chosen: Result) -> str:
     if chosen.policy in ("balanced", "safest"):
         return f"{one}, as the sizes of the domains leave no room for a replica elsewhere: use more equal domains."
     return (
-        f"{one} although each has two replicas: {chosen.policy} puts them into one {cluster.unit}; balanced and safest "
-        "avoid that where they can."
+        f"{one} although each has two replicas or more: {chosen.policy} puts them into one {cluster.unit}; balanced "
+        "and safest avoid that where they can."
     )
 
 
