@@ -301,15 +301,6 @@ def test_no_replica_is_too_heavy_where_nodes_can_be_even():
     assert compare(np.zeros((1, 6)), Cluster(3, 2, 1, 1, (1,)), ("spread",)).heavy is None
 
 
-def test_survival_is_sampled_where_trying_all_losses_would_take_long():
-    load = read_load("lognormal:1.0", 20, 64, seed=0)  # nearly a thousand sets of holders: f = 8 would take a minute
-    (found,) = compare(load, Cluster(64, 5, 3, 1, (3, 8)), ("balanced",)).results
-    assert (found.survival[0].samples, found.survival[1].samples) == (None, 100_000)
-    again = recovery_probability(np.hstack(found.matrices), 8, samples=100_000)
-    assert found.survival[1] == again
-    assert 0 < again.error < 0.01
-
-
 def test_the_last_domain_may_be_smaller():
     assert Cluster(5, 1, 1, 2, ()).domains == [[0, 1], [2, 3], [4]]
 

@@ -24,10 +24,6 @@ from evermoe.planning import (
 
 MOST_CELLS = 1 << 26
 """Of the [N, L·E] matrix of the whole model: half a gigabyte. In one layer `allocate` has room for 2^24."""
-MOST_WORK = 1 << 30
-"""Looks at a set of holders that one exact survival may take: about a second."""
-SAMPLES = 100_000
-"""Of a survival that is not exact: right to 0.6 %."""
 LIGHT = 1 + 1e-9
 """Times the mean load of a node, up to rounding."""
 
@@ -153,42 +149,16 @@ def _result(
     )
     seconds = (time.perf_counter() - start) / len(matrices)
     whole_model = np.hstack(matrices)
-    holders = _distinct(np.logical_or.reduceat(whole_model > 0, [domain[0] for domain in domains]))
+    distinct = np.logical_or.reduceat(whole_model > 0, [domain[0] for domain in domains]).sum(0)
     return Result(
         policy,
         tuple(imbalance(matrix, load_E) for matrix, load_E in zip(matrices, load_LE, strict=True)),
         tuple(imbalance(matrix, load_E, "balanced") for matrix, load_E in zip(matrices, load_LE, strict=True)),
-        int(holders.sum(0).min()),
-        tuple(
-            recovery_probability(whole_model, failures, domains=domains, samples=_samples(holders, failures))
-            for failures in cluster.failures
-        ),
+        int(distinct.min()),
+        tuple(recovery_probability(whole_model, failures, domains=domains) for failures in cluster.failures),
         seconds,
         matrices,
     )
-
-
-def _distinct(columns: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Each different column once; `np.unique` of packed bits takes a tenth of its time with `axis`."""
-    bits = np.ascontiguousarray(np.packbits(columns, axis=0).T)
-    _, first = np.unique(bits.view([("", np.void, bits.shape[1])]), return_index=True)
-    return columns[:, first]
-
-
-def _samples(holders: NDArray[np.bool_], failures: int) -> int | None:
-    """None, for the exact result, where trying all losses would take about a second or less.
-
-    `holders` [domains, sets] are the distinct sets of domains that hold an expert. The choice of one more failed
-    domain looks at all sets that it is in.
-    """
-    domains = len(holders)
-    sets_of_each, choices, work = int(holders.sum()) / domains, 1.0, 0.0
-    for chosen in range(failures):
-        work += choices * sets_of_each
-        choices *= (domains - chosen) / (chosen + 1)
-        if work > MOST_WORK:
-            return SAMPLES
-    return None
 
 
 def _shares(load_LE: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -9,18 +9,20 @@ use super::family::Component;
 /// At most so many words say which nodes are pairs: 128 MiB.
 const MOST_WORDS: usize = 1 << 24;
 
-/// An upper bound on the words that [`search`] touches; infinite if it would keep too many.
+/// An upper bound on the words and sets that [`search`] touches; infinite if it would keep too many.
 pub(super) fn cost(component: &Component, failures: usize) -> f64 {
     let (nodes, words) = (component.nodes as f64, component.nodes.div_ceil(64));
     if component.nodes * words > MOST_WORDS {
         return f64::INFINITY;
     }
+    let incidences: usize = component.sets.iter().map(Vec::len).filter(|&size| size > 2).sum();
     let (mut sum, mut choices) = (0.0, 1.0);
     for chosen in 0..failures.min(component.nodes) {
         sum += choices;
         choices *= (nodes - chosen as f64) / (chosen + 1) as f64;
     }
-    sum * words as f64
+    // To choose a node looks at all sets that it is in.
+    sum * (words as f64 + incidences as f64 / nodes.max(1.0))
 }
 
 /// Probability that the component loses nothing and 0, 1, …, `failures` of its nodes fail.
