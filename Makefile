@@ -58,8 +58,9 @@ fmt: setup ## Format all sources
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: setup ## Ratios to plain torch and memcpy; a step with and without copies; recovery by phase
+bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies; recovery by phase
 	$(BIN)/python benches/bench_ops.py
+	$(BIN)/python benches/bench_planning.py
 	$(BIN)/python benches/bench_session.py
 
 test-gpu: ## The tests that need a CUDA device; uses the python on PATH if there is no .venv
