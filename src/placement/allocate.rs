@@ -33,8 +33,11 @@ pub fn allocate(load: &[f64], nodes: usize, slots: usize, min_replicas: usize) -
         "min_replicas: expected 1 or more, got 0; an expert without a replica cannot compute"
     );
     let floor = min_replicas.min(places / experts);
-    let mut replicas = shares(load, places, floor);
-    cap(&mut replicas, load, nodes);
+    // Shares alone matter; scaled, products neither overflow nor vanish.
+    let most = load.iter().copied().fold(0.0, f64::max);
+    let load: Vec<f64> = load.iter().map(|load| if most > 0.0 { load / most } else { 0.0 }).collect();
+    let mut replicas = shares(&load, places, floor);
+    cap(&mut replicas, &load, nodes);
     Ok(replicas.into_iter().map(|count| count as i64).collect())
 }
 

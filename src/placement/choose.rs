@@ -5,19 +5,25 @@ use super::cells::{build, cells, fewest_cells, is_fragile};
 use super::improve::improve;
 use super::layout::{Problem, fatal_sets};
 use super::place::{Construction, Placement, Reason};
-use super::survival::survival;
-use crate::error::Result;
+use super::respread::respread;
+use super::survival::weigh;
 
 /// The busiest node's load over the mean that `balanced` accepts where that makes the job safer or moves less.
 const IMBALANCE: f64 = 1.05;
 /// How even a new placement is made.
 const FINE_IMBALANCE: f64 = 1.005;
+/// Where less than this survives, no placement protects, and `balanced` does not trade balance for the rest.
+const HOPELESS: f64 = 0.5;
 /// Survival that `balanced` may give up for balance.
 const POINTS: f64 = 0.05;
-/// `safest` tries exchanges in placements of at most this many replicas: every pair of them, each for its survival.
-const MOST_CLIMBED: usize = 64;
-/// A new placement must be this much more even than one that keeps the previous to be worth the moves.
+/// Steps that one exact survival may take, some milliseconds of them; beyond that it is sampled.
+const MOST_WORK: usize = 1 << 23;
+/// `safest` tries exchanges where pairs of replicas times choices of failures are at most this many.
+const MOST_CLIMBED: f64 = (1 << 21) as f64;
+/// How near to the least imbalance that the replicas allow is even enough not to move more.
 const SLACK: f64 = 1.02;
+/// A new placement must be this much more even than one that keeps the previous to be worth the moves.
+const WORTH_MOVING: f64 = 1.05;
 /// Probabilities and loads that differ by less are the same.
 const NOISE: f64 = 1e-9;
 
@@ -30,11 +36,11 @@ pub(super) struct Candidate {
 }
 
 impl Candidate {
-    pub(super) fn new(problem: &Problem, construction: Construction, matrix: Vec<i64>) -> Result<Self> {
+    pub(super) fn new(problem: &Problem, construction: Construction, matrix: Vec<i64>) -> Self {
         let sets = fatal_sets(problem, &matrix);
-        let survival = survival(problem.domains, &sets, problem.failures, None, 0)?.probability;
+        let survival = weigh(problem.domains, &sets, problem.failures, None, 0, MOST_WORK).probability;
         let imbalance = imbalance(problem, &matrix);
-        Ok(Self { construction, matrix, survival, imbalance })
+        Self { construction, matrix, survival, imbalance }
     }
 
     pub(super) fn into_placement(self, problem: &Problem) -> Placement {
@@ -162,69 +168,86 @@ fn least_spread(problem: &Problem, matrix: &[i64]) -> usize {
     seen.into_iter().map(|(distinct, _)| distinct).min().unwrap_or(0)
 }
 
-/// The most even within 5 points of the safest of `others`; a placement that keeps the previous one where it can, if it is
-/// that safe and even enough. Where replicas on distinct nodes cannot be that safe, the safest.
-pub(super) fn balanced(problem: &Problem, others: impl Fn() -> Result<Vec<Candidate>>) -> Result<Candidate> {
+/// The most even within 5 points of the safest of `others`, where that survives half of the losses; one that keeps the
+/// previous placement where it can, if it is that safe and even enough. Where cells cannot be that safe, the safest.
+pub(super) fn balanced(problem: &Problem, others: impl Fn() -> Vec<Candidate>) -> Candidate {
+    let floor_under = |survival: f64| if survival < HOPELESS { 0.0 } else { survival - POINTS - NOISE };
+    let mut floor = floor_under(most_survival(problem));
     let mut compared = false;
-    let mut floor = most_survival(problem) - POINTS - NOISE;
-    let mut is_safe = |candidate: &Candidate| -> Result<bool> {
+    let mut is_safe = |candidate: &Candidate| {
         // What is safe against the most that any placement can have need not be compared with one.
         if candidate.survival < floor && !compared {
-            floor = others()?.iter().map(|other| other.survival).fold(0.0, f64::max) - POINTS - NOISE;
+            floor = floor_under(others().iter().map(|other| other.survival).fold(0.0, f64::max));
             compared = true;
         }
-        Ok(candidate.survival >= floor)
+        candidate.survival >= floor
     };
     let least = least_imbalance(problem);
-    let even_enough = IMBALANCE.max(least * SLACK);
-    let mut kept = None;
+    let even_enough = IMBALANCE.max(least * SLACK) + NOISE;
+    let mut kept: Option<(bool, Candidate)> = None;
     if !problem.previous.is_empty() {
         let cells = cells(problem, true);
         let count =
             former_fragile_cells(problem, &cells).clamp(fewest_cells(problem).min(cells.len()), cells.len());
-        let candidate = made(problem, &cells, count, even_enough)?;
-        let is_safe = is_safe(&candidate)?;
-        if is_safe && candidate.imbalance <= even_enough + NOISE {
-            return Ok(candidate);
+        let built = std::iter::once_with(|| made(problem, &cells, count, even_enough));
+        for candidate in unchanged(problem).into_iter().chain(built) {
+            let safe = is_safe(&candidate) && least_spread(problem, &candidate.matrix) >= problem.spread;
+            if safe && candidate.imbalance <= even_enough {
+                return candidate;
+            }
+            kept = Some((safe, candidate));
         }
-        kept = Some((is_safe, candidate));
     }
     let fresh = problem.without_previous();
     let cells = cells(&fresh, true);
     let fine = FINE_IMBALANCE.max(least + NOISE);
-    let mut best = made(&fresh, &cells, cells.len(), fine)?;
-    let mut best_is_safe = is_safe(&best)?;
+    let mut best = made(&fresh, &cells, cells.len(), fine);
+    let mut best_is_safe = is_safe(&best);
     // Fewer cells for the fragile are safer and less even: the most cells that are safe enough, by halving.
     let (mut low, mut high) = (fewest_cells(problem), if best_is_safe { 0 } else { cells.len() });
     while low < high {
         let count = (low + high) / 2;
-        let candidate = made(&fresh, &cells, count, fine)?;
-        let safe = is_safe(&candidate)?;
+        let candidate = made(&fresh, &cells, count, fine);
+        let safe = is_safe(&candidate);
         (low, high) = if safe { (count + 1, high) } else { (low, count) };
         if (safe, -candidate.imbalance) > (best_is_safe, -best.imbalance) {
             (best_is_safe, best) = (safe, candidate);
         }
     }
     if !best_is_safe {
-        let safest = safest(problem, others()?)?;
-        if least_spread(problem, &safest.matrix) >= problem.spread {
+        let safest = safest(problem, others());
+        if least_spread(problem, &safest.matrix) >= least_spread(problem, &best.matrix) {
             (best_is_safe, best) = (true, safest);
         }
     }
     let best = best.settled(problem);
-    Ok(match kept {
+    match kept {
         Some((safe, kept))
-            if safe >= best_is_safe && kept.imbalance <= best.imbalance.max(even_enough) * SLACK =>
+            if safe >= best_is_safe && kept.imbalance <= best.imbalance.max(even_enough) * WORTH_MOVING =>
         {
             kept
         }
         _ => best,
-    })
+    }
+}
+
+/// The previous placement, if it has just the replicas that are wanted.
+fn unchanged(problem: &Problem) -> Option<Candidate> {
+    let experts = problem.experts;
+    let rows = problem.previous.chunks_exact(experts);
+    let fits = problem.each.iter().all(|&each| each == 0)
+        && rows.clone().all(|row| row.iter().filter(|&&held| held).count() == problem.slots)
+        && (0..experts).all(|e| rows.clone().filter(|row| row[e]).count() == problem.wanted[e]);
+    let matrix = || problem.previous.iter().map(|&held| i64::from(held)).collect();
+    fits.then(|| Candidate::new(problem, Construction::Previous, matrix()))
 }
 
 /// A placement with its fragile experts in the first `count` cells, made as even as `target` times the mean.
-fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> Result<Candidate> {
+fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> Candidate {
     let (mut layout, mut frame) = build(problem, cells, count);
+    if !problem.nodes_fail_alone() {
+        respread(problem, &mut layout, &mut frame);
+    }
     improve(problem, &mut layout, &mut frame, target * problem.mean_load());
     let construction =
         if problem.previous.is_empty() { Construction::Cells(count) } else { Construction::Kept(count) };
@@ -242,21 +265,21 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
 
 /// The most survival; of equals the one that spreads experts most, then the one with the fewest new replicas, then the
 /// most even.
-pub(super) fn safest(problem: &Problem, others: Vec<Candidate>) -> Result<Candidate> {
+pub(super) fn safest(problem: &Problem, others: Vec<Candidate>) -> Candidate {
     let fresh = problem.without_previous();
     let mut candidates = others;
     let fine = FINE_IMBALANCE.max(least_imbalance(problem) + NOISE);
     for ring in [false, true] {
         let cells = cells(&fresh, ring);
         let fewest = fewest_cells(problem).min(cells.len());
-        candidates.push(made(&fresh, &cells, fewest, fine)?);
-        candidates.push(made(&fresh, &cells, cells.len(), fine)?);
+        candidates.push(made(&fresh, &cells, fewest, fine));
+        candidates.push(made(&fresh, &cells, cells.len(), fine));
     }
-    if problem.nodes * problem.slots <= MOST_CLIMBED {
-        candidates =
-            candidates.into_iter().map(|candidate| climbed(&fresh, candidate)).collect::<Result<_>>()?;
+    if climbs(problem) {
+        candidates = candidates.into_iter().map(|candidate| climbed(&fresh, candidate)).collect();
     }
-    let settled = candidates.into_iter().map(|candidate| candidate.settled(problem));
+    let settled =
+        candidates.into_iter().map(|candidate| candidate.settled(problem)).chain(unchanged(problem));
     let better = |one: Candidate, two: Candidate| {
         let key = |c: &Candidate| {
             let spread = least_spread(problem, &c.matrix) as f64;
@@ -265,13 +288,20 @@ pub(super) fn safest(problem: &Problem, others: Vec<Candidate>) -> Result<Candid
         if key(&two) > key(&one) { two } else { one }
     };
     match settled.reduce(better) {
-        Some(best) => Ok(best),
+        Some(best) => best,
         None => unreachable!("there is at least the one built above"),
     }
 }
 
+/// Whether there are few enough exchanges, and losses to weigh each for, to try them all.
+fn climbs(problem: &Problem) -> bool {
+    let replicas = (problem.nodes * problem.slots) as f64;
+    let losses = (0..problem.failures).map(|lost| (problem.domains - lost) as f64 / (lost + 1) as f64);
+    replicas * replicas * losses.product::<f64>() <= MOST_CLIMBED
+}
+
 /// The placement after exchanges of two replicas, as long as one makes it safer.
-fn climbed(problem: &Problem, mut candidate: Candidate) -> Result<Candidate> {
+fn climbed(problem: &Problem, mut candidate: Candidate) -> Candidate {
     let (experts, cells) = (problem.experts, problem.nodes * problem.experts);
     let mut found = true;
     while found {
@@ -287,11 +317,11 @@ fn climbed(problem: &Problem, mut candidate: Candidate) -> Result<Candidate> {
                 matrix[from] -= 1;
                 matrix[to] += 1;
             }
-            let exchanged = Candidate::new(problem, Construction::Exchanged, matrix)?;
+            let exchanged = Candidate::new(problem, Construction::Exchanged, matrix);
             if exchanged.survival > candidate.survival + NOISE {
                 (candidate, found) = (exchanged, true);
             }
         }
     }
-    Ok(candidate)
+    candidate
 }

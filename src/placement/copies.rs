@@ -118,6 +118,7 @@ pub fn primaries(holders: &[Vec<usize>], bytes: &[u64], ranks: usize) -> Result<
         holders.len(),
         bytes.len()
     );
+    ensure!(ranks <= 1 << 24, "ranks: expected at most 2^24, got {ranks}");
     let mut assigned = vec![0_u128; ranks];
     let mut primaries = vec![0; holders.len()];
     let mut order: Vec<usize> = (0..holders.len()).collect();

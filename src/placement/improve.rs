@@ -6,6 +6,9 @@ use super::layout::{Layout, Problem};
 /// Nodes, from the lightest on, that an exchange with the busiest one is looked for in.
 const PARTNERS: usize = 32;
 
+/// Pairs of replicas that are looked at in all, about half a second of them.
+const MOST_WORK: usize = 1 << 28;
+
 /// Two replicas, or all bound replicas of two experts, that change places.
 #[derive(Clone, Copy)]
 enum Exchange {
@@ -16,8 +19,9 @@ enum Exchange {
 /// Evens out the load by exchanges that keep every expert's number of nodes and every home whole, until the busiest node
 /// has at most `target` of load.
 pub(super) fn improve(problem: &Problem, layout: &mut Layout, frame: &mut Frame<'_>, target: f64) {
-    // Each exchange lowers a busiest node, so this ends; the bound is for loads that differ in the last bits.
-    for _ in 0..4 * problem.nodes * problem.slots {
+    // Each exchange lowers a busiest node, so this ends; the bound is for thousands of nodes and loads without end.
+    let work_of_each = problem.nodes + PARTNERS.min(problem.nodes) * problem.slots * problem.slots;
+    for _ in 0..(4 * problem.nodes * problem.slots).min(MOST_WORK / work_of_each.max(1)) {
         let Some(busiest) =
             (0..problem.nodes).max_by(|&a, &b| layout.load[a].total_cmp(&layout.load[b]).then(b.cmp(&a)))
         else {

@@ -20,6 +20,7 @@ mod improve;
 mod layout;
 mod migrate;
 mod place;
+mod respread;
 mod survival;
 mod training_copies;
 mod unit_copies;

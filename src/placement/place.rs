@@ -9,6 +9,9 @@ use crate::ensure;
 use crate::error::Result;
 use std::fmt;
 
+/// (node, expert) pairs of a placement: half a gigabyte of table.
+const MOST_CELLS: usize = 1 << 26;
+
 /// How experts are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
@@ -20,8 +23,9 @@ pub enum Policy {
     Compact,
     /// The most survival at the given number of losses; never less than the best of the three above.
     Safest,
-    /// The most even within 5 points of the survival of `Mro` and `Spread`; from a previous placement the one that moves
-    /// little, if its busiest node has at most 1.05 times the mean load.
+    /// The most even within 5 points of the survival of `Mro` and `Spread`, where the better of them survives at least
+    /// half of the losses; below that no placement protects, and evenness alone decides. From a previous placement one
+    /// that moves little, if its busiest node has at most 1.05 times the mean load or little more than it must.
     Balanced,
 }
 
@@ -88,6 +92,8 @@ pub enum Construction {
     Cells(usize),
     /// Cells, starting from the previous placement.
     Kept(usize),
+    /// The previous placement, as it was.
+    Previous,
     /// One of the others, made safer by exchanging replicas.
     Exchanged,
 }
@@ -99,6 +105,7 @@ impl fmt::Display for Construction {
             Self::Spread => write!(f, "round robin"),
             Self::Compact => write!(f, "node after node"),
             Self::Cells(count) => write!(f, "fragile experts in {count} cells"),
+            Self::Previous => write!(f, "as before"),
             Self::Exchanged => write!(f, "made safer by exchanges"),
             Self::Kept(count) => write!(f, "kept from before, fragile experts in {count} cells"),
         }
@@ -142,10 +149,11 @@ impl fmt::Display for Reason {
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
-/// With every policy each node gets exactly `slots` replicas. `safest` and `balanced` put every expert on as many distinct
-/// nodes as it has replicas (on all of them, evenly, where it has more), and on `min(f, domains)` distinct domains where f
-/// is the fewest replicas that any expert has and the sizes of the domains allow it. Of equally good placements the one
-/// with the fewest replicas that are new since `previous` is taken.
+/// With every policy each node gets exactly `slots` replicas. With `safest` and `balanced` every expert is on at least
+/// `min(f, nodes)` distinct nodes, where f is the fewest replicas that any expert has; `balanced` puts it on as many as it
+/// has replicas (on all of them, evenly, where it has more), but where only `mro` or `spread` is safe enough. With
+/// `domains`, exchanges take it to `min(f, domains)` distinct ones where they can: [`Reason::spread`] says what they
+/// reached. Of equally safe placements `safest` takes the one with the fewest replicas that are new since `previous`.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when the replicas do not sum to `nodes · slots`, an expert has
@@ -154,18 +162,16 @@ impl fmt::Display for Reason {
 pub fn place(request: &Request<'_>) -> Result<Placement> {
     let problem = problem(request)?;
     let made = |construction, matrix| Candidate::new(&problem, construction, matrix);
-    let classic = |policy| match policy {
-        Policy::Mro => made(Construction::Mro, mro(request.replicas, request.nodes, request.slots)),
-        Policy::Spread => made(Construction::Spread, spread(request.replicas, request.nodes)),
-        _ => made(Construction::Compact, compact(request.replicas, request.nodes, request.slots)),
-    };
+    let (replicas, nodes, slots) = (request.replicas, request.nodes, request.slots);
+    let mro = || made(Construction::Mro, mro(replicas, nodes, slots));
+    let spread = || made(Construction::Spread, spread(replicas, nodes));
+    let compact = || made(Construction::Compact, compact(replicas, nodes, slots));
     let candidate = match request.policy {
-        Policy::Balanced => balanced(&problem, || Ok(vec![classic(Policy::Mro)?, classic(Policy::Spread)?]))?,
-        Policy::Safest => safest(
-            &problem,
-            vec![classic(Policy::Mro)?, classic(Policy::Spread)?, classic(Policy::Compact)?],
-        )?,
-        policy => classic(policy)?.settled(&problem),
+        Policy::Balanced => balanced(&problem, || vec![mro(), spread()]),
+        Policy::Safest => safest(&problem, vec![mro(), spread(), compact()]),
+        Policy::Mro => mro().settled(&problem),
+        Policy::Spread => spread().settled(&problem),
+        Policy::Compact => compact().settled(&problem),
     };
     Ok(candidate.into_placement(&problem))
 }
@@ -211,16 +217,29 @@ fn check(request: &Request<'_>) -> Result<()> {
     if let Some(expert) = replicas.iter().position(|&count| count < 1) {
         ensure!(false, "replicas: expert {expert} has {}; expected 1 or more", replicas[expert]);
     }
-    let sum: i128 = replicas.iter().map(|&count| i128::from(count)).sum();
-    let places = nodes as i128 * slots as i128;
-    ensure!(sum == places, "replicas: they sum to {sum}; expected {nodes} nodes × {slots} slots = {places}");
-    // As every expert has a replica, this bounds the tables of nodes × experts too.
+    let places = nodes.saturating_mul(slots);
     ensure!(places <= 1 << 24, "slots: {nodes} nodes × {slots} slots are more than 2^24 replicas");
+    ensure!(
+        nodes.saturating_mul(experts) <= MOST_CELLS,
+        "nodes: {nodes} nodes × {experts} experts are more than 2^26; plan fewer layers or nodes at a time"
+    );
+    let sum: i128 = replicas.iter().map(|&count| i128::from(count)).sum();
+    ensure!(
+        sum == places as i128,
+        "replicas: they sum to {sum}; expected {nodes} nodes × {slots} slots = {places}"
+    );
     let size = request.previous.map_or(nodes * experts, <[i64]>::len);
     ensure!(
         size == nodes * experts,
         "previous: expected {nodes} nodes × {experts} experts, got {size} numbers"
     );
+    if let Some(cell) = request.previous.and_then(|previous| previous.iter().position(|&count| count < 0)) {
+        let (node, expert) = (cell / experts, cell % experts);
+        ensure!(
+            false,
+            "previous: node {node} has a negative number of replicas of expert {expert}; counts start at 0"
+        );
+    }
     let Some(load) = request.load else { return Ok(()) };
     ensure!(
         load.len() == experts,

@@ -105,10 +105,10 @@ def place(
 ) -> Placement:
     """Which node holds which expert.
 
-    Every node gets exactly `slots` replicas. `safest` and `balanced` put every expert on as many distinct nodes
-    as it has replicas (on all, evenly, if it has more), and on min(f, domains) distinct domains, where f is the
-    fewest replicas of any expert and the sizes of the domains allow it. Of equally good placements they take
-    the one with the fewest replicas that are new since `previous`.
+    Every node gets exactly `slots` replicas. With `safest` and `balanced` every expert is on at least min(f, N)
+    distinct nodes, where f is the fewest replicas of any expert; `balanced` puts it on as many as it has replicas
+    (on all, evenly, if it has more), but where only `mro` or `spread` is safe enough. With `domains`, exchanges
+    take it to min(f, domains) distinct ones where they can: `reason.spread` says what they reached.
 
         >>> previous = [[0, 0, 0], [1, 0, 1], [1, 1, 0]]  # node 0 is new
         >>> placement = place([3, 2, 1], nodes=3, slots=2, previous=previous)
@@ -129,10 +129,13 @@ def place(
               group is cut by the number of nodes, and it leaves groups of cold experts idle.
             - `spread`: replicas in the order of the experts, dealt to the nodes in turn.
             - `compact`: replicas in the order of the experts, node after node.
-            - `safest`: the most survival at `failures` losses; never less than these three, and as much as any
-              placement has wherever all were enumerated.
+            - `safest`: the most survival at `failures` losses; never less than these three. Where all placements
+              were enumerated (up to 5 experts on 6 nodes without domains), none had more. Of equally safe ones
+              it takes the one with the fewest replicas that are new since `previous`.
             - `balanced`: the most even within 5 points of the survival of `mro` and `spread` at `failures`
-              losses; with `previous`, one that moves little, if no node has more than 1.05 times the mean load.
+              losses, where the better of them survives at least half; below that no placement protects, and
+              evenness alone decides. With `previous`, one that moves little, if no node has more than 1.05
+              times the mean load or little more than it must.
         load: [E] tokens, or any measure of work; without it every replica counts the same.
         previous: [N, E] replicas that each of these nodes holds now; zero rows for new nodes.
         domains: lists of nodes that fail together (a rack, a switch); a node in none fails alone.

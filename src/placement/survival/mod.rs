@@ -76,25 +76,37 @@ pub fn survival(
     seed: u64,
 ) -> Result<Survival> {
     check(nodes, holders, failures, samples)?;
+    Ok(weigh(nodes, holders, failures, samples, seed, MOST_WORK))
+}
+
+/// The same with a limit on the work of the exact methods, for planners that ask often; the arguments are known to fit.
+pub(super) fn weigh(
+    nodes: usize,
+    holders: &[Vec<usize>],
+    failures: usize,
+    samples: Option<u64>,
+    seed: u64,
+    most_work: usize,
+) -> Survival {
     let exactly = |probability| Survival { probability, error: 0.0, samples: None };
     if holders.iter().any(Vec::is_empty) {
-        return Ok(exactly(0.0));
+        return exactly(0.0);
     }
     if holders.is_empty() || failures == 0 {
-        return Ok(exactly(1.0));
+        return exactly(1.0);
     }
     if failures == nodes {
-        return Ok(exactly(0.0));
+        return exactly(0.0);
     }
     let family = Family::new(nodes, holders, failures);
     if samples.is_none()
-        && let Some(probability) = exact(&family, failures)
+        && let Some(probability) = exact(&family, failures, most_work)
     {
-        return Ok(exactly(probability));
+        return exactly(probability);
     }
     let samples = samples.unwrap_or(SAMPLES);
     let probability = sampling::sample(&family, failures, samples, seed);
-    Ok(Survival { probability, error: sampling::error(samples), samples: Some(samples) })
+    Survival { probability, error: sampling::error(samples), samples: Some(samples) }
 }
 
 fn check(nodes: usize, holders: &[Vec<usize>], failures: usize, samples: Option<u64>) -> Result<()> {
@@ -114,14 +126,14 @@ fn check(nodes: usize, holders: &[Vec<usize>], failures: usize, samples: Option<
 }
 
 /// The probability itself, or None if it takes too much work.
-fn exact(family: &Family<'_>, failures: usize) -> Option<f64> {
+fn exact(family: &Family<'_>, failures: usize, most_work: usize) -> Option<f64> {
     let nodes = family.vital.len();
     let vital = family.vital.iter().filter(|&&vital| vital).count();
     if vital == 0 && family.sets.is_empty() {
         return Some(1.0);
     }
     let chance = Chance::of(failures, nodes);
-    let mut work = MOST_WORK;
+    let mut work = most_work;
     let mut all = vec![chance.weight(0, vital)];
     let mut free = nodes - vital;
     for component in family.components() {
