@@ -19,7 +19,7 @@ const POINTS: f64 = 0.05;
 /// Steps that one exact survival may take, some milliseconds of them; beyond that it is sampled.
 const MOST_WORK: usize = 1 << 23;
 /// `safest` tries exchanges where pairs of replicas times choices of failures are at most this many.
-const MOST_CLIMBED: f64 = (1 << 21) as f64;
+const MOST_CLIMBED: f64 = (1 << 17) as f64;
 /// How near to the least imbalance that the replicas allow is even enough not to move more.
 const SLACK: f64 = 1.02;
 /// A new placement must be this much more even than one that keeps the previous to be worth the moves.
@@ -295,7 +295,8 @@ pub(super) fn safest(problem: &Problem, others: Vec<Candidate>) -> Candidate {
 
 /// Whether there are few enough exchanges, and losses to weigh each for, to try them all.
 fn climbs(problem: &Problem) -> bool {
-    let replicas = (problem.nodes * problem.slots) as f64;
+    let slots = problem.slots + problem.each.iter().sum::<usize>();
+    let replicas = (problem.nodes * slots) as f64;
     let losses = (0..problem.failures).map(|lost| (problem.domains - lost) as f64 / (lost + 1) as f64);
     replicas * replicas * losses.product::<f64>() <= MOST_CLIMBED
 }

@@ -6,8 +6,8 @@ use super::layout::{Layout, Problem};
 /// Nodes, from the lightest on, that an exchange with the busiest one is looked for in.
 const PARTNERS: usize = 32;
 
-/// Pairs of replicas that are looked at in all, about half a second of them.
-const MOST_WORK: usize = 1 << 28;
+/// Pairs of replicas that are looked at in all, about a tenth of a second of them.
+const MOST_WORK: usize = 1 << 26;
 
 /// Two replicas, or all bound replicas of two experts, that change places.
 #[derive(Clone, Copy)]
