@@ -300,3 +300,17 @@ def test_a_layer_by_itself_holds_everything():
     assert layer.experts == list(range(EXPERTS))
     assert isinstance(layer.group, Group)
     assert "num_experts=5" in repr(layer)
+
+
+def test_load_is_counted_over_all_forwards_in_training():
+    layer = MoE(8, 8, 4, top_k=2)
+    for rows in (3, 5):
+        layer(torch.randn(rows, 8))
+    layer.eval()
+    layer(torch.randn(7, 8))
+    assert (layer.load_E.sum(), layer.tokens_E.sum()) == (16, 14)
+
+
+def test_unknown_token_split_is_refused():
+    with pytest.raises(ValueError, match="token_split to be one of even, balanced, got 'fair'"):
+        MoE(8, 8, 4, token_split="fair")

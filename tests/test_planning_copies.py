@@ -33,7 +33,7 @@ def test_zero_stages_of_a_training_job():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: planning.copy_holders(["a"], 1, policy="moon"), r"policy: expected \"mixed\", \"group\" or"),
+        (lambda: planning.copy_holders(["a"], 1, policy="moon"), r"policy: expected one of mixed, group, ring, got"),
         (lambda: planning.copy_holders(["a", "b", "c"], 2, policy="group"), r"copies: groups of 2 do not divide 3"),
         (lambda: planning.training_copy_holders(["a"], [], [0], 1), r"data_parallel: expected a number for each"),
         (lambda: planning.training_copy_holders(["a"], [0], [0, 0], 1), r"pipeline: expected a number for each"),

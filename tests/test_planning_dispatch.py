@@ -59,7 +59,7 @@ def test_no_experts_send_nothing(ranks):
     [
         (
             lambda: planning.split_tokens([[1, 0]], [[1], [1]], 0, "fair"),
-            r'policy: expected "even" or "balanced", got "fair"',
+            r"policy: expected one of even, balanced, got 'fair'",
         ),
         (
             lambda: planning.split_tokens([[1, 0]], [[0], [0]], 0, "balanced"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from history import check_history, check_recovered
 from test_session_memory import FEWEST
 from worker import Fault
@@ -81,16 +83,23 @@ def test_waiting_for_missing_units_has_an_end(start_job):
     assert workers[0].events("failed")[0]["error"] == "LostExperts"
 
 
-def test_worker_with_another_optimizer_is_turned_away(start_job):
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"optimizer": "sgd"}, "differs from that of job"),
+        ({"session": {"slots": 5}}, "options differ from those of job"),
+    ],
+)
+def test_worker_with_another_optimizer_or_other_options_is_turned_away(start_job, other, message):
     job = start_job(2)
     job.open_gate(6)
     workers = job.start_all({}, "ab", gated=True, steps=30)
     workers[0].wait_for("gate", step=6)
-    stranger = job.start("c", optimizer="sgd", steps=30)
+    stranger = job.start("c", **other, steps=30)
     stranger.wait_for("phase", phase="agree")
     job.open_gate(30)
     assert stranger.join() == 1
     assert stranger.events("failed")[0]["error"] == "ValueError"
-    assert "differs from that of job" in stranger.events("failed")[0]["message"]
+    assert message in stranger.events("failed")[0]["message"]
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)

@@ -44,6 +44,14 @@ def test_a_death_while_experts_move(job, point):
         check_recovered(workers, each)
 
 
+def test_nothing_moves_after_the_last_step(start_job):
+    job = start_job(slots=3, rebalance_every=3)
+    workers = job.start_all({}, steps=3)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert not any(rebalances(each) for each in workers)
+
+
 def test_nothing_moves_when_it_would_not_help(start_job):
     job = start_job(slots=6, min_replicas=3, rebalance_every=2)  # every expert is everywhere
     workers = job.start_all({}, steps=7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -50,7 +51,9 @@ def is_worth_it(state: TrainingState, nodes: Sequence[str], config: SessionConfi
     experts = {path: layer.num_experts for path, layer in state.layers.items()}
     previous = {path: layer.matrix_RE for path, layer in state.layers.items()}
     load_LE = state.load_LE.tolist()
-    planned = place_layers(experts, load_LE, previous, nodes, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", planning.FewerReplicas)  # the recovery at the start has said it
+        planned = place_layers(experts, load_LE, previous, nodes, config)
     for row, (path, layer) in zip(load_LE, state.layers.items(), strict=True):
         load = row[: layer.num_experts]
         now, then = (planning.imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))

@@ -76,6 +76,11 @@ class SessionConfig:
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
 
+    def shared(self) -> str:
+        """The options that must be the same for all members, as text."""
+        names = ("copies", "slots", "min_replicas", "placement", "checkpoint_every", "join_every", "rebalance_every")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, "max_grad_norm"))
+
     def rebalances_at(self, step: int) -> bool:
         """Whether the load is looked at before this step."""
         return step > 0 and self.rebalance_every > 0 and step % self.rebalance_every == 0

@@ -182,6 +182,8 @@ class Identity:
     job: str
     layout: str
     """Digest of the model's and optimizer's units."""
+    options: str = ""
+    """Of the session, where they must be the same."""
 
 
 class Membership:
@@ -316,6 +318,7 @@ class Membership:
             "patience": self._patience,
             "job": self.identity.job,
             "layout": self.identity.layout,
+            "options": self.identity.options,
             "generation": self.generation,
             "node": self.node,
             "store": self._store_address,
@@ -337,7 +340,12 @@ class Membership:
                 f"this worker's model or optimizer differs from that of job {first['job']!r}: their units have other "
                 "names, shapes or types. Start it with the same script and options as the others."
             )
-        mine = {"job": self.identity.job, "layout": self.identity.layout}
+        if not self.established and first["options"] != self.identity.options:
+            raise ValueError(
+                f"this worker's options differ from those of job {first['job']!r}, which has {first['options']}; here "
+                f"they are {self.identity.options}"
+            )
+        mine = {"job": self.identity.job, "layout": self.identity.layout, "options": self.identity.options}
         ours = [member for member in asked if {key: member.data[key] for key in mine} == mine]
         self.saw_running = self.saw_running or any(member.data["established"] for member in ours)
         return ours

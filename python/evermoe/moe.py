@@ -48,6 +48,8 @@ class MoE(nn.Module):
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
             (token, k) slots routed to e and P_e this rank's mean router probability.
         tokens_E: after a forward, numpy int64 `[E]`: tokens routed to each expert on all ranks together.
+        load_E: the same summed over all forwards in training mode, until somebody sets it to zero; a session does so at
+            each step.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class MoE(nn.Module):
         self.matrix_RE = np.ones((1, num_experts), np.int64)
         self.balance_loss: Tensor = torch.zeros((), device=device)
         self.tokens_E = np.zeros(num_experts, np.int64)
+        self.load_E = np.zeros(num_experts, np.int64)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -135,6 +138,8 @@ class MoE(nn.Module):
         """int64 [E, R]: tokens of each expert on each rank, gathered on the host; the step's only extra exchange."""
         tokens_RE = self.group.all_gather(counts_E.cpu())
         self.tokens_E = tokens_RE.sum(0).numpy()
+        if self.training:
+            self.load_E = self.load_E + self.tokens_E
         return np.ascontiguousarray(tokens_RE.numpy().T)
 
     def _balance_loss(self, mean_probability_E: Tensor) -> Tensor:

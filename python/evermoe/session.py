@@ -148,7 +148,7 @@ class Session:
         self._left = False
         self.membership = Membership(
             lighthouse=lighthouse,
-            identity=Identity(job, self.state.layout),
+            identity=Identity(job, self.state.layout, self.config.shared()),
             node=node,
             device=next(model.parameters()).device,
             hang_limit=self.config.hang_limit,
@@ -187,7 +187,7 @@ class Session:
             while True:
                 before = self.step
                 self._check_open()
-                if not self._ready():
+                if not self._ready(until):
                     attempts = self._count_attempt(attempts)
                 elif self.step < until:
                     step = Step(self)
@@ -296,6 +296,7 @@ class Session:
             torch.manual_seed(hash((self.config.seed, step.number, self.group.rank)) % 2**63)
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
+        self.state.reset_load()
         self._emit("begin", {"step": step.number})
 
     def _commit(self, step: Step) -> bool:
@@ -359,7 +360,7 @@ class Session:
             self.scheduler.step()
         self.sampler.advance()
         for row, layer in zip(self.state.load_LE, self.state.layers.values(), strict=True):
-            tokens = torch.from_numpy(layer.tokens_E).double()
+            tokens = torch.from_numpy(layer.load_E).double()
             decay = LOAD_DECAY if self.step else 0.0
             row[: len(tokens)].mul_(decay).add_(tokens, alpha=1 - decay)
         self._version = (self.membership.generation << STEP_BITS) | (self.step + 1)
@@ -405,10 +406,10 @@ class Session:
 
     # ---- membership and recovery
 
-    def _ready(self) -> bool:
-        """Agrees on the members when it is time to; True when training can go on."""
+    def _ready(self, until: int) -> bool:
+        """Agrees on the members and moves experts when it is time to; True when training can go on."""
         settled = self.membership.established and not self.group.broken
-        rebalance = settled and self.config.rebalances_at(self.step)
+        rebalance = settled and self.step < until and self.config.rebalances_at(self.step)
         if settled and self.step % self.config.join_every and not rebalance:
             return True
         report = RecoveryReport(time.time(), reason=self.group.broken or "a look for new members")

@@ -187,6 +187,11 @@ class TrainingState:
                 (target[i] if target.dim() == 2 else target).copy_(value)
         return new
 
+    def reset_load(self) -> None:
+        """Forgets the tokens that the layers have counted since the last step."""
+        for layer in self.layers.values():
+            layer.load_E = np.zeros_like(layer.load_E)
+
     def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:
         """A new Parameter, never a resized one: graphs of an interrupted step may still hold the old."""
         old, new = layer.weights, nn.Parameter(tensors["weights"], layer.weights.requires_grad)

@@ -33,10 +33,10 @@ pub fn unit_copy_holders<S: AsRef<str>>(
     let partners = copy_holders(nodes, copies, CopyPolicy::Mixed)?;
     let rows = primaries.iter().zip(active).enumerate();
     rows.map(|(unit, (&primary, active))| {
-        for &rank in active.iter().chain([&primary]) {
+        for (name, &rank) in active.iter().map(|rank| ("active", rank)).chain([("primaries", &primary)]) {
             ensure!(
                 rank < nodes.len(),
-                "active: unit {unit} names rank {rank}; there are {} ranks",
+                "{name}: unit {unit} names rank {rank}; there are {} ranks",
                 nodes.len()
             );
         }

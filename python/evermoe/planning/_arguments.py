@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,33 @@ def array(name: str, value: ArrayLike, dtype: Any, ndim: int) -> NDArray[Any]:
     return found.astype(dtype)
 
 
-def node_lists(name: str, value: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Lists of node numbers for the native functions."""
-    return [[count(name, node) for node in nodes] for nodes in value]
+def counts(name: str, value: Sequence[int]) -> list[int]:
+    """A list of such ints."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}: expected a list of integers, got {value!r}")
+    return [count(name, number) for number in value]
+
+
+def count_lists(name: str, value: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Lists of such ints."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}: expected a list of lists of integers, got {value!r}")
+    return [counts(name, numbers) for numbers in value]
+
+
+def names(name: str, value: Sequence[str]) -> list[str]:
+    """A list of names; a single string is none."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"{name}: expected a list of names, got {value!r}")
+    found = list(value)
+    for each in found:
+        if not isinstance(each, str):
+            raise ValueError(f"{name}: expected names, which are strings, got {each!r}")
+    return found
+
+
+def choice(name: str, value: str, options: Sequence[str]) -> str:
+    """One of the options."""
+    if not isinstance(value, str) or value not in options:
+        raise ValueError(f"{name}: expected one of {', '.join(options)}, got {value!r}")
+    return value

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from evermoe import _native
-from evermoe.planning._arguments import count
+from evermoe.planning._arguments import choice, count, count_lists, counts, names
+
+CopyPolicy = Literal["mixed", "group", "ring"]
+COPY_POLICIES: tuple[CopyPolicy, ...] = get_args(CopyPolicy)
 
 
 class TrainingCopies(NamedTuple):
@@ -18,9 +21,7 @@ class TrainingCopies(NamedTuple):
     """Holders of each rank's optimizer state."""
 
 
-def copy_holders(
-    nodes: Sequence[str], copies: int, *, policy: Literal["mixed", "group", "ring"] = "mixed"
-) -> list[list[int]]:
+def copy_holders(nodes: Sequence[str], copies: int, *, policy: CopyPolicy = "mixed") -> list[list[int]]:
     """For each rank, the ranks that keep copies of what it is primary for, itself first.
 
     Nodes are sorted by name and a node's copies go to the next nodes of its group or ring. "mixed" is Gemini's
@@ -41,7 +42,7 @@ def copy_holders(
     Raises:
         ValueError: `copies` is 0 or, for "group", does not divide the number of nodes; `policy` is another.
     """
-    return _native.copy_holders(list(nodes), count("copies", copies), policy)
+    return _native.copy_holders(names("nodes", nodes), count("copies", copies), choice("policy", policy, COPY_POLICIES))
 
 
 def training_copy_holders(
@@ -78,10 +79,12 @@ def training_copy_holders(
         ValueError: the lists differ in length, two ranks share coordinate and stage, `copies` is 0 or more than
             there are ranks, or `zero_stage` is more than 3.
     """
-    coordinates = [count("data_parallel", coordinate) for coordinate in data_parallel]
-    stages = [count("pipeline", stage) for stage in pipeline]
     found = _native.training_copy_holders(
-        list(nodes), coordinates, stages, count("copies", copies), count("zero_stage", zero_stage)
+        names("nodes", nodes),
+        counts("data_parallel", data_parallel),
+        counts("pipeline", pipeline),
+        count("copies", copies),
+        count("zero_stage", zero_stage),
     )
     return TrainingCopies(*found)
 
@@ -99,9 +102,7 @@ def primaries(holders: Sequence[Sequence[int]], nbytes: Sequence[int], ranks: in
         nbytes: size of each unit.
         ranks: number of ranks.
     """
-    holder_lists = [[count("holders", rank) for rank in unit] for unit in holders]
-    sizes = [count("nbytes", size) for size in nbytes]
-    return _native.primaries(holder_lists, sizes, count("ranks", ranks))
+    return _native.primaries(count_lists("holders", holders), counts("nbytes", nbytes), count("ranks", ranks))
 
 
 def unit_copy_holders(
@@ -122,5 +123,5 @@ def unit_copy_holders(
         copies: how many, the primary's own included; fewer where there are fewer nodes.
     """
     return _native.unit_copy_holders(
-        list(primaries), [list(ranks) for ranks in active], list(nodes), count("copies", copies)
+        counts("primaries", primaries), count_lists("active", active), names("nodes", nodes), count("copies", copies)
     )

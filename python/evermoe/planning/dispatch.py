@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
-from evermoe.planning._arguments import array, count
+from evermoe.planning._arguments import array, choice, count
 
 SplitPolicy = Literal["even", "balanced"]
 SPLITS: tuple[SplitPolicy, ...] = get_args(SplitPolicy)
@@ -53,7 +53,7 @@ def split_tokens(
     """
     tokens_EN = array("tokens", tokens, np.int64, 2)
     matrix_NE = array("matrix", matrix, np.int64, 2)
-    return _native.split_tokens(tokens_EN, matrix_NE, count("rank", rank), policy)
+    return _native.split_tokens(tokens_EN, matrix_NE, count("rank", rank), choice("policy", policy, SPLITS))
 
 
 def imbalance(matrix: ArrayLike, load: ArrayLike, policy: SplitPolicy = "even") -> float:
@@ -77,4 +77,4 @@ def imbalance(matrix: ArrayLike, load: ArrayLike, policy: SplitPolicy = "even") 
             that has load and no replica.
     """
     matrix_NE = array("matrix", matrix, np.int64, 2)
-    return _native.imbalance(matrix_NE, array("load", load, np.float64, 1), policy)
+    return _native.imbalance(matrix_NE, array("load", load, np.float64, 1), choice("policy", policy, SPLITS))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
-from evermoe.planning._arguments import array, count
+from evermoe.planning._arguments import array, count, count_lists
 
 
 class Starvation(NamedTuple):
@@ -65,6 +65,8 @@ class TokenLedger:
     def __init__(
         self, layers: int, experts: int, *, experts_per_layer: int | None = None, plt_limit: float = 1.0
     ) -> None:
+        if not isinstance(plt_limit, int | float):
+            raise ValueError(f"plt_limit: expected a portion from 0 to 1, got {plt_limit!r}")
         each = experts if experts_per_layer is None else experts_per_layer
         self._native = _native.TokenLedger(
             count("layers", layers), count("experts", experts), count("experts_per_layer", each), plt_limit
@@ -84,7 +86,7 @@ class TokenLedger:
         Raises:
             ValueError: not one list for each layer, or an expert that does not exist.
         """
-        self._native.copied(_lists("selection", selection))
+        self._native.copied(count_lists("selection", selection))
 
     def lose(self, experts: Sequence[Sequence[int]]) -> float:
         """Note a recovery in which these experts of each layer fell back to their last copy; returns its PLT.
@@ -92,7 +94,7 @@ class TokenLedger:
         Raises:
             ValueError: not one list for each layer, or an expert that does not exist.
         """
-        return self._native.lose(_lists("experts", experts))
+        return self._native.lose(count_lists("experts", experts))
 
     @property
     def step(self) -> int:
@@ -174,7 +176,3 @@ class TokenLedger:
             f"TokenLedger({layers} layers, {experts} experts, step {self.step}, checkpoint {self.checkpoint}, "
             f"K={self.experts_per_layer}, PLT {self.plt:.3g} lost, {self.plt_at_risk.mean():.3g} at risk)"
         )
-
-
-def _lists(name: str, lists: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [[count(name, expert) for expert in layer] for layer in lists]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
-from evermoe.planning._arguments import array, count, node_lists
+from evermoe.planning._arguments import array, choice, count, count_lists
 
 PlacementPolicy = Literal["balanced", "safest", "mro", "spread", "compact"]
 POLICIES: tuple[PlacementPolicy, ...] = get_args(PlacementPolicy)
@@ -153,10 +153,10 @@ def place(
         replicas_E,
         count("nodes", nodes),
         count("slots", slots),
-        policy,
+        choice("policy", policy, POLICIES),
         load_E,
         previous_NE,
-        None if domains is None else node_lists("domains", domains),
+        None if domains is None else count_lists("domains", domains),
         None if failures is None else count("failures", failures),
     )
     return Placement(matrix_NE, Reason(*reason))

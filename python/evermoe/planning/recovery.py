@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from evermoe import _native
 from evermoe._native import RecoveryPlan
-from evermoe.planning._arguments import count
+from evermoe.planning._arguments import count, names
 
 
 def recovery_plan(
@@ -37,4 +37,4 @@ def recovery_plan(
         [(name, count("holdings", version), count("holdings", digest), kind) for name, version, digest, kind in rank]
         for rank in holdings
     ]
-    return _native.recovery_plan(sized, held, [list(rank) for rank in needs])
+    return _native.recovery_plan(sized, held, [names("needs", rank) for rank in needs])

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
-from evermoe.planning._arguments import array, count
+from evermoe.planning._arguments import array, count, counts
 
 Policy = Literal["sequential", "load-aware", "budget"]
 
@@ -119,14 +119,14 @@ def shard_modules(
     Raises:
         ValueError: no rank, no alignment, a negative size, or not one number in `expert_bytes` for each rank.
     """
-    sizes = [count("nbytes", size) for size in nbytes]
+    sizes = counts("nbytes", nbytes)
     number = count("ranks", ranks)
     if expert_bytes is None:
         if number > 1 << 24:
             raise ValueError(f"ranks: expected at most 2^24, got {number}")
         loads = [0] * number
     else:
-        loads = [count("expert_bytes", size) for size in expert_bytes]
+        loads = counts("expert_bytes", expert_bytes)
     if len(loads) != number:
         raise ValueError(f"expert_bytes: expected one number for each of {number} ranks, got {len(loads)}")
     return _native.shard_modules(sizes, loads, count("alignment", alignment))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from evermoe import _native
-from evermoe.planning._arguments import array, count
+from evermoe.planning._arguments import array, count, count_lists, names
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def recovery_probability(
             domain that is empty, names no node or one that another has, or `samples` out of range.
     """
     matrix_NE = array("matrix", matrix, np.int64, 2)
-    groups = None if domains is None else [[count("domains", node) for node in domain] for domain in domains]
+    groups = None if domains is None else count_lists("domains", domains)
     drawn = None if samples is None else count("samples", samples)
     return Survival(
         *_native.recovery_probability(matrix_NE, count("failures", failures), groups, drawn, count("seed", seed))
@@ -103,9 +103,9 @@ def copy_recovery_probability(
         ValueError: a holder that is not a rank, more `failures` than nodes, more than 2^20 nodes, or `samples` out
             of range.
     """
-    lists = [[count("holders", rank) for rank in ranks] for ranks in holders]
-    names = None if nodes is None else list(nodes)
+    lists = count_lists("holders", holders)
+    on = None if nodes is None else names("nodes", nodes)
     drawn = None if samples is None else count("samples", samples)
     return Survival(
-        *_native.copy_recovery_probability(lists, count("failures", failures), names, drawn, count("seed", seed))
+        *_native.copy_recovery_probability(lists, count("failures", failures), on, drawn, count("seed", seed))
     )
