@@ -141,7 +141,7 @@ def permute_out(x: Tensor, row_ids: Tensor, positions: Tensor, out: Tensor) -> T
 
     Not differentiable: raises when a gradient would be needed.
     """
-    _refuse_grad("permute_out", x, out)
+    _refuse_grad("permute_out", "use permute, or torch.no_grad()", x, out)
     _ops.permute_out.default(x, row_ids, _top_k(x, positions), out)
     return out
 
@@ -175,7 +175,7 @@ def unpermute_out(rows: Tensor, positions: Tensor, weights: Tensor | None, out: 
 
     Not differentiable: raises when a gradient would be needed.
     """
-    _refuse_grad("unpermute_out", rows, out, weights)
+    _refuse_grad("unpermute_out", "use unpermute, or torch.no_grad()", rows, out, weights)
     _ops.unpermute_out.default(rows, positions, weights, out)
     return out
 
@@ -248,7 +248,7 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
 
     Not differentiable.
     """
-    _refuse_grad("adamw_", p, m, v)
+    _refuse_grad("adamw_", "call it under torch.no_grad()", p, m, v)
     _ops.adamw_.default(p, m, v, gradients, steps)
 
 
@@ -260,9 +260,9 @@ def _top_k(x: Tensor, positions: Tensor) -> int:
     return max(positions.shape[1], 1)
 
 
-def _refuse_grad(name: str, *tensors: Tensor | None) -> None:
+def _refuse_grad(name: str, instead: str, *tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(f"{name} writes into its arguments and has no gradient: call it under torch.no_grad()")
+        raise RuntimeError(f"{name} writes into its arguments and has no gradient: {instead}")
 
 
 # ---- gradients --------------------------------------------------------------------------------
