@@ -1,11 +1,11 @@
 //! The op `adamw_`: checks, and the call to the CPU's or the GPU's arithmetic.
 
 use super::library::TorchPool;
-use super::ops::{check_device, check_disjoint};
+use super::ops::{check_device, check_disjoint, on_cuda};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, Gradient, adamw};
 use crate::ensure;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
 /// Applies one step for each gradient, in place. Rows of `steps` are [`AdamWStep`]s; no gradient stands for zeros.
 pub(super) fn adamw_(
@@ -25,7 +25,7 @@ pub(super) fn adamw_(
         tensor.bump_version()?;
     }
     if p.device() != Device::Cpu {
-        return Err(Error::Runtime("adamw_ has no CUDA kernel".into()));
+        return on_cuda!(adamw([&p, &m, &v], &gradients, &steps));
     }
     let gradients = gradients.iter().map(|gradient| match gradient {
         None => Ok(Gradient::Zero),

@@ -6,8 +6,6 @@
 use super::adamw::adamw_;
 use super::ffi;
 use super::library::{Op, TorchPool, define, implement};
-#[cfg(feature = "cuda")]
-use super::on_cuda;
 use super::tensor::{Device, Dtype, Element, Tensor};
 use crate::cpu::{self, Backward, Combine, Float};
 use crate::ensure;
@@ -68,12 +66,13 @@ pub fn register_ops() -> Result<()> {
 macro_rules! on_cuda {
     ($function:ident($($argument:expr),*)) => {{
         #[cfg(feature = "cuda")]
-        let result = on_cuda::$function($($argument),*);
+        let result = $crate::torch::on_cuda::$function($($argument),*);
         #[cfg(not(feature = "cuda"))]
-        let result = Err(Error::Runtime("this build of evermoe has no CUDA".into()));
+        let result = Err($crate::error::Error::Runtime("this build of evermoe has no CUDA".into()));
         result
     }};
 }
+pub(super) use on_cuda;
 
 /// Evaluates an expression with `$T` bound to the Rust type of a checked dtype.
 macro_rules! with_dtype {
