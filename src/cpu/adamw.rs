@@ -24,7 +24,7 @@ use std::ops::Range;
 const BLOCK: usize = 2048;
 /// Blocks that a thread should be given at least.
 const GRAIN_BLOCKS: usize = 32;
-const ZEROS: [f32; BLOCK] = [0.0; BLOCK];
+static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
 
 /// What the user sets.
 #[derive(Debug, Clone, Copy)]
@@ -261,9 +261,11 @@ fn update_elements<G: Copy>(
     let slope = if lerp < 0.5 { lerp } else { -(1.0 - lerp) };
     for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(gradient) {
         let g = widen(g);
-        *m = slope.mul_add(g - *m, anchor(*m, g));
-        *v = (square * g).mul_add(g, *v * keep);
-        *p = *p * decay - rate * *m / (v.sqrt() / spread + eps);
+        let first = slope.mul_add(g - *m, anchor(*m, g));
+        let second = (square * g).mul_add(g, *v * keep);
+        let moved = *p * decay - rate * first / (second.sqrt() / spread + eps);
+        // Loads before stores: the arrays often lie at the same offset of their pages, which looks like an overlap.
+        (*p, *m, *v) = (moved, first, second);
     }
 }
 
