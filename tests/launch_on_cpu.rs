@@ -3,8 +3,8 @@
 //! Needs g++ on x86-64 and a build with kernels; passes without a word otherwise.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
-use evermoe::cpu::{self, Serial};
-use evermoe::cuda::{self, FloatType, Launcher};
+use evermoe::cpu::{self, AdamWOptions, AdamWStep, Gradient, Serial};
+use evermoe::cuda::{self, FloatType, GradientAt, Launcher};
 use half::bf16;
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -40,7 +40,7 @@ fn launcher() -> Option<Launcher> {
         .args(["-Wl,-soname,libcuda.so", "-include"])
         .arg(emulator.join("cuda_on_cpu.h"))
         .args(["-x", "c++"]);
-    command.args(["histogram", "dispatch"].map(|file| root.join(format!("kernels/{file}.cu"))));
+    command.args(["histogram", "dispatch", "replay"].map(|file| root.join(format!("kernels/{file}.cu"))));
     command.args(["cuda_on_cpu.cpp", "fake_driver.cpp"].map(|file| emulator.join(file)));
     assert!(command.arg("-o").arg(&library).status().expect("g++").success());
     let path = CString::new(library.as_os_str().as_bytes()).expect("a path");
@@ -80,6 +80,9 @@ fn launchers_agree_with_the_cpu() {
         let x: Vec<bf16> =
             (0..TOKENS * width).map(|i| bf16::from_f32((i % 251) as f32 / 7.0 - 9.0)).collect();
         rows(&launcher, &x, width, &row_ids, &positions);
+    }
+    for (len, offset) in [(0, 0), (1, 0), (3, 0), (8, 0), (1031, 0), (1031, 1), (4099, 0), (4096, 3)] {
+        adamw(&launcher, len, offset);
     }
 }
 
@@ -173,4 +176,34 @@ fn backward(launcher: &Launcher, grad: &[bf16], forward: &cpu::Combine<'_, bf16>
     // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
     unsafe { launcher.unpermute_backward(&backward) }.unwrap();
     assert_eq!((grad_rows, grad_weights), expected);
+}
+
+/// More steps than one launch takes; with an offset, elements that cannot be read in packs.
+fn adamw(launcher: &Launcher, len: usize, offset: usize) {
+    const STEPS: i64 = 11;
+    let options = AdamWOptions { lr: 0.1, betas: [0.9, 0.99], eps: 1e-6, weight_decay: 0.1, maximize: false };
+    let draw = |seed: usize| -> Vec<f32> {
+        (0..len + offset).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 2003.0 - 0.5).collect()
+    };
+    let wide = draw(1);
+    let narrow: Vec<bf16> = draw(2).into_iter().map(bf16::from_f32).collect();
+    let (mut state, mut expected) =
+        ([draw(3), draw(4), vec![0.0; len + offset]], [draw(3), draw(4), vec![0.0; len + offset]]);
+    let (mut there, mut here) = (Vec::new(), Vec::new());
+    for t in 1..=STEPS {
+        let step = AdamWStep::new(&options, t, if t % 2 == 0 { 1.0 } else { 3.0 }, 1.0).unwrap();
+        let (at_device, on_host) = match t % 3 {
+            0 => (GradientAt::Zero, Gradient::Zero),
+            1 => (GradientAt::F32(at(&wide[offset..])), Gradient::F32(&wide[offset..])),
+            _ => (GradientAt::Bf16(at(&narrow[offset..])), Gradient::Bf16(&narrow[offset..])),
+        };
+        there.push((step, at_device));
+        here.push((step, on_host));
+    }
+    let [p, m, v] = &mut expected;
+    cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], &here, &Serial);
+    let [p, m, v] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
+    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    unsafe { launcher.adamw(&cuda::AdamW { p, m, v, num_elements: len, steps: &there }) }.unwrap();
+    assert_eq!(state, expected, "{len} elements at {offset}");
 }

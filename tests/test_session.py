@@ -37,6 +37,15 @@ def test_killed_at(start_job, point):
     assert a.events("done")[0]["version"] == c.events("done")[0]["version"]
 
 
+def test_killed_with_the_optimizer_of_evermoe(start_job):
+    workers = start_job().start_all({"b": [at("update")]}, optimizer="evermoe")
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for survivor in workers[::2]:
+        recovered = check_recovered(workers, survivor)
+        assert (recovered["members"], recovered["digests_mismatched"]) == (2, 0)
+
+
 def test_two_of_five_killed_at_once(start_job):
     job = start_job(5, copies=3)
     workers = job.start_all({"b": [at("vote")], "d": [at("vote")]}, "abcde")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import evermoe
 from evermoe import ElasticSampler, MoE, Session, UnsupportedState
 from evermoe._native import digest
 from evermoe.units import PROGRESS_BYTES, TrainingState, expert_unit
@@ -37,6 +38,7 @@ class Tied(nn.Module):
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "adamw-fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "adamw-evermoe": lambda parameters: evermoe.optim.AdamW(parameters, lr=1e-2),
     "adam-amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),

@@ -94,6 +94,8 @@ def dataset() -> torch.Tensor:
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    if name == "evermoe":
+        return evermoe.optim.AdamW(model.parameters(), lr=1e-2)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 

@@ -1,6 +1,6 @@
 """evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`."""
 
-from evermoe import ops
+from evermoe import ops, optim
 from evermoe.checkpoint import load_weights
 from evermoe.config import SessionConfig
 from evermoe.data import ElasticSampler, Share
@@ -30,4 +30,5 @@ __all__ = [
     "load_weights",
     "moe_layers",
     "ops",
+    "optim",
 ]

@@ -169,6 +169,17 @@ def digest(array: NDArray[np.uint8]) -> int:
 # ---- ops: src/python/ops.rs -------------------------------------------------------------------
 
 def register_ops() -> None: ...
+def adamw_step(
+    *,
+    t: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    loss_scale: float,
+    clip: float,
+) -> list[float]: ...
 def has_cuda_kernels() -> bool: ...
 
 # ---- end of ops -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies there and back.
+"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies there and back. And AdamW.
 
 One layer in six lines (`x_TH` tokens, `ids_TK` and `weights_TK` from the router, one rank):
 
@@ -19,6 +19,7 @@ so *values* are not checked there: an id or row out of range counts as -1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 _MIN_TORCH = (2, 10)
@@ -53,6 +54,8 @@ _native.register_ops()
 _ops = torch.ops.evermoe
 
 __all__ = [
+    "adamw_",
+    "adamw_step",
     "dispatch_plan",
     "expert_histogram",
     "has_cuda_kernels",
@@ -138,7 +141,7 @@ def permute_out(x: Tensor, row_ids: Tensor, positions: Tensor, out: Tensor) -> T
 
     Not differentiable: raises when a gradient would be needed.
     """
-    _refuse_grad("permute_out", x, out)
+    _refuse_grad("permute_out", "use permute, or torch.no_grad()", x, out)
     _ops.permute_out.default(x, row_ids, _top_k(x, positions), out)
     return out
 
@@ -172,9 +175,81 @@ def unpermute_out(rows: Tensor, positions: Tensor, weights: Tensor | None, out: 
 
     Not differentiable: raises when a gradient would be needed.
     """
-    _refuse_grad("unpermute_out", rows, out, weights)
+    _refuse_grad("unpermute_out", "use unpermute, or torch.no_grad()", rows, out, weights)
     _ops.unpermute_out.default(rows, positions, weights, out)
     return out
+
+
+def adamw_step(
+    *,
+    t: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    maximize: bool = False,
+    loss_scale: float = 1.0,
+    clip: float = 1.0,
+) -> Tensor:
+    """Compute the numbers of one step of AdamW, in double, rounded once: what `adamw_` needs beside the gradient.
+
+    A replica that repeats the step gets them from the trainer: computed anew, they may differ in the last bit.
+
+    Args:
+        t: which step of the parameter it is, from 1.
+        lr: learning rate, 0 or more.
+        betas: decay of the first and the second moment, each 0 to below 1.
+        eps: added to the denominator, 0 or more.
+        weight_decay: decoupled weight decay, 0 or more.
+        maximize: ascend rather than descend.
+        loss_scale: what the loss was multiplied by; the gradient is divided by it.
+        clip: what the gradient is multiplied by then, 0 or more; only then it is negated to maximize.
+
+    Returns:
+        float32 `[9]` on the CPU: loss_scale, clip (negative to maximize), 1 - lr * weight_decay, 1 - beta1,
+        1 - beta2, beta2, lr / (1 - beta1**t), sqrt(1 - beta2**t), eps.
+
+    Raises:
+        ValueError: a number is out of its range.
+
+    Example: t = 1, lr = 0.5, betas (0.5, 0.75), eps = 0.25, weight_decay = 0.5: `[1, 1, 0.75, 0.5, 0.25, 0.75, 1, 0.5,
+    0.25]`.
+    """
+    numbers = _native.adamw_step(
+        t=t,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        maximize=maximize,
+        loss_scale=loss_scale,
+        clip=clip,
+    )
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+    """Apply steps of AdamW to `p`, `m` and `v` in place, in one pass over the memory.
+
+    The bits are the same on every CPU and GPU, whether the steps come in one call or in several, and equal those
+    of `torch.optim.AdamW(fused=True)` on an x86 CPU where `p.numel()` is a multiple of 8; see
+    `src/cpu/adamw.rs` for the recipe. (Which NaN comes out is the processor's choice.)
+
+    Args:
+        p: parameters, float32, contiguous, with one dimension or more.
+        m: first moment, like `p`.
+        v: second moment, like `p`.
+        gradients: one for each step, float32 or bfloat16 of the shape of `p`; None is a gradient of zeros, which
+            needs no memory. A step that was skipped for an infinite gradient is no step: leave it out.
+        steps: float32 `[len(gradients), 9]` on the CPU: rows from `adamw_step`.
+
+    Example: p `[4]`, m and v `[0]`, gradient `[2]`, t = 1, lr = 0.5, betas (0.5, 0.75), eps = 0, weight_decay =
+    0.5: m becomes 1, v becomes 1, p becomes 4 * 0.75 - 1 * 1 / (1 / 0.5) = 2.5.
+
+    Not differentiable.
+    """
+    _refuse_grad("adamw_", "call it under torch.no_grad()", p, m, v)
+    _ops.adamw_.default(p, m, v, gradients, steps)
 
 
 def _top_k(x: Tensor, positions: Tensor) -> int:
@@ -185,11 +260,9 @@ def _top_k(x: Tensor, positions: Tensor) -> int:
     return max(positions.shape[1], 1)
 
 
-def _refuse_grad(name: str, *tensors: Tensor | None) -> None:
+def _refuse_grad(name: str, instead: str, *tensors: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        raise RuntimeError(
-            f"{name} writes into a buffer and has no gradient: use {name.removesuffix('_out')}, or torch.no_grad()"
-        )
+        raise RuntimeError(f"{name} writes into its arguments and has no gradient: {instead}")
 
 
 # ---- gradients --------------------------------------------------------------------------------
@@ -286,4 +359,9 @@ def _(x: Tensor, row_ids: Tensor, top_k: int, out: Tensor) -> None:
 
 @torch.library.register_fake("evermoe::unpermute_out")
 def _(rows: Tensor, positions: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    pass
+
+
+@torch.library.register_fake("evermoe::adamw_")
+def _(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
     pass

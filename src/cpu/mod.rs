@@ -6,6 +6,7 @@
 //! | `histogram` | tokens per expert |
 //! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
+//! | `adamw` | the optimizer's step, with the same bits everywhere |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `memory` | prefetching rows, and writing past the cache |
 //! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
@@ -16,6 +17,7 @@
 //! No result depends on the number of threads: integers are exact, and every float is computed by one thread
 //! in a fixed order.
 
+mod adamw;
 mod float;
 mod histogram;
 mod memory;
@@ -23,6 +25,7 @@ mod parallel;
 mod plan;
 mod rows;
 
+pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
 pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};

@@ -2,7 +2,8 @@
 
 use crate::error::{Error, Result};
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, CudaStream, DriverError, LaunchConfig, PushKernelArg, result, sys,
+    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
+    result, sys,
 };
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -12,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 const FATBINS: &[&[u8]] = &[
     include_bytes!(concat!(env!("OUT_DIR"), "/histogram.fatbin")),
     include_bytes!(concat!(env!("OUT_DIR"), "/dispatch.fatbin")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/replay.fatbin")),
 ];
 #[cfg(not(cuda_kernels))]
 const FATBINS: &[&[u8]] = &[];
@@ -79,12 +81,27 @@ impl Launcher {
         driver(status, "cuMemsetD8Async")
     }
 
-    /// Launches a kernel. Our kernels take 64-bit arguments only.
+    /// Launches a kernel of 64-bit arguments.
     ///
     /// # Safety
     /// The arguments are the kernel's, and the memory they point to is large enough and lives until the stream has
     /// passed this point.
     pub(super) unsafe fn launch(&self, name: &'static str, grid: Grid, arguments: &[u64]) -> Result<()> {
+        // SAFETY: by the caller's promise.
+        unsafe { self.launch_with(name, grid, arguments, None::<&u64>) }
+    }
+
+    /// Launches a kernel of 64-bit arguments and, after them, a table by value.
+    ///
+    /// # Safety
+    /// As of [`Launcher::launch`].
+    pub(super) unsafe fn launch_with<T: DeviceRepr>(
+        &self,
+        name: &'static str,
+        grid: Grid,
+        arguments: &[u64],
+        table: Option<&T>,
+    ) -> Result<()> {
         let function = self.device.function(name)?;
         let small = |value: usize| {
             u32::try_from(value).ok().filter(|&value| value <= i32::MAX as u32).ok_or_else(|| {
@@ -99,6 +116,9 @@ impl Launcher {
         let mut builder = self.stream.launch_builder(&function);
         for argument in arguments {
             builder.arg(argument);
+        }
+        if let Some(table) = table {
+            builder.arg(table);
         }
         // SAFETY: by the caller's promise.
         driver(unsafe { builder.launch(config) }, name).map(drop)

@@ -3,9 +3,11 @@
 //! Knows nothing of torch: a [`Launcher`] is a device and somebody's stream, and its methods take device addresses
 //! and sizes. Every launch is checked here first; nothing waits for the device.
 
+mod adamw;
 mod device;
 mod launch;
 
+pub use adamw::{AdamW, GradientAt};
 pub use device::Launcher;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
 

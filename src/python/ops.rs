@@ -1,5 +1,6 @@
-//! Python face of the torch ops.
+//! Python face of the torch ops, and the numbers of an optimizer's step.
 
+use crate::cpu::{AdamWOptions, AdamWStep};
 use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 
@@ -18,7 +19,26 @@ fn has_cuda_kernels() -> bool {
     return false;
 }
 
+/// The numbers of one step of AdamW, in the order of `AdamWStep`'s fields; each is a float32.
+#[pyfunction]
+#[pyo3(signature = (*, t, lr, betas, eps, weight_decay, maximize, loss_scale, clip))]
+#[allow(clippy::too_many_arguments)]
+fn adamw_step(
+    t: i64,
+    lr: f64,
+    betas: [f64; 2],
+    eps: f64,
+    weight_decay: f64,
+    maximize: bool,
+    loss_scale: f64,
+    clip: f64,
+) -> PyResult<[f32; AdamWStep::LEN]> {
+    let options = AdamWOptions { lr, betas, eps, weight_decay, maximize };
+    Ok(AdamWStep::new(&options, t, loss_scale, clip)?.to_array())
+}
+
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(register_ops, module)?)?;
+    module.add_function(wrap_pyfunction!(adamw_step, module)?)?;
     module.add_function(wrap_pyfunction!(has_cuda_kernels, module)?)
 }

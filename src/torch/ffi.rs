@@ -12,6 +12,8 @@ pub(super) type TensorHandle = *mut c_void;
 pub(super) type LibraryHandle = *mut c_void;
 /// `c10::DeviceGuard*`.
 pub(super) type GuardHandle = *mut c_void;
+/// A list of [`StableValue`]s, owned.
+pub(super) type ListHandle = *mut c_void;
 /// A kernel's argument or result: the value itself or an owned pointer, by the schema's type.
 pub(super) type StableValue = u64;
 /// 0 is success.
@@ -117,6 +119,9 @@ symbols! {
         fn aoti_torch_library_def(LibraryHandle, *const c_char) -> Status;
         fn torch_library_impl(LibraryHandle, *const c_char, KernelEntry, u64) -> Status;
         fn torch_call_dispatcher(*const c_char, *const c_char, *mut StableValue, u64) -> Status;
+        fn torch_list_size(ListHandle, *mut usize) -> Status;
+        fn torch_list_get_item(ListHandle, usize, *mut StableValue) -> Status;
+        fn torch_delete_list(ListHandle) -> Status;
         fn torch_parallel_for(i64, i64, i64, LoopBody, *mut c_void) -> Status;
         fn aoti_torch_delete_tensor_object(TensorHandle) -> Status;
         fn aoti_torch_empty_strided(i64, *const i64, *const i64, i32, i32, i32, *mut TensorHandle) -> Status;

@@ -3,7 +3,7 @@
 //! A kernel owns its inputs and gives its outputs away. An error or a panic becomes `c10::Error`, which Python
 //! sees as `RuntimeError` with the message.
 
-use super::ffi::{StableValue, TensorHandle, symbols};
+use super::ffi::{ListHandle, StableValue, TensorHandle, symbols};
 use super::tensor::Tensor;
 use crate::ensure;
 use crate::error::Result;
@@ -49,6 +49,26 @@ impl<T: Argument> Argument for Option<T> {
                 None => (symbols().operator_delete)(boxed.cast::<c_void>()),
             }
             Some(T::take(inner))
+        }
+    }
+}
+
+/// `T[]` in a schema: an owned list, whose items are owned too.
+impl<T: Argument> Argument for Vec<T> {
+    unsafe fn take(value: StableValue) -> Self {
+        let list = value as ListHandle;
+        // SAFETY: an owned list, deleted after each of its items is taken once; the calls cannot fail for one.
+        unsafe {
+            let mut len = 0;
+            (symbols().torch_list_size)(list, &mut len);
+            let item = |index| {
+                let mut item = 0;
+                (symbols().torch_list_get_item)(list, index, &mut item);
+                T::take(item)
+            };
+            let items = (0..len).map(item).collect();
+            (symbols().torch_delete_list)(list);
+            items
         }
     }
 }
@@ -130,6 +150,7 @@ macro_rules! kernel {
 kernel!(2: A 0, B 1);
 kernel!(3: A 0, B 1, C 2);
 kernel!(4: A 0, B 1, C 2, D 3);
+kernel!(5: A 0, B 1, C 2, D 3, E 4);
 
 thread_local! {
     /// The message of this thread's last failure; torch copies it when it throws.

@@ -2,7 +2,8 @@
 
 use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
-use crate::cuda::{Backward, Combine, FloatType, Launcher, Permute, Plan};
+use crate::cpu::AdamWStep;
+use crate::cuda::{AdamW, Backward, Combine, FloatType, GradientAt, Launcher, Permute, Plan};
 use crate::error::{Error, Result};
 
 /// Makes a device torch's current one until dropped. (The driver API changes the thread's current context, which is
@@ -165,4 +166,21 @@ pub(super) fn unpermute_backward(
     };
     // SAFETY: see above.
     launch(rows, |launcher| unsafe { launcher.unpermute_backward(&backward) })
+}
+
+pub(super) fn adamw(
+    [p, m, v]: [&Tensor; 3],
+    gradients: &[Option<Tensor>],
+    steps: &[AdamWStep],
+) -> Result<()> {
+    let gradients = gradients.iter().map(|gradient| match gradient {
+        None => GradientAt::Zero,
+        Some(gradient) if gradient.dtype() == Dtype::Bfloat16 => GradientAt::Bf16(address(gradient)),
+        Some(gradient) => GradientAt::F32(address(gradient)),
+    });
+    let steps: Vec<_> = steps.iter().copied().zip(gradients).collect();
+    let [p_at, m_at, v_at] = [p, m, v].map(address);
+    let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
+    // SAFETY: see above; the op's caller gives p, m and v to be written.
+    launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
 }

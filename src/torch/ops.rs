@@ -3,10 +3,9 @@
 //! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
+use super::adamw::adamw_;
 use super::ffi;
 use super::library::{Op, TorchPool, define, implement};
-#[cfg(feature = "cuda")]
-use super::on_cuda;
 use super::tensor::{Device, Dtype, Element, Tensor};
 use crate::cpu::{self, Backward, Combine, Float};
 use crate::ensure;
@@ -16,7 +15,7 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 8] {
+fn table() -> [Op; 9] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
         Op::new("dispatch_plan", "(Tensor ids, Tensor send_counts) -> (Tensor, Tensor)", dispatch_plan),
@@ -33,6 +32,11 @@ fn table() -> [Op; 8] {
             "unpermute_backward",
             "(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
             unpermute_backward,
+        ),
+        Op::new(
+            "adamw_",
+            "(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor?[] gradients, Tensor steps) -> ()",
+            adamw_,
         ),
     ]
 }
@@ -62,12 +66,13 @@ pub fn register_ops() -> Result<()> {
 macro_rules! on_cuda {
     ($function:ident($($argument:expr),*)) => {{
         #[cfg(feature = "cuda")]
-        let result = on_cuda::$function($($argument),*);
+        let result = $crate::torch::on_cuda::$function($($argument),*);
         #[cfg(not(feature = "cuda"))]
-        let result = Err(Error::Runtime("this build of evermoe has no CUDA".into()));
+        let result = Err($crate::error::Error::Runtime("this build of evermoe has no CUDA".into()));
         result
     }};
 }
+pub(super) use on_cuda;
 
 /// Evaluates an expression with `$T` bound to the Rust type of a checked dtype.
 macro_rules! with_dtype {
@@ -155,7 +160,7 @@ fn permute_into(x: Tensor, row_ids: Tensor, top_k: i64, out: &mut Tensor) -> Res
     check_device("row_ids", &row_ids, &x)?;
     ensure!(top_k >= 1, "top_k: expected 1 or more, got {top_k}");
     let (x, row_ids) = (x.contiguous()?, row_ids.contiguous()?);
-    check_disjoint(out, &[("x", &x), ("row_ids", &row_ids)])?;
+    check_disjoint("out", out, &[("x", &x), ("row_ids", &row_ids)])?;
     if x.device() != Device::Cpu {
         return on_cuda!(permute(&x, &row_ids, top_k, out));
     }
@@ -193,7 +198,7 @@ fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out:
     let weights = weights.map(Tensor::contiguous).transpose()?;
     let inputs =
         [("rows", &rows), ("positions", &positions), ("weights", weights.as_ref().unwrap_or(&positions))];
-    check_disjoint(out, &inputs)?;
+    check_disjoint("out", out, &inputs)?;
     if rows.device() != Device::Cpu {
         return on_cuda!(unpermute(&rows, &positions, weights.as_ref(), out));
     }
@@ -300,7 +305,7 @@ fn check_rows(name: &str, tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-fn check_device(name: &str, tensor: &Tensor, other: &Tensor) -> Result<()> {
+pub(super) fn check_device(name: &str, tensor: &Tensor, other: &Tensor) -> Result<()> {
     let (here, there) = (tensor.device(), other.device());
     ensure!(
         here == there,
@@ -332,13 +337,13 @@ fn check_out(out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
     check_device("out", out, like)
 }
 
-fn check_disjoint(out: &Tensor, inputs: &[(&str, &Tensor)]) -> Result<()> {
+pub(super) fn check_disjoint(out_name: &str, out: &Tensor, inputs: &[(&str, &Tensor)]) -> Result<()> {
     let written = out.address_range();
     for (name, input) in inputs {
         let read = input.address_range();
         let apart =
             read.is_empty() || written.is_empty() || read.end <= written.start || written.end <= read.start;
-        ensure!(apart, "out: expected memory of its own, got a tensor that overlaps {name}");
+        ensure!(apart, "{out_name}: expected memory of its own, got a tensor that overlaps {name}");
     }
     Ok(())
 }

@@ -4,6 +4,7 @@
 #include "cuda_on_cpu.h"
 #include <ucontext.h>
 #include <algorithm>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <string>
@@ -15,6 +16,10 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10, kCanaryBytes = 64;
 constexpr unsigned char kPoison = 0xa5, kCanary = 0x5a;
 using Kernel = void (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
+// A kernel of five arguments and a table by value, which C++ passes as memory whatever it holds.
+constexpr size_t kWords = 10, kTableStart = 5, kTableWords = 48;
+struct Table { uint64_t words[kTableWords]; };
+using TableKernel = void (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, Table);
 enum State { kReady, kAtBlock, kAtWarp, kDone };
 struct Thread {
   ucontext_t context;
@@ -27,12 +32,21 @@ struct Thread {
 std::vector<Thread> threads;
 std::vector<unsigned char> shared;
 ucontext_t scheduler;
-Kernel kernel;
-uint64_t arguments[10];
+void* kernel;
+size_t num_arguments;
+uint64_t arguments[kTableStart + kTableWords];
 
-void thread_main() {
-  kernel(arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5], arguments[6], arguments[7],
+void call_kernel() {
+  if (num_arguments == kTableStart + kTableWords) {
+    Table table;
+    memcpy(&table, arguments + kTableStart, sizeof table);
+    return reinterpret_cast<TableKernel>(kernel)(arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], table);
+  }
+  reinterpret_cast<Kernel>(kernel)(arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5], arguments[6], arguments[7],
          arguments[8], arguments[9]);
+}
+void thread_main() {
+  call_kernel();
   threads[threadIdx.x].state = kDone;
 }
 void wait(State state, int line) {
@@ -115,9 +129,11 @@ void emulated_sync_warp(int line, unsigned mask, uint64_t mine, uint64_t* got) {
 // Order: 0 forward, 1 reverse, else the seed of a shuffle that is drawn anew at every round. Null, or what went wrong.
 extern "C" const char* launch(void* function, unsigned blocks, unsigned block_threads, size_t shared_bytes,
                               const uint64_t* values, size_t count, int order) {
-  if (count > 10 || block_threads % 32 || block_threads > 1024 || !blocks || shared_bytes > 48 << 10) return "launch limits";
-  kernel = reinterpret_cast<Kernel>(function);
-  std::fill(std::copy(values, values + count, arguments), arguments + 10, 0);
+  const bool fits = count <= kWords || count == kTableStart + kTableWords;
+  if (!fits || block_threads % 32 || block_threads > 1024 || !blocks || shared_bytes > 48 << 10) return "launch limits";
+  kernel = function;
+  num_arguments = count;
+  std::fill(std::copy(values, values + count, arguments), std::end(arguments), 0);
   shared.resize(shared_bytes + kCanaryBytes);
   threads.resize(block_threads);
   for (Thread& t : threads) t.stack.resize(kStackBytes);

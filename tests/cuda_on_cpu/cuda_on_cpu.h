@@ -2,12 +2,14 @@
 // The threads of a block take turns on one OS thread (cuda_on_cpu.cpp); an intrinsic that is missing here is a
 // compile error.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
 
 #define EVERMOE_ON_CPU 1
 #define __global__
+#define __grid_constant__
 #define __device__
 #define __syncthreads() emulated_sync_block(__LINE__)
 #define __syncwarp() emulated_sync_warp(__LINE__, 0xffffffffu, 0, nullptr)
@@ -49,6 +51,10 @@ inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline float __uint_as_float(uint32_t bits) { return bit_copy<float>(bits); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float emulated_half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
 inline uint16_t emulated_float_to_half(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 inline uint16_t emulated_float_to_bf16(float value) {

@@ -33,22 +33,27 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   *function = dlsym(module, name);
   return *function ? 0 : 500;
 }
+// Where a kernel's table by value starts among its arguments, and its size, as in cuda_on_cpu.cpp.
+constexpr size_t kTableStart = 5, kTableWords = 48;
 // The driver knows how many parameters a kernel has; here their names tell.
 static size_t num_parameters(void* function) {
   static const struct { const char* prefix; size_t count; } kTable[] = {
       {"expert_histogram", 4}, {"plan_count", 4}, {"plan_segments", 7},       {"plan_place", 9},
-      {"invert_positions", 4}, {"permute", 7},    {"unpermute_backward", 10}, {"unpermute", 8}};
+      {"adamw", kTableStart + kTableWords}, {"invert_positions", 4}, {"permute", 7},    {"unpermute_backward", 10}, {"unpermute", 8}};
   Dl_info info;
   if (dladdr(function, &info) && info.dli_sname)
     for (const auto& row : kTable)
       if (!strncmp(info.dli_sname, row.prefix, strlen(row.prefix))) return row.count;
-  return 11;  // refused by launch
+  return kTableStart + kTableWords + 1;  // refused by launch
 }
 int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned shared,
                    void*, void** parameters, void**) {
-  uint64_t values[10];
+  uint64_t values[kTableStart + kTableWords];
   const size_t count = num_parameters(function);
-  for (size_t i = 0; i < count && i < 10; ++i) memcpy(&values[i], parameters[i], sizeof values[i]);
+  const bool has_table = count == kTableStart + kTableWords;
+  const size_t words = has_table ? kTableStart : count;
+  for (size_t i = 0; i < words && i < 10; ++i) memcpy(&values[i], parameters[i], sizeof values[i]);
+  if (has_table) memcpy(&values[kTableStart], parameters[kTableStart], kTableWords * sizeof(uint64_t));
   const char* error = launch(function, x, threads, shared, values, count, 2);
   if (error) fprintf(stderr, "fake_driver: %s\n", error);
   return error ? 719 : 0;

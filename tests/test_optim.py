@@ -1,0 +1,176 @@
+"""`evermoe.optim.AdamW` as a drop-in for torch's class."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from evermoe.optim import AdamW
+
+
+def make_model():
+    """Sizes are multiples of 8, but for a number without dimensions."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model.register_parameter("scale", nn.Parameter(torch.ones(())))
+    return model
+
+
+def loss_of(model, step):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    return (model(x) - x).square().sum() + (model.scale - 3).square()
+
+
+def train(model, optimizer, steps, scheduler=None, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+
+
+def groups(model):
+    return [{"params": model[0].parameters(), "lr": 3e-2}, {"params": [*model[2].parameters(), model.scale]}]
+
+
+def equal(one, two, but=()):
+    """All parameters, bit for bit; those named in `but` nearly."""
+    for (name, a), b in zip(one.named_parameters(), two.parameters(), strict=True):
+        if name in but:
+            torch.testing.assert_close(a, b)
+        else:
+            assert torch.equal(a, b), name
+
+
+OPTIONS = {"lr": 1e-2, "betas": (0.8, 0.97), "eps": 1e-6, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("options", [{}, OPTIONS, {"maximize": True, "lr": 1e-4}], ids=["defaults", "odd", "maximize"])
+def test_trains_like_torch(options):
+    models = make_model(), make_model()
+    for model, kind in zip(models, (AdamW, torch.optim.AdamW), strict=True):
+        fused = {} if kind is AdamW else {"fused": True}
+        optimizer = kind(groups(model), **options, **fused)
+        train(model, optimizer, 20, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 15))
+    equal(*models, but=["scale"])
+    assert not torch.equal(models[0][0].weight, make_model()[0].weight)
+
+
+def test_state_dict_round_trip_continues_bit_for_bit():
+    model = make_model()
+    optimizer = AdamW(groups(model), **OPTIONS)
+    train(model, optimizer, 5)
+    saved = pickle.loads(pickle.dumps((model.state_dict(), optimizer.state_dict())))
+    train(model, optimizer, 5, start=5)
+    other = make_model()
+    other.load_state_dict(saved[0])
+    resumed = AdamW(groups(other))
+    resumed.load_state_dict(saved[1])
+    train(other, resumed, 5, start=5)
+    equal(model, other)
+    assert resumed.state[other.scale]["step"].item() == 10
+
+
+@pytest.mark.parametrize("kinds", [(AdamW, torch.optim.AdamW), (torch.optim.AdamW, AdamW)])
+def test_state_moves_to_and_from_torch(kinds):
+    def make(kind, model):
+        return kind(groups(model), **OPTIONS, **({} if kind is AdamW else {"fused": True}))
+
+    model = make_model()
+    first = make(kinds[0], model)
+    train(model, first, 4)
+    second = make(kinds[1], model)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for group in second.param_groups:
+        group["fused"] = True  # what torch's class would forget, and ours does not look at
+    reference = copy.deepcopy(model)
+    again = make(kinds[0], reference)
+    again.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(model, second, 4, start=4)
+    train(reference, again, 4, start=4)
+    equal(model, reference, but=["scale"])
+
+
+def test_amsgrad_is_not_ignored():
+    model = make_model()
+    torchs = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad: expected False"):
+        AdamW(model.parameters()).load_state_dict(torchs.state_dict())
+
+
+def test_no_gradient_is_no_step_and_zeros_are_one():
+    parameters = [nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = AdamW(parameters)
+    parameters[1].grad = torch.zeros(8)
+    optimizer.step()
+    assert parameters[0] not in optimizer.state
+    assert torch.equal(parameters[0], torch.ones(8))
+    assert optimizer.state[parameters[1]]["step"].item() == 1
+    assert bool((parameters[1] < 1).all())
+
+
+def test_closure_is_called_with_gradients_enabled():
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, 0)
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == loss_of(make_model(), 0).item()
+    assert optimizer.state[model.scale]["step"].item() == 1
+
+
+def test_learning_rate_may_be_a_tensor():
+    models = make_model(), make_model()
+    for model, lr in zip(models, (0.25, torch.tensor(0.25)), strict=True):
+        train(model, AdamW(model.parameters(), lr=lr), 2)
+    equal(*models)
+
+
+def test_step_that_a_scaler_skips_changes_nothing():
+    model = make_model()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 2)
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of(model, 2)).backward()
+    model.scale.grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    equal(model, before)
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("lr", {"lr": -1.0}),
+        ("betas", {"betas": (0.9, 1.0)}),
+        ("eps", {"eps": float("nan")}),
+        ("weight_decay", {"weight_decay": -0.1}),
+        ("params", {"params": [nn.Parameter(torch.ones(4).double())]}),
+        ("params", {"params": [nn.Parameter(torch.ones(4, 3).t())]}),
+    ],
+)
+def test_wrong_options_are_named_and_nothing_is_added(name, options):
+    fine = AdamW([nn.Parameter(torch.ones(4))])
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        fine.add_param_group({"params": [nn.Parameter(torch.ones(4))]} | options)
+    assert len(fine.param_groups) == 1
+    with pytest.raises(ValueError, match=f"{name}: expected"):
+        AdamW(**({"params": [nn.Parameter(torch.ones(4))]} | options))
+
+
+def test_refused_gradient_counts_no_step():
+    parameter = nn.Parameter(torch.ones(4, 4))
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones(4, 4).to_sparse()
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert optimizer.state[parameter]["step"].item() == 0
+    assert torch.equal(parameter, torch.ones(4, 4))
