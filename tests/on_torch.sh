@@ -10,5 +10,5 @@ if [ ! -e "$venv/.ready" ]; then
   touch "$venv/.ready"
 fi
 export PYTHONPATH=python
-"$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/test_ops.py
+"$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/test_ops.py tests/test_adamw.py tests/test_optim.py
 "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/test_session.py -k "killed_at and vote or joiner"
