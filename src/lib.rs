@@ -18,7 +18,8 @@
 //! | [`torch`] | the stable C ABI of libtorch and the ops registered through it |
 //! | `python` | the extension module: convert, release the GIL, call; no decisions |
 //!
-//! Imports point one way: `error ← planners and cpu ← snapshot, cuda, torch ← python`.
+//! Imports point one way: `error ← planners and cpu ← snapshot, cuda, torch ← python`; of the planners `placement` uses
+//! `dispatch`.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

@@ -1,5 +1,8 @@
 //! The balanced split and the imbalance, against the bound of every set of ranks.
 
+mod common;
+
+use common::all;
 use evermoe::dispatch::{Policy, imbalance, split_tokens};
 use proptest::prelude::*;
 
@@ -88,16 +91,6 @@ fn check(case: &Case) {
     }
     let least = case.sets().map(|(ranks, load)| (load as u64).div_ceil(u64::from(ranks)) as i64).max();
     assert_eq!(Some(case.busiest(&table)), least, "{case:?}: {table:?}");
-}
-
-/// All lists of `size` numbers from 0 to `most`.
-fn all(size: usize, most: i64) -> Vec<Vec<i64>> {
-    (0..size).fold(vec![Vec::new()], |lists, _| {
-        lists
-            .iter()
-            .flat_map(|list| (0..=most).map(move |next| [list.as_slice(), &[next]].concat()))
-            .collect()
-    })
 }
 
 #[test]

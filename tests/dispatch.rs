@@ -1,5 +1,8 @@
 //! The split of tokens over replicas: what must hold for all inputs, and everything on small sizes.
 
+mod common;
+
+use common::all;
 use evermoe::dispatch::{Policy, split_expert, split_tokens};
 use proptest::prelude::*;
 
@@ -52,16 +55,6 @@ fn check(tokens: &[i64], replicas: &[i64]) -> f64 {
         (table.iter().map(|row| row[rank]).sum::<i64>() as f64 - exact).abs()
     };
     (0..tokens.len()).map(column).fold(0.0, f64::max)
-}
-
-/// All lists of `size` numbers from 0 to `most`.
-fn all(size: usize, most: i64) -> Vec<Vec<i64>> {
-    (0..size).fold(vec![Vec::new()], |lists, _| {
-        lists
-            .iter()
-            .flat_map(|list| (0..=most).map(move |next| [list.as_slice(), &[next]].concat()))
-            .collect()
-    })
 }
 
 #[test]

@@ -30,7 +30,7 @@ const IMPURE: [&str; 17] = [
 const LAYERS: [(&str, &[&str]); 9] = [
     ("error", &[]),
     ("dispatch", &["error"]),
-    ("placement", &["error"]),
+    ("placement", &["error", "dispatch"]),
     ("recovery", &["error"]),
     ("selection", &["error"]),
     ("cpu", &["error"]),

@@ -1,17 +1,10 @@
 //! Selection of experts, the ledger of tokens, sharding: what must hold for all inputs, and everything on small sizes.
 
+mod common;
+
+use common::all;
 use evermoe::selection::{Part, Selection, TokenLedger, budget, load_aware, sequential, shard_modules};
 use proptest::prelude::*;
-
-/// All lists of `size` numbers from 0 to `most`.
-fn all(size: usize, most: i64) -> Vec<Vec<i64>> {
-    (0..size).fold(vec![Vec::new()], |lists, _| {
-        lists
-            .iter()
-            .flat_map(|list| (0..=most).map(move |next| [list.as_slice(), &[next]].concat()))
-            .collect()
-    })
-}
 
 fn size(selection: &Selection) -> usize {
     selection.iter().map(Vec::len).sum()

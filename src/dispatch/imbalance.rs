@@ -48,7 +48,7 @@ pub fn imbalance(matrix: &[i64], load: &[f64], nodes: usize, policy: Policy) -> 
 }
 
 /// Refuses loads that are no loads; returns their sum.
-fn check_load(load: &[f64]) -> Result<f64> {
+pub(crate) fn check_load(load: &[f64]) -> Result<f64> {
     if let Some(expert) = load.iter().position(|load| !(load.is_finite() && *load >= 0.0)) {
         ensure!(
             false,

@@ -12,6 +12,7 @@ mod imbalance;
 mod split;
 
 pub use expert::{Route, split_expert};
+pub(crate) use imbalance::check_load;
 pub use imbalance::imbalance;
 pub use split::{Split, split_tokens};
 

@@ -1,5 +1,6 @@
 //! Replicas per expert from load: Lazarus Eq. 1.
 
+use crate::dispatch::check_load;
 use crate::ensure;
 use crate::error::Result;
 use std::cmp::Ordering;
@@ -51,19 +52,7 @@ fn check(load: &[f64], nodes: usize, slots: usize, places: usize) -> Result<()> 
          node, or more nodes",
         experts.div_ceil(nodes.max(1))
     );
-    check_load(load)
-}
-
-/// Refuses loads that are no loads.
-pub(super) fn check_load(load: &[f64]) -> Result<()> {
-    if let Some(expert) = load.iter().position(|load| !(load.is_finite() && *load >= 0.0)) {
-        ensure!(
-            false,
-            "load: expert {expert} has load {}; expected a finite number, 0 or more",
-            load[expert]
-        );
-    }
-    ensure!(load.iter().sum::<f64>().is_finite(), "load: the sum overflows; scale the loads down");
+    check_load(load)?;
     Ok(())
 }
 

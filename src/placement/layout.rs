@@ -56,7 +56,6 @@ impl Problem {
 }
 
 /// Distinct experts on each node, and what follows from that.
-#[derive(Clone)]
 pub(super) struct Layout {
     experts: usize,
     slots: usize,

@@ -1,10 +1,10 @@
 //! Which node holds which expert, by policy: the face of the placements and the choice between them.
 
-use super::allocate::check_load;
 use super::choose::{Candidate, balanced, safest};
 use super::classic::{compact, mro, spread};
 use super::domains::domain_of;
 use super::layout::Problem;
+use crate::dispatch::check_load;
 use crate::ensure;
 use crate::error::Result;
 use std::fmt;
@@ -153,7 +153,7 @@ impl fmt::Display for Reason {
 /// `min(f, nodes)` distinct nodes, where f is the fewest replicas that any expert has; `balanced` puts it on as many as it
 /// has replicas (on all of them, evenly, where it has more), but where only `mro` or `spread` is safe enough. With
 /// `domains`, exchanges take it to `min(f, domains)` distinct ones where they can: [`Reason::spread`] says what they
-/// reached. Of equally safe placements `safest` takes the one with the fewest replicas that are new since `previous`.
+/// reached. Of its equally safe candidates `safest` takes the one with the fewest replicas that are new since `previous`.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when the replicas do not sum to `nodes · slots`, an expert has
@@ -246,7 +246,8 @@ fn check(request: &Request<'_>) -> Result<()> {
         "load: expected one number for each of {experts} experts, got {}",
         load.len()
     );
-    check_load(load)
+    check_load(load)?;
+    Ok(())
 }
 
 #[cfg(test)]

@@ -130,7 +130,7 @@ def place(
             - `spread`: replicas in the order of the experts, dealt to the nodes in turn.
             - `compact`: replicas in the order of the experts, node after node.
             - `safest`: the most survival at `failures` losses; never less than these three. Where all placements
-              were enumerated (up to 5 experts on 5 nodes, no domains), none had more. Of equally safe ones
+              were enumerated (up to 5 experts on 5 nodes, no domains), none had more. Of equally safe candidates
               it takes the one with the fewest replicas that are new since `previous`.
             - `balanced`: the most even within 5 points of the survival of `mro` and `spread` at `failures`
               losses, where the better of them survives at least half; below that no placement protects, and
