@@ -8,6 +8,7 @@
 //! | `rows` | copies rows into the order of the plan, and combines them back |
 //! | `adamw` | the optimizer's step, with the same bits everywhere |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
+//! | `buffers` | large results' memory, kept mapped from step to step |
 //! | `memory` | prefetching rows, and writing past the cache |
 //! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
 //!
@@ -18,6 +19,7 @@
 //! in a fixed order.
 
 mod adamw;
+mod buffers;
 mod float;
 mod histogram;
 mod memory;
@@ -26,6 +28,7 @@ mod plan;
 mod rows;
 
 pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
+pub use buffers::{Buffer, Buffers, LEAST_BYTES};
 pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};
