@@ -4,6 +4,10 @@ import contextlib
 
 import pytest
 
+from kernels import kernels, library
+
+__all__ = ["kernels", "library", "start_job"]
+
 
 @pytest.fixture
 def start_job(tmp_path):
