@@ -35,12 +35,12 @@ def test_adamw(kernels, size, per_thread):
     steps.append(ops.adamw_step(t=5, loss_scale=3.0, clip=0.7, maximize=True, **options | {"betas": (0.3, 0.5)}))
     start = [torch.randn(size, generator=random), torch.randn(size, generator=random), torch.zeros(size)]
     for state in (start, [values.view(torch.float32) for values in bits[1:4]]):
-        ours, expected = [Buffer([size], torch.float32) for _ in state], [values.clone() for values in state]
-        for buffer, values in zip(ours, state, strict=True):
-            buffer.tensor.copy_(values)
+        ours = [Buffer([size], torch.float32).set(values) for values in state]
+        expected = [values.clone() for values in state]
+        used = [gradient for gradient in gradients if gradient is not None]
         table = adamw_table(torch.stack(steps), gradients)
         addresses = [buffer.tensor for buffer in ours]
-        kernels(f"adamw_{per_thread}", 2, 32, 0, *addresses, size, len(steps), table)
+        kernels(f"adamw_{per_thread}", 2, 32, 0, *addresses, size, len(steps), table, also=used)
         ops.adamw_(*expected, gradients, torch.stack(steps))
         for buffer, values in zip(ours, expected, strict=True):
             buffer.equals_but_for_nans(values)
