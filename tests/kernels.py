@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import itertools
+import mmap
 import platform
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 EMULATOR = Path(__file__).parent / "cuda_on_cpu"
 ORDERS = [0, 1, 2, 3]  # of threads: forward, reverse, two shuffles
 MARGIN = 64
+MAP_NORESERVE = 0x4000  # of Linux on x86-64; older Pythons have no name for it
 
 
 def build(output, **variables):
@@ -26,6 +28,13 @@ def build(output, **variables):
     command = ["make", "--silent", "-j2", "-f", EMULATOR / "build.mk", f"OUT={output}", *settings]
     subprocess.run(command, check=True, timeout=300)
     return output / "kernels.so"
+
+
+def sparse(shape, dtype):
+    """Zeros that take memory only where they are touched."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags), dtype=dtype).view(shape)
 
 
 class Buffer:
@@ -67,7 +76,8 @@ class Kernels:
     """Launches kernels by name: tensors and buffers as addresses, integers as 64 bits, a table by value as bytes.
 
     A checked build stops at an access outside of the arguments and of `also`, the tensors that a table points to, and
-    at a read of what neither a kernel nor the test wrote: a tensor counts as written, a `Buffer` says.
+    at a read of what neither a kernel nor the test wrote: a tensor counts as written, a `Buffer` says. `first_block`
+    leaves out the blocks before it, to come to large indices soon.
     """
 
     def __init__(self, path, order=0):
@@ -80,13 +90,13 @@ class Kernels:
         self.order = order
         self.buffers = {}  # registered, by address
 
-    def __call__(self, name, blocks, threads, shared_bytes, *arguments, also=()):
+    def __call__(self, name, blocks, threads, shared_bytes, *arguments, also=(), first_block=0):
         arguments = [argument.tensor if isinstance(argument, Buffer) else argument for argument in arguments]
         values = [self._value(argument) for argument in arguments]
         self._check_sizes(name, values)
         buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
         addresses = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        sizes = ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_size_t(shared_bytes)
+        sizes = *map(ctypes.c_uint, (first_block, blocks, threads)), ctypes.c_size_t(shared_bytes)
         with self._registered([*arguments, *also]):
             error = self.library.emulated_launch(name.encode(), *sizes, addresses, self.order)
         assert error is None, f"{name}: {error.decode()}"

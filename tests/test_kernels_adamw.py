@@ -25,6 +25,14 @@ def adamw_table(steps, gradients):
     ("size", "per_thread"), [(0, 1), (1, 4), (3, 4), (7, 1), (8, 4), (257, 4), (1031, 1), (1031, 4)]
 )
 def test_adamw(kernels, size, per_thread):
+    check_adamw(kernels, size, per_thread)
+
+
+def test_large_adamw(fast_kernels):
+    check_adamw(fast_kernels, 200_003, 4)
+
+
+def check_adamw(kernels, size, per_thread):
     """Floats of every kind, to compare bit for bit; NaNs are NaNs, as which of them comes out is not said."""
     random = torch.Generator().manual_seed(size)
     bits = [torch.randint(-(1 << 31), (1 << 31) - 1, (size,), generator=random).int() for _ in range(5)]

@@ -178,8 +178,8 @@ void run_block(int order, std::mt19937& random) {
     error = "a write past the end of shared memory";
 }
 // Why the driver would refuse the launch, or null.
-const char* over_limits(const Kernel& k, unsigned blocks, unsigned block_threads, size_t shared_bytes) {
-  if (!blocks || blocks > kMaxBlocks) return "the grid is empty or has more than 2**31 - 1 blocks";
+const char* over_limits(const Kernel& k, unsigned first, unsigned blocks, unsigned block_threads, size_t shared_bytes) {
+  if (first >= blocks || blocks > kMaxBlocks) return "the grid is empty or has more than 2**31 - 1 blocks";
   if (!block_threads || block_threads > kMaxThreads) return "a block has 1 to 1024 threads";
   if (block_threads > k.max_threads) return "more threads in a block than the kernel's __launch_bounds__";
   if (block_threads % kWarp) return "blocks are whole warps here";
@@ -195,10 +195,12 @@ int find_fixed_shared(dl_phdr_info* info, size_t, void*) {
   }
   return 0;
 }
-void run_blocks(int order) {
+// Order 1 is backwards; a shuffle of blocks would show no more, as none runs beside another.
+void run_blocks(unsigned first, int order) {
   std::mt19937 random(order);
-  for (unsigned block = 0; block < gridDim.x && error.empty(); ++block) {
-    blockIdx.x = order == 1 ? gridDim.x - 1 - block : block;
+  const unsigned count = gridDim.x - first;
+  for (unsigned block = 0; block < count && error.empty(); ++block) {
+    blockIdx.x = first + (order == 1 ? count - 1 - block : block);
     run_block(order, random);
   }
 }
@@ -221,9 +223,10 @@ void fail(const char* format, ...) {
   leave();
   abort();  // the launch has ended
 }
-const char* launch(const Kernel& k, unsigned blocks, unsigned block_threads, size_t shared_bytes, void** values, int order) {
+const char* launch(const Kernel& k, unsigned first_block, unsigned blocks, unsigned block_threads, size_t shared_bytes,
+                   void** values, int order) {
   const std::lock_guard<std::mutex> hold(one_launch);
-  if (const char* limit = over_limits(k, blocks, block_threads, shared_bytes)) return limit;
+  if (const char* limit = over_limits(k, first_block, blocks, block_threads, shared_bytes)) return limit;
   kernel = &k;
   arguments = values;
   error.clear();
@@ -233,7 +236,7 @@ const char* launch(const Kernel& k, unsigned blocks, unsigned block_threads, siz
   gridDim.x = blocks;
   dl_iterate_phdr(find_fixed_shared, nullptr);
   if (kChecked) check_launch(shared.data(), shared_bytes, fixed_shared, fixed_shared_bytes);
-  run_blocks(order);
+  run_blocks(first_block, order);
   if (kChecked) check_end();
   if (error.empty()) return nullptr;
   for (const Thread& t : threads)  // stopped half-way
@@ -273,10 +276,10 @@ void emulated_atomic_read(const void* place, void* old, size_t size) {
 void emulated_atomic_write(void* place, const void* now, size_t size) { memcpy(place, now, size); }
 
 // For tests/kernels.py: null, or what went wrong; the sizes of a kernel's parameters, then 0, or null.
-extern "C" const char* emulated_launch(const char* name, unsigned blocks, unsigned block_threads, size_t shared_bytes,
-                                       void** values, int order) {
+extern "C" const char* emulated_launch(const char* name, unsigned first_block, unsigned blocks, unsigned block_threads,
+                                       size_t shared_bytes, void** values, int order) {
   const Kernel* const found = find_kernel(name);
-  return found ? launch(*found, blocks, block_threads, shared_bytes, values, order) : "no such kernel";
+  return found ? launch(*found, first_block, blocks, block_threads, shared_bytes, values, order) : "no such kernel";
 }
 extern "C" const size_t* emulated_parameters(const char* name) {
   const Kernel* const found = find_kernel(name);
