@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ class Buffer:
     `fill`, a byte, and `set` write it.
     """
 
-    known = weakref.WeakValueDictionary()  # by the address of the memory
+    known: ClassVar = weakref.WeakValueDictionary()  # by the address of the memory
 
     def __init__(self, shape, dtype, fill=None):
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -62,7 +63,7 @@ class Buffer:
     def equals(self, expected):
         margins = torch.cat([self.memory[:MARGIN], self.memory[-MARGIN:]])
         assert bool((margins == 0x5A).all()), "a write past the end"
-        assert torch.equal(self.tensor, expected)
+        torch.testing.assert_close(self.tensor, expected, rtol=0, atol=0)
 
     def equals_but_for_nans(self, expected):
         """Bit for bit, where NaN is NaN."""
@@ -130,13 +131,13 @@ class Kernels:
             if not self.is_checked or not isinstance(tensor, torch.Tensor) or not tensor.nbytes:
                 continue
             buffer = Buffer.known.get(tensor.untyped_storage().data_ptr())
-            tensor = tensor if buffer is None else buffer.tensor
-            address = tensor.data_ptr()
+            whole = tensor if buffer is None else buffer.tensor
+            address = whole.data_ptr()
             if address in self.buffers:
                 continue
-            what = f"argument {i} ({str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)})"
+            what = f"argument {i} ({str(whole.dtype).removeprefix('torch.')} {list(whole.shape)})"
             initialised = buffer is None or buffer.initialised
-            place = ctypes.c_void_p(address), ctypes.c_size_t(tensor.nbytes)
+            place = ctypes.c_void_p(address), ctypes.c_size_t(whole.nbytes)
             error = self.library.emulated_register(*place, what.encode(), int(initialised))
             assert error is None, f"{what}: {error.decode()}"
             if buffer is None:
