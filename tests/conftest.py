@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from kernels import kernels, library
+from kernels import fast_kernels, fast_library, kernels, library
 
-__all__ = ["kernels", "library", "start_job"]
+__all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from evermoe import ops
-from kernels import Buffer
+from kernels import Buffer, sparse
 
 SHAPES = [(1, 1, 1, 1, 1), (7, 3, 5, 13, 2), (31, 2, 64, 257, 3), (64, 2, 4, 64, 4), (700, 2, 3, 8, 5)]
+LARGE = (6001, 4, 96, 136, 9)
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 TILE = 512
 raw = torch.ops.evermoe
@@ -27,6 +28,15 @@ def case(shape, dtype=torch.float32):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("bits", [32, 64])
 def test_histogram_and_plan(kernels, shape, bits):
+    check_histogram_and_plan(kernels, shape, bits)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_large_histogram_and_plan(fast_kernels, bits):
+    check_histogram_and_plan(fast_kernels, LARGE, bits)
+
+
+def check_histogram_and_plan(kernels, shape, bits):
     ids, counts, row_ids, positions, _, _ = case(shape)
     experts, ranks = counts.shape
     slots, tiles = ids.numel(), -(-ids.numel() // TILE)
@@ -55,6 +65,15 @@ def test_histogram_and_plan(kernels, shape, bits):
 @pytest.mark.parametrize("row", TYPES)
 @pytest.mark.parametrize("weight", ["none", "f32", "same"])
 def test_rows(kernels, shape, row, weight):
+    check_rows(kernels, shape, row, weight)
+
+
+@pytest.mark.parametrize("row", TYPES)
+def test_large_rows(fast_kernels, row):
+    check_rows(fast_kernels, LARGE, row, "f32")
+
+
+def check_rows(kernels, shape, row, weight):
     _, _, row_ids, positions, x, weights = case(shape, TYPES[row])
     (tokens, top_k), (slots, width) = positions.shape, (row_ids.shape[0], x.shape[1])
     weight_type = row if weight == "same" else "f32"
@@ -111,3 +130,32 @@ def test_values_out_of_range_are_unrouted(kernels):
     kernels("plan_place_i64", 1, 32, 12, *arguments)
     row_ids.equals(torch.tensor([0, 2, -1, -1, -1]))
     positions.equals(torch.tensor([0, -1, 1, -1, -1]))
+
+
+def test_more_than_2_to_31_elements(kernels):
+    """The last rows of buffers of 2**31 elements and more, which only 64-bit indices reach."""
+    tokens, top_k, width = (1 << 21) + 2, 2, 1024
+    x, rows = sparse([tokens, width], torch.bfloat16), sparse([tokens, width], torch.bfloat16)
+    x[-1] = torch.arange(width) / 8
+    row_ids = torch.full([tokens], -1)
+    row_ids[-1] = last = (tokens - 1) * top_k + 1
+    kernels("permute_2", tokens, 32, 0, x, row_ids, rows, tokens, width, tokens, top_k, first_block=tokens - 2)
+    assert torch.equal(rows[-1], x[-1])
+    assert not rows[-2].any()
+
+    positions, weights = torch.full([tokens, top_k], -1), torch.zeros(tokens, top_k)
+    positions[-1, 1], weights[-1, 1] = tokens - 1, 0.5
+    out = sparse([tokens, width], torch.bfloat16)
+    sizes = (tokens, top_k, tokens, width)
+    for count in [1, 8]:
+        out[-1] = 0
+        name = f"unpermute_bf16_f32_{count}"
+        kernels(name, tokens, 32, 0, rows, positions, weights, out, *sizes, first_block=tokens - 1)
+        assert torch.equal(out[-1], x[-1] / 2)
+
+    grad_rows, grad_weights = sparse([tokens, width], torch.bfloat16), torch.zeros(tokens, top_k)
+    sizes = (tokens, width, tokens * top_k, top_k)
+    name = "unpermute_backward_bf16_f32"
+    kernels(name, tokens, 32, 0, x, rows, row_ids, weights, grad_rows, grad_weights, *sizes, first_block=tokens - 1)
+    assert torch.equal(grad_rows[-1], x[-1] / 2)
+    assert grad_weights.flatten()[last] > 0

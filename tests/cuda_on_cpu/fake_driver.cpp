@@ -29,7 +29,7 @@ int cuModuleGetFunction(const void** function, void*, const char* name) {
 }
 int cuLaunchKernel(const emulator::Kernel* kernel, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned,
                    unsigned shared, void*, void** parameters, void**) {
-  const char* const error = emulator::launch(*kernel, x, threads, shared, parameters, 2);
+  const char* const error = emulator::launch(*kernel, 0, x, threads, shared, parameters, 2);
   if (error) fprintf(stderr, "fake_driver: %s: %s\n", kernel->name, error);
   return error ? 719 : 0;
 }
