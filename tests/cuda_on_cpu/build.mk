@@ -30,11 +30,11 @@ $(OUT)/%.kernels.cpp: $(KERNELS)/%.cu $(wildcard $(KERNELS)/*.cuh) $(HERE)build.
 	} > $@
 
 $(OUT)/%.kernels.o: $(OUT)/%.kernels.cpp
-	$(CXX) $(KERNEL_FLAGS) $(CHECKS) -MMD -c -o $@ $<
+	$(CXX) $(KERNEL_FLAGS) $(CHECKS) -MMD -MP -c -o $@ $<
 
 $(OUT)/%.o: $(HERE)%.cpp $(HERE)build.mk
 	@mkdir -p $(OUT)
-	$(CXX) $(FLAGS) -MMD -c -o $@ $<
+	$(CXX) $(FLAGS) -MMD -MP -c -o $@ $<
 
 .PRECIOUS: $(OUT)/%.kernels.cpp
 -include $(wildcard $(OUT)/*.d)

@@ -27,13 +27,13 @@ impl Driver {
         if !cuda::has_kernels() || !has("g++") || !has("make") {
             return None;
         }
-        let folder = tempfile::tempdir().expect("a temporary folder");
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("driver_on_cpu");
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
         let mut make = Command::new("make");
         make.args(["--silent", "-j2", "-f"]).arg(root.join("tests/cuda_on_cpu/build.mk")).arg("DRIVER=1");
-        make.arg(format!("OUT={}", folder.path().display()));
+        make.arg(format!("OUT={}", folder.display()));
         assert!(make.status().expect("make").success());
-        let path = CString::new(folder.path().join("libcuda.so").as_os_str().as_bytes()).expect("a path");
+        let path = CString::new(folder.join("libcuda.so").as_os_str().as_bytes()).expect("a path");
         // SAFETY: a library of ours; it stays loaded.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null(), "the fake driver does not load");
