@@ -41,9 +41,9 @@ impl Driver {
         let set_policy = unsafe { libc::dlsym(handle, c"fake_driver_policy".as_ptr()) };
         assert!(!set_policy.is_null(), "the fake driver has no policies");
         // SAFETY: the function's type in fake_driver.cpp.
-        Some(Self {
-            set_policy: unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(c_int)>(set_policy) },
-        })
+        let set_policy =
+            unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(c_int)>(set_policy) };
+        Some(Self { set_policy })
     }
 
     /// How streams are ordered from now on.
