@@ -3,39 +3,20 @@
 //! Needs g++ on x86-64 and a build with kernels; passes without a word otherwise.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
+use driver::{Driver, finish};
 use evermoe::cpu::{self, AdamWOptions, AdamWStep, Gradient, Serial};
 use evermoe::cuda::{self, FloatType, GradientAt, Launcher};
 use half::bf16;
-use std::ffi::CString;
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
-use std::process::Command;
+
+#[path = "cuda_on_cpu/driver.rs"]
+#[allow(dead_code, reason = "each test uses its part")]
+mod driver;
 
 const TOKENS: usize = 301;
 const TOP_K: usize = 2;
 const EXPERTS: usize = 5;
 const RANKS: usize = 3;
 const SLOTS: usize = TOKENS * TOP_K;
-
-/// Builds the fake driver and loads it under the name that cudarc asks for first.
-fn launcher() -> Option<Launcher> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    if !cuda::has_kernels() || Command::new("g++").arg("--version").output().is_err() {
-        return None;
-    }
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let library = folder.path().join("libcuda.so");
-    let mut make = Command::new("make");
-    make.args(["--silent", "-j2", "-f"]).arg(root.join("tests/cuda_on_cpu/build.mk")).arg("DRIVER=1");
-    make.arg(format!("OUT={}", folder.path().display()));
-    assert!(make.status().expect("make").success());
-    let path = CString::new(library.as_os_str().as_bytes()).expect("a path");
-    // SAFETY: a library of ours, without initialisers; it stays loaded.
-    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-    assert!(!handle.is_null(), "the fake driver does not load");
-    // SAFETY: the default stream.
-    Some(unsafe { Launcher::new(0, std::ptr::null_mut()) }.expect("a launcher"))
-}
 
 fn at<T>(values: &[T]) -> u64 {
     values.as_ptr() as u64
@@ -55,10 +36,11 @@ fn routing() -> (Vec<i32>, Vec<i64>) {
     (ids, counts)
 }
 
-// One test: the fake driver runs one kernel at a time.
+// One test: there is one driver in a process.
 #[test]
 fn launchers_agree_with_the_cpu() {
-    let Some(launcher) = launcher() else { return };
+    let Some(driver) = Driver::load() else { return };
+    let launcher = driver.launcher();
     let (ids, counts) = routing();
     histogram(&launcher, &ids);
     let (row_ids, positions) = plan(&launcher, &ids, &counts);
@@ -75,8 +57,9 @@ fn launchers_agree_with_the_cpu() {
 fn histogram(launcher: &Launcher, ids: &[i32]) {
     let (mut expected, mut counts) = ([0_i64; EXPERTS], [9_i64; EXPERTS]);
     cpu::histogram(ids, &mut expected, &Serial).unwrap();
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, EXPERTS) }.unwrap();
+    finish();
     assert_eq!(counts, expected);
     // SAFETY: as above; refused before it reads.
     let refused = unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, 1 << 20) };
@@ -99,8 +82,9 @@ fn plan(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<i64>, Vec
         num_experts: EXPERTS,
         num_ranks: RANKS,
     };
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.dispatch_plan(&plan) }.unwrap();
+    finish();
     assert_eq!((&row_ids, &positions), (&expected.0, &expected.1));
     assert_eq!(scratch.last(), Some(&0x5a), "a write past the scratch memory");
     (row_ids, positions)
@@ -119,8 +103,9 @@ fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], position
         num_tokens: TOKENS,
         top_k: TOP_K,
     };
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.permute(&permute) }.unwrap();
+    finish();
     assert_eq!(rows, expected);
 
     let weights: Vec<f32> = (0..SLOTS).map(|slot| (slot % 11) as f32 / 11.0).collect();
@@ -141,6 +126,7 @@ fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], position
     };
     // SAFETY: as above.
     unsafe { launcher.unpermute(&combine) }.unwrap();
+    finish();
     assert_eq!(out, expected);
     backward(launcher, x, &forward, combine);
 }
@@ -159,8 +145,9 @@ fn backward(launcher: &Launcher, grad: &[bf16], forward: &cpu::Combine<'_, bf16>
         grad_rows: at_mut(&mut grad_rows),
         grad_weights: at_mut(&mut grad_weights),
     };
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.unpermute_backward(&backward) }.unwrap();
+    finish();
     assert_eq!((grad_rows, grad_weights), expected);
 }
 
@@ -189,7 +176,8 @@ fn adamw(launcher: &Launcher, len: usize, offset: usize) {
     let [p, m, v] = &mut expected;
     cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], &here, &Serial);
     let [p, m, v] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.adamw(&cuda::AdamW { p, m, v, num_elements: len, steps: &there }) }.unwrap();
+    finish();
     assert_eq!(state, expected, "{len} elements at {offset}");
 }

@@ -86,7 +86,7 @@ const char* verb(const Access& access) {
 }
 [[noreturn]] void fail_outside(uintptr_t place, size_t size, const Access& access) {
   const Region* nearest = nullptr;
-  const auto gap = [=](const Region& r) { return place < r.begin ? r.begin - place : place - r.begin; };
+  const auto gap = [=](const Region& r) { return place < r.begin ? r.begin - place : place < r.end ? 0 : place - r.end; };
   for (const auto& r : regions)
     if (!nearest || gap(*r) < gap(*nearest)) nearest = r.get();
   const std::string here = source(access.pc);
