@@ -74,7 +74,7 @@ fn routing() -> (Vec<i32>, Vec<i64>) {
 fn launchers_agree_with_the_cpu() {
     let Some(launcher) = launcher() else { return };
     let (ids, counts) = routing();
-    histogram(&launcher, &ids);
+    histograms(&launcher, &ids);
     let (row_ids, positions) = plan(&launcher, &ids, &counts);
     for width in [16, 13] {
         let x: Vec<bf16> =
@@ -86,14 +86,26 @@ fn launchers_agree_with_the_cpu() {
     }
 }
 
-fn histogram(launcher: &Launcher, ids: &[i32]) {
-    let (mut expected, mut counts) = ([0_i64; EXPERTS], [9_i64; EXPERTS]);
-    cpu::histogram(ids, &mut expected, &Serial).unwrap();
+/// More layers than one launch takes, of both types of ids, some without any.
+fn histograms(launcher: &Launcher, ids: &[i32]) {
+    let wide: Vec<i64> = ids.iter().map(|&id| id.into()).collect();
+    let lengths: Vec<usize> = (0..131).map(|layer| layer * 37 % ids.len() * usize::from(layer % 5 > 0)).collect();
+    let mut expected = vec![0_i64; lengths.len() * EXPERTS];
+    for (&len, row) in lengths.iter().zip(expected.chunks_exact_mut(EXPERTS)) {
+        cpu::histogram(&ids[..len], row, &Serial).unwrap();
+    }
+    let layer = |(layer, &num_slots): (usize, &usize)| cuda::LayerIds {
+        ids: if layer % 2 == 0 { at(ids) } else { at(&wide) },
+        wide_ids: layer % 2 != 0,
+        num_slots,
+    };
+    let layers: Vec<_> = lengths.iter().enumerate().map(layer).collect();
+    let mut counts = vec![9_i64; expected.len()];
     // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
-    unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, EXPERTS) }.unwrap();
+    unsafe { launcher.histograms(&layers, at_mut(&mut counts), EXPERTS) }.unwrap();
     assert_eq!(counts, expected);
     // SAFETY: as above; refused before it reads.
-    let refused = unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, 1 << 20) };
+    let refused = unsafe { launcher.histograms(&layers, at_mut(&mut counts), 1 << 20) };
     assert!(refused.unwrap_err().to_string().contains("at most 12288 on CUDA"));
 }
 

@@ -58,6 +58,7 @@ __all__ = [
     "adamw_step",
     "dispatch_plan",
     "expert_histogram",
+    "expert_histograms",
     "has_cuda_kernels",
     "permute",
     "permute_out",
@@ -252,6 +253,25 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
     _ops.adamw_.default(p, m, v, gradients, steps)
 
 
+def expert_histograms(ids: Sequence[Tensor], num_experts: int) -> Tensor:
+    """Count the tokens of each expert of several layers; on CUDA in one launch for each 64 layers.
+
+    Args:
+        ids: for each layer int32 or int64 of any shape, as for `expert_histogram`; all on one device.
+        num_experts: 1 to 2**20; on CUDA at most 12288.
+
+    Returns:
+        int64 `[L, E]` on the device of the ids.
+
+    Example: ids `[[0, 2], [2, -1]]` and `[1]`, 3 experts: `[[1, 0, 2], [0, 1, 0]]`.
+
+    An id out of range raises on the CPU, naming it and the layer, and counts as -1 on CUDA.
+    """
+    if not ids:
+        raise RuntimeError("ids: expected the ids of one layer or more, got none")
+    return _ops.expert_histograms.default(ids, num_experts)
+
+
 def _top_k(x: Tensor, positions: Tensor) -> int:
     if positions.dim() != 2 or positions.shape[0] != x.shape[0]:
         raise RuntimeError(
@@ -324,6 +344,11 @@ class _Combine(torch.autograd.Function):
 @torch.library.register_fake("evermoe::expert_histogram")
 def _(ids: Tensor, num_experts: int) -> Tensor:
     return ids.new_empty((num_experts,), dtype=torch.int64)
+
+
+@torch.library.register_fake("evermoe::expert_histograms")
+def _(ids: Sequence[Tensor], num_experts: int) -> Tensor:
+    return ids[0].new_empty((len(ids), num_experts), dtype=torch.int64)
 
 
 @torch.library.register_fake("evermoe::dispatch_plan")

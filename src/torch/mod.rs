@@ -10,11 +10,13 @@
 //! | `kernel` | arguments and results of kernels; errors and panics become Python's `RuntimeError` |
 //! | `library` | registration with torch's dispatcher, and torch's thread pool |
 //! | `ops` | the ops: schemas, checks, and the call to `cpu` or `cuda` |
+//! | `histogram` | the ops that count tokens per expert |
 //! | `adamw` | the optimizer's op |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
 mod adamw;
 mod ffi;
+mod histogram;
 mod kernel;
 mod library;
 #[cfg(feature = "cuda")]

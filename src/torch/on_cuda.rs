@@ -3,7 +3,7 @@
 use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::AdamWStep;
-use crate::cuda::{AdamW, Backward, Combine, FloatType, GradientAt, Launcher, Permute, Plan};
+use crate::cuda::{AdamW, Backward, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan};
 use crate::error::{Error, Result};
 
 /// Makes a device torch's current one until dropped. (The driver API changes the thread's current context, which is
@@ -65,13 +65,11 @@ fn size(tensor: &Tensor, dim: usize) -> usize {
 // In each function: the op has checked shapes, dtypes, devices and overlap and made the tensors contiguous. Torch's
 // allocator reuses their memory in stream order, so they and the scratch may be dropped when the launches are queued.
 
-pub(super) fn histogram(ids: &Tensor, counts: &mut Tensor) -> Result<()> {
-    launch(ids, |launcher| {
-        // SAFETY: see above.
-        unsafe {
-            launcher.histogram(address(ids), is_wide(ids), address(counts), ids.numel(), counts.numel())
-        }
-    })
+pub(super) fn histograms(layers: &[Tensor], num_experts: usize, counts: &mut Tensor) -> Result<()> {
+    let ids = |ids: &Tensor| LayerIds { ids: address(ids), wide_ids: is_wide(ids), num_slots: ids.numel() };
+    let ids: Vec<_> = layers.iter().map(ids).collect();
+    // SAFETY: see above.
+    launch(counts, |launcher| unsafe { launcher.histograms(&ids, address(counts), num_experts) })
 }
 
 pub(super) fn dispatch_plan(

@@ -16,8 +16,9 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10, kCanaryBytes = 64;
 constexpr unsigned char kPoison = 0xa5, kCanary = 0x5a;
 using Kernel = void (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
-// A kernel of five arguments and a table by value, which C++ passes as memory whatever it holds.
-constexpr size_t kWords = 10, kTableStart = 5, kTableWords = 48;
+// A kernel of at most five arguments and a table by value, which C++ passes as memory whatever it holds: in registers and on
+// the stack, so that arguments too many, and words past a smaller table, are not seen.
+constexpr size_t kWords = 10, kTableStart = 5, kTableWords = 192;
 struct Table { uint64_t words[kTableWords]; };
 using TableKernel = void (*)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, Table);
 enum State { kReady, kAtBlock, kAtWarp, kDone };
@@ -37,7 +38,7 @@ size_t num_arguments;
 uint64_t arguments[kTableStart + kTableWords];
 
 void call_kernel() {
-  if (num_arguments == kTableStart + kTableWords) {
+  if (num_arguments > kWords) {
     Table table;
     memcpy(&table, arguments + kTableStart, sizeof table);
     return reinterpret_cast<TableKernel>(kernel)(arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], table);
@@ -129,7 +130,7 @@ void emulated_sync_warp(int line, unsigned mask, uint64_t mine, uint64_t* got) {
 // Order: 0 forward, 1 reverse, else the seed of a shuffle that is drawn anew at every round. Null, or what went wrong.
 extern "C" const char* launch(void* function, unsigned blocks, unsigned block_threads, size_t shared_bytes,
                               const uint64_t* values, size_t count, int order) {
-  const bool fits = count <= kWords || count == kTableStart + kTableWords;
+  const bool fits = count <= kTableStart + kTableWords;
   if (!fits || block_threads % 32 || block_threads > 1024 || !blocks || shared_bytes > 48 << 10) return "launch limits";
   kernel = function;
   num_arguments = count;

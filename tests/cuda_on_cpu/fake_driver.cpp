@@ -33,27 +33,30 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   *function = dlsym(module, name);
   return *function ? 0 : 500;
 }
-// Where a kernel's table by value starts among its arguments, and its size, as in cuda_on_cpu.cpp.
-constexpr size_t kTableStart = 5, kTableWords = 48;
-// The driver knows how many parameters a kernel has; here their names tell.
-static size_t num_parameters(void* function) {
-  static const struct { const char* prefix; size_t count; } kTable[] = {
-      {"expert_histogram", 4}, {"plan_count", 4}, {"plan_segments", 7},       {"plan_place", 9},
-      {"adamw", kTableStart + kTableWords}, {"invert_positions", 4}, {"permute", 7},    {"unpermute_backward", 10}, {"unpermute", 8}};
+// Where a kernel's table by value starts among the values, and its greatest size, as in cuda_on_cpu.cpp.
+constexpr size_t kTableStart = 5, kTableWords = 192;
+// The driver knows which parameters a kernel has; here their names tell: how many, and the words of a table after them.
+struct Parameters { size_t count, table_words; };
+static Parameters parameters_of(void* function) {
+  static const struct { const char* prefix; Parameters parameters; } kTable[] = {
+      {"expert_histograms", {3, 192}}, {"plan_count", {4, 0}}, {"plan_segments", {7, 0}}, {"plan_place", {9, 0}},
+      {"adamw", {5, 48}}, {"invert_positions", {4, 0}}, {"permute", {7, 0}}, {"unpermute_backward", {10, 0}},
+      {"unpermute", {8, 0}}, {"regroup_starts", {5, 0}}, {"regroup", {9, 0}}, {"split_tokens", {7, 0}}};
   Dl_info info;
   if (dladdr(function, &info) && info.dli_sname)
     for (const auto& row : kTable)
-      if (!strncmp(info.dli_sname, row.prefix, strlen(row.prefix))) return row.count;
-  return kTableStart + kTableWords + 1;  // refused by launch
+      if (!strncmp(info.dli_sname, row.prefix, strlen(row.prefix))) return row.parameters;
+  return {0, kTableWords + 1};  // refused by launch
 }
 int cuLaunchKernel(void* function, unsigned x, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned shared,
                    void*, void** parameters, void**) {
-  uint64_t values[kTableStart + kTableWords];
-  const size_t count = num_parameters(function);
-  const bool has_table = count == kTableStart + kTableWords;
-  const size_t words = has_table ? kTableStart : count;
-  for (size_t i = 0; i < words && i < 10; ++i) memcpy(&values[i], parameters[i], sizeof values[i]);
-  if (has_table) memcpy(&values[kTableStart], parameters[kTableStart], kTableWords * sizeof(uint64_t));
+  uint64_t values[kTableStart + kTableWords] = {};
+  const Parameters own = parameters_of(function);
+  for (size_t i = 0; i < own.count; ++i) memcpy(&values[i], parameters[i], sizeof values[i]);
+  const bool has_table = own.table_words > 0;
+  if (own.table_words <= kTableWords && has_table)
+    memcpy(&values[kTableStart], parameters[own.count], own.table_words * sizeof(uint64_t));
+  const size_t count = has_table ? kTableStart + own.table_words : own.count;
   const char* error = launch(function, x, threads, shared, values, count, 2);
   if (error) fprintf(stderr, "fake_driver: %s\n", error);
   return error ? 719 : 0;
