@@ -40,7 +40,9 @@ fn launcher() -> Option<Launcher> {
         .args(["-Wl,-soname,libcuda.so", "-include"])
         .arg(emulator.join("cuda_on_cpu.h"))
         .args(["-x", "c++"]);
-    command.args(["histogram", "dispatch", "replay"].map(|file| root.join(format!("kernels/{file}.cu"))));
+    command.args(
+        ["histogram", "dispatch", "exchange", "replay"].map(|file| root.join(format!("kernels/{file}.cu"))),
+    );
     command.args(["cuda_on_cpu.cpp", "fake_driver.cpp"].map(|file| emulator.join(file)));
     assert!(command.arg("-o").arg(&library).status().expect("g++").success());
     let path = CString::new(library.as_os_str().as_bytes()).expect("a path");
@@ -89,7 +91,8 @@ fn launchers_agree_with_the_cpu() {
 /// More layers than one launch takes, of both types of ids, some without any.
 fn histograms(launcher: &Launcher, ids: &[i32]) {
     let wide: Vec<i64> = ids.iter().map(|&id| id.into()).collect();
-    let lengths: Vec<usize> = (0..131).map(|layer| layer * 37 % ids.len() * usize::from(layer % 5 > 0)).collect();
+    let lengths: Vec<usize> =
+        (0..131).map(|layer| layer * 37 % ids.len() * usize::from(layer % 5 > 0)).collect();
     let mut expected = vec![0_i64; lengths.len() * EXPERTS];
     for (&len, row) in lengths.iter().zip(expected.chunks_exact_mut(EXPERTS)) {
         cpu::histogram(&ids[..len], row, &Serial).unwrap();

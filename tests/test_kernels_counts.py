@@ -12,7 +12,7 @@ TABLE_LAYERS = 64
 
 
 def layers_table(layers, blocks):
-    """The kernel's last argument as words, and the blocks of all layers together: each layer has as many as `blocks` says."""
+    """The kernel's last argument as words, and the blocks of all layers together; `blocks` are those of each."""
     packed, end = b"", 0
     for ids, own in zip(layers, blocks, strict=True):
         end += own

@@ -6,6 +6,7 @@
 //! | `histogram` | tokens per expert |
 //! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
+//! | `exchange` | regroups rows that came from other ranks by expert, and back |
 //! | `adamw` | the optimizer's step, with the same bits everywhere |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `memory` | prefetching rows, and writing past the cache |
@@ -18,6 +19,7 @@
 //! in a fixed order.
 
 mod adamw;
+mod exchange;
 mod float;
 mod histogram;
 mod memory;
@@ -26,6 +28,7 @@ mod plan;
 mod rows;
 
 pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
+pub use exchange::regroup;
 pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};

@@ -127,7 +127,7 @@ pub(super) fn check_experts(num_experts: usize) -> Result<()> {
 }
 
 /// A grid over items that blocks take in turn, each with a thread per part of an item.
-fn grid(items: usize, parts: usize) -> Grid {
+pub(super) fn grid(items: usize, parts: usize) -> Grid {
     let threads = parts.next_multiple_of(WARP).clamp(WARP, THREADS);
     Grid { blocks: items.min(MAX_BLOCKS), threads, shared_bytes: 0 }
 }

@@ -5,11 +5,13 @@
 
 mod adamw;
 mod device;
+mod exchange;
 mod histogram;
 mod launch;
 
 pub use adamw::{AdamW, GradientAt};
 pub use device::Launcher;
+pub use exchange::{Regroup, SplitTokens};
 pub use histogram::LayerIds;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
 

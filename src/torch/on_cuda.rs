@@ -3,7 +3,9 @@
 use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::AdamWStep;
-use crate::cuda::{AdamW, Backward, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan};
+use crate::cuda::{
+    AdamW, Backward, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan, Regroup, SplitTokens,
+};
 use crate::error::{Error, Result};
 
 /// Makes a device torch's current one until dropped. (The driver API changes the thread's current context, which is
@@ -181,4 +183,42 @@ pub(super) fn adamw(
     let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
     // SAFETY: see above; the op's caller gives p, m and v to be written.
     launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
+}
+
+pub(super) fn regroup(rows: &Tensor, counts: &Tensor, inverse: bool, out: &mut Tensor) -> Result<()> {
+    let [sources, experts] = [size(counts, 0), size(counts, 1)];
+    let scratch = Tensor::empty(&[Regroup::scratch_words(sources, experts) as i64], Dtype::Int64, rows)?;
+    let regroup = Regroup {
+        rows: address(rows),
+        counts: address(counts),
+        scratch: address(&scratch),
+        out: address(out),
+        num_rows: size(rows, 0),
+        row_bytes: size(rows, 1) * rows.dtype().bytes(),
+        num_sources: sources,
+        num_experts: experts,
+        inverse,
+    };
+    // SAFETY: see above.
+    launch(rows, |launcher| unsafe { launcher.regroup(&regroup) })
+}
+
+pub(super) fn split_tokens(
+    counts: &Tensor,
+    replicas: &Tensor,
+    rank: usize,
+    send: &mut Tensor,
+    receive: &mut Tensor,
+) -> Result<()> {
+    let split = SplitTokens {
+        tokens: address(counts),
+        replicas: address(replicas),
+        send: address(send),
+        receive: address(receive),
+        num_experts: size(counts, 0),
+        num_ranks: size(counts, 1),
+        rank,
+    };
+    // SAFETY: see above.
+    launch(counts, |launcher| unsafe { launcher.split_tokens(&split) })
 }

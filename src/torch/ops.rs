@@ -4,6 +4,7 @@
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
 use super::adamw::adamw_;
+use super::exchange::{regroup, regroup_out, split_tokens};
 use super::ffi;
 use super::histogram::{expert_histogram, expert_histograms};
 use super::library::{Op, TorchPool, define, implement};
@@ -16,7 +17,7 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 10] {
+fn table() -> [Op; 13] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
         Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),
@@ -34,6 +35,17 @@ fn table() -> [Op; 10] {
             "unpermute_backward",
             "(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
             unpermute_backward,
+        ),
+        Op::new("regroup", "(Tensor rows, Tensor counts, bool inverse) -> Tensor", regroup),
+        Op::new(
+            "regroup_out",
+            "(Tensor rows, Tensor counts, bool inverse, Tensor(a!) out) -> ()",
+            regroup_out,
+        ),
+        Op::new(
+            "split_tokens",
+            "(Tensor counts, Tensor replicas, SymInt rank) -> (Tensor, Tensor)",
+            split_tokens,
         ),
         Op::new(
             "adamw_",
@@ -309,7 +321,7 @@ fn check_weights(weights: &Tensor, positions: &Tensor, rows: &Tensor) -> Result<
     check_device("weights", weights, rows)
 }
 
-fn check_out(out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
+pub(super) fn check_out(out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
     ensure!(
         out.sizes() == sizes && out.dtype() == like.dtype(),
         "out: expected {} of shape {sizes:?}, got {} of shape {:?}",

@@ -41,7 +41,7 @@ static Parameters parameters_of(void* function) {
   static const struct { const char* prefix; Parameters parameters; } kTable[] = {
       {"expert_histograms", {3, 192}}, {"plan_count", {4, 0}}, {"plan_segments", {7, 0}}, {"plan_place", {9, 0}},
       {"adamw", {5, 48}}, {"invert_positions", {4, 0}}, {"permute", {7, 0}}, {"unpermute_backward", {10, 0}},
-      {"unpermute", {8, 0}}, {"regroup_starts", {5, 0}}, {"regroup", {9, 0}}, {"split_tokens", {7, 0}}};
+      {"unpermute", {8, 0}}, {"regroup_starts", {5, 0}}, {"regroup", {8, 0}}, {"split_tokens", {7, 0}}};
   Dl_info info;
   if (dladdr(function, &info) && info.dli_sname)
     for (const auto& row : kTable)
