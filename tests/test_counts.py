@@ -253,3 +253,49 @@ def test_compiles_whole_with_dynamic_shapes(device):  # noqa: F811
             out.square().sum().backward()
             results.append((out.detach(), rows.grad, *split))
         assert all(torch.equal(eager, traced) for eager, traced in zip(*results, strict=True))
+
+
+# ---- load average -----------------------------------------------------------------------------
+
+
+def test_the_average_is_right_from_the_first_step():
+    average = planning.LoadAverage(2, 3, half_life=7)
+    assert not average.loads.any()
+    average.add([[5, 0, 1], [0, 0, 0]])
+    np.testing.assert_array_equal(average.loads, [[5, 0, 1], [0, 0, 0]])
+    for _ in range(50):
+        average.add(np.array([[5, 0, 1], [2, 2, 2]]))
+    np.testing.assert_allclose(average.loads, [[5, 0, 1], [2, 2, 2]], rtol=1e-14)
+
+
+def test_the_state_goes_on_elsewhere_with_the_same_bits():
+    random = np.random.default_rng(0)
+    first = planning.LoadAverage(3, 5, half_life=2.5)
+    for step in range(30):
+        if step == 11:
+            second = planning.LoadAverage(3, 5, half_life=2.5, state=first.state)
+        tokens = random.integers(0, 100, (3, 5))
+        first.add(tokens)
+        if step >= 11:
+            second.add(np.asfortranarray(tokens))
+    assert first.state.tobytes() == second.state.tobytes()
+    assert first.state.dtype == first.loads.dtype == np.float64
+    assert repr(first) == "LoadAverage(3 layers, 5 experts)"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: planning.LoadAverage(1, 2, half_life=0.5), "half_life: expected a finite number of steps, 1 or more"),
+        (lambda: planning.LoadAverage(1, 2, half_life="7"), "half_life: expected a number of steps, got '7'"),
+        (lambda: planning.LoadAverage(-1, 2, half_life=7), "layers: expected an integer from 0"),
+        (lambda: planning.LoadAverage(1, 2, half_life=7, state=[[1, 1]]), r"state: expected shape \[1, 2 \+ 1\]"),
+        (lambda: planning.LoadAverage(1, 1, half_life=7, state=[[1, 0]]), "no steps lead to the numbers of layer 0"),
+        (lambda: planning.LoadAverage(1, 2, half_life=7).add([[1, 2, 3]]), r"tokens: expected shape \[1, 2\]"),
+        (lambda: planning.LoadAverage(1, 2, half_life=7).add([[1, -2]]), "expert 1 of layer 0 has -2"),
+        (lambda: planning.LoadAverage(1, 2, half_life=7).add([[1, 0.5]]), "tokens: expected int64, got float64"),
+    ],
+)
+def test_errors_of_the_average_name_the_argument(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
