@@ -41,7 +41,8 @@ class LoadAverage:
         if not isinstance(half_life, Real):
             raise ValueError(f"half_life: expected a number of steps, got {half_life!r}")
         given = None if state is None else array("state", state, np.float64, 2)
-        self._native = _native.LoadAverage(count("layers", layers), count("experts", experts), float(half_life), given)
+        sizes = count("layers", layers), count("experts", experts)
+        self._average: _native.LoadAverage = _native.LoadAverage(*sizes, float(half_life), given)
 
     def add(self, tokens: ArrayLike) -> None:
         """Count the tokens [L, E] of a step, all ranks together.
@@ -49,17 +50,17 @@ class LoadAverage:
         Raises:
             ValueError: a wrong shape, or a negative count; the average is then as before.
         """
-        self._native.add(array("tokens", tokens, np.int64, 2))
+        self._average.add(array("tokens", tokens, np.int64, 2))
 
     @property
     def loads(self) -> NDArray[np.float64]:
         """[L, E] average tokens in a step; zeros for a layer that has had none."""
-        return self._native.loads
+        return self._average.loads
 
     @property
     def state(self) -> NDArray[np.float64]:
         """[L, E + 1] what another rank, or a checkpoint, needs: discounted tokens, then discounted steps."""
-        return self._native.state
+        return self._average.state
 
     def __repr__(self) -> str:
         layers, experts = self.loads.shape
