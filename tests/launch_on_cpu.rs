@@ -42,7 +42,9 @@ fn launchers_agree_with_the_cpu() {
     let Some(driver) = Driver::load() else { return };
     let launcher = driver.launcher();
     let (ids, counts) = routing();
-    histogram(&launcher, &ids);
+    histograms(&launcher, &ids);
+    regroup(&launcher);
+    split_tokens(&launcher);
     let (row_ids, positions) = plan(&launcher, &ids, &counts);
     for width in [16, 13] {
         let x: Vec<bf16> =
@@ -54,16 +56,95 @@ fn launchers_agree_with_the_cpu() {
     }
 }
 
-fn histogram(launcher: &Launcher, ids: &[i32]) {
-    let (mut expected, mut counts) = ([0_i64; EXPERTS], [9_i64; EXPERTS]);
-    cpu::histogram(ids, &mut expected, &Serial).unwrap();
+/// More layers than one launch takes, of both types of ids, some without any.
+fn histograms(launcher: &Launcher, ids: &[i32]) {
+    let wide: Vec<i64> = ids.iter().map(|&id| id.into()).collect();
+    let lengths: Vec<usize> =
+        (0..131).map(|layer| layer * 37 % ids.len() * usize::from(layer % 5 > 0)).collect();
+    let mut expected = vec![0_i64; lengths.len() * EXPERTS];
+    for (&len, row) in lengths.iter().zip(expected.chunks_exact_mut(EXPERTS)) {
+        cpu::histogram(&ids[..len], row, &Serial).unwrap();
+    }
+    let layer = |(layer, &num_slots): (usize, &usize)| cuda::LayerIds {
+        ids: if layer % 2 == 0 { at(ids) } else { at(&wide) },
+        wide_ids: layer % 2 != 0,
+        num_slots,
+    };
+    let layers: Vec<_> = lengths.iter().enumerate().map(layer).collect();
+    let mut counts = vec![9_i64; expected.len()];
     // SAFETY: arrays of the stated lengths, which live until the stream is finished.
-    unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, EXPERTS) }.unwrap();
+    unsafe { launcher.histograms(&layers, at_mut(&mut counts), EXPERTS) }.unwrap();
     finish();
     assert_eq!(counts, expected);
     // SAFETY: as above; refused before it reads.
-    let refused = unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, 1 << 20) };
+    let refused = unsafe { launcher.histograms(&layers, at_mut(&mut counts), 1 << 20) };
     assert!(refused.unwrap_err().to_string().contains("at most 12288 on CUDA"));
+}
+
+/// Every alignment of the rows, both ways.
+fn regroup(launcher: &Launcher) {
+    let counts = [3_i64, 0, 41, 7, 0, 0, 9, 1, 30];
+    let (num_rows, experts) = (counts.iter().sum::<i64>() as usize, 3);
+    let bytes: Vec<u8> = (0..num_rows * 96 + 16).map(|byte| (byte * byte % 251) as u8).collect();
+    for (row_bytes, offset) in [(96, 0), (96, 8), (96, 4), (96, 2), (40, 0), (12, 0), (2, 0), (0, 0)] {
+        let rows = &bytes[offset..offset + num_rows * row_bytes];
+        for inverse in [false, true] {
+            let mut expected = vec![0; rows.len()];
+            cpu::regroup(rows, &counts, experts, num_rows, inverse, &mut expected, &Serial).unwrap();
+            let mut out = vec![9_u128; rows.len().div_ceil(16) + 1];
+            let mut scratch = vec![0x5a_u64; cuda::Regroup::scratch_words(3, experts) + 1];
+            let regroup = cuda::Regroup {
+                rows: at(rows),
+                counts: at(&counts),
+                scratch: at_mut(&mut scratch),
+                out: at_mut(&mut out),
+                num_rows,
+                row_bytes,
+                num_sources: 3,
+                num_experts: experts,
+                inverse,
+            };
+            // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+            unsafe { launcher.regroup(&regroup) }.unwrap();
+            finish();
+            let written: Vec<u8> = out.iter().flat_map(|word| word.to_le_bytes()).take(rows.len()).collect();
+            assert_eq!(written, expected, "rows of {row_bytes} bytes at {offset}");
+            assert_eq!((scratch.last(), out.last()), (Some(&0x5a), Some(&9)), "a write past the end");
+            // SAFETY: refused before it reads.
+            let odd = unsafe { launcher.regroup(&cuda::Regroup { row_bytes: 3, ..regroup }) };
+            assert!(odd.unwrap_err().to_string().contains("rows of even size, got 3 bytes"));
+        }
+    }
+}
+
+fn split_tokens(launcher: &Launcher) {
+    for ranks in [1, 3, 40] {
+        let tokens: Vec<i64> = (0..EXPERTS * ranks).map(|cell| (cell * cell * 37 % 101) as i64).collect();
+        let replicas: Vec<i64> =
+            (0..EXPERTS * ranks).map(|cell| (cell < EXPERTS || cell % 3 == 0).into()).collect();
+        let policy = evermoe::dispatch::Policy::Even;
+        for rank in [0, ranks / 2, ranks - 1] {
+            let expected =
+                evermoe::dispatch::split_tokens(&tokens, &replicas, EXPERTS, ranks, rank, policy).unwrap();
+            let (mut send, mut receive) = (vec![9_i64; EXPERTS * ranks], vec![9_i64; EXPERTS * ranks]);
+            let split = cuda::SplitTokens {
+                tokens: at(&tokens),
+                replicas: at(&replicas),
+                send: at_mut(&mut send),
+                receive: at_mut(&mut receive),
+                num_experts: EXPERTS,
+                num_ranks: ranks,
+                rank,
+            };
+            // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+            unsafe { launcher.split_tokens(&split) }.unwrap();
+            finish();
+            assert_eq!((send, receive), (expected.send, expected.receive), "rank {rank} of {ranks}");
+            // SAFETY: refused before it reads.
+            let refused = unsafe { launcher.split_tokens(&cuda::SplitTokens { num_ranks: 756, ..split }) };
+            assert!(refused.unwrap_err().to_string().contains("at most 755 ranks on CUDA, got 756"));
+        }
+    }
 }
 
 fn plan(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<i64>, Vec<i64>) {

@@ -18,7 +18,8 @@ IDS = torch.arange(SLOTS) * 7 % EXPERTS
 # ---- correct launches: those that a fault is to spoil ---------------------------------------------------
 def histogram(kernels):
     counts = Buffer([EXPERTS], torch.int64, 0)
-    kernels("expert_histogram_i64", 2, 64, 4 * EXPERTS, IDS, counts, SLOTS, EXPERTS)
+    table = struct.pack("<QQII", IDS.data_ptr(), SLOTS, 2, 1).ljust(64 * 24, b"\0")
+    kernels("expert_histograms", 2, 64, 4 * EXPERTS, counts, 1, EXPERTS, table, also=[IDS])
     counts.equals(torch.bincount(IDS, minlength=EXPERTS))
 
 

@@ -59,10 +59,14 @@ __all__ = [
     "cpu_cache_bytes",
     "dispatch_plan",
     "expert_histogram",
+    "expert_histograms",
     "has_cuda_kernels",
     "permute",
     "permute_out",
+    "regroup",
+    "regroup_out",
     "set_cpu_cache_limit",
+    "split_tokens",
     "unpermute",
     "unpermute_out",
 ]
@@ -274,6 +278,83 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
     _ops.adamw_.default(p, m, v, gradients, steps)
 
 
+def expert_histograms(ids: Sequence[Tensor], num_experts: int) -> Tensor:
+    """Count the tokens of each expert of several layers; on CUDA in one launch for each 64 layers.
+
+    Args:
+        ids: for each layer int32 or int64 of any shape, as for `expert_histogram`; all on one device.
+        num_experts: 1 to 2**20; on CUDA at most 12288.
+
+    Returns:
+        int64 `[L, E]` on the device of the ids.
+
+    Example: ids `[[0, 2], [2, -1]]` and `[1]`, 3 experts: `[[1, 0, 2], [0, 1, 0]]`.
+
+    An id out of range raises on the CPU, naming it and the layer, and counts as -1 on CUDA.
+    """
+    if not ids:
+        raise RuntimeError("ids: expected the ids of one layer or more, got none")
+    return _ops.expert_histograms.default(ids, num_experts)
+
+
+def split_tokens(counts: Tensor, replicas: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Split the tokens of every expert over its replicas, without waiting for a GPU.
+
+    The same integers as `evermoe.planning.split_tokens` with `policy="even"` (Lazarus, Algorithm 1): what a rank has
+    room for stays there, the rest goes to the others in proportion to the room they have left.
+
+    Args:
+        counts: int64 `[E, R]`: tokens of each expert on each rank.
+        replicas: int64 `[R, E]`: replicas of each expert on each rank.
+        rank: whose part to return, 0 to R - 1. On CUDA R is at most 755.
+
+    Returns:
+        `send`, int64 `[E, R]`: tokens of each expert that go to each rank.
+        `receive`, int64 `[R, E]`: tokens of each expert that come from each rank.
+
+    Example: one expert with a replica on each of three ranks, counts `[[5, 0, 1]]`: there is room for 2 on each, so
+    rank 0 keeps 2 and sends 2 and 1: send = `[[2, 2, 1]]`, receive = `[[2], [0], [0]]`.
+
+    Negative numbers, an expert that has tokens and no replica, and more than 2**61 tokens times replicas of one raise
+    on the CPU, naming the expert. On CUDA nobody sends or receives tokens of such an expert.
+    """
+    return _ops.split_tokens.default(counts, replicas, rank)
+
+
+def regroup(rows: Tensor, counts: Tensor, inverse: bool = False) -> Tensor:
+    """Bring rows from the order of (source rank, expert) into that of (expert, source rank), or back.
+
+    After an exchange the rows of each source are ordered by expert; experts want all of theirs together. Differentiable
+    in `rows`: the gradient goes the other way.
+
+    Args:
+        rows: `[N, H]` of any dtype; a row has an even number of bytes.
+        counts: int64 `[R, e]`: rows of each source for each local expert; they add up to N.
+        inverse: from (expert, source) to (source, expert).
+
+    Returns:
+        `[N, H]`, dtype of `rows`.
+
+    Example: counts `[[1, 2], [3, 0]]`, rows `a | b c || d e f |`: `a d e f | b c`; the inverse gives them back.
+
+    Counts that do not add up, and negative ones, raise on the CPU. On CUDA rows past the counts are zeros, and a
+    negative count is zero.
+    """
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return _Regroup.apply(rows, counts, inverse)
+    return _ops.regroup.default(rows, counts, inverse)
+
+
+def regroup_out(rows: Tensor, counts: Tensor, inverse: bool, out: Tensor) -> Tensor:
+    """Like `regroup`, into `out` (contiguous `[N, H]`, dtype of `rows`, memory of its own), and returns it.
+
+    Not differentiable: raises when a gradient would be needed.
+    """
+    _refuse_grad("regroup_out", "use regroup, or torch.no_grad()", rows, out)
+    _ops.regroup_out.default(rows, counts, inverse, out)
+    return out
+
+
 def _top_k(x: Tensor, positions: Tensor) -> int:
     if positions.dim() != 2 or positions.shape[0] != x.shape[0]:
         raise RuntimeError(
@@ -340,12 +421,32 @@ class _Combine(torch.autograd.Function):
         return grad_rows, None, grad_weights
 
 
+class _Regroup(torch.autograd.Function):
+    """The gradient of a copy to other places is the copy back."""
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, counts: Tensor, inverse: bool) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.inverse = inverse
+        return _ops.regroup.default(rows, counts, inverse)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        return regroup(grad, counts, not ctx.inverse), None, None
+
+
 # ---- fakes: shapes and dtypes for torch.compile and torch.export ------------------------------
 
 
 @torch.library.register_fake("evermoe::expert_histogram")
 def _(ids: Tensor, num_experts: int) -> Tensor:
     return ids.new_empty((num_experts,), dtype=torch.int64)
+
+
+@torch.library.register_fake("evermoe::expert_histograms")
+def _(ids: Sequence[Tensor], num_experts: int) -> Tensor:
+    return ids[0].new_empty((len(ids), num_experts), dtype=torch.int64)
 
 
 @torch.library.register_fake("evermoe::dispatch_plan")
@@ -381,6 +482,21 @@ def _(x: Tensor, row_ids: Tensor, top_k: int, out: Tensor) -> None:
 
 @torch.library.register_fake("evermoe::unpermute_out")
 def _(rows: Tensor, positions: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    pass
+
+
+@torch.library.register_fake("evermoe::split_tokens")
+def _(counts: Tensor, replicas: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    return counts.new_empty(counts.shape), replicas.new_empty(replicas.shape)
+
+
+@torch.library.register_fake("evermoe::regroup")
+def _(rows: Tensor, counts: Tensor, inverse: bool) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+@torch.library.register_fake("evermoe::regroup_out")
+def _(rows: Tensor, counts: Tensor, inverse: bool, out: Tensor) -> None:
     pass
 
 

@@ -20,11 +20,11 @@ pub(super) fn prefetch<F: Float>(row: &[F]) {
     let _ = (row, LINE_BYTES);
 }
 
-/// Copies a row, past the cache if `stream` and the row consists of whole aligned vectors.
+/// Copies a row or several, past the cache if `stream` and they consist of whole aligned vectors.
 ///
 /// After streaming, [`finish_stream`] comes before another thread may read.
 #[inline(always)]
-pub(super) fn copy<F: Float>(from: &[F], to: &mut [F], stream: bool) {
+pub(super) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
     assert_eq!(from.len(), to.len());
     #[cfg(target_arch = "x86_64")]
     if stream && size_of_val(to).is_multiple_of(LINE_BYTES) && to.as_ptr().addr().is_multiple_of(16) {

@@ -6,6 +6,7 @@
 //! | `histogram` | tokens per expert |
 //! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
+//! | `exchange` | regroups rows that came from other ranks by expert, and back |
 //! | `adamw` | the optimizer's step, with the same bits everywhere |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `buffers` | large results' memory, kept mapped from step to step |
@@ -20,6 +21,7 @@
 
 mod adamw;
 mod buffers;
+mod exchange;
 mod float;
 mod histogram;
 mod memory;
@@ -29,6 +31,7 @@ mod rows;
 
 pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
 pub use buffers::{Buffer, Buffers, LEAST_BYTES};
+pub use exchange::regroup;
 pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 const FATBINS: &[&[u8]] = &[
     include_bytes!(concat!(env!("OUT_DIR"), "/histogram.fatbin")),
     include_bytes!(concat!(env!("OUT_DIR"), "/dispatch.fatbin")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/exchange.fatbin")),
     include_bytes!(concat!(env!("OUT_DIR"), "/replay.fatbin")),
 ];
 #[cfg(not(cuda_kernels))]

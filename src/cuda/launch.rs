@@ -118,7 +118,7 @@ impl Plan {
     }
 }
 
-fn check_experts(num_experts: usize) -> Result<()> {
+pub(super) fn check_experts(num_experts: usize) -> Result<()> {
     ensure!(
         num_experts <= MAX_EXPERTS,
         "num_experts: expected at most {MAX_EXPERTS} on CUDA, got {num_experts}"
@@ -127,7 +127,7 @@ fn check_experts(num_experts: usize) -> Result<()> {
 }
 
 /// A grid over items that blocks take in turn, each with a thread per part of an item.
-fn grid(items: usize, parts: usize) -> Grid {
+pub(super) fn grid(items: usize, parts: usize) -> Grid {
     let threads = parts.next_multiple_of(WARP).clamp(WARP, THREADS);
     Grid { blocks: items.min(MAX_BLOCKS), threads, shared_bytes: 0 }
 }
@@ -139,39 +139,6 @@ fn aligned(addresses: &[u64]) -> bool {
 // "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
 // anything else, which lives until the stream has passed the launches.
 impl Launcher {
-    /// `counts[e]` = how many ids are `e`; ids out of range are not counted.
-    ///
-    /// # Safety
-    /// The addresses hold the stated numbers of elements: `ids` int32 or int64, `counts` int64.
-    ///
-    /// # Errors
-    /// More experts than shared memory holds, or the driver's.
-    pub unsafe fn histogram(
-        &self,
-        ids: u64,
-        wide_ids: bool,
-        counts: u64,
-        num_slots: usize,
-        num_experts: usize,
-    ) -> Result<()> {
-        check_experts(num_experts)?;
-        // SAFETY: by the caller's promise.
-        unsafe { self.fill(counts, 0, num_experts * size_of::<i64>())? };
-        if num_slots == 0 {
-            return Ok(());
-        }
-        // Enough ids for each block to pay for clearing and adding its counts.
-        let per_block = THREADS * 4 + num_experts * 4;
-        let grid = Grid {
-            blocks: num_slots.div_ceil(per_block).min(1024),
-            threads: THREADS,
-            shared_bytes: num_experts * size_of::<u32>(),
-        };
-        let name = if wide_ids { "expert_histogram_i64" } else { "expert_histogram_i32" };
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
-        unsafe { self.launch(name, grid, &[ids, counts, num_slots as u64, num_experts as u64]) }
-    }
-
     /// The plan of a dispatch: see `kernels/dispatch.cu`.
     ///
     /// # Safety

@@ -5,10 +5,14 @@
 
 mod adamw;
 mod device;
+mod exchange;
+mod histogram;
 mod launch;
 
 pub use adamw::{AdamW, GradientAt};
 pub use device::Launcher;
+pub use exchange::{Regroup, SplitTokens};
+pub use histogram::LayerIds;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
 
 /// Whether this build holds compiled kernels (`build.rs` found an nvcc).

@@ -34,6 +34,12 @@ impl Argument for i64 {
     }
 }
 
+impl Argument for bool {
+    unsafe fn take(value: StableValue) -> Self {
+        value as u8 != 0
+    }
+}
+
 /// `T?` in a schema: null, or a box on C++'s heap that holds the value.
 impl<T: Argument> Argument for Option<T> {
     unsafe fn take(value: StableValue) -> Self {

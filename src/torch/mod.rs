@@ -10,11 +10,15 @@
 //! | `kernel` | arguments and results of kernels; errors and panics become Python's `RuntimeError` |
 //! | `library` | registration with torch's dispatcher, and torch's thread pool |
 //! | `ops` | the ops: schemas, checks, and the call to `cpu` or `cuda` |
+//! | `histogram` | the ops that count tokens per expert |
+//! | `exchange` | the ops for what crosses ranks: the split of tokens, and the regrouping of rows |
 //! | `adamw` | the optimizer's op |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
 mod adamw;
+mod exchange;
 mod ffi;
+mod histogram;
 mod kernel;
 mod library;
 #[cfg(feature = "cuda")]

@@ -3,7 +3,9 @@
 use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::AdamWStep;
-use crate::cuda::{AdamW, Backward, Combine, FloatType, GradientAt, Launcher, Permute, Plan};
+use crate::cuda::{
+    AdamW, Backward, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan, Regroup, SplitTokens,
+};
 use crate::error::{Error, Result};
 
 /// Makes a device torch's current one until dropped. (The driver API changes the thread's current context, which is
@@ -65,13 +67,11 @@ fn size(tensor: &Tensor, dim: usize) -> usize {
 // In each function: the op has checked shapes, dtypes, devices and overlap and made the tensors contiguous. Torch's
 // allocator reuses their memory in stream order, so they and the scratch may be dropped when the launches are queued.
 
-pub(super) fn histogram(ids: &Tensor, counts: &mut Tensor) -> Result<()> {
-    launch(ids, |launcher| {
-        // SAFETY: see above.
-        unsafe {
-            launcher.histogram(address(ids), is_wide(ids), address(counts), ids.numel(), counts.numel())
-        }
-    })
+pub(super) fn histograms(layers: &[Tensor], num_experts: usize, counts: &mut Tensor) -> Result<()> {
+    let ids = |ids: &Tensor| LayerIds { ids: address(ids), wide_ids: is_wide(ids), num_slots: ids.numel() };
+    let ids: Vec<_> = layers.iter().map(ids).collect();
+    // SAFETY: see above.
+    launch(counts, |launcher| unsafe { launcher.histograms(&ids, address(counts), num_experts) })
 }
 
 pub(super) fn dispatch_plan(
@@ -183,4 +183,42 @@ pub(super) fn adamw(
     let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
     // SAFETY: see above; the op's caller gives p, m and v to be written.
     launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
+}
+
+pub(super) fn regroup(rows: &Tensor, counts: &Tensor, inverse: bool, out: &mut Tensor) -> Result<()> {
+    let [sources, experts] = [size(counts, 0), size(counts, 1)];
+    let scratch = Tensor::empty(&[Regroup::scratch_words(sources, experts) as i64], Dtype::Int64, rows)?;
+    let regroup = Regroup {
+        rows: address(rows),
+        counts: address(counts),
+        scratch: address(&scratch),
+        out: address(out),
+        num_rows: size(rows, 0),
+        row_bytes: size(rows, 1) * rows.dtype().bytes(),
+        num_sources: sources,
+        num_experts: experts,
+        inverse,
+    };
+    // SAFETY: see above.
+    launch(rows, |launcher| unsafe { launcher.regroup(&regroup) })
+}
+
+pub(super) fn split_tokens(
+    counts: &Tensor,
+    replicas: &Tensor,
+    rank: usize,
+    send: &mut Tensor,
+    receive: &mut Tensor,
+) -> Result<()> {
+    let split = SplitTokens {
+        tokens: address(counts),
+        replicas: address(replicas),
+        send: address(send),
+        receive: address(receive),
+        num_experts: size(counts, 0),
+        num_ranks: size(counts, 1),
+        rank,
+    };
+    // SAFETY: see above.
+    launch(counts, |launcher| unsafe { launcher.split_tokens(&split) })
 }

@@ -4,7 +4,9 @@
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
 use super::adamw::adamw_;
+use super::exchange::{regroup, regroup_out, split_tokens};
 use super::ffi;
+use super::histogram::{expert_histogram, expert_histograms};
 use super::library::{Op, TorchPool, define, implement};
 use super::tensor::{BUFFERS, Device, Dtype, Element, Tensor};
 use crate::cpu::{self, Backward, Combine, Float};
@@ -15,9 +17,10 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 9] {
+fn table() -> [Op; 13] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
+        Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),
         Op::new("dispatch_plan", "(Tensor ids, Tensor send_counts) -> (Tensor, Tensor)", dispatch_plan),
         Op::new("invert_positions", "(Tensor positions, SymInt num_rows) -> Tensor", invert_positions),
         Op::new("permute", "(Tensor x, Tensor row_ids, SymInt top_k) -> Tensor", permute),
@@ -32,6 +35,17 @@ fn table() -> [Op; 9] {
             "unpermute_backward",
             "(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
             unpermute_backward,
+        ),
+        Op::new("regroup", "(Tensor rows, Tensor counts, bool inverse) -> Tensor", regroup),
+        Op::new(
+            "regroup_out",
+            "(Tensor rows, Tensor counts, bool inverse, Tensor(a!) out) -> ()",
+            regroup_out,
+        ),
+        Op::new(
+            "split_tokens",
+            "(Tensor counts, Tensor replicas, SymInt rank) -> (Tensor, Tensor)",
+            split_tokens,
         ),
         Op::new(
             "adamw_",
@@ -88,30 +102,12 @@ pub(super) use on_cuda;
 macro_rules! with_dtype {
     ($dtype:expr, $T:ident in [$($variant:ident = $type:ty),*] => $body:expr) => {
         match $dtype {
-            $(Dtype::$variant => { type $T = $type; $body })*
-            other => Err(Error::Invalid(format!("no kernel for {other}"))),
+            $($crate::torch::tensor::Dtype::$variant => { type $T = $type; $body })*
+            other => Err($crate::error::Error::Invalid(format!("no kernel for {other}"))),
         }
     };
 }
-
-fn expert_histogram(ids: Tensor, num_experts: i64) -> Result<Tensor> {
-    /// The table of counts must stay small.
-    const MAX_EXPERTS: i64 = 1 << 20;
-    check_ids(&ids)?;
-    ensure!(
-        (1..=MAX_EXPERTS).contains(&num_experts),
-        "num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}"
-    );
-    let ids = ids.contiguous()?;
-    let mut counts = Tensor::empty(&[num_experts], Dtype::Int64, &ids)?;
-    if ids.device() == Device::Cpu {
-        let out = counts.slice_mut()?;
-        with_dtype!(ids.dtype(), I in [Int32 = i32, Int64 = i64] => cpu::histogram::<I>(ids.slice()?, out, &TorchPool))?;
-    } else {
-        on_cuda!(histogram(&ids, &mut counts))?;
-    }
-    Ok(counts)
-}
+pub(super) use with_dtype;
 
 fn dispatch_plan(ids: Tensor, send_counts: Tensor) -> Result<(Tensor, Tensor)> {
     check_ids(&ids)?;
@@ -290,18 +286,18 @@ fn as_float32(weights: &Tensor) -> Result<Cow<'_, [f32]>> {
 
 // ---- checks -----------------------------------------------------------------------------------
 
-fn shape<const DIM: usize>(name: &str, expected: &str, tensor: &Tensor) -> Result<[i64; DIM]> {
+pub(super) fn shape<const DIM: usize>(name: &str, expected: &str, tensor: &Tensor) -> Result<[i64; DIM]> {
     let sizes = tensor.sizes();
     sizes.try_into().map_err(|_| Error::Invalid(format!("{name}: expected shape {expected}, got {sizes:?}")))
 }
 
-fn check_ids(ids: &Tensor) -> Result<()> {
+pub(super) fn check_ids(ids: &Tensor) -> Result<()> {
     let dtype = ids.dtype();
     ensure!(matches!(dtype, Dtype::Int32 | Dtype::Int64), "ids: expected int32 or int64, got {dtype}");
     Ok(())
 }
 
-fn check_int64(name: &str, tensor: &Tensor) -> Result<()> {
+pub(super) fn check_int64(name: &str, tensor: &Tensor) -> Result<()> {
     ensure!(tensor.dtype() == Dtype::Int64, "{name}: expected int64, got {}", tensor.dtype());
     Ok(())
 }
@@ -335,7 +331,7 @@ fn check_weights(weights: &Tensor, positions: &Tensor, rows: &Tensor) -> Result<
     check_device("weights", weights, rows)
 }
 
-fn check_out(out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
+pub(super) fn check_out(out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
     ensure!(
         out.sizes() == sizes && out.dtype() == like.dtype(),
         "out: expected {} of shape {sizes:?}, got {} of shape {:?}",

@@ -48,13 +48,14 @@ impl Dtype {
         }
     }
 
-    /// Bytes of one element of a known type.
+    /// Bytes of one element.
     pub(super) fn bytes(self) -> usize {
         match self {
             Self::Bfloat16 | Self::Float16 => 2,
             Self::Int32 | Self::Float32 => 4,
             Self::Int64 => 8,
-            Self::Other(_) => 0,
+            // SAFETY: a number that torch gave for a type.
+            Self::Other(code) => unsafe { (symbols().aoti_torch_dtype_element_size)(code) },
         }
     }
 }
@@ -303,15 +304,33 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts_mut(start, self.numel()) })
     }
 
-    fn host_address<T: Element>(&self) -> Result<*mut T> {
-        ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
-        ensure!(self.dtype() == T::DTYPE, "expected {}, got {}", T::DTYPE, self.dtype());
-        ensure!(self.is_contiguous(), "expected a contiguous tensor");
-        // Torch gives null where there are no elements; slices want an address all the same.
-        Ok(NonNull::new(self.address().cast()).unwrap_or(NonNull::dangling()).as_ptr())
+    /// The bytes of a contiguous CPU tensor of any type, as [`Tensor::slice`].
+    pub(super) fn as_bytes(&self) -> Result<&[u8]> {
+        let start = self.host_start()?;
+        // SAFETY: contiguous, on the host, not null, alive as long as the tensor; any byte is a u8.
+        Ok(unsafe { std::slice::from_raw_parts(start.cast(), self.numel() * self.dtype().bytes()) })
     }
 
-    /// Addresses that a contiguous tensor of a known type covers.
+    /// The bytes, to be written, as [`Tensor::slice_mut`].
+    pub(super) fn as_bytes_mut(&mut self) -> Result<&mut [u8]> {
+        let start = self.host_start()?;
+        // SAFETY: as above; this value is the op's only way to the elements, and the ops write what they read.
+        Ok(unsafe { std::slice::from_raw_parts_mut(start.cast(), self.numel() * self.dtype().bytes()) })
+    }
+
+    fn host_address<T: Element>(&self) -> Result<*mut T> {
+        ensure!(self.dtype() == T::DTYPE, "expected {}, got {}", T::DTYPE, self.dtype());
+        Ok(self.host_start()?.cast())
+    }
+
+    fn host_start(&self) -> Result<*mut c_void> {
+        ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
+        ensure!(self.is_contiguous(), "expected a contiguous tensor");
+        // Torch gives null where there are no elements; slices want an address all the same.
+        Ok(NonNull::new(self.address()).unwrap_or(NonNull::<u128>::dangling().cast()).as_ptr())
+    }
+
+    /// Addresses that a contiguous tensor covers.
     pub(super) fn address_range(&self) -> Range<usize> {
         let start = self.address() as usize;
         start..start + self.numel() * self.dtype().bytes()

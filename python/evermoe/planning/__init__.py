@@ -13,6 +13,7 @@ from evermoe.planning.copies import (
 )
 from evermoe.planning.dispatch import SPLITS, SplitPolicy, imbalance, split_tokens
 from evermoe.planning.ledger import Starvation, TokenLedger
+from evermoe.planning.load import LoadAverage
 from evermoe.planning.migrate import Migration, migrate
 from evermoe.planning.placement import POLICIES, FewerReplicas, Placement, PlacementPolicy, Reason, allocate, place
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
@@ -25,6 +26,7 @@ __all__ = [
     "SPLITS",
     "CopySize",
     "FewerReplicas",
+    "LoadAverage",
     "Migration",
     "ModelSize",
     "Placement",
