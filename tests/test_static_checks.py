@@ -4,6 +4,7 @@ The machine code (SASS) shows registers and the width of accesses. How floats ar
 a correctly rounded division is one `div.rn.f32`, while its SASS holds reciprocals and flushes to zero of its own.
 """
 
+import ctypes
 import glob
 import os
 import re
@@ -185,9 +186,10 @@ def test_required_instructions(compiled, arch):
 
 
 def launch_bounds(library):
-    """Kernel -> threads of its largest block, as build.mk found them in the sources."""
+    """Kernel -> threads of its largest block; build.mk found the kernels in the sources."""
     text = "".join(path.read_text() for path in library.parent.glob("*.kernels.cpp"))
-    return {name: int(threads) for name, threads in re.findall(r"EVERMOE_KERNEL\((\w+), (\d+)\)", text)}
+    emulator = ctypes.CDLL(str(library))
+    return {name: emulator.emulated_max_threads(name.encode()) for name in re.findall(r"EVERMOE_KERNEL\((\w+),", text)}
 
 
 def test_the_largest_block_fits(compiled, fast_library):

@@ -34,7 +34,7 @@ $(OUT)/%.kernels.o: $(OUT)/%.kernels.cpp
 
 $(OUT)/%.o: $(HERE)%.cpp $(HERE)build.mk
 	@mkdir -p $(OUT)
-	$(CXX) $(FLAGS) -MMD -MP -c -o $@ $<
+	$(CXX) $(FLAGS) -O2 -MMD -MP -c -o $@ $<
 
 .PRECIOUS: $(OUT)/%.kernels.cpp
 -include $(wildcard $(OUT)/*.d)

@@ -124,9 +124,25 @@ uint32_t number_of(const Access& access, Recent& slot) {
   accesses.push_back(access);
   return slot.number;
 }
+// Ends the launch if the access may not follow those of the cell.
+void check_byte(const Region& region, size_t byte, const Access& access, const Cell& cell) {
+  const bool unwritten = region.shared ? cell.write < block_start : !region.initialised && cell.write == 0;
+  if (unwritten && (!access.write || access.atomic))
+    fail("%s: uninitialised: %s byte %zu of %s, which nobody has written", source(access.pc).c_str(), verb(access), byte, region.what.c_str());
+  for (const uint32_t number : {cell.write, cell.others[0], cell.others[1]}) {
+    if (is_ordered(number, region)) continue;
+    const Access& other = accesses[number - launch_start];
+    if ((access.write || other.write) && !(access.atomic && other.atomic)) fail_race(region, byte, access, other);
+  }
+}
 void keep(Cell& cell, uint32_t number, const Region& region) {
   if (cell.others[0] == number) return;
   cell.others[is_ordered(cell.others[0], region) ? 0 : 1] = number;
+}
+void note(Cell& cell, uint32_t number, const Access& access, const Region& region) {
+  if (!access.write) return keep(cell, number, region);
+  if (access.atomic && !is_ordered(cell.write, region)) keep(cell, cell.write, region);
+  cell.write = number;
 }
 void check(uintptr_t place, size_t size, bool write, bool atomic, uintptr_t return_address) {
   if (!stack_end || (place >= stack_begin && place < stack_end)) return;  // no kernel runs, or its own locals
@@ -137,27 +153,15 @@ void check(uintptr_t place, size_t size, bool write, bool atomic, uintptr_t retu
   slot.region = &region;
   const uint32_t number = number_of(access, slot);
   const size_t first = place - region.begin;
-  uint32_t harmless[3] = {~0u, ~0u, ~0u};  // bytes of one access mostly have the same history
+  Cell before{}, after{};
   for (size_t byte = first; byte < first + size; ++byte) {
     Cell& cell = region.cells[byte];
-    const bool unwritten = region.shared ? cell.write < block_start : !region.initialised && cell.write == 0;
-    if (unwritten && (!write || atomic))
-      fail("%s: uninitialised: %s byte %zu of %s, which nobody has written", source(access.pc).c_str(), verb(access), byte, region.what.c_str());
-    const uint32_t numbers[3] = {cell.write, cell.others[0], cell.others[1]};
-    for (int i = 0; i < 3; ++i) {
-      if (numbers[i] == harmless[i] || numbers[i] == number) continue;
-      if (!is_ordered(numbers[i], region)) {
-        const Access& other = accesses[numbers[i] - launch_start];
-        if ((write || other.write) && !(atomic && other.atomic)) fail_race(region, byte, access, other);
-      }
-      harmless[i] = numbers[i];
+    if (byte == first || memcmp(&cell, &before, sizeof cell)) {  // mostly the bytes of one access have the same history
+      before = after = cell;
+      check_byte(region, byte, access, before);
+      note(after, number, access, region);
     }
-    if (!write) {
-      keep(cell, number, region);
-    } else {
-      if (atomic && !is_ordered(cell.write, region)) keep(cell, cell.write, region);
-      cell.write = number;
-    }
+    cell = after;
   }
 }
 // Numbers are used up: what was written stays so.

@@ -274,7 +274,8 @@ void emulated_atomic_read(const void* place, void* old, size_t size) {
 }
 void emulated_atomic_write(void* place, const void* now, size_t size) { memcpy(place, now, size); }
 
-// For tests/kernels.py: null, or what went wrong; the sizes of a kernel's parameters, then 0, or null.
+// For tests/kernels.py: null, or what went wrong; the sizes of a kernel's parameters, then 0, or null; its
+// launch bounds.
 extern "C" const char* emulated_launch(const char* name, unsigned first_block, unsigned blocks, unsigned block_threads,
                                        size_t shared_bytes, void** values, int order) {
   const Kernel* const found = find_kernel(name);
@@ -283,4 +284,8 @@ extern "C" const char* emulated_launch(const char* name, unsigned first_block, u
 extern "C" const size_t* emulated_parameters(const char* name) {
   const Kernel* const found = find_kernel(name);
   return found ? found->sizes : nullptr;
+}
+extern "C" unsigned emulated_max_threads(const char* name) {
+  const Kernel* const found = find_kernel(name);
+  return found ? found->max_threads : 0;
 }

@@ -26,6 +26,7 @@ extern "C" __global__ void early(uint32_t* out) {
   if (threadIdx.x % 2) return;
   out[threadIdx.x] = __match_any_sync(~0u, threadIdx.x % 4);
 }
+constexpr unsigned kThreads = 64;
 // Static shared memory of a template: the block's values reversed.
 template <typename T> __device__ void reversed(const T* in, T* out, bool with_barrier) {
   __shared__ T values[64];
@@ -36,7 +37,7 @@ template <typename T> __device__ void reversed(const T* in, T* out, bool with_ba
 extern "C" __global__ void __launch_bounds__(64) reversed_i16(const int16_t* in, int16_t* out, bool with_barrier) {
   reversed(in, out, with_barrier);
 }
-extern "C" __global__ void __launch_bounds__(64, 2) reversed_i64(const int64_t* in, int64_t* out, bool with_barrier) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) reversed_i64(const int64_t* in, int64_t* out, bool with_barrier) {
   reversed(in, out, with_barrier);
 }
 // Counts past what it has.
