@@ -124,8 +124,8 @@ FAULTS = [
     Fault(
         "no __syncthreads after clearing",
         "histogram.cu",
-        "block_counts_E[e] = 0;\n  __syncthreads();",
-        "block_counts_E[e] = 0;\n",
+        "layer.end_block - first_block;\n  __syncthreads();",
+        "layer.end_block - first_block;\n",
         histogram,
         r"histogram.cu:\d+: (race: changes atomically|uninitialised)",
     ),

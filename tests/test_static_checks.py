@@ -37,8 +37,7 @@ class Expected:
 
 DIV_SQRT_FMA = ("div.rn", "sqrt.rn", "fma.rn")
 KERNELS = {
-    "expert_histogram_i32": Expected(16, ("ATOMS.POPC.INC",)),
-    "expert_histogram_i64": Expected(16, ("ATOMS.POPC.INC", "LDG.E.64")),
+    "expert_histograms": Expected(24, ("ATOMS.POPC.INC", "LDG.E.64")),
     "plan_count_i32": Expected(24, ("ATOMS.POPC.INC",)),
     "plan_count_i64": Expected(24, ("ATOMS.POPC.INC", "LDG.E.64")),
     "plan_segments": Expected(40, ("LDG.E.64", "STG.E.64")),
@@ -62,6 +61,12 @@ KERNELS = {
     "unpermute_backward_bf16_bf16": Expected(32, ("SHFL.DOWN",)),
     "unpermute_backward_f16_f32": Expected(32, ("SHFL.DOWN",)),
     "unpermute_backward_f16_f16": Expected(32, ("SHFL.DOWN",)),
+    "regroup_starts": Expected(40),
+    "regroup_16": Expected(24, WIDE),
+    "regroup_8": Expected(24, ("LDG.E.64", "STG.E.64")),
+    "regroup_4": Expected(24),
+    "regroup_2": Expected(24, ("LDG.E.U16", "STG.E.U16")),
+    "split_tokens": Expected(64),
     "adamw_1": Expected(40, (), DIV_SQRT_FMA),
     "adamw_4": Expected(48, WIDE, DIV_SQRT_FMA),
 }
