@@ -9,6 +9,9 @@ use crate::ensure;
 use crate::error::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
+/// Ids whose rows are found before the first of them is stored.
+const BLOCK_IDS: usize = 512;
+
 /// Where the next slots of one expert go, in one segment.
 #[derive(Clone, Copy, Default)]
 struct Cursor {
@@ -180,19 +183,18 @@ impl<'a> Segments<'a> {
                 if left == 0 {
                     break;
                 }
-                self.next_rank(&mut cursors, expert)?;
+                self.next_rank(cursor, &mut cursors.ranks[expert], expert)?;
             }
         }
         Some(cursors)
     }
 
     /// Moves an expert's cursor to its next segment that holds rows; nothing if there is none.
-    fn next_rank(&self, cursors: &mut Cursors, expert: usize) -> Option<()> {
-        let rank = cursors.ranks.get_mut(expert)?;
+    fn next_rank(&self, cursor: &mut Cursor, rank: &mut usize, expert: usize) -> Option<()> {
         while *rank + 1 < self.num_ranks {
             *rank += 1;
-            cursors.at[expert + 1] = self.segment(expert, *rank);
-            if self.send_counts[expert * self.num_ranks + *rank] > 0 {
+            *cursor = self.segment(expert, *rank);
+            if cursor.next_row < cursor.end_row {
                 return Some(());
             }
         }
@@ -210,26 +212,55 @@ impl<'a> Segments<'a> {
         row_ids: &Disjoint<'_, P>,
     ) -> Option<usize> {
         let mut num_unrouted = 0;
-        let last = cursors.at.len() - 1;
-        for (index, (id, position)) in ids.iter().zip(positions).enumerate() {
+        let blocks = ids.chunks(BLOCK_IDS).zip(positions.chunks_mut(BLOCK_IDS));
+        for (block, (ids, positions)) in blocks.enumerate() {
+            num_unrouted += self.find_rows(ids, cursors, positions)?;
+            let first = first + block * BLOCK_IDS;
+            let store = |index: usize, position: P| {
+                if let Some(row) = position.get() {
+                    // SAFETY: segments are disjoint and end before the number of slots; a chunk's cursors start where
+                    // those of the chunk before it end, so every row is taken once.
+                    unsafe { row_ids.store(row, P::new(first + index)) };
+                }
+            };
+            let (quads, rest) = positions.as_chunks::<4>();
+            for (quad, positions) in quads.iter().enumerate() {
+                (0..4).for_each(|index| store(4 * quad + index, positions[index]));
+            }
+            let start = 4 * quads.len();
+            rest.iter().enumerate().for_each(|(index, &position)| store(start + index, position));
+        }
+        Some(ids.len() - num_unrouted)
+    }
+
+    /// The first half of [`Segments::place`], for one block: the row of each id. Storing to `row_ids` at once would make
+    /// every cursor wait for the address of the store before it. Returns how many ids are unrouted.
+    #[inline(always)]
+    fn find_rows<I: Id, P: Id>(
+        &self,
+        ids: &[I],
+        cursors: &mut Cursors,
+        positions: &mut [P],
+    ) -> Option<usize> {
+        let (at, ranks) = (&mut cursors.at[..], &mut cursors.ranks[..]);
+        let last = ranks.len() + 1;
+        assert!(at.len() == last + 1);
+        let mut num_unrouted = 0;
+        for (id, position) in ids.iter().zip(positions) {
             let bin = id.bin().min(last);
-            if cursors.at[bin].next_row == cursors.at[bin].end_row {
+            let cursor = &mut at[bin];
+            if cursor.next_row == cursor.end_row {
                 if bin == 0 {
                     num_unrouted += 1;
                     *position = P::NONE;
                     continue;
                 }
-                self.next_rank(cursors, bin - 1)?;
+                self.next_rank(cursor, ranks.get_mut(bin - 1)?, bin - 1)?;
             }
-            let cursor = &mut cursors.at[bin];
-            let row = cursor.next_row as usize;
+            *position = P::new(cursor.next_row as usize);
             cursor.next_row += 1;
-            *position = P::new(row);
-            // SAFETY: segments are disjoint and end before the number of slots; a chunk's cursors start where those of
-            // the chunk before it end, so every row is taken once.
-            unsafe { row_ids.store(row, P::new(first + index)) };
         }
-        Some(ids.len() - num_unrouted)
+        Some(num_unrouted)
     }
 }
 
