@@ -23,7 +23,7 @@ pub(super) fn prefetch<F: Float>(row: &[F]) {
 /// Asks for the columns at the start of a row's rest: 128 bytes of float32, 64 of the others.
 #[inline(always)]
 pub(super) fn prefetch_line<F: Float>(rest: &[F]) {
-    prefetch(&rest[..rest.len().min(32)]);
+    prefetch(&rest[..rest.len().min(128)]);
 }
 
 /// Copies a row, past the cache if `stream` and the row consists of whole aligned vectors.

@@ -15,7 +15,7 @@ pub const DOT_PARTIALS: usize = 256;
 /// Partials of one lane of that warp.
 const DOT_LANE: usize = 8;
 /// Columns that are handled at once: few enough for their sums to stay in registers, whole cache lines.
-const COLUMNS: usize = 32;
+const COLUMNS: usize = 128;
 /// Elements that a thread should be given at least.
 const GRAIN_ELEMENTS: usize = 1 << 16;
 
