@@ -13,7 +13,7 @@ const MAX_CHUNK_IDS: usize = 1 << 31;
 const TABLES: usize = 4;
 
 /// An expert's, slot's or row's number as tensors hold it, int32 or int64; -1 for none.
-pub trait Id: Copy + Send + Sync + 'static {
+pub trait Id: Copy + PartialEq + Send + Sync + 'static {
     /// None.
     const NONE: Self;
     /// The largest number.
