@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_kernels_on_cpu import SHAPES, Buffer, case, kernels, library  # noqa: F401
 
 from evermoe import ops
+from test_kernels_on_cpu import SHAPES, Buffer, case, kernels, library  # noqa: F401
 
 raw = torch.ops.evermoe
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -1,6 +1,7 @@
 """Each op against plain torch, on the CPU and, where there is one, on a GPU: the same bodies for both."""
 
 import gc
+import mmap
 import resource
 from concurrent.futures import ThreadPoolExecutor
 
@@ -342,6 +343,25 @@ def test_bad_values_count_as_unrouted_on_a_gpu(device):
     assert rows.tolist() == [[0] * 3, [1] * 3]
     with pytest.raises(RuntimeError, match="row_ids: expected a tensor on cuda:0"):
         ops.permute(torch.ones(2, 3, device=device), torch.tensor([0]), positions)
+
+
+def test_offsets_past_2_to_the_31():
+    """Rows of zeros that no memory backs, but for one at the end: elements at and past 2**31, in few pages."""
+    width, tokens = 1 << 16, (1 << 15) + 3
+    try:
+        memory = mmap.mmap(-1, tokens * width * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        pytest.skip("no address space for 4 GiB")
+    x = torch.frombuffer(memory, dtype=torch.bfloat16).view(tokens, width)
+    x[-1] = torch.arange(width) % 100
+    last = tokens - 1
+    for index in (torch.int32, torch.int64):
+        row_ids, positions = torch.tensor([last, 0, -1], dtype=index), torch.full((tokens, 1), -1, dtype=index)
+        rows = ops.permute(x, row_ids, positions)
+        assert torch.equal(rows[0], x[-1]) and not rows[1:].any()
+        near = torch.tensor([[last, 1]], dtype=index)
+        out = ops.unpermute(x, near, torch.tensor([[2.0, 1.0]]))
+        assert torch.equal(out[0], 2 * x[-1])
 
 
 def test_bits_do_not_depend_on_threads():

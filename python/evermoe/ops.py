@@ -369,9 +369,7 @@ def _(rows: Tensor, positions: Tensor, weights: Tensor | None, out: Tensor) -> N
 
 
 @torch.library.register_fake("evermoe::unpermute_backward_out")
-def _(
-    grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, grad_rows: Tensor, grad_weights: Tensor
-) -> None:
+def _(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, grad_rows: Tensor, grad_weights: Tensor) -> None:
     pass
 
 
