@@ -293,9 +293,26 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Three threads' chunks, the last one first.
+    struct Three;
+
+    impl Parallel for Three {
+        fn threads(&self) -> usize {
+            3
+        }
+
+        fn run(&self, len: usize, _grain: usize, body: &(dyn Fn(std::ops::Range<usize>) + Sync)) {
+            (0..len).rev().for_each(|item| body(item..item + 1));
+        }
+    }
+
     fn plan(ids: &[i64], send_counts: &[i64], num_experts: usize) -> Result<(Vec<i64>, Vec<i64>)> {
         let (mut row_ids, mut positions) = (vec![9; ids.len()], vec![9; ids.len()]);
         dispatch_plan(ids, send_counts, num_experts, &mut row_ids, &mut positions, &Serial)?;
+        let (mut narrow_rows, mut narrow_positions) = (vec![9_i32; ids.len()], vec![9_i32; ids.len()]);
+        dispatch_plan(ids, send_counts, num_experts, &mut narrow_rows, &mut narrow_positions, &Three)?;
+        assert!(narrow_rows.iter().map(|&slot| i64::from(slot)).eq(row_ids.iter().copied()));
+        assert!(narrow_positions.iter().map(|&row| i64::from(row)).eq(positions.iter().copied()));
         Ok((row_ids, positions))
     }
 
@@ -320,6 +337,20 @@ mod tests {
         let num_slots = (2 << 14) + 17;
         let ids: Vec<i64> = (0..num_slots as i64).map(|slot| slot * slot % 5 - 1).collect();
         check(&ids, 4, 3);
+        let (mut row_ids, mut positions) = (vec![0; num_slots], vec![0; num_slots]);
+        let mut refused = |ids: &[i64], counts: &[i64]| {
+            let result = dispatch_plan(ids, counts, 4, &mut row_ids, &mut positions, &Three);
+            result.unwrap_err().to_string()
+        };
+        let counts = [0, 1, 2, 3].map(|expert| ids.iter().filter(|&&id| id == expert).count() as i64);
+        let moved = [counts[0] + 1, counts[1] - 1, counts[2], counts[3]];
+        assert!(refused(&ids, &moved).contains("send_counts of expert 0"));
+        assert!(refused(&ids, &[0, 0, 0, num_slots as i64]).contains("send_counts of expert 0"));
+        for bad in [0, num_slots - 1] {
+            let mut ids = ids.clone();
+            ids[bad] = 4;
+            assert!(refused(&ids, &counts).contains(&format!("ids[{bad}]")));
+        }
     }
 
     #[test]

@@ -416,7 +416,56 @@ mod tests {
         assert!(unpermute_backward(&twice, &mut grad_rows, &mut grad_weights, &Serial).is_err());
     }
 
+    /// Numbers from -8 to 8 and a little more.
+    fn floats(count: usize, seed: u64) -> Vec<bf16> {
+        let mut state = seed | 1;
+        let mut draw = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            bf16::from_f32((state >> 40) as f32 / 1e6 - 8.0)
+        };
+        (0..count).map(|_| draw()).collect()
+    }
+
     proptest! {
+        #[test]
+        fn sums_are_in_the_order_of_the_slots(width in 1_usize..300, top_k in 1_usize..5, seed: u64) {
+            let rows = floats(width * top_k, seed);
+            let weights: Vec<f32> = floats(top_k, !seed).into_iter().map(f32::from).collect();
+            let positions: Vec<i32> = (0..top_k as i32).rev().collect();
+            let combine = Combine { rows: &rows, positions: &positions, weights: Some(&weights), width, top_k };
+            let mut out = vec![bf16::ZERO; width];
+            unpermute(&combine, &mut out, &Serial).unwrap();
+            for (column, out) in out.iter().enumerate() {
+                let term = |slot: usize| weights[slot] * f32::from(rows[(top_k - 1 - slot) * width + column]);
+                let sum = (1..top_k).fold(term(0), |sum, slot| sum + term(slot));
+                prop_assert_eq!(out.to_bits(), bf16::from_f32(sum).to_bits());
+            }
+        }
+
+        #[test]
+        fn dot_products_are_in_the_documented_order(width in 1_usize..1100, seed: u64) {
+            let (grad, rows) = (floats(width, seed), floats(width, !seed));
+            let backward =
+                Backward { grad: &grad, rows: &rows, positions: &[0_i32], weights: &[0.5], width, top_k: 1 };
+            let (mut grad_rows, mut dot) = (vec![bf16::ZERO; width], [0.0]);
+            unpermute_backward(&backward, &mut grad_rows, &mut dot, &Serial).unwrap();
+            let mut partials = [0.0_f32; 256];
+            for column in 0..width {
+                partials[column % 256] += f32::from(grad[column]) * f32::from(rows[column]);
+            }
+            for half in [4, 2, 1] {
+                for partial in (0..256).filter(|partial| partial % 8 < half) {
+                    partials[partial] += partials[partial + half];
+                }
+            }
+            for half in [16, 8, 4, 2, 1] {
+                for lane in 0..half {
+                    partials[8 * lane] += partials[8 * (lane + half)];
+                }
+            }
+            prop_assert_eq!(dot[0].to_bits(), partials[0].to_bits());
+        }
+
         #[test]
         fn one_row_without_a_weight_is_copied(bits in prop::collection::vec(any::<u16>(), 1..600)) {
             let row: Vec<bf16> = bits.iter().map(|&bits| bf16::from_bits(bits)).collect();
