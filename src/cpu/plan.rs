@@ -167,8 +167,10 @@ impl<'a> Segments<'a> {
 
     /// Cursors past the first `skips[e]` slots of each expert; nothing if an expert has no so many.
     fn cursors(&self, skips: &[u32]) -> Option<Cursors> {
-        let mut cursors =
-            Cursors { at: vec![Cursor::default(); self.num_experts + 2], ranks: vec![0; self.num_experts] };
+        // Room at the end, so that another thread's cursors lie on cache lines of their own.
+        let mut at = Vec::with_capacity(self.num_experts + 2 + 16);
+        at.resize(self.num_experts + 2, Cursor::default());
+        let mut cursors = Cursors { at, ranks: vec![0; self.num_experts] };
         if self.num_ranks == 0 {
             return Some(cursors);
         }
