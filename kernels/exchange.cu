@@ -6,37 +6,9 @@
 
 // ---- regroup --------------------------------------------------------------------------------------
 // A segment is the rows of one source for one expert, which are next to each other in both orders: by source
-// (number r * E + e) and by expert (number e * R + r). regroup_starts -> regroup_*, on one stream.
+// (number r * E + e) and by expert (number e * R + r). regroup_starts -> regroup, on one stream.
 
-__device__ inline int64_t at_least_zero(int64_t count) { return count < 0 ? 0 : count; }
-
-// starts[i] = rows of the segments before i, and starts[num_segments] = all rows. Segment i is the cell i % inner * stride + i /
-// inner of counts. Each thread sums a run of segments, the block scans the sums, each thread writes its run.
-__device__ inline void scan_counts(const int64_t* __restrict__ counts, int64_t* __restrict__ starts, int64_t* sums,
-                                   size_t num_segments, size_t inner, size_t stride) {
-  const size_t run = (num_segments + blockDim.x - 1) / blockDim.x;
-  const size_t begin = threadIdx.x * run < num_segments ? threadIdx.x * run : num_segments;
-  const size_t end = begin + run < num_segments ? begin + run : num_segments;
-  int64_t sum = 0;
-  for (size_t i = begin; i < end; ++i) sum += at_least_zero(counts[i % inner * stride + i / inner]);
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  for (unsigned step = 1; step < blockDim.x; step *= 2) {
-    const int64_t left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
-    __syncthreads();
-    sums[threadIdx.x] += left;
-    __syncthreads();
-  }
-  int64_t start = sums[threadIdx.x] - sum;
-  for (size_t i = begin; i < end; ++i) {
-    starts[i] = start;
-    start += at_least_zero(counts[i % inner * stride + i / inner]);
-  }
-  if (threadIdx.x == blockDim.x - 1) starts[num_segments] = start;
-  __syncthreads();
-}
-
-// First rows of the segments in both orders, and the number of all rows. Negative counts are zeros.
+// First rows of the segments in both orders, and the number of all rows behind them. Negative counts are zeros.
 // Example: counts = [[1, 2], [3, 0]]: by_source = [0, 1, 3, 6, 6], by_expert = [0, 1, 4, 6, 6].
 // Launch: one block, dynamic shared memory for an int64_t of each thread.
 extern "C" __global__ void regroup_starts(const int64_t* __restrict__ counts,  // [num_sources, num_experts]      device
@@ -46,46 +18,32 @@ extern "C" __global__ void regroup_starts(const int64_t* __restrict__ counts,  /
   EVERMOE_DYNAMIC_SHARED(int64_t, sums);  // [blockDim.x]
   const size_t num_segments = num_sources * num_experts;
   scan_counts(counts, by_source, sums, num_segments, num_segments, 1);
-  scan_counts(counts, by_expert, sums, num_segments, num_sources, num_experts);
+  const int64_t num_rows = scan_counts(counts, by_expert, sums, num_segments, num_sources, num_experts);
+  if (threadIdx.x == blockDim.x - 1) by_source[num_segments] = by_expert[num_segments] = num_rows;
 }
 
 // out[to[i] + j] = rows[from[k] + j]: segment i of the one order is segment k = i % inner * outer + i / inner of the other,
 // where the inner index of the output's order is the outer one of the input's. Rows past the counts become zeros.
-// Launch: blocks take rows in turn; a row is `units` Units long, whatever its dtype.
 // Example (as above), by expert: inner = 2 sources, outer = 2 experts. Row 4: the last i with by_expert[i] <= 4 is 2, whose k
 // is 2 % 2 * 2 + 2 / 2 = 1: row by_source[1] + 4 - by_expert[2] = 1. All: rows 0 | 1 2 || 3 4 5 | become 0 3 4 5 | 1 2.
-template <typename Unit>
-__device__ void regroup_rows(const Unit* __restrict__ rows,     // [num_rows, units]    device
-                             const int64_t* __restrict__ from,  // [inner * outer + 1]  device, in the order of rows
-                             const int64_t* __restrict__ to,    // [outer * inner + 1]  device, in the order of out
-                             Unit* __restrict__ out,            // [num_rows, units]    device, written
-                             size_t num_rows, size_t units, size_t inner, size_t outer) {
+// Launch: 1-D grid of any size, blocks of a power of two; row_bytes is even.
+extern "C" __global__ void regroup(const void* rows,                  // [num_rows, row_bytes]  device
+                                   const int64_t* __restrict__ from,  // [inner * outer + 1]    device, in the order of rows
+                                   const int64_t* __restrict__ to,    // [outer * inner + 1]    device, in the order of out
+                                   void* out,                         // [num_rows, row_bytes]  device, written
+                                   size_t num_rows, size_t row_bytes, size_t inner, size_t outer) {
   const size_t num_segments = inner * outer;
-  for (size_t row = blockIdx.x; row < num_rows; row += gridDim.x) {
+  copy_rows(rows, out, num_rows, row_bytes, num_rows, [=](size_t row) {
     size_t low = 0, high = num_segments + 1;  // the first i with to[i] > row
     while (low < high) {
       const size_t middle = (low + high) / 2;
       if (to[middle] > static_cast<int64_t>(row)) high = middle; else low = middle + 1;
     }
-    size_t source = num_rows;
-    if (low > 0 && low <= num_segments) {
-      const size_t i = low - 1;
-      source = static_cast<size_t>(from[i % inner * outer + i / inner] + static_cast<int64_t>(row) - to[i]);
-    }
-    const bool copied = source < num_rows;
-    for (size_t u = threadIdx.x; u < units; u += blockDim.x) out[row * units + u] = copied ? rows[source * units + u] : Unit{};
-  }
+    if (low == 0 || low > num_segments) return num_rows;
+    const size_t i = low - 1;
+    return static_cast<size_t>(from[i % inner * outer + i / inner] + static_cast<int64_t>(row) - to[i]);
+  });
 }
-#define EVERMOE_REGROUP(name, Unit)                                                                                \
-  extern "C" __global__ void name(const Unit* rows, const int64_t* from, const int64_t* to, Unit* out, size_t num_rows, \
-                                  size_t units, size_t inner, size_t outer) {                                       \
-    regroup_rows<Unit>(rows, from, to, out, num_rows, units, inner, outer);                                         \
-  }
-using Bytes16 = Pack<uint32_t, 4>;
-EVERMOE_REGROUP(regroup_16, Bytes16)  // rows of whole 16 bytes, aligned
-EVERMOE_REGROUP(regroup_8, uint64_t)
-EVERMOE_REGROUP(regroup_4, uint32_t)
-EVERMOE_REGROUP(regroup_2, uint16_t)
 
 // ---- split of tokens --------------------------------------------------------------------------------
 // The integers of src/dispatch/expert.rs: Lazarus, Algorithm 1. Of t tokens of an expert on r replicas, a rank with R of

@@ -45,11 +45,14 @@ fn launchers_agree_with_the_cpu() {
     histograms(&launcher, &ids);
     regroup(&launcher);
     split_tokens(&launcher);
-    let (row_ids, positions) = plan(&launcher, &ids, &counts);
-    for width in [16, 13] {
+    let (row_ids, positions) = plan::<i32>(&launcher, &ids, &counts);
+    let (wide_row_ids, wide_positions) = plan::<i64>(&launcher, &ids, &counts);
+    scratch_is_small();
+    for width in [16, 12, 10, 13] {
         let x: Vec<bf16> =
             (0..TOKENS * width).map(|i| bf16::from_f32((i % 251) as f32 / 7.0 - 9.0)).collect();
         rows(&launcher, &x, width, &row_ids, &positions);
+        rows(&launcher, &x, width, &wide_row_ids, &wide_positions);
     }
     for (len, offset) in [(0, 0), (1, 0), (3, 0), (8, 0), (1031, 0), (1031, 1), (4099, 0), (4096, 3)] {
         adamw(&launcher, len, offset);
@@ -147,10 +150,19 @@ fn split_tokens(launcher: &Launcher) {
     }
 }
 
-fn plan(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<i64>, Vec<i64>) {
-    let mut expected = (vec![0; SLOTS], vec![0; SLOTS]);
+/// With the metadata of 8 choices, 8 bytes each, at most 100 bytes a token.
+fn scratch_is_small() {
+    for experts in [1, 8, 64, 256, 1000, 4096, 12_288] {
+        let slots = 8 * 65_536;
+        let per_token = cuda::Plan::scratch_bytes(slots, experts, 1) - 16 * experts;
+        assert!(per_token as f64 / 65_536.0 + 64.0 <= 100.0, "{experts} experts: {per_token}");
+    }
+}
+
+fn plan<I: cpu::Id>(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<I>, Vec<I>) {
+    let mut expected = (vec![I::NONE; SLOTS], vec![I::NONE; SLOTS]);
     cpu::dispatch_plan(ids, send_counts, EXPERTS, &mut expected.0, &mut expected.1, &Serial).unwrap();
-    let (mut row_ids, mut positions) = (vec![9_i64; SLOTS], vec![9_i64; SLOTS]);
+    let (mut row_ids, mut positions) = (vec![I::new(9); SLOTS], vec![I::new(9); SLOTS]);
     let mut scratch = vec![0x5a_u64; cuda::Plan::scratch_bytes(SLOTS, EXPERTS, RANKS).div_ceil(8) + 1];
     let plan = cuda::Plan {
         ids: at(ids),
@@ -159,6 +171,7 @@ fn plan(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<i64>, Vec
         scratch: at_mut(&mut scratch),
         row_ids: at_mut(&mut row_ids),
         positions: at_mut(&mut positions),
+        wide: is_wide::<I>(),
         num_slots: SLOTS,
         num_experts: EXPERTS,
         num_ranks: RANKS,
@@ -166,18 +179,23 @@ fn plan(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<i64>, Vec
     // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.dispatch_plan(&plan) }.unwrap();
     finish();
-    assert_eq!((&row_ids, &positions), (&expected.0, &expected.1));
+    assert!((&row_ids, &positions) == (&expected.0, &expected.1), "wide: {}", is_wide::<I>());
     assert_eq!(scratch.last(), Some(&0x5a), "a write past the scratch memory");
     (row_ids, positions)
 }
 
-fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], positions: &[i64]) {
+fn is_wide<I>() -> bool {
+    size_of::<I>() == 8
+}
+
+fn rows<I: cpu::Id>(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[I], positions: &[I]) {
     let mut expected = vec![bf16::ZERO; SLOTS * width];
     cpu::permute(x, row_ids, TOP_K, width, &mut expected, &Serial).unwrap();
     let mut rows = vec![bf16::ONE; SLOTS * width];
     let permute = cuda::Permute {
         x: at(x),
         row_ids: at(row_ids),
+        wide: is_wide::<I>(),
         out: at_mut(&mut rows),
         num_rows: SLOTS,
         row_bytes: width * 2,
@@ -196,6 +214,7 @@ fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], position
     let combine = cuda::Combine {
         rows: at(&rows),
         positions: at(positions),
+        wide: is_wide::<I>(),
         weights: at(&weights),
         out: at_mut(&mut out),
         row_type: FloatType::Bf16,
@@ -212,14 +231,19 @@ fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], position
     backward(launcher, x, &forward, combine);
 }
 
-fn backward(launcher: &Launcher, grad: &[bf16], forward: &cpu::Combine<'_, bf16>, combine: cuda::Combine) {
+fn backward<I: cpu::Id>(
+    launcher: &Launcher,
+    grad: &[bf16],
+    forward: &cpu::Combine<'_, bf16, I>,
+    combine: cuda::Combine,
+) {
     let cpu::Combine { rows, positions, weights, width, top_k } = *forward;
     let weights = weights.unwrap();
     let mut expected = (vec![bf16::ZERO; rows.len()], vec![0.0; SLOTS]);
     let arguments = cpu::Backward { grad, rows, positions, weights, width, top_k };
     cpu::unpermute_backward(&arguments, &mut expected.0, &mut expected.1, &Serial).unwrap();
     let (mut grad_rows, mut grad_weights) = (vec![bf16::ONE; rows.len()], vec![9.0_f32; SLOTS]);
-    let mut row_ids = vec![9_i64; SLOTS];
+    let mut row_ids = vec![I::new(9); SLOTS];
     let backward = cuda::Backward {
         forward: cuda::Combine { out: at(grad), ..combine },
         row_ids: at_mut(&mut row_ids),

@@ -50,7 +50,9 @@ def environment():
 
 def has_gpu(variables):
     """Whether there is a GPU and a build with kernels; says so if not."""
-    code = "import torch, evermoe.ops as o, sys; sys.exit(0 if torch.cuda.is_available() and o.has_cuda_kernels() else 3)"
+    code = (
+        "import torch, evermoe.ops as o, sys; sys.exit(0 if torch.cuda.is_available() and o.has_cuda_kernels() else 3)"
+    )
     status = subprocess.run([sys.executable, "-c", code], env=variables).returncode
     if status == 3:
         print("skipped: no CUDA device, or no kernels in this build")
@@ -61,7 +63,18 @@ def has_gpu(variables):
 
 def pytest(variables, seconds, report, *options, prefix=()):
     """Runs pytest; returns what it found."""
-    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={report}"]
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        f"--junitxml={report}",
+    ]
     start = time.monotonic()
     try:
         status = subprocess.run([*command, *options], cwd=ROOT, env=variables, timeout=seconds).returncode
@@ -71,7 +84,11 @@ def pytest(variables, seconds, report, *options, prefix=()):
     if report.exists():
         suite = ET.parse(report).getroot()[0]
         found |= {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
-        failed = [case for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None]
+        failed = [
+            case
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ]
         found["failed"] = [f"{case.get('classname')}::{case.get('name')}" for case in failed]
     return found
 
@@ -101,7 +118,15 @@ def bench(variables):
     """Each bench on the GPU, its table on the terminal and its JSON in a file."""
     results = {}
     for name, options in BENCHES.items():
-        command = [sys.executable, f"benches/bench_{name}.py", "--device", "cuda", "--json", str(OUT / f"{name}.json"), *options]
+        command = [
+            sys.executable,
+            f"benches/bench_{name}.py",
+            "--device",
+            "cuda",
+            "--json",
+            str(OUT / f"{name}.json"),
+            *options,
+        ]
         start = time.monotonic()
         try:
             status = subprocess.run(command, cwd=ROOT, env=variables, timeout=BENCH_SECONDS).returncode

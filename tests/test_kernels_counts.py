@@ -114,27 +114,27 @@ def test_experts_that_cannot_be_split_send_nothing(kernels):
     receive.equals(torch.tensor([[2, 0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0, 0]]))
 
 
-def regroup_on_kernel(kernels, rows, counts, inverse, unit, threads=64):
+def regroup_on_kernel(kernels, rows, counts, inverse, threads=64):
     sources, experts = counts.shape
     starts = [Buffer([sources * experts + 1], torch.int64) for _ in range(2)]
     sizes = (sources, experts)
-    kernels("regroup_starts", 1, threads, threads * 8, counts, starts[0].tensor, starts[1].tensor, *sizes)
+    kernels("regroup_starts", 1, threads, threads * 8, counts, *starts, *sizes)
     out = Buffer(rows.shape, rows.dtype)
-    order = [starts[0].tensor, starts[1].tensor, out.tensor, len(rows), rows[:1].nbytes // unit, sources, experts]
+    order = [*starts, out, len(rows), rows[:1].nbytes, sources, experts]
     if inverse:
         order[:2], order[5:] = order[1::-1], order[:4:-1]
-    kernels(f"regroup_{unit}", 3, 32, 0, rows, *order)
+    kernels("regroup", 3, 32, 0, rows, *order)
     return starts, out
 
 
-@pytest.mark.parametrize("unit", [2, 4, 8, 16])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 20, 40])  # of int16: units of 2, 4, 8 and 16 bytes
 @pytest.mark.parametrize("counts", COUNTS)
-def test_regroup(kernels, unit, counts):
+def test_regroup(kernels, width, counts):
     counts = torch.tensor(counts)
     flat, turned = counts.flatten(), counts.t().flatten()
-    rows = torch.arange(int(counts.sum()) * 40).short().view(-1, 40)
+    rows = torch.arange(int(counts.sum()) * width).short().view(-1, width)
     for inverse in (False, True):
-        starts, out = regroup_on_kernel(kernels, rows, counts, inverse, unit)
+        starts, out = regroup_on_kernel(kernels, rows, counts, inverse)
         starts[0].equals(torch.cat([flat.new_zeros(1), flat.cumsum(0)]))
         starts[1].equals(torch.cat([flat.new_zeros(1), turned.cumsum(0)]))
         out.equals(ops.regroup(rows, counts, inverse))
@@ -143,15 +143,15 @@ def test_regroup(kernels, unit, counts):
 def test_regroup_of_more_segments_than_threads(kernels):
     counts = torch.randint(0, 3, (19, 23), generator=torch.Generator().manual_seed(0))
     rows = torch.arange(int(counts.sum()) * 3).short().view(-1, 3)
-    _, out = regroup_on_kernel(kernels, rows, counts, False, 2, threads=32)
+    _, out = regroup_on_kernel(kernels, rows, counts, False, threads=32)
     out.equals(ops.regroup(rows, counts))
 
 
 def test_rows_past_the_counts_are_zeros(kernels):
     rows = torch.arange(1, 11).short().view(5, 2)
-    _, out = regroup_on_kernel(kernels, rows, torch.tensor([[1, -2], [2, 0]]), False, 4)
+    _, out = regroup_on_kernel(kernels, rows, torch.tensor([[1, -2], [2, 0]]), False)
     out.equals(torch.cat([rows[:3], rows[:2] * 0]))
-    _, out = regroup_on_kernel(kernels, rows, torch.tensor([[2, 2], [2, 2]]), False, 4)
+    _, out = regroup_on_kernel(kernels, rows, torch.tensor([[2, 2], [2, 2]]), False)
     out.equals(torch.cat([rows[:2], rows[4:], rows[:1] * 0, rows[2:3]]))  # row 5 does not exist
-    _, out = regroup_on_kernel(kernels, rows, torch.zeros(0, 3, dtype=torch.int64), True, 4)
+    _, out = regroup_on_kernel(kernels, rows, torch.zeros(0, 3, dtype=torch.int64), True)
     out.equals(rows * 0)

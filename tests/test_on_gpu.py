@@ -31,7 +31,9 @@ def test_the_options_of_the_benches_exist(name):
 
 def test_the_results_of_a_run_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "OUT", tmp_path)
-    found = on_gpu.pytest(on_gpu.environment(), 100, tmp_path / "report.xml", "tests/test_ops.py", "-k", "test_histogram")
+    found = on_gpu.pytest(
+        on_gpu.environment(), 100, tmp_path / "report.xml", "tests/test_ops.py", "-k", "test_histogram"
+    )
     assert found["status"] == 0
     assert found["tests"] == found["skipped"] > 0
     assert found["failed"] == []

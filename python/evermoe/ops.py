@@ -9,7 +9,8 @@ One layer in six lines (`x_TH` tokens, `ids_TK` and `weights_TK` from the router
     y_TH = unpermute(rows_NH, positions_TK, weights_TK)    # weighted sum per token
 
 Letters: T tokens, K choices of a token, E experts, R ranks, N rows, H columns. A *slot* is one choice,
-numbered `t * K + k`. -1 means: no expert (in ids), no slot (in row ids), no row (in positions).
+numbered `t * K + k`. -1 means: no expert (in ids), no slot (in row ids), no row (in positions). Row ids and positions
+are int32, 8 bytes a slot together; from 2**31 slots on int64. All functions take either.
 
 All functions take CPU and CUDA tensors, are differentiable where it makes sense, work inside
 `torch.compile(fullgraph=True)` with dynamic shapes, and give the same bits whatever the number of threads.
@@ -128,8 +129,9 @@ def dispatch_plan(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
         send_counts: int64 `[E, R]`; each row adds up to the number of slots of its expert.
 
     Returns:
-        `row_ids`, int64 `[T * K]`: the slot of each row; as many -1 at the end as there are unrouted slots.
-        `positions`, int64 `[T, K]`: the row of each slot, -1 for an unrouted one.
+        `row_ids`, `[T * K]`: the slot of each row; as many -1 at the end as there are unrouted slots.
+        `positions`, `[T, K]`: the row of each slot, -1 for an unrouted one.
+        Both int32; int64 where T * K is 2**31 or more.
 
     Example: ids `[[1, 0], [1, -1], [1, -1]]`, send_counts `[[0, 1], [2, 1]]`. Expert 1 has the slots 0, 2, 4:
     two go to rank 0, one to rank 1; expert 0 has slot 1, for rank 1. So row_ids = `[0, 2, 1, 4, -1, -1]` and
@@ -148,8 +150,8 @@ def permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
 
     Args:
         x: float32, bfloat16 or float16 `[T, H]`.
-        row_ids: int64 `[N]`, from `dispatch_plan`; a prefix of it will do, to leave the unrouted tail out.
-        positions: int64 `[T, K]`, from the same plan; gives K, and the gradient.
+        row_ids: int32 or int64 `[N]`, from `dispatch_plan`; a prefix of it will do, to leave the unrouted tail out.
+        positions: int32 or int64 `[T, K]`, from the same plan; gives K, and the gradient.
 
     Returns:
         `[N, H]`, dtype of `x`.
@@ -181,7 +183,7 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) ->
 
     Args:
         rows: float32, bfloat16 or float16 `[N, H]`, in the order of the plan.
-        positions: int64 `[T, K]`, from `dispatch_plan`.
+        positions: int32 or int64 `[T, K]`, from `dispatch_plan`.
         weights: float32, or the dtype of `rows`, `[T, K]`; None for 1.
 
     Returns:
@@ -451,8 +453,12 @@ def _(ids: Sequence[Tensor], num_experts: int) -> Tensor:
 
 @torch.library.register_fake("evermoe::dispatch_plan")
 def _(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # slow to import; tracing has done so
+
     tokens, top_k = ids.shape
-    return ids.new_empty((tokens * top_k,), dtype=torch.int64), ids.new_empty((tokens, top_k), dtype=torch.int64)
+    # Where the number of slots is not known even while running, int32 is taken for granted.
+    dtype = torch.int32 if guard_or_true(tokens * top_k < 2**31) else torch.int64
+    return ids.new_empty((tokens * top_k,), dtype=dtype), ids.new_empty((tokens, top_k), dtype=dtype)
 
 
 @torch.library.register_fake("evermoe::invert_positions")
@@ -497,6 +503,11 @@ def _(rows: Tensor, counts: Tensor, inverse: bool) -> Tensor:
 
 @torch.library.register_fake("evermoe::regroup_out")
 def _(rows: Tensor, counts: Tensor, inverse: bool, out: Tensor) -> None:
+    pass
+
+
+@torch.library.register_fake("evermoe::unpermute_backward_out")
+def _(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, grad_rows: Tensor, grad_weights: Tensor) -> None:
     pass
 
 

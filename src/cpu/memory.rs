@@ -20,6 +20,12 @@ pub(super) fn prefetch<F: Float>(row: &[F]) {
     let _ = (row, LINE_BYTES);
 }
 
+/// Asks for the columns at the start of a row's rest: 128 bytes of float32, 64 of the others.
+#[inline(always)]
+pub(super) fn prefetch_line<F: Float>(rest: &[F]) {
+    prefetch(&rest[..rest.len().min(128)]);
+}
+
 /// Copies a row or several, past the cache if `stream` and they consist of whole aligned vectors.
 ///
 /// After streaming, [`finish_stream`] comes before another thread may read.

@@ -36,4 +36,4 @@ pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};
 pub use plan::{dispatch_plan, invert_positions};
-pub use rows::{Backward, Combine, DOT_LANES, permute, unpermute, unpermute_backward};
+pub use rows::{Backward, Combine, DOT_PARTIALS, permute, unpermute, unpermute_backward};

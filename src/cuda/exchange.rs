@@ -1,7 +1,7 @@
 //! Launching what crosses ranks: the split of tokens, and the regrouping of rows.
 
 use super::device::{Grid, Launcher};
-use super::launch::grid;
+use super::launch::{IN_FLIGHT, row_grid};
 use crate::ensure;
 use crate::error::Result;
 
@@ -40,19 +40,6 @@ impl Regroup {
     /// Words of the first rows of the segments, in both orders, with an end each.
     pub fn scratch_words(num_sources: usize, num_experts: usize) -> usize {
         2 * (num_sources * num_experts + 1)
-    }
-
-    /// The kernel, and the bytes that it copies at once.
-    fn kernel(&self) -> (&'static str, usize) {
-        let whole = |unit: usize| {
-            self.row_bytes.is_multiple_of(unit) && (self.rows | self.out).is_multiple_of(unit as u64)
-        };
-        match [16, 8, 4].into_iter().find(|&unit| whole(unit)) {
-            Some(16) => ("regroup_16", 16),
-            Some(8) => ("regroup_8", 8),
-            Some(4) => ("regroup_4", 4),
-            _ => ("regroup_2", 2),
-        }
     }
 }
 
@@ -102,13 +89,11 @@ impl Launcher {
             true => [by_expert, by_source, experts, sources],
         };
         let [from, to, inner, outer] = order;
-        let (name, unit) = regroup.kernel();
-        let units = row_bytes / unit;
-        let arguments = [rows, from, to, out, num_rows as u64, units as u64, inner, outer];
+        let arguments = [rows, from, to, out, num_rows as u64, row_bytes as u64, inner, outer];
         // SAFETY: by the caller's promise; the kernels' arguments in their order.
         unsafe {
             self.launch("regroup_starts", scan, &[counts, by_source, by_expert, sources, experts])?;
-            self.launch(name, grid(num_rows, units), &arguments)
+            self.launch("regroup", row_grid(num_rows, row_bytes, IN_FLIGHT), &arguments)
         }
     }
 

@@ -39,7 +39,7 @@ pub(super) fn regroup(rows: Tensor, counts: Tensor, inverse: bool) -> Result<Ten
 }
 
 pub(super) fn regroup_out(rows: Tensor, counts: Tensor, inverse: bool, mut out: Tensor) -> Result<()> {
-    check_out(&out, shape("rows", "[N, H]", &rows)?, &rows)?;
+    check_out("out", &out, shape("rows", "[N, H]", &rows)?, &rows)?;
     regroup_into(rows, counts, inverse, &mut out)?;
     out.bump_version()
 }

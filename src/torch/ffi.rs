@@ -125,6 +125,7 @@ symbols! {
         fn torch_list_size(ListHandle, *mut usize) -> Status;
         fn torch_list_get_item(ListHandle, usize, *mut StableValue) -> Status;
         fn torch_delete_list(ListHandle) -> Status;
+        fn torch_get_num_threads(*mut u32) -> Status;
         fn torch_parallel_for(i64, i64, i64, LoopBody, *mut c_void) -> Status;
         fn aoti_torch_delete_tensor_object(TensorHandle) -> Status;
         fn aoti_torch_empty_strided(i64, *const i64, *const i64, i32, i32, i32, *mut TensorHandle) -> Status;

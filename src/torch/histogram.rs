@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 const MAX_EXPERTS: i64 = 1 << 20;
 
 pub(super) fn expert_histogram(ids: Tensor, num_experts: i64) -> Result<Tensor> {
-    check_ids(&ids)?;
+    check_ids("ids", &ids)?;
     check_experts(num_experts)?;
     let layers = [ids.contiguous()?];
     let counts = Tensor::empty(&[num_experts], Dtype::Int64, &layers[0])?;
@@ -22,7 +22,7 @@ pub(super) fn expert_histograms(ids: Vec<Tensor>, num_experts: i64) -> Result<Te
     check_experts(num_experts)?;
     ensure!(!ids.is_empty(), "ids: expected the ids of one layer or more, got an empty list");
     for (layer, each) in ids.iter().enumerate() {
-        check_ids(each)
+        check_ids("ids", each)
             .and_then(|()| check_device("ids", each, &ids[0]))
             .map_err(|error| at_layer(layer, error))?;
     }

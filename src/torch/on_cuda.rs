@@ -90,6 +90,7 @@ pub(super) fn dispatch_plan(
         scratch: address(&scratch),
         row_ids: address(row_ids),
         positions: address(positions),
+        wide: is_wide(positions),
         num_slots,
         num_experts,
         num_ranks,
@@ -105,6 +106,7 @@ pub(super) fn invert_positions(positions: &Tensor, row_ids: &mut Tensor) -> Resu
             launcher.invert_positions(
                 address(positions),
                 address(row_ids),
+                is_wide(positions),
                 positions.numel(),
                 row_ids.numel(),
             )
@@ -116,6 +118,7 @@ pub(super) fn permute(x: &Tensor, row_ids: &Tensor, top_k: i64, out: &mut Tensor
     let permute = Permute {
         x: address(x),
         row_ids: address(row_ids),
+        wide: is_wide(row_ids),
         out: address(out),
         num_rows: size(row_ids, 0),
         row_bytes: size(x, 1) * x.dtype().bytes(),
@@ -130,6 +133,7 @@ fn combine(rows: &Tensor, positions: &Tensor, weights: Option<&Tensor>, out: &Te
     Combine {
         rows: address(rows),
         positions: address(positions),
+        wide: is_wide(positions),
         weights: weights.map_or(0, address),
         out: address(out),
         row_type: float_type(rows),
@@ -157,7 +161,7 @@ pub(super) fn unpermute_backward(
     grad_rows: &mut Tensor,
     grad_weights: &mut Tensor,
 ) -> Result<()> {
-    let row_ids = Tensor::empty(&[size(rows, 0) as i64], Dtype::Int64, rows)?;
+    let row_ids = Tensor::empty(&[size(rows, 0) as i64], positions.dtype(), rows)?;
     let backward = Backward {
         forward: combine(rows, positions, Some(weights), grad),
         row_ids: address(&row_ids),
