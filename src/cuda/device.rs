@@ -14,6 +14,7 @@ const FATBINS: &[&[u8]] = &[
     include_bytes!(concat!(env!("OUT_DIR"), "/histogram.fatbin")),
     include_bytes!(concat!(env!("OUT_DIR"), "/dispatch.fatbin")),
     include_bytes!(concat!(env!("OUT_DIR"), "/replay.fatbin")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/copy.fatbin")),
 ];
 #[cfg(not(cuda_kernels))]
 const FATBINS: &[&[u8]] = &[];

@@ -15,6 +15,7 @@
 #define __syncwarp() emulated_sync_warp(__LINE__, 0xffffffffu, 0, nullptr)
 #define __match_any_sync(mask, value) emulated_match_any(__LINE__, mask, value)
 #define __shfl_down_sync(mask, value, delta) emulated_shuffle_down(__LINE__, mask, value, delta)
+#define __shfl_xor_sync(mask, value, lanes) emulated_shuffle_xor(__LINE__, mask, value, lanes)
 
 struct Index { unsigned x; };
 extern thread_local Index threadIdx, blockIdx, blockDim, gridDim;
@@ -42,12 +43,20 @@ inline float emulated_shuffle_down(int line, unsigned mask, float value, unsigne
   const unsigned from = threadIdx.x % 32 + delta;
   return from < 32 ? bit_copy<float>(uint32_t(got[from])) : value;
 }
+template <class T> inline T emulated_shuffle_xor(int line, unsigned mask, T value, unsigned lanes) {
+  uint64_t got[32];
+  emulated_sync_warp(line, mask, bit_copy<uint64_t>(value), got);
+  T other;
+  memcpy(&other, &got[threadIdx.x % 32 ^ lanes], sizeof other);
+  return other;
+}
 template <class T> inline T atomicAdd(T* place, T value) {
   const T old = *place;
   *place += value;
   return old;
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline uint64_t __umul64hi(uint64_t a, uint64_t b) { return uint64_t((unsigned __int128)a * b >> 64); }
 inline float __uint_as_float(uint32_t bits) { return bit_copy<float>(bits); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
