@@ -40,7 +40,9 @@ fn launcher() -> Option<Launcher> {
         .args(["-Wl,-soname,libcuda.so", "-include"])
         .arg(emulator.join("cuda_on_cpu.h"))
         .args(["-x", "c++"]);
-    command.args(["histogram", "dispatch", "replay", "copy"].map(|file| root.join(format!("kernels/{file}.cu"))));
+    command.args(
+        ["histogram", "dispatch", "replay", "copy"].map(|file| root.join(format!("kernels/{file}.cu"))),
+    );
     command.args(["cuda_on_cpu.cpp", "fake_driver.cpp"].map(|file| emulator.join(file)));
     assert!(command.arg("-o").arg(&library).status().expect("g++").success());
     let path = CString::new(library.as_os_str().as_bytes()).expect("a path");

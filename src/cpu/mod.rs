@@ -7,6 +7,8 @@
 //! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
 //! | `adamw` | the optimizer's step, with the same bits everywhere |
+//! | `chunk_layout` | where the bytes of many tensors lie in a stream of chunks |
+//! | `chunks` | tensors to chunks and back, hashed on the way |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `memory` | prefetching rows, and writing past the cache |
 //! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
@@ -18,6 +20,8 @@
 //! in a fixed order.
 
 mod adamw;
+mod chunk_layout;
+mod chunks;
 mod float;
 mod histogram;
 mod memory;
@@ -26,6 +30,8 @@ mod plan;
 mod rows;
 
 pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
+pub use chunk_layout::{BLOCK_BYTES, ChunkLayout, Piece};
+pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
 pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};
