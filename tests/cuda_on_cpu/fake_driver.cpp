@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 extern "C" {
@@ -19,6 +20,29 @@ int cuMemsetD8Async(uint64_t address, unsigned char byte, size_t count, void*) {
   memset(reinterpret_cast<void*>(address), byte, count);
   return 0;
 }
+int cuMemHostAlloc(void** start, size_t count, unsigned) { return posix_memalign(start, 4096, count) ? 2 : 0; }
+int cuMemFreeHost(void* start) { free(start); return 0; }
+int cuMemHostRegister_v2(void*, size_t, unsigned) { return 0; }
+int cuMemHostUnregister(void*) { return 0; }
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t count, void*) {
+  memcpy(reinterpret_cast<void*>(to), from, count);
+  return 0;
+}
+int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t count, void*) {
+  memcpy(to, reinterpret_cast<const void*>(from), count);
+  return 0;
+}
+int cuCtxGetStreamPriorityRange(int* lowest, int* highest) { *lowest = 0; *highest = -5; return 0; }
+int cuStreamCreateWithPriority(void** stream, unsigned, int) { *stream = malloc(1); return 0; }
+int cuStreamDestroy_v2(void* stream) { free(stream); return 0; }
+int cuStreamSynchronize(void*) { return 0; }
+int cuStreamIsCapturing(void*, int* status) { return *status = 0; }
+int cuStreamWaitEvent(void*, void*, unsigned) { return 0; }
+int cuEventCreate(void** event, unsigned) { *event = malloc(1); return 0; }
+int cuEventDestroy_v2(void* event) { free(event); return 0; }
+int cuEventRecord(void*, void*) { return 0; }
+int cuEventQuery(void*) { return 0; }
+int cuEventSynchronize(void*) { return 0; }
 int cuModuleLoadData(void** module, const void* image) {
   Dl_info here;
   uint32_t magic;
@@ -39,6 +63,7 @@ constexpr size_t kTableStart = 5, kTableWords = 48;
 static size_t num_parameters(void* function) {
   static const struct { const char* prefix; size_t count; } kTable[] = {
       {"expert_histogram", 4}, {"plan_count", 4}, {"plan_segments", 7},       {"plan_place", 9},
+      {"pack_chunks", 6}, {"unpack_chunks", 8}, {"hash_blocks", 3},
       {"adamw", kTableStart + kTableWords}, {"invert_positions", 4}, {"permute", 7},    {"unpermute_backward", 10}, {"unpermute", 8}};
   Dl_info info;
   if (dladdr(function, &info) && info.dli_sname)
