@@ -72,7 +72,7 @@ proptest! {
         let expected = by_pieces(&layout, &tensors);
         for pool in [&Serial as &dyn Parallel, &Backwards] {
             let (mut chunks, mut hashes) = (vec![0xee; expected.len()], vec![0; expected.len() / BLOCK_BYTES]);
-            pack_chunks(&layout, &slices, &mut chunks, &mut hashes, pool).unwrap();
+            pack_chunks(&layout, 0, &slices, &mut chunks, &mut hashes, pool).unwrap();
             prop_assert!(chunks == expected);
             let direct: Vec<i64> = chunks.chunks(BLOCK_BYTES).map(|block| xxh3_64(block) as i64).collect();
             prop_assert_eq!(&hashes, &direct);
@@ -82,7 +82,7 @@ proptest! {
             let mut back: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0xee; size]).collect();
             let mut into: Vec<&mut [u8]> = back.iter_mut().map(Vec::as_mut_slice).collect();
             let mut wrong = vec![9; layout.num_chunks()];
-            unpack_chunks(&layout, &chunks, &hashes, &mut into, &mut wrong, pool).unwrap();
+            unpack_chunks(&layout, 0, &chunks, &hashes, &mut into, &mut wrong, pool).unwrap();
             prop_assert!(back == tensors && wrong.iter().all(|&count| count == 0));
         }
     }
@@ -100,12 +100,38 @@ proptest! {
         let mut back: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0; size]).collect();
         let mut into: Vec<&mut [u8]> = back.iter_mut().map(Vec::as_mut_slice).collect();
         let mut wrong = vec![9; layout.num_chunks()];
-        unpack_chunks(&layout, &chunks, &hashes, &mut into, &mut wrong, &Serial).unwrap();
+        unpack_chunks(&layout, 0, &chunks, &hashes, &mut into, &mut wrong, &Serial).unwrap();
         let expected: Vec<i64> = (0..layout.num_chunks()).map(|c| i64::from(c == at / layout.chunk_bytes())).collect();
         prop_assert_eq!(wrong, expected);
         let mut right = by_pieces(&layout, &tensors);
         right[at / BLOCK_BYTES * BLOCK_BYTES..][..BLOCK_BYTES].fill(0);
         prop_assert!(by_pieces(&layout, &back) == right);
+    }
+}
+
+/// Any range of chunks is that part of all of them, there and back.
+#[test]
+fn ranges_of_chunks() {
+    let sizes = [10_000, 3, 0, 30_000, 4096];
+    let (layout, tensors) = (ChunkLayout::new(&sizes, 8192).unwrap(), fill(&sizes));
+    let slices: Vec<&[u8]> = tensors.iter().map(Vec::as_slice).collect();
+    let all = by_pieces(&layout, &tensors);
+    let mut back: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0xee; size]).collect();
+    for (first, end) in [(4, 6), (0, 1), (1, 4), (2, 2)] {
+        let (mut chunks, mut hashes) = (vec![0xee; (end - first) * 8192], vec![0; (end - first) * 2]);
+        pack_chunks(&layout, first, &slices, &mut chunks, &mut hashes, &Backwards).unwrap();
+        assert!(chunks == all[first * 8192..end * 8192]);
+        let mut into: Vec<&mut [u8]> = back.iter_mut().map(Vec::as_mut_slice).collect();
+        let mut wrong = vec![9; end - first];
+        unpack_chunks(&layout, first, &chunks, &hashes, &mut into, &mut wrong, &Backwards).unwrap();
+        assert!(wrong.iter().all(|&count| count == 0));
+    }
+    assert_eq!(layout.num_chunks(), 6);
+    assert!(back == tensors);
+    let (mut chunks, mut hashes) = (vec![0; 2 * 8192], vec![0; 4]);
+    for first in [5, 7] {
+        let beyond = pack_chunks(&layout, first, &slices, &mut chunks, &mut hashes, &Serial);
+        assert!(beyond.unwrap_err().to_string().contains("at most 6"));
     }
 }
 
@@ -117,13 +143,13 @@ fn large_and_unaligned() {
     let layout = ChunkLayout::new(&[first.len(), second.len()], 1 << 20).unwrap();
     let mut chunks = vec![0xee; layout.num_chunks() << 20];
     let mut hashes = vec![0; chunks.len() / BLOCK_BYTES];
-    pack_chunks(&layout, &[first, second], &mut chunks, &mut hashes, &Backwards).unwrap();
+    pack_chunks(&layout, 0, &[first, second], &mut chunks, &mut hashes, &Backwards).unwrap();
     assert!(chunks == by_pieces(&layout, &[first.to_vec(), second.to_vec()]));
     let mut back = vec![0; memory.len() + 1];
     let (one, two) = back.split_at_mut(first.len() + 1);
     let mut wrong = vec![9; layout.num_chunks()];
     let mut into = [&mut one[1..], &mut two[..second.len()]];
-    unpack_chunks(&layout, &chunks, &hashes, &mut into, &mut wrong, &Backwards).unwrap();
+    unpack_chunks(&layout, 0, &chunks, &hashes, &mut into, &mut wrong, &Backwards).unwrap();
     assert!(into[0] == first && into[1] == second && wrong.iter().all(|&count| count == 0));
 }
 
@@ -146,14 +172,15 @@ fn what_does_not_fit_is_refused() {
     let (mut chunks, mut hashes) = (vec![0; 4096], vec![0; 1]);
     let told = |result: evermoe::error::Result<()>| result.unwrap_err().to_string();
     assert!(
-        told(pack_chunks(&layout, &[&[0; 9]], &mut chunks, &mut hashes, &Serial))
+        told(pack_chunks(&layout, 0, &[&[0; 9]], &mut chunks, &mut hashes, &Serial))
             .contains("sizes of the layout")
     );
     assert!(
-        told(pack_chunks(&layout, &[&[0; 10]], &mut chunks[1..], &mut hashes, &Serial)).contains("got 4095")
+        told(pack_chunks(&layout, 0, &[&[0; 10]], &mut chunks[1..], &mut hashes, &Serial))
+            .contains("got 4095")
     );
-    assert!(told(pack_chunks(&layout, &[&[0; 10]], &mut chunks, &mut [], &Serial)).contains("hashes"));
-    let result = unpack_chunks(&layout, &chunks, &hashes, &mut [&mut [0; 10]], &mut [], &Serial);
+    assert!(told(pack_chunks(&layout, 0, &[&[0; 10]], &mut chunks, &mut [], &Serial)).contains("hashes"));
+    let result = unpack_chunks(&layout, 0, &chunks, &hashes, &mut [&mut [0; 10]], &mut [], &Serial);
     assert!(told(result).contains("wrong: expected 1 numbers, got 0"));
     assert!(told(hash_blocks(&chunks[..4000], &mut hashes, &Serial)).contains("for 4000 bytes"));
 }

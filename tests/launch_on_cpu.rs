@@ -237,7 +237,7 @@ impl Packed {
         let (mut chunks, mut hashes) = (vec![0xee; layout.num_chunks() * chunk_bytes], vec![]);
         hashes.resize(chunks.len() / BLOCK_BYTES, 0);
         let slices: Vec<&[u8]> = tensors.iter().map(|tensor| &tensor[1..]).collect();
-        cpu::pack_chunks(&layout, &slices, &mut chunks, &mut hashes, &Serial).unwrap();
+        cpu::pack_chunks(&layout, 0, &slices, &mut chunks, &mut hashes, &Serial).unwrap();
         Self { layout, tensors, chunks, hashes }
     }
 

@@ -38,27 +38,29 @@ pub fn hash_blocks(chunks: &[u8], hashes: &mut [i64], pool: &dyn Parallel) -> Re
     Ok(())
 }
 
-/// Copies tensors into the chunks of `layout`, with zeros between and after them, and hashes each block.
+/// Copies tensors into chunks of `layout`, from `first_chunk` on as many as `chunks` has room for, with zeros between and
+/// after the tensors, and hashes each block.
 ///
 /// # Errors
 /// Tensors, chunks or hashes that are not as long as the layout says.
 pub fn pack_chunks(
     layout: &ChunkLayout,
+    first_chunk: usize,
     tensors: &[&[u8]],
     chunks: &mut [u8],
     hashes: &mut [i64],
     pool: &dyn Parallel,
 ) -> Result<()> {
-    check(layout, tensors.iter().map(|tensor| tensor.len()), chunks.len(), hashes.len())?;
+    check(layout, first_chunk, tensors.iter().map(|tensor| tensor.len()), chunks.len(), hashes.len())?;
     let stream = chunks.len() >= STREAM_BYTES;
+    let (num_blocks, first_block) = (hashes.len(), first_chunk * (layout.chunk_bytes() / BLOCK_BYTES));
     let (chunks, hashes) = (Disjoint::new(chunks), Disjoint::new(hashes));
-    let num_blocks = layout.num_chunks() * (layout.chunk_bytes() / BLOCK_BYTES);
     pool.run(num_blocks, GRAIN, &|blocks| {
-        let mut walk = Walk::new(layout, blocks.start);
+        let mut walk = Walk::new(layout, first_block + blocks.start);
         for block in blocks {
             // SAFETY: each block is met once.
             let out = unsafe { chunks.part(block * BLOCK_BYTES..(block + 1) * BLOCK_BYTES) };
-            let hash = pack_block(&mut walk, tensors, block, out, stream);
+            let hash = pack_block(&mut walk, tensors, first_block + block, out, stream);
             // SAFETY: as above.
             unsafe { hashes.store(block, hash) };
         }
@@ -67,39 +69,37 @@ pub fn pack_chunks(
     Ok(())
 }
 
-/// Copies the chunks of `layout` back into the tensors, but for the blocks whose hash is not the given one:
-/// `wrong[c]` is how many of chunk c those are.
+/// Copies chunks of `layout`, those from `first_chunk` on, back into the tensors, but for the blocks whose hash is not the
+/// given one: `wrong[c]` is how many of `first_chunk + c` those are.
 ///
 /// # Errors
 /// Arguments that are not as long as the layout says.
 pub fn unpack_chunks(
     layout: &ChunkLayout,
+    first_chunk: usize,
     chunks: &[u8],
     hashes: &[i64],
     tensors: &mut [&mut [u8]],
     wrong: &mut [i64],
     pool: &dyn Parallel,
 ) -> Result<()> {
-    check(layout, tensors.iter().map(|tensor| tensor.len()), chunks.len(), hashes.len())?;
-    ensure!(
-        wrong.len() == layout.num_chunks(),
-        "wrong: expected {} numbers, got {}",
-        layout.num_chunks(),
-        wrong.len()
-    );
+    check(layout, first_chunk, tensors.iter().map(|tensor| tensor.len()), chunks.len(), hashes.len())?;
+    let num_chunks = chunks.len() / layout.chunk_bytes();
+    ensure!(wrong.len() == num_chunks, "wrong: expected {num_chunks} numbers, got {}", wrong.len());
     let stream = chunks.len() >= STREAM_BYTES;
     let tensors: Vec<_> = tensors.iter_mut().map(|tensor| Disjoint::new(tensor)).collect();
     let chunk_blocks = layout.chunk_bytes() / BLOCK_BYTES;
+    let first_block = first_chunk * chunk_blocks;
     let counts: Vec<AtomicI64> = wrong.iter().map(|_| AtomicI64::new(0)).collect();
     pool.run(chunks.len() / BLOCK_BYTES, GRAIN, &|blocks| {
-        let mut walk = Walk::new(layout, blocks.start);
+        let mut walk = Walk::new(layout, first_block + blocks.start);
         for block in blocks {
             let bytes = &chunks[block * BLOCK_BYTES..][..BLOCK_BYTES];
             if xxh3_64(bytes) as i64 != hashes[block] {
                 counts[block / chunk_blocks].fetch_add(1, Ordering::Relaxed);
                 continue;
             }
-            walk.for_block(block, |tensor, from, within| {
+            walk.for_block(first_block + block, |tensor, from, within| {
                 // SAFETY: each byte of the stream is met once, and tensors do not share any.
                 let out = unsafe { tensors[tensor].part(from) };
                 copy(&bytes[within], out, stream);
@@ -188,6 +188,7 @@ impl<'a> Walk<'a> {
 
 fn check(
     layout: &ChunkLayout,
+    first_chunk: usize,
     sizes: impl Iterator<Item = usize>,
     chunks: usize,
     hashes: usize,
@@ -197,12 +198,11 @@ fn check(
         "tensors: expected the sizes of the layout, in its order: {:?} bytes",
         layout.sizes()
     );
-    let expected = layout.num_chunks() * layout.chunk_bytes();
+    let (chunk_bytes, num_chunks) = (layout.chunk_bytes(), layout.num_chunks());
+    let rest = num_chunks.checked_sub(first_chunk);
     ensure!(
-        chunks == expected,
-        "chunks: expected {} chunks of {} bytes, got {chunks} bytes",
-        layout.num_chunks(),
-        layout.chunk_bytes()
+        chunks.is_multiple_of(chunk_bytes) && rest.is_some_and(|rest| chunks / chunk_bytes <= rest),
+        "chunks: expected whole ones of {chunk_bytes} bytes, {first_chunk} to at most {num_chunks}, got {chunks} bytes"
     );
     check_hashes(chunks, hashes)
 }

@@ -11,9 +11,11 @@
 //! | `library` | registration with torch's dispatcher, and torch's thread pool |
 //! | `ops` | the ops: schemas, checks, and the call to `cpu` or `cuda` |
 //! | `adamw` | the optimizer's op |
+//! | `chunks` | the ops between tensors and chunks |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
 mod adamw;
+mod chunks;
 mod ffi;
 mod kernel;
 mod library;
