@@ -158,7 +158,7 @@ class ChunkedCopy:
             self._wrong = torch.zeros(shape[0], dtype=torch.int64, device="cpu")
         else:
             self.chunks = torch.from_numpy(self._copier.chunks()).view(shape)
-            self.hashes = torch.from_numpy(self._copier.hashes()).view(shape[0], -1 if shape[0] else 0)
+            self.hashes = torch.from_numpy(self._copier.hashes()).view(shape[0], chunk_bytes // BLOCK_BYTES)
             self._wrong = torch.from_numpy(self._copier.wrong())
 
     def _open(self, chunk_bytes: int, host: Tensor | None, slots: int) -> _native.ChunkCopier:
