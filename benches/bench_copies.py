@@ -79,7 +79,10 @@ def cuda_benches(tensors, chunk_bytes):
     yield "unpack", {"ours": lambda: chunks.unpack_chunks(packed, hashes, 0, tensors, wrong), "copy": within}
     yield "hash", {"ours": lambda: chunks.hash_blocks(packed, hashes), "copy": within}
     # The "copy" of this one is the same read of memory that is not page-locked.
-    yield "host reads", {"ours": lambda: copier.chunks.view(torch.int64).sum(), "copy": lambda: plain.view(torch.int64).sum()}
+    yield (
+        "host reads",
+        {"ours": lambda: copier.chunks.view(torch.int64).sum(), "copy": lambda: plain.view(torch.int64).sum()},
+    )
 
 
 def run(arguments):
@@ -116,14 +119,20 @@ def main():
     records = []
     for record in run(arguments):
         records.append(record)
-        others = [f"{name} {record[name] / record['copy']:.2f}" for name in ("torch", "copy, then hash") if name in record]
+        others = [
+            f"{name} {record[name] / record['copy']:.2f}" for name in ("torch", "copy, then hash") if name in record
+        ]
         setting = f"{record['threads']:>8}{record['chunk_kib']:>11}{record['ours']:11.1f}{record['gb_per_s']:8.1f}"
         ratio = record["ours"] / record["copy"]
         print(f"{record['op']:<12}{setting}{ratio:8.2f}  {', '.join(others)}", flush=True)
     if arguments.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"arguments": vars(arguments), "device": where, "versions": versions, "records": records}, file, indent=1)
+            json.dump(
+                {"arguments": vars(arguments), "device": where, "versions": versions, "records": records},
+                file,
+                indent=1,
+            )
 
 
 if __name__ == "__main__":

@@ -171,7 +171,9 @@ def test_wrong_arguments(device):
     refused("hashes: expected contiguous int64", pack, tensors, 0, packed, hashes.double())
     refused("take 2 chunks of 4096 bytes, expected a part of them, got 2 from 1 on", pack, tensors, 1, packed, hashes)
     refused("from -1 on", pack, tensors, -1, packed, hashes)
-    refused(r"tensors\[1\]: expected a contiguous", pack, [tensors[0], torch.ones(8, 8).t().to(device)], 0, packed, hashes)
+    refused(
+        r"tensors\[1\]: expected a contiguous", pack, [tensors[0], torch.ones(8, 8).t().to(device)], 0, packed, hashes
+    )
     refused("that overlaps tensors", pack, [packed[0, :8], packed[1, 9:16]], 0, packed[:1], hashes[:1])
     shifted = torch.zeros(BLOCK + 1, dtype=torch.uint8, device=device)[1:].view(1, BLOCK)
     refused("aligned to 16", chunks.hash_blocks, shifted, hashes[:1])

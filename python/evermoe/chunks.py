@@ -16,6 +16,7 @@ CPU and CUDA tensors of the same bytes give the same chunks and the same checksu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -24,7 +25,16 @@ from torch import Tensor
 from evermoe import _native, ops
 from evermoe.errors import CorruptCopy
 
-__all__ = ["BLOCK_BYTES", "ChunkedCopy", "Transfer", "checksums", "hash_blocks", "num_chunks", "pack_chunks", "unpack_chunks"]
+__all__ = [
+    "BLOCK_BYTES",
+    "ChunkedCopy",
+    "Transfer",
+    "checksums",
+    "hash_blocks",
+    "num_chunks",
+    "pack_chunks",
+    "unpack_chunks",
+]
 
 BLOCK_BYTES = 4096
 _ALIGNMENT = 16
@@ -48,7 +58,7 @@ def num_chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> int:
 
 
 def pack_chunks(tensors: Sequence[Tensor], first_chunk: int, chunks: Tensor, hashes: Tensor) -> None:
-    """Copy tensors into chunks, from the first one on as many as there is room for, zeros in the gaps, and hash each block.
+    """Copy tensors into chunks, as many as there is room for, with zeros in the gaps, and hash each block.
 
     Args:
         tensors: any dtypes and sizes, contiguous, at any address; all on one device.
@@ -57,8 +67,8 @@ def pack_chunks(tensors: Sequence[Tensor], first_chunk: int, chunks: Tensor, has
             contiguous, aligned to 16 bytes.
         hashes: int64 `[C, B / 4096]`, written: the bits of the blocks' XXH3-64.
 
-    Example: tensors of 4090, 0 and 10 bytes, B = 4096, first_chunk 0: C is 2. Tensor 0 is bytes 0..4090 of chunk 0, tensor 2 is bytes
-    0..10 of chunk 1 (4090 rounded up to a multiple of 16 is 4096), and the rest is zero.
+    Example: tensors of 4090, 0 and 10 bytes, B = 4096, first_chunk 0: C is 2. Tensor 0 is bytes 0..4090 of chunk 0,
+    tensor 2 is bytes 0..10 of chunk 1 (4090 rounded up to a multiple of 16 is 4096), and the rest is zero.
 
     Raises:
         RuntimeError: an argument does not fit; the message names it. Nothing is written then.
@@ -66,9 +76,7 @@ def pack_chunks(tensors: Sequence[Tensor], first_chunk: int, chunks: Tensor, has
     _ops.pack_chunks.default(tensors, first_chunk, chunks, hashes)
 
 
-def unpack_chunks(
-    chunks: Tensor, hashes: Tensor, first_chunk: int, tensors: Sequence[Tensor], wrong: Tensor
-) -> None:
+def unpack_chunks(chunks: Tensor, hashes: Tensor, first_chunk: int, tensors: Sequence[Tensor], wrong: Tensor) -> None:
     """Copy chunks back into tensors, but for the blocks that do not have their hash.
 
     Args:
@@ -309,7 +317,7 @@ def _check_tensors(tensors: Sequence[Tensor]) -> torch.device:
             what = "contiguous" if tensor.layout == torch.strided and tensor.is_contiguous() else "not contiguous"
             raise ValueError(f"tensors[{index}]: expected contiguous on {device}, got {what} on {tensor.device}")
     ranges = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, index) for index, t in enumerate(tensors) if t.nbytes)
-    for (_, end, one), (start, _, other) in zip(ranges, ranges[1:]):
+    for (_, end, one), (start, _, other) in itertools.pairwise(ranges):
         if start < end:
             raise ValueError(f"tensors: expected memory of their own, got tensors {one} and {other} that overlap")
     return device

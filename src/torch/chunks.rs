@@ -97,14 +97,14 @@ fn check_layout(
 /// The number of chunks, and the bytes of one.
 fn check_chunks(chunks: &Tensor, hashes: &Tensor) -> Result<[usize; 2]> {
     let sizes = chunks.sizes();
-    let shaped = sizes.len() == 2 && sizes[1] > 0 && sizes[1] as usize % BLOCK_BYTES == 0;
+    let shaped = sizes.len() == 2 && sizes[1] > 0 && (sizes[1] as usize).is_multiple_of(BLOCK_BYTES);
     ensure!(
         shaped && chunks.dtype() == Dtype::Uint8 && chunks.is_contiguous(),
         "chunks: expected contiguous uint8 of shape [C, a multiple of {BLOCK_BYTES}], got {} of shape {sizes:?}",
         chunks.dtype()
     );
     ensure!(
-        chunks.address().addr() % 16 == 0,
+        chunks.address().addr().is_multiple_of(16),
         "chunks: expected memory aligned to 16 bytes, as torch.empty gives"
     );
     let expected = [sizes[0], sizes[1] / BLOCK_BYTES as i64];
