@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
+# The Python of the machine with a GPU, which `make wheel` packs for.
+GPU_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
@@ -64,15 +66,18 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step w
 	$(BIN)/python benches/bench_adamw.py
 	$(BIN)/python benches/bench_session.py
 
-test-gpu: ## The tests that need a CUDA device; uses the python on PATH if there is no .venv
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) -m pytest -q -m gpu
+# Both run with the python on PATH where there is no .venv, and with the wheels of `make wheel` where there is no evermoe.
+test-gpu: ## The tests that need a CUDA device, then some under compute-sanitizer; JSON in out/gpu
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/on_gpu.py test
 
-bench-gpu: ## The benches of the ops on a CUDA device
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benches/bench_ops.py --device cuda
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benches/bench_adamw.py --device cuda
+bench-gpu: ## The benches on a CUDA device; JSON in out/gpu
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/on_gpu.py bench
 
-wheel: setup ## Build the abi3 wheel into out/
-	$(BIN)/maturin build --release --out out
+wheel: setup ## Build the abi3 wheel into out/wheels, with the torchft that a torch machine lacks (GPU_PYTHON=3.12)
+	rm -rf out/wheels
+	$(BIN)/maturin build --release --quiet --out out/wheels
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  -d out/wheels "$$(grep ^torchft constraints.txt)"
 
 clean: ## Remove everything that was built or installed
 	rm -rf $(VENV) target out python/evermoe/*.so

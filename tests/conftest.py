@@ -4,6 +4,10 @@ import contextlib
 
 import pytest
 
+from kernels import fast_kernels, fast_library, kernels, library
+
+__all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
+
 
 @pytest.fixture
 def start_job(tmp_path):

@@ -30,28 +30,12 @@ fn launcher() -> Option<Launcher> {
     if !cuda::has_kernels() || Command::new("g++").arg("--version").output().is_err() {
         return None;
     }
-    let emulator = root.join("tests/cuda_on_cpu");
     let folder = tempfile::tempdir().expect("a temporary folder");
     let library = folder.path().join("libcuda.so");
-    let mut command = Command::new("g++");
-    command.args([
-        "-std=c++17",
-        "-O1",
-        "-mf16c",
-        "-ffp-contract=off",
-        "-fno-strict-aliasing",
-        "-shared",
-        "-fPIC",
-    ]);
-    command
-        .args(["-Wl,-soname,libcuda.so", "-include"])
-        .arg(emulator.join("cuda_on_cpu.h"))
-        .args(["-x", "c++"]);
-    command.args(
-        ["histogram", "dispatch", "replay", "copy"].map(|file| root.join(format!("kernels/{file}.cu"))),
-    );
-    command.args(["cuda_on_cpu.cpp", "fake_driver.cpp"].map(|file| emulator.join(file)));
-    assert!(command.arg("-o").arg(&library).status().expect("g++").success());
+    let mut make = Command::new("make");
+    make.args(["--silent", "-j2", "-f"]).arg(root.join("tests/cuda_on_cpu/build.mk")).arg("DRIVER=1");
+    make.arg(format!("OUT={}", folder.path().display()));
+    assert!(make.status().expect("make").success());
     let path = CString::new(library.as_os_str().as_bytes()).expect("a path");
     // SAFETY: a library of ours, without initialisers; it stays loaded.
     let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };

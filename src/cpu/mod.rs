@@ -10,6 +10,7 @@
 //! | `chunk_layout` | where the bytes of many tensors lie in a stream of chunks |
 //! | `chunks` | tensors to chunks and back, hashed on the way |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
+//! | `buffers` | large results' memory, kept mapped from step to step |
 //! | `memory` | prefetching rows, and writing past the cache |
 //! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
 //!
@@ -20,6 +21,7 @@
 //! in a fixed order.
 
 mod adamw;
+mod buffers;
 mod chunk_layout;
 mod chunks;
 mod float;
@@ -30,6 +32,7 @@ mod plan;
 mod rows;
 
 pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
+pub use buffers::{Buffer, Buffers, LEAST_BYTES};
 pub use chunk_layout::{BLOCK_BYTES, ChunkLayout, Piece};
 pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
 pub use float::Float;

@@ -19,6 +19,18 @@ fn has_cuda_kernels() -> bool {
     return false;
 }
 
+/// Most bytes of idle buffers that are kept for results on the CPU; none: as many as are in use at the peak.
+#[pyfunction]
+fn set_cpu_cache_limit(limit: Option<usize>) {
+    crate::torch::set_cpu_cache_limit(limit);
+}
+
+/// Bytes of idle buffers for results on the CPU.
+#[pyfunction]
+fn cpu_cache_bytes() -> usize {
+    crate::torch::cpu_cache_bytes()
+}
+
 /// The numbers of one step of AdamW, in the order of `AdamWStep`'s fields; each is a float32.
 #[pyfunction]
 #[pyo3(signature = (*, t, lr, betas, eps, weight_decay, maximize, loss_scale, clip))]
@@ -40,5 +52,7 @@ fn adamw_step(
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(register_ops, module)?)?;
     module.add_function(wrap_pyfunction!(adamw_step, module)?)?;
+    module.add_function(wrap_pyfunction!(set_cpu_cache_limit, module)?)?;
+    module.add_function(wrap_pyfunction!(cpu_cache_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(has_cuda_kernels, module)?)
 }

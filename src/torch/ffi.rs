@@ -23,6 +23,9 @@ pub(super) type KernelEntry = unsafe extern "C-unwind" fn(*mut StableValue, u64,
 /// The body of a parallel loop: `(begin, end, context)`.
 pub(super) type LoopBody = unsafe extern "C" fn(i64, i64, *mut c_void);
 
+/// Frees the memory of a tensor: `(address, context)`.
+pub(super) type Deleter = unsafe extern "C" fn(*mut c_void, *mut c_void);
+
 /// A library that the process has loaded already.
 struct Loaded(*mut c_void);
 
@@ -150,6 +153,10 @@ symbols! {
         fn aoti_torch_dtype_float16() -> i32;
     }
     optional {
+        fn torch_from_blob(
+            *mut c_void, i64, *const i64, *const i64, i64, i32, i32, i32, *mut TensorHandle, i32, *const u8, i64, Deleter,
+            *mut c_void
+        ) -> Status; // 2.11
         fn torch_library_def_with_tags(LibraryHandle, *const c_char, *const i32, i32) -> Status; // 2.12
         fn torch_tag_pt2_compliant_tag() -> i32; // 2.12
         fn torch_exception_get_what_without_backtrace() -> *const c_char; // 2.13

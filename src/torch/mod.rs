@@ -24,4 +24,4 @@ mod on_cuda;
 mod ops;
 mod tensor;
 
-pub use ops::register_ops;
+pub use ops::{cpu_cache_bytes, register_ops, set_cpu_cache_limit};

@@ -7,7 +7,7 @@ use super::adamw::adamw_;
 use super::chunks::{hash_blocks, pack_chunks, unpack_chunks};
 use super::ffi;
 use super::library::{Op, TorchPool, define, implement};
-use super::tensor::{Device, Dtype, Element, Tensor};
+use super::tensor::{BUFFERS, Device, Dtype, Element, Tensor};
 use crate::cpu::{self, Backward, Combine, Float};
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -72,6 +72,16 @@ pub fn register_ops() -> Result<()> {
         *registered = true;
     }
     Ok(())
+}
+
+/// Keeps at most so many bytes of idle buffers for results on the CPU: see [`cpu::Buffers::set_limit`].
+pub fn set_cpu_cache_limit(limit: Option<usize>) {
+    BUFFERS.set_limit(limit);
+}
+
+/// Bytes of idle buffers for results on the CPU.
+pub fn cpu_cache_bytes() -> usize {
+    BUFFERS.idle_bytes()
 }
 
 /// Evaluates the call into `on_cuda`, in builds that have it.

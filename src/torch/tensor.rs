@@ -1,12 +1,14 @@
 //! An owned tensor handle with the few properties that ops need.
 
 use super::ffi::{StableValue, TensorHandle, check, symbols};
+use crate::cpu::{Buffer, Buffers, LEAST_BYTES};
 use crate::ensure;
 use crate::error::Result;
 use half::{bf16, f16};
 use std::ffi::{CStr, c_void};
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// The version whose ABI the kernels speak: 2.10.
 pub(super) const ABI_VERSION: u64 = 2 << 56 | 10 << 48;
@@ -122,6 +124,17 @@ impl std::fmt::Display for Device {
     }
 }
 
+/// Memory of large results on the host.
+pub(super) static BUFFERS: Buffers = Buffers::new();
+
+/// Torch calls it on any thread, when the last tensor that uses the memory is gone.
+unsafe extern "C" fn give_back(start: *mut c_void, capacity: *mut c_void) {
+    if let Some(start) = NonNull::new(start.cast()) {
+        // SAFETY: the parts that `empty_in_buffer` gave to torch, which gives them back once.
+        BUFFERS.give_back(unsafe { Buffer::from_raw(start, capacity.addr()) });
+    }
+}
+
 /// An owned reference to a tensor.
 pub(super) struct Tensor(TensorHandle);
 
@@ -220,6 +233,11 @@ impl Tensor {
         for dim in (1..sizes.len()).rev() {
             strides[dim - 1] = strides[dim] * sizes[dim].max(1);
         }
+        if like.device() == Device::Cpu
+            && let Some(tensor) = Self::empty_in_buffer(sizes, &strides[..sizes.len()], dtype)
+        {
+            return Ok(tensor);
+        }
         let mut handle = std::ptr::null_mut();
         // SAFETY: as many sizes and strides as the first argument says, and a place for the handle.
         let status = unsafe {
@@ -235,6 +253,41 @@ impl Tensor {
         };
         check(status, "torch.empty")?;
         Ok(Self(handle))
+    }
+
+    /// A large tensor on the host in memory that was used before; none for a small one, and before torch 2.11.
+    fn empty_in_buffer(sizes: &[i64], strides: &[i64], dtype: Dtype) -> Option<Self> {
+        static REFUSED: AtomicBool = AtomicBool::new(false);
+        let from_blob = symbols().torch_from_blob.filter(|_| !REFUSED.load(Relaxed))?;
+        let bytes = sizes.iter().try_fold(dtype.bytes(), |bytes, &size| bytes.checked_mul(size as usize))?;
+        let buffer = (bytes >= LEAST_BYTES).then(|| BUFFERS.take(bytes))??;
+        const STRIDED: i32 = 0;
+        const CPU_INDEX: i32 = -1;
+        let (start, capacity) = buffer.into_raw();
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: sizes and strides of one length that stay inside the buffer, a place for the handle, and a deleter
+        // that takes the capacity as its context.
+        let status = unsafe {
+            from_blob(
+                start.as_ptr().cast(),
+                sizes.len() as i64,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                0,
+                dtype.code(),
+                (symbols().aoti_torch_device_type_cpu)(),
+                CPU_INDEX,
+                &mut handle,
+                STRIDED,
+                std::ptr::null(),
+                0,
+                give_back,
+                std::ptr::without_provenance_mut(capacity),
+            )
+        };
+        // Who owns the buffer after a failure is not said: it is leaked rather than freed twice, and that once.
+        REFUSED.store(status != 0, Relaxed);
+        (status == 0).then_some(Self(handle))
     }
 
     /// Sets every element to zero.

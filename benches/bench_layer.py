@@ -1,0 +1,132 @@
+"""Forward and backward of a whole MoE layer beside the usual ways to write one in plain torch, in one run.
+
+    python benches/bench_layer.py [--device cuda] [--json PATH] [--tokens 4096] [--experts 8 64] [--threads 1 2]
+
+| candidate | what it does |
+|---|---|
+| evermoe | `evermoe.MoE` by itself |
+| transformers | a mask per expert, `torch.where`, the expert, `index_add_`: as the eager experts of that library |
+| torchtitan | a stable argsort, gathered rows, `grouped_mm`, weights, `scatter_add`: as in that library |
+| experts | the matrix products of the same experts on rows that are in order already: what no layer can undercut |
+
+All have the same weights, the same tokens and the same choice of experts (without the router), and a test of the bench
+compares their results. They take turns; figures are medians, "x experts" and "x ..." are medians of ratios.
+"""
+
+import torch
+import torch.nn.functional as F
+from common import Table, medians, parse, parser, ratio, take_turns, where
+
+from evermoe import ops
+
+
+class Case:
+    """Tokens, choices and weights of one setting: gated experts, all of one size."""
+
+    def __init__(self, tokens, hidden, intermediate, experts, top_k, dtype, device):
+        random = torch.Generator().manual_seed(0)
+
+        def draw(*shape):
+            return torch.randn(*shape, generator=random).to(device, dtype)
+
+        self.x_TH, self.grad_TH = draw(tokens, hidden).requires_grad_(), draw(tokens, hidden)
+        logits_TE = torch.randn(tokens, experts, generator=random)
+        weights_TK, self.ids_TK = (t.to(device) for t in logits_TE.softmax(-1).topk(top_k))
+        self.weights_TK = (weights_TK / weights_TK.sum(-1, keepdim=True)).requires_grad_()
+        shape = (experts, intermediate, hidden)
+        self.gate, self.up = ((draw(*shape) * hidden**-0.5).requires_grad_() for _ in range(2))
+        self.down = (draw(experts, hidden, intermediate) * intermediate**-0.5).requires_grad_()
+        self.counts_E = ops.expert_histogram(self.ids_TK, experts)
+        row_ids, positions_TK = ops.dispatch_plan(self.ids_TK, self.counts_E[:, None])
+        self.sorted_NH = ops.permute(self.x_TH.detach(), row_ids, positions_TK).requires_grad_()
+        self.grad_NH = torch.ones_like(self.sorted_NH)
+
+    def leaves(self):
+        """Everything that gets a gradient."""
+        return [self.x_TH, self.weights_TK, self.gate, self.up, self.down, self.sorted_NH]
+
+    def grouped(self, rows_NH, counts_E):
+        """The experts on rows that are ordered by expert."""
+        ends_E = counts_E.cumsum(0).int()
+        gate, up, down = (weight.transpose(1, 2) for weight in (self.gate, self.up, self.down))
+        inner = F.silu(F.grouped_mm(rows_NH, gate, offs=ends_E)) * F.grouped_mm(rows_NH, up, offs=ends_E)
+        return F.grouped_mm(inner, down, offs=ends_E)
+
+    def evermoe(self):
+        """The ops of this library around the same experts."""
+        counts_E = ops.expert_histogram(self.ids_TK, self.gate.shape[0])
+        row_ids, positions_TK = ops.dispatch_plan(self.ids_TK, counts_E[:, None])
+        rows_NH = ops.permute(self.x_TH, row_ids, positions_TK)
+        return ops.unpermute(self.grouped(rows_NH, counts_E), positions_TK, self.weights_TK)
+
+    def transformers(self):
+        """As `MixtralExperts.forward` does without kernels."""
+        out_TH = torch.zeros_like(self.x_TH)
+        mask_EKT = F.one_hot(self.ids_TK, self.gate.shape[0]).permute(2, 1, 0)
+        hit = torch.greater(mask_EKT.sum(dim=(-1, -2)), 0).nonzero()[:, 0]
+        for e in hit.tolist():
+            k, t = torch.where(mask_EKT[e])
+            rows = self.x_TH[t]
+            inner = F.silu(F.linear(rows, self.gate[e])) * F.linear(rows, self.up[e])
+            weighted = F.linear(inner, self.down[e]) * self.weights_TK[t, k, None]
+            out_TH = out_TH.index_add(0, t, weighted.to(out_TH.dtype))
+        return out_TH
+
+    def torchtitan(self):
+        """As its `MoE.forward` does, with the weights applied after the experts."""
+        top_k = self.ids_TK.shape[1]
+        counts_E = torch.histc(self.ids_TK.float(), self.gate.shape[0], 0, self.gate.shape[0])
+        order_N = torch.argsort(self.ids_TK.view(-1), stable=True)
+        token_N = order_N // top_k
+        index_NH = token_N[:, None].expand(-1, self.x_TH.shape[1])
+        rows_NH = torch.gather(self.x_TH, 0, index_NH)
+        out_NH = self.grouped(rows_NH, counts_E.long())
+        weighted_NH = (out_NH.float() * self.weights_TK.view(-1)[order_N, None]).to(self.x_TH.dtype)
+        return torch.zeros_like(self.x_TH).scatter_add(0, index_NH, weighted_NH)
+
+    def run(self, forward, grad):
+        """Forward and backward, with fresh gradients."""
+        for leaf in self.leaves():
+            leaf.grad = None
+        forward().backward(grad)
+
+    def candidates(self):
+        """Name to function."""
+        functions = {name: getattr(self, name) for name in ("evermoe", "transformers", "torchtitan")}
+        made = {name: lambda f=f: self.run(f, self.grad_TH) for name, f in functions.items()}
+        experts = lambda: self.grouped(self.sorted_NH, self.counts_E)  # noqa: E731
+        return made | {"experts": lambda: self.run(experts, self.grad_NH)}
+
+
+def main():
+    """Prints a table; writes JSON where asked to."""
+    made = parser(__doc__, seconds=5.0)
+    made.add_argument("--tokens", type=int, default=4096)
+    made.add_argument("--hidden", type=int, default=1024)
+    made.add_argument("--intermediate", type=int, default=512)
+    made.add_argument("--experts", type=int, nargs="+", default=[8, 64])
+    made.add_argument("--top-k", type=int, nargs="+", default=[2, 8])
+    made.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    arguments = parse(made)
+    sizes = f"T = {arguments.tokens}, H = {arguments.hidden}, I = {arguments.intermediate}"
+    columns = {"threads": "d", "dtype": "10s", "E": "4d", "K": "4d", "evermoe ms": ".1f", "x experts": ".2f"}
+    columns |= {"x transformers": ".2f", "x torchtitan": ".2f"}
+    table = Table(f"layer, forward and backward: torch {torch.__version__}, {where(arguments.device)}, {sizes}", columns)
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        for dtype in arguments.dtypes:
+            for experts in arguments.experts:
+                for top_k in arguments.top_k:
+                    shape = (arguments.tokens, arguments.hidden, arguments.intermediate, experts, top_k)
+                    case = Case(*shape, getattr(torch, dtype), arguments.device)
+                    times = take_turns(case.candidates(), arguments.seconds, arguments.device)
+                    table.add(
+                        **{"threads": threads, "dtype": dtype, "E": experts, "K": top_k},
+                        **{"evermoe ms": medians(times)["evermoe"] / 1e3, "microseconds": medians(times)},
+                        **{f"x {name}": ratio(times, "evermoe", name) for name in times if name != "evermoe"},
+                    )
+    table.write(arguments)
+
+
+if __name__ == "__main__":
+    main()

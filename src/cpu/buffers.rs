@@ -1,0 +1,230 @@
+//! Memory for results that are made anew each step, kept mapped in between.
+//!
+//! A large allocation is fresh pages each time, and the faults of their first use cost two to three copies of as many
+//! bytes. Buffers that were given back are therefore handed out again, as torch's allocator does on GPUs.
+
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// Buffers of fewer bytes are left to the allocator, which keeps them mapped itself.
+pub const LEAST_BYTES: usize = 1 << 20;
+/// Large pages, where the system gives them: fewer faults and fewer misses of scattered rows.
+const PAGE_BYTES: usize = 2 << 20;
+
+/// Memory of `capacity` bytes that is somebody's alone.
+#[derive(Debug)]
+pub struct Buffer {
+    start: NonNull<u8>,
+    capacity: usize,
+}
+
+// SAFETY: it owns its memory.
+unsafe impl Send for Buffer {}
+
+impl Buffer {
+    fn new(capacity: usize) -> Option<Self> {
+        let layout = Layout::from_size_align(capacity, PAGE_BYTES).ok()?;
+        // SAFETY: the layout is not empty: a capacity is at least a page.
+        let start = NonNull::new(unsafe { alloc(layout) })?;
+        #[cfg(target_os = "linux")]
+        // SAFETY: a hint about memory of our own, in whole pages.
+        unsafe {
+            libc::madvise(start.as_ptr().cast(), capacity, libc::MADV_HUGEPAGE);
+        }
+        Some(Self { start, capacity })
+    }
+
+    /// The address and the capacity; whoever has them owns the memory.
+    pub fn into_raw(self) -> (NonNull<u8>, usize) {
+        let buffer = std::mem::ManuallyDrop::new(self);
+        (buffer.start, buffer.capacity)
+    }
+
+    /// The buffer again.
+    ///
+    /// # Safety
+    /// The numbers are those of one [`Buffer::into_raw`], and are given once.
+    pub unsafe fn from_raw(start: NonNull<u8>, capacity: usize) -> Self {
+        Self { start, capacity }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout in `new`, and owned.
+        unsafe { dealloc(self.start.as_ptr(), Layout::from_size_align_unchecked(self.capacity, PAGE_BYTES)) };
+    }
+}
+
+/// Idle buffers, and how many of their bytes may be kept.
+///
+/// Never blocks: a thread that finds the list taken goes without, so a child that was forked at a bad moment lives on.
+#[derive(Debug)]
+pub struct Buffers {
+    idle: Mutex<Idle>,
+    used_bytes: AtomicUsize,
+    most_used_bytes: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct Idle {
+    /// Those that were given back last are at the back.
+    buffers: VecDeque<Buffer>,
+    bytes: usize,
+    /// Most bytes to keep; none: as many as were in use at the peak.
+    limit: Option<usize>,
+}
+
+impl Default for Buffers {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Buffers {
+    /// An empty list.
+    pub const fn new() -> Self {
+        let idle = Idle { buffers: VecDeque::new(), bytes: 0, limit: None };
+        Self { idle: Mutex::new(idle), used_bytes: AtomicUsize::new(0), most_used_bytes: AtomicUsize::new(0) }
+    }
+
+    /// A buffer of at least so many bytes with any contents, used before if possible; none where memory is short.
+    ///
+    /// Capacities come in steps of an eighth to a sixteenth, so that sizes that vary a little share buffers.
+    /// Example: 5,000,000 bytes ask for 6,291,456, three pages of 2 MiB; 100,000,000 for 100,663,296.
+    pub fn take(&self, bytes: usize) -> Option<Buffer> {
+        let step = (bytes.checked_next_power_of_two()? / 16).max(PAGE_BYTES);
+        let capacity = bytes.checked_next_multiple_of(step)?;
+        let warm = self.idle.try_lock().ok().and_then(|mut idle| idle.take(capacity));
+        let buffer = warm.or_else(|| Buffer::new(capacity))?;
+        let used = self.used_bytes.fetch_add(capacity, Relaxed) + capacity;
+        self.most_used_bytes.fetch_max(used, Relaxed);
+        Some(buffer)
+    }
+
+    /// Takes a buffer back; the ones that have been idle for longest make room for it.
+    pub fn give_back(&self, buffer: Buffer) {
+        self.used_bytes.fetch_sub(buffer.capacity, Relaxed);
+        let peak = self.most_used_bytes.load(Relaxed);
+        let dropped = self.idle.try_lock().map(|mut idle| {
+            idle.bytes += buffer.capacity;
+            idle.buffers.push_back(buffer);
+            idle.shrink(peak)
+        });
+        drop(dropped); // outside of the lock: giving pages back to the system takes long
+    }
+
+    /// Keeps at most so many idle bytes from now on, and frees the rest: 0 keeps none, `None` (as at the start) as many
+    /// as are in use at the peak from now on.
+    pub fn set_limit(&self, limit: Option<usize>) {
+        let used = self.used_bytes.load(Relaxed);
+        self.most_used_bytes.store(used, Relaxed);
+        let dropped = self.idle.lock().map(|mut idle| {
+            idle.limit = limit;
+            idle.shrink(used)
+        });
+        drop(dropped);
+    }
+
+    /// Bytes that are kept and not in use.
+    pub fn idle_bytes(&self) -> usize {
+        self.idle.lock().map_or(0, |idle| idle.bytes)
+    }
+}
+
+impl Idle {
+    fn take(&mut self, capacity: usize) -> Option<Buffer> {
+        let at = self.buffers.iter().rposition(|buffer| buffer.capacity == capacity)?;
+        self.bytes -= capacity;
+        self.buffers.remove(at)
+    }
+
+    /// Removes the oldest until the rest is within the limit.
+    fn shrink(&mut self, peak: usize) -> Vec<Buffer> {
+        let mut dropped = Vec::new();
+        while self.bytes > self.limit.unwrap_or(peak)
+            && let Some(oldest) = self.buffers.pop_front()
+        {
+            self.bytes -= oldest.capacity;
+            dropped.push(oldest);
+        }
+        dropped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn hands_out_what_was_given_back_last() {
+        let buffers = Buffers::new();
+        let (first, second) = (buffers.take(5_000_000).unwrap(), buffers.take(6 * MIB).unwrap());
+        assert_eq!((first.capacity, second.capacity), (6 * MIB, 6 * MIB));
+        let start = second.start;
+        buffers.give_back(first);
+        buffers.give_back(second);
+        assert_eq!(buffers.idle_bytes(), 12 * MIB);
+        assert_eq!(buffers.take(100_000_000).unwrap().capacity, 100_663_296);
+        assert_eq!(buffers.take(5 * MIB).unwrap().start, start);
+        assert_eq!(buffers.idle_bytes(), 6 * MIB);
+    }
+
+    #[test]
+    fn keeps_no_more_than_was_in_use() {
+        let buffers = Buffers::new();
+        for size in [3 * MIB, 40 * MIB, 7 * MIB] {
+            let buffer = buffers.take(size).unwrap();
+            buffers.give_back(buffer);
+        }
+        assert_eq!(
+            buffers.idle_bytes(),
+            8 * MIB,
+            "40 MiB were the most in use: 4 + 40 and then 40 + 8 are too many"
+        );
+        buffers.set_limit(Some(0));
+        assert_eq!(buffers.idle_bytes(), 0);
+        let buffer = buffers.take(MIB).unwrap();
+        buffers.give_back(buffer);
+        assert_eq!(buffers.idle_bytes(), 0);
+        buffers.set_limit(None);
+        let buffer = buffers.take(MIB).unwrap();
+        buffers.give_back(buffer);
+        assert_eq!(buffers.idle_bytes(), 2 * MIB);
+    }
+
+    #[test]
+    fn says_no_where_memory_is_short() {
+        assert!(Buffers::new().take(usize::MAX - 1).is_none());
+        assert!(Buffers::new().take(isize::MAX as usize - PAGE_BYTES).is_none());
+    }
+
+    #[test]
+    fn is_not_confused_by_threads() {
+        let buffers = Buffers::new();
+        std::thread::scope(|scope| {
+            for seed in 0..4_usize {
+                let buffers = &buffers;
+                scope.spawn(move || {
+                    for round in 0..200 {
+                        let buffer = buffers.take(MIB * (1 + (round * (seed + 1)) % 5)).unwrap();
+                        // SAFETY: the buffer is this thread's alone.
+                        unsafe {
+                            buffer.start.write(seed as u8);
+                            assert_eq!(buffer.start.read(), seed as u8);
+                        }
+                        buffers.give_back(buffer);
+                    }
+                });
+            }
+        });
+        assert_eq!(buffers.used_bytes.load(Relaxed), 0);
+        let idle = buffers.idle.lock().unwrap();
+        assert_eq!(idle.bytes, idle.buffers.iter().map(|buffer| buffer.capacity).sum::<usize>());
+    }
+}
