@@ -15,7 +15,6 @@ constexpr unsigned kStripes = 64;   // of a block
 constexpr unsigned kQuarters = 4;   // threads of a block
 constexpr unsigned kAtOnce = 8;     // loads in flight
 constexpr unsigned kKeys = 18;      // words of the secret that a thread uses
-constexpr unsigned kThreads = 64;   // at most; in step with THREADS of src/cuda/chunks.rs
 
 // Where the bytes of a tensor are. In step with `Span` of src/cuda/chunks.rs.
 struct Span {
@@ -185,7 +184,7 @@ __device__ inline void for_blocks(size_t num_blocks, Body body) {
 }
 
 // Launch: 1-D grid of any size, blockDim.x 32 or 64.
-extern "C" __global__ __launch_bounds__(kThreads) void pack_chunks(const Span* __restrict__ spans,   // [num_spans]                device
+extern "C" __global__ __launch_bounds__(64) void pack_chunks(const Span* __restrict__ spans,   // [num_spans]                device
                                        size_t num_spans,
                                        uint64_t first_byte,              // of the stream, a multiple of 4096
                                        size_t num_blocks,
@@ -215,7 +214,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void pack_chunks(const Span* _
 }
 
 // Launch: as pack_chunks.
-extern "C" __global__ __launch_bounds__(kThreads) void hash_blocks(const unsigned char* __restrict__ chunks,  // [num_blocks * 4096]  device, aligned to 16
+extern "C" __global__ __launch_bounds__(64) void hash_blocks(const unsigned char* __restrict__ chunks,  // [num_blocks * 4096]  device, aligned to 16
                                        size_t num_blocks,
                                        uint64_t* __restrict__ hashes) {           // [num_blocks]         device
   for_blocks(num_blocks, [=](size_t block, unsigned quarter, Lanes& lanes) {
@@ -230,7 +229,7 @@ extern "C" __global__ __launch_bounds__(kThreads) void hash_blocks(const unsigne
 
 // A block whose hash is not the expected one is counted and writes nothing: it is read again, from the cache, only when
 // it has been found right. Launch: as pack_chunks.
-extern "C" __global__ __launch_bounds__(kThreads) void unpack_chunks(const Span* __restrict__ spans,   // [num_spans]              device
+extern "C" __global__ __launch_bounds__(64) void unpack_chunks(const Span* __restrict__ spans,   // [num_spans]              device
                                          size_t num_spans,
                                          uint64_t first_byte,              // of the stream, a multiple of 4096
                                          size_t num_blocks,

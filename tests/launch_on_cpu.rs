@@ -16,11 +16,11 @@ const TOP_K: usize = 2;
 const EXPERTS: usize = 5;
 const RANKS: usize = 3;
 const SLOTS: usize = TOKENS * TOP_K;
-/// Sizes of tensors, bytes of a chunk, slots: nothing, less than a chunk, several groups of chunks of 4 MiB, odd sizes.
+/// Sizes of tensors, bytes of a chunk, slots: nothing, less than a chunk, two groups of chunks, odd sizes.
 const COPIES: [(&[usize], usize, usize); 4] = [
     (&[], 4096, 2),
     (&[5, 0, 4091], 8192, 3),
-    (&[(9 << 20) + 3, 17, 70_000], 4096, 2),
+    (&[(4 << 20) + 3, 17, 70_000], 4096, 2),
     (&[1 << 20, 3, 300_000], 1 << 18, 1),
 ];
 

@@ -6,7 +6,7 @@ use crate::ensure;
 use crate::error::Result;
 
 /// Four threads share a block of bytes. Few warps, so that one chunk spreads over many multiprocessors. In
-/// step with `kThreads` of `kernels/copy.cu`.
+/// step with the launch bounds of `kernels/copy.cu`.
 const THREADS: usize = 64;
 const THREADS_OF_BLOCK: usize = 4;
 const MAX_BLOCKS: usize = 1 << 16;
