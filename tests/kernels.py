@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import itertools
 import mmap
 import platform
@@ -25,9 +26,12 @@ def build(output, **variables):
     """The path of the library that build.mk makes in the folder `output`."""
     if platform.machine() != "x86_64" or not (shutil.which("g++") and shutil.which("make")):
         pytest.skip("needs g++ and make on x86-64")
+    output.mkdir(parents=True, exist_ok=True)
     settings = [f"{name.upper()}={value}" for name, value in variables.items()]
     command = ["make", "--silent", "-j2", "-f", EMULATOR / "build.mk", f"OUT={output}", *settings]
-    subprocess.run(command, check=True, timeout=300)
+    with open(output / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(command, check=True, timeout=300)
     return output / "kernels.so"
 
 
@@ -152,15 +156,15 @@ class Kernels:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory):
+def library():
     """Path of the kernels' library with all checks."""
-    return build(tmp_path_factory.mktemp("checked"), checked=1)
+    return build(ROOT / "target/cuda_on_cpu/checked", checked=1)
 
 
 @pytest.fixture(scope="session")
-def fast_library(tmp_path_factory):
+def fast_library():
     """Path of the kernels' library without checks."""
-    return build(tmp_path_factory.mktemp("fast"))
+    return build(ROOT / "target/cuda_on_cpu/fast")
 
 
 @pytest.fixture(params=ORDERS)

@@ -254,8 +254,8 @@ def planted(library, tmp_path_factory):
         if key not in built:
             sources, output = root / f"{fault.file}-{fault.build}", root / f"{fault.file}-{fault.build}-out"
             headers = shutil.ignore_patterns("*.cu")
-            shutil.copytree(ROOT / "kernels", sources, ignore=headers)
-            output.mkdir()
+            shutil.copytree(ROOT / "kernels", sources, ignore=headers, dirs_exist_ok=True)
+            output.mkdir(exist_ok=True)
             for part in [*library.parent.glob("emulator.*"), *library.parent.glob("checks.*")]:
                 shutil.copy2(part, output)
             text = (ROOT / "kernels" / fault.file).read_text()

@@ -21,9 +21,23 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-/// Bytes of a slot, where a chunk is not larger.
-const SLOT_BYTES: usize = 4 << 20;
 const WORD: usize = size_of::<u64>();
+
+/// The device memory through which chunks go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slots {
+    /// How many transfers may be on their way at once.
+    pub count: usize,
+    /// Bytes of a transfer: a chunk at least, and several where they are smaller.
+    pub bytes: usize,
+}
+
+impl Default for Slots {
+    /// 3 of 4 MiB, which is long enough to hide what starting a transfer takes.
+    fn default() -> Self {
+        Self { count: 3, bytes: 4 << 20 }
+    }
+}
 
 /// Device memory for one group of chunks, and its hashes behind it.
 #[derive(Debug)]
@@ -46,12 +60,12 @@ struct Workspace {
 }
 
 impl Workspace {
-    fn new(layout: &ChunkLayout, num_slots: usize) -> Result<Self> {
-        ensure!((1..=1024).contains(&num_slots), "slots: expected 1 to 1024, got {num_slots}");
+    fn new(layout: &ChunkLayout, slots: Slots) -> Result<Self> {
+        ensure!((1..=1024).contains(&slots.count), "slots: expected 1 to 1024, got {}", slots.count);
         let (num_chunks, chunk_bytes) = (layout.num_chunks(), layout.chunk_bytes());
-        let slot_chunks = (SLOT_BYTES / chunk_bytes).clamp(1, num_chunks.max(1));
+        let slot_chunks = (slots.bytes / chunk_bytes).clamp(1, num_chunks.max(1));
         let num_spans = layout.sizes().iter().filter(|&&bytes| bytes > 0).count();
-        let num_slots = num_slots.min(num_chunks.div_ceil(slot_chunks));
+        let num_slots = slots.count.min(num_chunks.div_ceil(slot_chunks));
         Ok(Self { num_spans, num_chunks, chunk_bytes, slot_chunks, num_slots })
     }
 
@@ -103,11 +117,11 @@ pub struct ChunkCopier {
 }
 
 impl ChunkCopier {
-    /// Bytes of device memory that a copier needs, with as many slots.
+    /// Bytes of device memory that a copier needs.
     ///
     /// # Errors
     /// No slots, or more than 1024.
-    pub fn workspace_bytes(layout: &ChunkLayout, slots: usize) -> Result<usize> {
+    pub fn workspace_bytes(layout: &ChunkLayout, slots: Slots) -> Result<usize> {
         Ok(Workspace::new(layout, slots)?.bytes())
     }
 
@@ -125,7 +139,7 @@ impl ChunkCopier {
         layout: ChunkLayout,
         addresses: &[u64],
         workspace: u64,
-        slots: usize,
+        slots: Slots,
         chunks: Option<PinnedBuffer>,
     ) -> Result<Self> {
         let parts = Workspace::new(&layout, slots)?;

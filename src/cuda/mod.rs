@@ -14,7 +14,7 @@ mod streams;
 
 pub use adamw::{AdamW, GradientAt};
 pub use chunks::{ChunkRange, Span};
-pub use copier::ChunkCopier;
+pub use copier::{ChunkCopier, Slots};
 pub use device::Launcher;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
 pub use pinned::PinnedBuffer;

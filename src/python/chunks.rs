@@ -24,11 +24,15 @@ fn stream(address: usize) -> *mut c_void {
     address as *mut c_void
 }
 
+fn with_count(count: usize) -> cuda::Slots {
+    cuda::Slots { count, ..Default::default() }
+}
+
 #[pymethods]
 impl ChunkCopier {
     #[staticmethod]
     fn workspace_bytes(sizes: Vec<usize>, chunk_bytes: usize, slots: usize) -> PyResult<usize> {
-        Ok(cuda::ChunkCopier::workspace_bytes(&ChunkLayout::new(&sizes, chunk_bytes)?, slots)?)
+        Ok(cuda::ChunkCopier::workspace_bytes(&ChunkLayout::new(&sizes, chunk_bytes)?, with_count(slots))?)
     }
 
     #[new]
@@ -58,7 +62,15 @@ impl ChunkCopier {
         // SAFETY: `evermoe.chunks`, the one caller, passes the addresses of what it puts into `kept`.
         let copier = py.detach(move || unsafe {
             let current_stream = stream(current_stream);
-            cuda::ChunkCopier::new(device, current_stream, layout, &addresses, workspace, slots, host)
+            cuda::ChunkCopier::new(
+                device,
+                current_stream,
+                layout,
+                &addresses,
+                workspace,
+                with_count(slots),
+                host,
+            )
         })?;
         Ok(Self { copier, _kept: kept })
     }

@@ -4,7 +4,7 @@
 HERE := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 KERNELS ?= $(HERE)../../kernels
 SOURCES := $(wildcard $(abspath $(KERNELS))/*.cu)
-PARTS := emulator $(if $(CHECKED),checks) $(if $(DRIVER),fake_driver)
+PARTS := emulator $(if $(CHECKED),checks) $(if $(DRIVER),fake_driver streams)
 LIBRARY := $(OUT)/$(if $(DRIVER),libcuda.so,kernels.so)
 OBJECTS := $(SOURCES:$(abspath $(KERNELS))/%.cu=$(OUT)/%.kernels.o) $(PARTS:%=$(OUT)/%.o)
 CXX := g++
@@ -30,11 +30,11 @@ $(OUT)/%.kernels.cpp: $(KERNELS)/%.cu $(wildcard $(KERNELS)/*.cuh) $(HERE)build.
 	} > $@
 
 $(OUT)/%.kernels.o: $(OUT)/%.kernels.cpp
-	$(CXX) $(KERNEL_FLAGS) $(CHECKS) -MMD -c -o $@ $<
+	$(CXX) $(KERNEL_FLAGS) $(CHECKS) -MMD -MP -c -o $@ $<
 
 $(OUT)/%.o: $(HERE)%.cpp $(HERE)build.mk
 	@mkdir -p $(OUT)
-	$(CXX) $(FLAGS) -MMD -c -o $@ $<
+	$(CXX) $(FLAGS) -MMD -MP -c -o $@ $<
 
 .PRECIOUS: $(OUT)/%.kernels.cpp
 -include $(wildcard $(OUT)/*.d)

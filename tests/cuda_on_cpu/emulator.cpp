@@ -177,14 +177,6 @@ void run_block(int order, std::mt19937& random) {
   if (std::any_of(shared.end() - kCanaryBytes, shared.end(), [](unsigned char byte) { return byte != kCanary; }))
     error = "a write past the end of shared memory";
 }
-// Why the driver would refuse the launch, or null.
-const char* over_limits(const Kernel& k, unsigned first, unsigned blocks, unsigned block_threads, size_t shared_bytes) {
-  if (first >= blocks || blocks > kMaxBlocks) return "the grid is empty or has more than 2**31 - 1 blocks";
-  if (!block_threads || block_threads > kMaxThreads) return "a block has 1 to 1024 threads";
-  if (block_threads > k.max_threads) return "more threads in a block than the kernel's __launch_bounds__";
-  if (block_threads % kWarp) return "blocks are whole warps here";
-  return shared_bytes > kMaxShared ? "more than 227 KiB of shared memory" : nullptr;
-}
 int find_fixed_shared(dl_phdr_info* info, size_t, void*) {
   const auto* const here = static_cast<unsigned char*>(info->dlpi_tls_data);
   for (int i = 0; here && i < info->dlpi_phnum; ++i) {
@@ -212,6 +204,13 @@ const Kernel* find_kernel(const char* name) {
   for (const Kernel& k : kernels())
     if (!strcmp(k.name, name)) return &k;
   return nullptr;
+}
+const char* over_limits(const Kernel& k, unsigned first, unsigned blocks, unsigned block_threads, size_t shared_bytes) {
+  if (first >= blocks || blocks > kMaxBlocks) return "the grid is empty or has more than 2**31 - 1 blocks";
+  if (!block_threads || block_threads > kMaxThreads) return "a block has 1 to 1024 threads";
+  if (block_threads > k.max_threads) return "more threads in a block than the kernel's __launch_bounds__";
+  if (block_threads % kWarp) return "blocks are whole warps here";
+  return shared_bytes > kMaxShared ? "more than 227 KiB of shared memory" : nullptr;
 }
 void fail(const char* format, ...) {
   char text[700];

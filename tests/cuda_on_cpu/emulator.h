@@ -4,6 +4,8 @@
 
 namespace emulator {
 const Kernel* find_kernel(const char* name);
+// Why the driver would refuse a launch, or null.
+const char* over_limits(const Kernel& kernel, unsigned first_block, unsigned blocks, unsigned threads, size_t shared_bytes);
 // Runs the blocks of a grid from the first one on, one after the other. Order of threads: 0 forward, 1 reverse, else the
 // seed of a shuffle that is drawn anew at every round. Null, or what went wrong, kept until the next launch. One launch
 // at a time.
