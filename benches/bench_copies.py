@@ -11,14 +11,10 @@ the page-locked memory, against memory of its own. The candidates take turns; th
 the tensors' bytes once. A ratio below 1 means: faster than the copy.
 """
 
-import argparse
-import json
-import platform
-
 import torch
-from bench_ops import measure
 
-from evermoe import chunks, ops
+from common import Table, medians, parse, parser, ratio, take_turns, where
+from evermoe import chunks
 
 
 def tensors_of(mib, count, device):
@@ -85,54 +81,30 @@ def cuda_benches(tensors, chunk_bytes):
     )
 
 
-def run(arguments):
-    """Yields one record per op and setting."""
-    tensors = tensors_of(arguments.mib, arguments.tensors, arguments.device)
-    num_bytes = sum(tensor.nbytes for tensor in tensors)
-    for threads in arguments.threads[:1] if arguments.device == "cuda" else arguments.threads:
-        torch.set_num_threads(threads)
-        for kib in arguments.chunk_kib:
-            benches = cuda_benches if arguments.device == "cuda" else cpu_benches
-            for name, candidates in benches(tensors, kib << 10):
-                times = measure(candidates, arguments.seconds, arguments.device)
-                gigabytes = num_bytes / times["ours"] / 1e3
-                yield {"threads": threads, "chunk_kib": kib, "op": name, "gb_per_s": gigabytes, **times}
-
-
 def main():
     """Prints a table; writes JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--mib", type=int, default=256, help="of all tensors together")
-    parser.add_argument("--tensors", type=int, default=64)
-    parser.add_argument("--chunk-kib", type=int, nargs="+", default=[16, 256, 4096, 65536])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=1.0, help="per op and setting")
-    parser.add_argument("--json", help="where to write the figures")
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        print("skipped: no CUDA device, or no kernels in this build")
-        return
-    where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
-    print(f"torch {torch.__version__}, {where}, {arguments.tensors} tensors of together {arguments.mib} MiB")
-    print(f"{'op':<12}{'threads':>8}{'chunk KiB':>11}{'us':>11}{'GB/s':>8}{'x copy':>8}  others, x copy")
-    records = []
-    for record in run(arguments):
-        records.append(record)
-        others = [
-            f"{name} {record[name] / record['copy']:.2f}" for name in ("torch", "copy, then hash") if name in record
-        ]
-        setting = f"{record['threads']:>8}{record['chunk_kib']:>11}{record['ours']:11.1f}{record['gb_per_s']:8.1f}"
-        ratio = record["ours"] / record["copy"]
-        print(f"{record['op']:<12}{setting}{ratio:8.2f}  {', '.join(others)}", flush=True)
-    if arguments.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(
-                {"arguments": vars(arguments), "device": where, "versions": versions, "records": records},
-                file,
-                indent=1,
-            )
+    made = parser(__doc__, seconds=1.0)
+    made.add_argument("--mib", type=int, default=256, help="of all tensors together")
+    made.add_argument("--tensors", type=int, default=64)
+    made.add_argument("--chunk-kib", type=int, nargs="+", default=[16, 256, 4096, 65536])
+    arguments = parse(made)
+    tensors = tensors_of(arguments.mib, arguments.tensors, arguments.device)
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    title = f"copies: torch {torch.__version__}, {where(arguments.device)}, {len(tensors)} tensors, {arguments.mib} MiB"
+    columns = {"op": "10s", "threads": "d", "chunk KiB": "d", "us": "11.1f", "GB/s": "8.1f", "x copy": "8.2f"}
+    table = Table(title, columns | {"torch x copy": ".2f", "copy, then hash x copy": ".2f"})
+    benches = cuda_benches if arguments.device == "cuda" else cpu_benches
+    for threads in arguments.threads:
+        torch.set_num_threads(threads)
+        for kib in arguments.chunk_kib:
+            for name, candidates in benches(tensors, kib << 10):
+                times = take_turns(candidates, arguments.seconds, arguments.device)
+                found = medians(times)
+                ratios = {f"{other} x copy": ratio(times, other, "copy") for other in times if other != "copy"}
+                row = {"op": name, "threads": threads, "chunk KiB": kib, "us": found["ours"]}
+                row |= {"GB/s": num_bytes / found["ours"] / 1e3, "x copy": ratios.pop("ours x copy")}
+                table.add(**row, **ratios, microseconds=found)
+    table.write(arguments)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ fn at_mut<T>(values: &mut [T]) -> u64 {
 fn copies_agree_with_the_cpu() {
     let Some(driver) = Driver::load() else { return };
     let launcher = driver.launcher();
-    // SAFETY: the driver is loaded. Torch's stream, as it were: it lives as long as the process.
-    let stream = unsafe { result::stream::create(StreamKind::NonBlocking) }.unwrap();
+    // Torch's stream, as it were.
+    let stream = result::stream::create(StreamKind::NonBlocking).unwrap();
     for (sizes, chunk_bytes, [count, bytes]) in CASES {
         driver.set_policy(LATE);
         launches(&launcher, sizes, chunk_bytes);
-        for policy in [LATE, EARLY, RANDOM, RANDOM + 1, RANDOM + 2] {
+        for policy in [LATE, EARLY, RANDOM] {
             driver.set_policy(policy);
             for with_arena in [false, true] {
                 there_and_back(stream, sizes, chunk_bytes, Slots { count, bytes }, with_arena);

@@ -95,6 +95,21 @@ def test_there_and_back(device, sizes, chunk_bytes):
     assert wrong.tolist() == [0] * len(expected)
 
 
+def test_documented_example(device):
+    tensors = [torch.arange(size, device=device).to(torch.uint8) for size in (4090, 0, 10)]
+    packed, hashes, wrong = empty_like(torch.empty(2, BLOCK, dtype=torch.uint8), device)
+    chunks.pack_chunks(tensors, 0, packed, hashes)
+    first, second = packed.cpu()
+    assert torch.equal(first[:4090], tensors[0].cpu())
+    assert torch.equal(second[:10], tensors[2].cpu())
+    assert not bool(first[4090:].any() or second[10:].any())
+    for tensor in tensors:
+        tensor.zero_()
+    chunks.unpack_chunks(packed, hashes, 0, tensors, wrong)
+    assert tensors[2].tolist() == list(range(10))
+    assert wrong.tolist() == [0, 0]
+
+
 def test_part_of_the_chunks(device):
     tensors = make(SIZES["large"], device)
     expected = stream_of(tensors, BLOCK)
