@@ -29,7 +29,7 @@ BENCHES = {
     "copies": [],
     "layer": ["--tokens", "16384", "--hidden", "2048", "--intermediate", "1024", "--seconds", "2"],
 }
-KERNELS = ("adamw_", "expert_histogram", "invert_positions", "permute_", "plan_", "unpermute_")
+KERNELS = ("adamw", "expert_histogram", "hash", "invert", "pack", "permute", "plan", "regroup", "sgd", "split", "un")
 """How the names of our kernels begin, for compute-sanitizer: torch's are many, and not ours to check."""
 SANITIZED = "documented_example or sanitized"
 """Tests that are few and small enough to run under a tool that slows kernels down a hundred times."""

@@ -245,11 +245,10 @@ def refusals(device):
     yield r"gradients: .*\[4, 6\], got float32 .*\[24\]", lambda: ops.adamw_(p, m, v, [gradient.view(-1)], steps)
     yield r"steps: expected float32 of shape \[2, 9\]", lambda: ops.adamw_(p, m, v, [None, None], steps)
     yield "steps: expected float32 of shape .*, got float64", lambda: ops.adamw_(p, m, v, [None], steps.double())
-    yield "one dimension or more|expected 1 to", lambda: ops.adamw_(p[0, 0], m[0, 0], v[0, 0], [None], steps)
     yield "no gradient", lambda: ops.adamw_(leaf, m, v, [gradient], steps)
 
 
-@pytest.mark.parametrize("index", range(13))
+@pytest.mark.parametrize("index", range(12))
 def test_refusals_say_what_was_expected_and_change_nothing(index, device):
     message, call = list(refusals(device))[index]
     with pytest.raises(RuntimeError, match=message):

@@ -69,6 +69,10 @@ KERNELS = {
     "split_tokens": Expected(64),
     "adamw_1": Expected(40, (), DIV_SQRT_FMA),
     "adamw_4": Expected(48, WIDE, DIV_SQRT_FMA),
+    # Tensors' addresses come from a table, so that accesses to them do not name the memory: LD and ST.
+    "pack_chunks": Expected(128, ("LD.E.128", "STG.E.128")),
+    "unpack_chunks": Expected(80, ("LDG.E.128", "ST.E.128")),
+    "hash_blocks": Expected(80, ("LDG.E.128",)),
 }
 
 

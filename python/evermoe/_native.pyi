@@ -177,6 +177,37 @@ def digest(array: NDArray[np.uint8]) -> int:
 
 # ---- end of planners and arenas ----
 
+# ---- copies: src/python/chunks.rs; in builds with CUDA ----------------------------------------
+
+class ChunkCopier:
+    """Copies CUDA tensors to chunks in page-locked host memory and back; `evermoe.chunks.ChunkedCopy` drives it."""
+
+    @staticmethod
+    def workspace_bytes(sizes: list[int], chunk_bytes: int, slots: int) -> int:
+        """Bytes of device memory that it needs."""
+    def __new__(
+        cls,
+        device: int,
+        current_stream: int,
+        tensors: list[tuple[int, int]],
+        chunk_bytes: int,
+        slots: int,
+        workspace: int,
+        host: NDArray[np.uint8] | None,
+        kept: object,
+    ) -> ChunkCopier:
+        """Copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory."""
+    def chunks(self) -> NDArray[np.uint8]: ...
+    def hashes(self) -> NDArray[np.int64]: ...
+    def wrong(self) -> NDArray[np.int64]: ...
+    def save(self, current_stream: int, first: int, end: int) -> None: ...
+    def restore(self, current_stream: int, first: int, end: int) -> None: ...
+    def release(self, current_stream: int) -> None: ...
+    def is_done(self, chunk: int) -> bool: ...
+    def wait(self, chunk: int) -> None: ...
+
+# ---- end of copies ----------------------------------------------------------------------------
+
 # ---- ops: src/python/ops.rs -------------------------------------------------------------------
 
 def register_ops() -> None: ...

@@ -264,7 +264,7 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
     `src/cpu/adamw.rs` for the recipe. (Which NaN comes out is the processor's choice.)
 
     Args:
-        p: parameters, float32, contiguous, with one dimension or more.
+        p: parameters, float32, contiguous.
         m: first moment, like `p`.
         v: second moment, like `p`.
         gradients: one for each step, float32 or bfloat16 of the shape of `p`; None is a gradient of zeros, which

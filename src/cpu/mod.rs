@@ -8,6 +8,8 @@
 //! | `rows` | copies rows into the order of the plan, and combines them back |
 //! | `exchange` | regroups rows that came from other ranks by expert, and back |
 //! | `adamw` | the optimizer's step, with the same bits everywhere |
+//! | `chunk_layout` | where the bytes of many tensors lie in a stream of chunks |
+//! | `chunks` | tensors to chunks and back, hashed on the way |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `buffers` | large results' memory, kept mapped from step to step |
 //! | `memory` | prefetching rows, and writing past the cache |
@@ -21,6 +23,8 @@
 
 mod adamw;
 mod buffers;
+mod chunk_layout;
+mod chunks;
 mod exchange;
 mod float;
 mod histogram;
@@ -31,6 +35,8 @@ mod rows;
 
 pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
 pub use buffers::{Buffer, Buffers, LEAST_BYTES};
+pub use chunk_layout::{BLOCK_BYTES, ChunkLayout, Piece};
+pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
 pub use exchange::regroup;
 pub use float::Float;
 pub use histogram::{Id, histogram};

@@ -57,5 +57,5 @@ fn regroup_into(rows: Tensor, counts: Tensor, inverse: bool, out: &mut Tensor) -
         return on_cuda!(regroup(&rows, &counts, inverse, out));
     }
     let (counts, experts, num_rows) = (counts.slice()?, experts as usize, num_rows as usize);
-    cpu::regroup(rows.as_bytes()?, counts, experts, num_rows, inverse, out.as_bytes_mut()?, &TorchPool)
+    cpu::regroup(rows.bytes()?, counts, experts, num_rows, inverse, out.bytes_mut()?, &TorchPool)
 }

@@ -146,6 +146,7 @@ symbols! {
         fn aoti_torch_device_type_cpu() -> i32;
         fn aoti_torch_device_type_cuda() -> i32;
         fn aoti_torch_dtype_element_size(i32) -> usize;
+        fn aoti_torch_dtype_uint8() -> i32;
         fn aoti_torch_dtype_int32() -> i32;
         fn aoti_torch_dtype_int64() -> i32;
         fn aoti_torch_dtype_float32() -> i32;

@@ -13,9 +13,11 @@
 //! | `histogram` | the ops that count tokens per expert |
 //! | `exchange` | the ops for what crosses ranks: the split of tokens, and the regrouping of rows |
 //! | `adamw` | the optimizer's op |
+//! | `chunks` | the ops between tensors and chunks |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
 mod adamw;
+mod chunks;
 mod exchange;
 mod ffi;
 mod histogram;

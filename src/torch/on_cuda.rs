@@ -2,9 +2,10 @@
 
 use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
-use crate::cpu::AdamWStep;
+use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout};
 use crate::cuda::{
-    AdamW, Backward, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan, Regroup, SplitTokens,
+    AdamW, Backward, ChunkRange, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan, Regroup,
+    Span, SplitTokens,
 };
 use crate::error::{Error, Result};
 
@@ -225,4 +226,67 @@ pub(super) fn split_tokens(
     };
     // SAFETY: see above.
     launch(counts, |launcher| unsafe { launcher.split_tokens(&split) })
+}
+
+/// Calls `body` with a launcher and the chunks from `first_chunk` on; the table of tensors is on the device by then.
+fn with_chunks(
+    layout: &ChunkLayout,
+    first_chunk: usize,
+    tensors: &[Tensor],
+    [chunks, hashes]: [&Tensor; 2],
+    body: impl FnOnce(&Launcher, &ChunkRange) -> Result<()>,
+) -> Result<()> {
+    let table = Span::table(layout, &tensors.iter().map(address).collect::<Vec<_>>());
+    let words = (table.len() * size_of::<Span>() / size_of::<i64>()) as i64;
+    let spans = Tensor::empty(&[words], Dtype::Int64, chunks)?;
+    let range = ChunkRange {
+        spans: address(&spans),
+        num_spans: table.len(),
+        first_byte: first_chunk * layout.chunk_bytes(),
+        num_blocks: chunks.numel() / BLOCK_BYTES,
+        chunks: address(chunks),
+        hashes: address(hashes),
+    };
+    launch(chunks, |launcher| {
+        // SAFETY: see above; the scratch has room for the table.
+        unsafe { launcher.upload_spans(&table, range.spans)? };
+        body(launcher, &range)
+    })
+}
+
+pub(super) fn pack_chunks(
+    layout: &ChunkLayout,
+    first_chunk: usize,
+    tensors: &[Tensor],
+    chunks: &Tensor,
+    hashes: &Tensor,
+) -> Result<()> {
+    // SAFETY: see above.
+    with_chunks(layout, first_chunk, tensors, [chunks, hashes], |launcher, range| unsafe {
+        launcher.pack_chunks(range)
+    })
+}
+
+pub(super) fn unpack_chunks(
+    layout: &ChunkLayout,
+    first_chunk: usize,
+    chunks: &Tensor,
+    hashes: &Tensor,
+    tensors: &[Tensor],
+    wrong: &Tensor,
+) -> Result<()> {
+    with_chunks(layout, first_chunk, tensors, [chunks, hashes], |launcher, range| {
+        // SAFETY: see above; the op's caller gives the tensors to be written.
+        unsafe {
+            launcher.clear_wrong(address(wrong), wrong.numel())?;
+            launcher.unpack_chunks(range, address(wrong), layout.chunk_bytes() / BLOCK_BYTES)
+        }
+    })
+}
+
+pub(super) fn hash_blocks(chunks: &Tensor, hashes: &Tensor) -> Result<()> {
+    launch(chunks, |launcher| {
+        // SAFETY: see above.
+        unsafe { launcher.hash_blocks(address(chunks), chunks.numel() / BLOCK_BYTES, address(hashes)) }
+    })
 }

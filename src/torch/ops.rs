@@ -4,6 +4,7 @@
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
 use super::adamw::adamw_;
+use super::chunks::{hash_blocks, pack_chunks, unpack_chunks};
 use super::exchange::{regroup, regroup_out, split_tokens};
 use super::ffi;
 use super::histogram::{expert_histogram, expert_histograms};
@@ -17,7 +18,7 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 14] {
+fn table() -> [Op; 17] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
         Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),
@@ -58,6 +59,17 @@ fn table() -> [Op; 14] {
             "(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor?[] gradients, Tensor steps) -> ()",
             adamw_,
         ),
+        Op::new(
+            "pack_chunks",
+            "(Tensor[] tensors, SymInt first_chunk, Tensor(a!) chunks, Tensor(b!) hashes) -> ()",
+            pack_chunks,
+        ),
+        Op::new(
+            "unpack_chunks",
+            "(Tensor chunks, Tensor hashes, SymInt first_chunk, Tensor(a!)[] tensors, Tensor(b!) wrong) -> ()",
+            unpack_chunks,
+        ),
+        Op::new("hash_blocks", "(Tensor chunks, Tensor(a!) hashes) -> ()", hash_blocks),
     ]
 }
 
