@@ -188,7 +188,7 @@ def test_the_documented_example(device):
     ops.adamw_(p, m, v, [torch.tensor([2.0], device=device)], step[None])
     assert (p.item(), m.item(), v.item()) == (2.5, 1.0, 1.0)
     step = ops.adamw_step(t=1, lr=0.5, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5)
-    assert step.tolist() == [1, 1, 0.75, 0.5, 0.25, 0.75, 1, 0.5, 0.25]
+    assert step.tolist() == [0, 1, 1, 0.75, 0.5, 0.25, 0.75, 1, 0.5, 0.25]
 
 
 def test_gradients_need_not_be_contiguous(device):
@@ -243,7 +243,7 @@ def refusals(device):
     yield "gradients: .* overlaps v", lambda: ops.adamw_(p, m, v, [v], steps)
     yield "gradients: expected float32 or bfloat16", lambda: ops.adamw_(p, m, v, [gradient.half()], steps)
     yield r"gradients: .*\[4, 6\], got float32 .*\[24\]", lambda: ops.adamw_(p, m, v, [gradient.view(-1)], steps)
-    yield r"steps: expected float32 of shape \[2, 9\]", lambda: ops.adamw_(p, m, v, [None, None], steps)
+    yield r"steps: expected float32 of shape \[2, 10\]", lambda: ops.adamw_(p, m, v, [None, None], steps)
     yield "steps: expected float32 of shape .*, got float64", lambda: ops.adamw_(p, m, v, [None], steps.double())
     yield "one dimension or more|expected 1 to", lambda: ops.adamw_(p[0, 0], m[0, 0], v[0, 0], [None], steps)
     yield "no gradient", lambda: ops.adamw_(leaf, m, v, [gradient], steps)

@@ -6,7 +6,9 @@
 //! | `histogram` | tokens per expert |
 //! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
-//! | `adamw` | the optimizer's step, with the same bits everywhere |
+//! | `adamw`, `sgd` | an optimizer's step, with the same bits everywhere |
+//! | `steps` | what they share: gradients, profiles, several steps in one pass |
+//! | `float_mode` | the processor's mode while they run |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `memory` | prefetching rows, and writing past the cache |
 //! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
@@ -19,15 +21,21 @@
 
 mod adamw;
 mod float;
+mod float_mode;
 mod histogram;
 mod memory;
 mod parallel;
 mod plan;
 mod rows;
+mod sgd;
+mod steps;
 
-pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
+pub use adamw::{AdamWOptions, AdamWStep, adamw};
 pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};
 pub use plan::{dispatch_plan, invert_positions};
 pub use rows::{Backward, Combine, DOT_LANES, permute, unpermute, unpermute_backward};
+pub(crate) use sgd::check_no_momentum;
+pub use sgd::{SgdOptions, SgdStep, sgd};
+pub use steps::{Gradient, Profile};

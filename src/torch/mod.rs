@@ -10,16 +10,16 @@
 //! | `kernel` | arguments and results of kernels; errors and panics become Python's `RuntimeError` |
 //! | `library` | registration with torch's dispatcher, and torch's thread pool |
 //! | `ops` | the ops: schemas, checks, and the call to `cpu` or `cuda` |
-//! | `adamw` | the optimizer's op |
+//! | `optim` | the optimizers' ops |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
-mod adamw;
 mod ffi;
 mod kernel;
 mod library;
 #[cfg(feature = "cuda")]
 mod on_cuda;
 mod ops;
+mod optim;
 mod tensor;
 
 pub use ops::register_ops;

@@ -3,9 +3,9 @@
 //! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
-use super::adamw::adamw_;
 use super::ffi;
 use super::library::{Op, TorchPool, define, implement};
+use super::optim::{adamw_, sgd_};
 use super::tensor::{Device, Dtype, Element, Tensor};
 use crate::cpu::{self, Backward, Combine, Float};
 use crate::ensure;
@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 9] {
+fn table() -> [Op; 10] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
         Op::new("dispatch_plan", "(Tensor ids, Tensor send_counts) -> (Tensor, Tensor)", dispatch_plan),
@@ -38,6 +38,7 @@ fn table() -> [Op; 9] {
             "(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor?[] gradients, Tensor steps) -> ()",
             adamw_,
         ),
+        Op::new("sgd_", "(Tensor(a!) p, Tensor(b!)? buffer, Tensor?[] gradients, Tensor steps) -> ()", sgd_),
     ]
 }
 

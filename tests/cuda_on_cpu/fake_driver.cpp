@@ -39,7 +39,7 @@ constexpr size_t kTableStart = 5, kTableWords = 48;
 static size_t num_parameters(void* function) {
   static const struct { const char* prefix; size_t count; } kTable[] = {
       {"expert_histogram", 4}, {"plan_count", 4}, {"plan_segments", 7},       {"plan_place", 9},
-      {"adamw", kTableStart + kTableWords}, {"invert_positions", 4}, {"permute", 7},    {"unpermute_backward", 10}, {"unpermute", 8}};
+      {"adamw", kTableStart + kTableWords}, {"sgd", kTableStart + kTableWords}, {"invert_positions", 4}, {"permute", 7},    {"unpermute_backward", 10}, {"unpermute", 8}};
   Dl_info info;
   if (dladdr(function, &info) && info.dli_sname)
     for (const auto& row : kTable)
