@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from test_adamw import KINDS, device, normal, same_bits  # noqa: F401
+from floats import KINDS, normal, same_bits
 
 from evermoe import ops
 from evermoe.optim import SGD
@@ -59,7 +59,7 @@ def numbers(settings, firsts, **more):
         ({"foreach": False}, "evermoe", (1, 71, 4099)),
     ],
 )
-def test_equals_torch_bit_for_bit(settings, kind, variant, profile, sizes, device):  # noqa: F811
+def test_equals_torch_bit_for_bit(settings, kind, variant, profile, sizes, device):
     random = torch.Generator().manual_seed(0)
     for size in sizes:
         start = normal(size, random)
@@ -72,7 +72,7 @@ def test_equals_torch_bit_for_bit(settings, kind, variant, profile, sizes, devic
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_equals_torch_over_a_thousand_steps(settings, device):  # noqa: F811
+def test_equals_torch_over_a_thousand_steps(settings, device):
     """With a learning rate that changes, and batches of five steps, some of them without a gradient's bytes."""
     random = torch.Generator().manual_seed(1)
     start = normal(523, random)
@@ -93,7 +93,7 @@ def test_equals_torch_over_a_thousand_steps(settings, device):  # noqa: F811
 
 @pytest.mark.parametrize("size", [0, 1, 7, 63, 2047, 2049, 10_007])
 @pytest.mark.parametrize("settings", [SETTINGS["plain with decay"], SETTINGS["nesterov"]], ids=["plain", "nesterov"])
-def test_batched_steps_equal_single_steps(size, settings, device):  # noqa: F811
+def test_batched_steps_equal_single_steps(size, settings, device):
     random = torch.Generator().manual_seed(size)
     start = normal(size, random).to(device)
     at_once, one_by_one = fresh_state(start, settings), fresh_state(start, settings)
@@ -110,7 +110,7 @@ def test_batched_steps_equal_single_steps(size, settings, device):  # noqa: F811
     assert size == 0 or not same_bits(at_once[0], start)
 
 
-def test_loss_scale_divides_then_clip_multiplies_then_maximize_negates(device):  # noqa: F811
+def test_loss_scale_divides_then_clip_multiplies_then_maximize_negates(device):
     random = torch.Generator().manual_seed(3)
     start, gradient = normal(1000, random).to(device), normal(1000, random).to(device)
     settings = SETTINGS["nesterov"]
@@ -120,7 +120,7 @@ def test_loss_scale_divides_then_clip_multiplies_then_maximize_negates(device): 
     assert all(same_bits(one, two) for one, two in zip(ours, plain, strict=True))
 
 
-def test_the_documented_example(device):  # noqa: F811
+def test_the_documented_example(device):
     p, buffer = torch.tensor([4.0], device=device), torch.tensor([6.0], device=device)
     step = ops.sgd_step(is_first=False, lr=0.5, momentum=0.5, weight_decay=0.25)
     assert step.tolist() == [0, 1, 1, 0.25, 0.5, 1, 0.5, 0, 0]
@@ -129,7 +129,7 @@ def test_the_documented_example(device):  # noqa: F811
 
 
 @pytest.mark.parametrize("with_buffer", [True, False])
-def test_opcheck(with_buffer, device):  # noqa: F811
+def test_opcheck(with_buffer, device):
     settings = SETTINGS["nesterov" if with_buffer else "plain"]
     p, _ = fresh_state(torch.ones(5, 3, device=device), settings)
     buffer = torch.zeros_like(p) if with_buffer else None
@@ -138,14 +138,14 @@ def test_opcheck(with_buffer, device):  # noqa: F811
     assert set(results.values()) == {"SUCCESS"}
 
 
-def test_autograd_is_told(device):  # noqa: F811
+def test_autograd_is_told(device):
     p, buffer = fresh_state(torch.ones(4, device=device), SETTINGS["momentum"])
     versions = p._version, buffer._version
     ops.sgd_(p, buffer, [None], numbers(SETTINGS["momentum"], [True]))
     assert (p._version, buffer._version) == (versions[0] + 1, versions[1] + 1)
 
 
-def refusals(device):  # noqa: F811
+def refusals(device):
     p, buffer = torch.ones(4, 6, device=device), torch.zeros(4, 6, device=device)
     gradient, steps = torch.ones_like(p), numbers(SETTINGS["momentum"], [True])
     wrong = steps.clone()
@@ -163,7 +163,7 @@ def refusals(device):  # noqa: F811
 
 
 @pytest.mark.parametrize("index", range(9))
-def test_refusals_say_what_was_expected_and_change_nothing(index, device):  # noqa: F811
+def test_refusals_say_what_was_expected_and_change_nothing(index, device):
     message, call = list(refusals(device))[index]
     with pytest.raises(RuntimeError, match=message):
         call()
