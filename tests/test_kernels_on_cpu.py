@@ -3,7 +3,6 @@
 import ctypes
 import platform
 import shutil
-import struct
 import subprocess
 from pathlib import Path
 
@@ -195,38 +194,3 @@ def test_values_out_of_range_are_unrouted(kernels):
     kernels("plan_place_i64", 1, 32, 12, *arguments)
     row_ids.equals(torch.tensor([0, 2, -1, -1, -1]))
     positions.equals(torch.tensor([0, -1, 1, -1, -1]))
-
-
-def adamw_table(steps, gradients):
-    """The kernel's last argument as words: the numbers of each step, its kind of gradient and the address."""
-    kinds = {torch.float32: 1, torch.bfloat16: 2}
-    packed = b""
-    for numbers, gradient in zip(steps.tolist(), gradients, strict=True):
-        kind, address = (0, 0) if gradient is None else (kinds[gradient.dtype], gradient.data_ptr())
-        packed += struct.pack("<9fIQ", *numbers, kind, address)
-    return struct.unpack("<48Q", packed.ljust(48 * 8, b"\0"))
-
-
-@pytest.mark.parametrize(
-    ("size", "per_thread"), [(0, 1), (1, 4), (3, 4), (7, 1), (8, 4), (257, 4), (1031, 1), (1031, 4)]
-)
-def test_adamw(kernels, size, per_thread):
-    """Floats of every kind, to compare bit for bit; NaNs are NaNs, as which of them comes out is not said."""
-    random = torch.Generator().manual_seed(size)
-    bits = [torch.randint(-(1 << 31), (1 << 31) - 1, (size,), generator=random).int() for _ in range(5)]
-    gradients = [torch.randn(size, generator=random), None, bits[0].view(torch.float32)]
-    gradients += [torch.randn(size, generator=random).bfloat16(), torch.randn(size, generator=random)]
-    options = {"lr": 0.3, "betas": (0.9, 0.97), "eps": 1e-9, "weight_decay": 0.2}
-    steps = [ops.adamw_step(t=t, **options) for t in range(1, 5)]
-    steps.append(ops.adamw_step(t=5, loss_scale=3.0, clip=0.7, maximize=True, **options | {"betas": (0.3, 0.5)}))
-    start = [torch.randn(size, generator=random), torch.randn(size, generator=random), torch.zeros(size)]
-    for state in (start, [values.view(torch.float32) for values in bits[1:4]]):
-        ours, expected = [Buffer([size], torch.float32) for _ in state], [values.clone() for values in state]
-        for buffer, values in zip(ours, state, strict=True):
-            buffer.tensor.copy_(values)
-        table = adamw_table(torch.stack(steps), gradients)
-        addresses = [buffer.tensor for buffer in ours]
-        kernels(f"adamw_{per_thread}", 2, 32, 0, *addresses, size, len(steps), *table)
-        ops.adamw_(*expected, gradients, torch.stack(steps))
-        for buffer, values in zip(ours, expected, strict=True):
-            buffer.equals_but_for_nans(values)

@@ -49,6 +49,7 @@ template <class T> inline T atomicAdd(T* place, T value) {
 }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline float __uint_as_float(uint32_t bits) { return bit_copy<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return bit_copy<uint32_t>(value); }
 inline float __fmul_rn(float a, float b) { return a * b; }  // with -ffp-contract=off
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
