@@ -61,7 +61,7 @@ fmt: setup ## Format all sources
 bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies; recovery by phase
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
-	$(BIN)/python benches/bench_adamw.py
+	$(BIN)/python benches/bench_optim.py
 	$(BIN)/python benches/bench_session.py
 
 test-gpu: ## The tests that need a CUDA device; uses the python on PATH if there is no .venv
@@ -69,7 +69,7 @@ test-gpu: ## The tests that need a CUDA device; uses the python on PATH if there
 
 bench-gpu: ## The benches of the ops on a CUDA device
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benches/bench_ops.py --device cuda
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benches/bench_adamw.py --device cuda
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benches/bench_optim.py --device cuda
 
 wheel: setup ## Build the abi3 wheel into out/
 	$(BIN)/maturin build --release --out out

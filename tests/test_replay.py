@@ -78,7 +78,10 @@ REFUSED = {
     "nadam": (torch.optim.NAdam, "NAdam rounds like none"),
     "rmsprop": (torch.optim.RMSprop, "RMSprop has neither the options of AdamW nor those of SGD"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True, which keeps a third moment"),
-    "double": (lambda p: torch.optim.AdamW([q.double().detach() for q in p]), "parameters in torch.float64, not float32"),
+    "double": (
+        lambda p: torch.optim.AdamW([q.double().detach() for q in p]),
+        "parameters in torch.float64, not float32",
+    ),
     "hidden option": (lambda p: Rounded(p, mode="far"), "made with mode=far, which its groups do not hold"),
 }
 

@@ -121,7 +121,9 @@ def powers(betas: tuple[float, float], t: int, device: torch.device | str) -> tu
         ValueError: the device is not a CUDA device.
     """
     if torch.device(device).type != "cuda":
-        raise ValueError(f"device: expected the trainer's CUDA device, whose powers have bits of their own, got {device}")
+        raise ValueError(
+            f"device: expected the trainer's CUDA device, whose powers have bits of their own, got {device}"
+        )
     base = torch.tensor(betas, dtype=torch.float32, device=device)
     first, second = torch.pow(base, torch.full_like(base, t)).tolist()
     return first, second
@@ -215,7 +217,9 @@ def _scratch_group(group: Mapping[str, Any]) -> dict[str, Any]:
         for device in sorted(devices, key=str)
         for size in _SIZES
     ]
-    return {name: _own(value) for name, value in group.items() if name not in ("params", "param_names")} | {"params": scratch}
+    return {name: _own(value) for name, value in group.items() if name not in ("params", "param_names")} | {
+        "params": scratch
+    }
 
 
 def _own(value: Any) -> Any:
