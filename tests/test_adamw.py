@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from floats import KINDS, log_uniform, normal, same_bits, subnormal
 
 from evermoe import ops
 from evermoe.replay import powers
+from floats import KINDS, log_uniform, normal, same_bits, subnormal
 
 STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 SETTINGS = {

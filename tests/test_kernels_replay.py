@@ -4,9 +4,9 @@ import struct
 
 import pytest
 import torch
-from test_kernels_on_cpu import Buffer, kernels, library  # noqa: F401
 
 from evermoe import ops
+from test_kernels_on_cpu import Buffer, kernels, library  # noqa: F401
 
 SIZES = [(0, 1), (1, 4), (3, 4), (7, 1), (8, 4), (15, 4), (257, 4), (1031, 1), (1031, 4)]
 MAX_STEPS = 8
@@ -22,8 +22,8 @@ def table(steps, gradients):
     packed = b""
     for (profile, *numbers), gradient in zip(steps.tolist(), gradients, strict=True):
         kind, address = (0, 0) if gradient is None else (KINDS[gradient.dtype], gradient.data_ptr())
-        numbers += [0.0] * (9 - len(numbers))
-        packed += struct.pack("<9fHHQ", *numbers, kind, int(profile), address)
+        filled = numbers + [0.0] * (9 - len(numbers))
+        packed += struct.pack("<9fHHQ", *filled, kind, int(profile), address)
     return struct.unpack(f"<{WORDS * MAX_STEPS}Q", packed.ljust(8 * WORDS * MAX_STEPS, b"\0"))
 
 

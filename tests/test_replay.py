@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from floats import same_bits
 
 import evermoe
 from evermoe.replay import Profile, calibrate, powers
+from floats import same_bits
 
 
 def parameters(device="cpu"):

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from floats import KINDS, normal, same_bits
 
 from evermoe import ops
 from evermoe.optim import SGD
+from floats import KINDS, normal, same_bits
 
 PLAIN = {"lr": 0.1}
 SETTINGS = {

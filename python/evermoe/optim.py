@@ -142,7 +142,7 @@ class SGD(_Optimizer):
     """`torch.optim.SGD` with one arithmetic on CPU and CUDA (`evermoe.ops.sgd_`).
 
     A drop-in: the same arguments, state names and `state_dict`, which both classes can load from each other. On an x86
-    CPU the results equal torch's bit for bit; those of its `fused` variant, where a parameter's size is a multiple of 8.
+    CPU the results equal torch's bit for bit; with `fused=True`, where a parameter's size is a multiple of 8.
 
         optimizer = evermoe.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -77,8 +77,8 @@ class Profile:
         shared |= {name: float(group[name]) for name in ("lr", "weight_decay")}
         shared["maximize"] = bool(group.get("maximize", False))
         if self.rule == "sgd":
-            options = {name: float(group[name]) for name in ("momentum", "dampening")}
-            return ops.sgd_step(is_first=t == 1, nesterov=group["nesterov"], **options, **shared)
+            shared |= {name: float(group[name]) for name in ("momentum", "dampening")}
+            return ops.sgd_step(is_first=t == 1, nesterov=bool(group["nesterov"]), **shared)
         betas = float(group["betas"][0]), float(group["betas"][1])
         if self.arithmetic == "torch_cuda_fused":
             shared["powers"] = powers(betas, t, device)
@@ -203,8 +203,8 @@ def _second(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for name, value in vars(optimizer).items():
         if not name.startswith("_") and isinstance(value, bool | float | str) and vars(second).get(name) != value:
             raise NotReplayable(
-                f"{kind.__name__} was made with {name}={value}, which its groups do not hold, so that a second one cannot "
-                f"be made like it; {_INSTEAD}"
+                f"{kind.__name__} was made with {name}={value}, which its groups do not hold, so that a second one "
+                f"cannot be made like it; {_INSTEAD}"
             )
     return second
 
@@ -319,7 +319,7 @@ def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], count: int
     counters = [state.get("step") for state in scratch.state.values()]
     if counters and all(isinstance(counter, Tensor) for counter in counters):
         for counter in counters:
-            counter += count
+            counter.add_(count)
         for trial in trials:
             trial.t += count
 
@@ -328,8 +328,8 @@ def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
     nearest = min(trials, key=lambda trial: trial.num_differing)
     tried = ", ".join(trial.profile.arithmetic for trial in trials)
     return (
-        f"{type(optimizer).__name__} rounds like none of the profiles {tried}: beside {nearest.profile.arithmetic}, the "
-        f"nearest, {nearest.num_differing} words differ, first in {nearest.first_differing}. Its formula may be another "
-        f"one, or it is compiled with fast math or takes roots from a library that does not round them correctly, as "
+        f"{type(optimizer).__name__} rounds like none of the profiles {tried}: beside {nearest.profile.arithmetic}, "
+        f"the nearest, {nearest.num_differing} words differ, first in {nearest.first_differing}. Its formula may be "
+        f"another one, or it is compiled with fast math or takes roots from a library that does not round them correctly, as "
         f"torch's AdamW on CPUs does by default; {_INSTEAD}"
     )
