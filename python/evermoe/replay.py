@@ -330,6 +330,6 @@ def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
     return (
         f"{type(optimizer).__name__} rounds like none of the profiles {tried}: beside {nearest.profile.arithmetic}, "
         f"the nearest, {nearest.num_differing} words differ, first in {nearest.first_differing}. Its formula may be "
-        f"another one, or it is compiled with fast math or takes roots from a library that does not round them correctly, as "
-        f"torch's AdamW on CPUs does by default; {_INSTEAD}"
+        f"another one, or it is compiled with fast math or takes roots from a library that does not round them "
+        f"correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
     )
