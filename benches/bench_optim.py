@@ -17,6 +17,7 @@ import platform
 import time
 
 import torch
+import torch._inductor.config
 from bench_ops import measure
 
 from evermoe import ops
@@ -101,6 +102,8 @@ def run(arguments):
     """Yields one record per candidate and number of threads."""
     for threads in arguments.threads[:1] if arguments.device == "cuda" else arguments.threads:
         torch.set_num_threads(threads)
+        torch._dynamo.reset()
+        torch._inductor.config.cpp.threads = threads  # or the limit's loop keeps one thread
         candidates = benches(arguments.elements, arguments.device)
         functions = {name: function for name, (function, _, _) in candidates.items()}
         on_cuda = arguments.device == "cuda"
