@@ -245,10 +245,11 @@ __device__ void combine_rows(const Row* rows,        // [num_rows, width]    dev
     combine_columns<1>(rows, positions, weights, out, wide, num_tokens, top_k, num_rows, width);
   }
 }
-#define EVERMOE_UNPERMUTE(name, Row, Weight)                                                                      \
-  extern "C" __global__ void name(const Row* rows, const void* positions, const Weight* weights, Row* out, size_t wide, \
-                                  size_t num_tokens, size_t top_k, size_t num_rows, size_t width) {               \
-    combine_rows<Row, Weight>(rows, positions, weights, out, wide, num_tokens, top_k, num_rows, width);           \
+#define EVERMOE_UNPERMUTE(name, Row, Weight)                                                                        \
+  extern "C" __global__ __launch_bounds__(256) void name(const Row* rows, const void* positions, const Weight* weights, \
+                                                         Row* out, size_t wide, size_t num_tokens, size_t top_k,     \
+                                                         size_t num_rows, size_t width) {                            \
+    combine_rows<Row, Weight>(rows, positions, weights, out, wide, num_tokens, top_k, num_rows, width);              \
   }
 EVERMOE_UNPERMUTE(unpermute_f32_f32, float, float)
 EVERMOE_UNPERMUTE(unpermute_bf16_f32, Bf16, float)

@@ -4,7 +4,7 @@
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use driver::{Driver, finish};
-use evermoe::cpu::{self, AdamWOptions, AdamWStep, Gradient, Serial};
+use evermoe::cpu::{self, AdamWOptions, AdamWStep, Gradient, Profile, Serial, SgdOptions, SgdStep};
 use evermoe::cuda::{self, FloatType, GradientAt, Launcher};
 use half::bf16;
 
@@ -56,6 +56,7 @@ fn launchers_agree_with_the_cpu() {
     }
     for (len, offset) in [(0, 0), (1, 0), (3, 0), (8, 0), (1031, 0), (1031, 1), (4099, 0), (4096, 3)] {
         adamw(&launcher, len, offset);
+        sgd(&launcher, len, offset);
     }
 }
 
@@ -256,25 +257,35 @@ fn backward<I: cpu::Id>(
     assert_eq!((grad_rows, grad_weights), expected);
 }
 
+/// The gradient of step `t` on the device and on the host: none, float32 or bfloat16 in turn.
+fn gradient<'a>(t: usize, wide: &'a [f32], narrow: &'a [bf16]) -> (GradientAt, Gradient<'a>) {
+    match t % 3 {
+        0 => (GradientAt::Zero, Gradient::Zero),
+        1 => (GradientAt::F32(at(wide)), Gradient::F32(wide)),
+        _ => (GradientAt::Bf16(at(narrow)), Gradient::Bf16(narrow)),
+    }
+}
+
+/// Some values of -0.5 to 0.5.
+fn draw(len: usize, seed: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 2003.0 - 0.5).collect()
+}
+
 /// More steps than one launch takes; with an offset, elements that cannot be read in packs.
 fn adamw(launcher: &Launcher, len: usize, offset: usize) {
-    const STEPS: i64 = 11;
+    const STEPS: usize = 11;
     let options = AdamWOptions { lr: 0.1, betas: [0.9, 0.99], eps: 1e-6, weight_decay: 0.1, maximize: false };
-    let draw = |seed: usize| -> Vec<f32> {
-        (0..len + offset).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 2003.0 - 0.5).collect()
-    };
+    let draw = |seed| draw(len + offset, seed);
     let wide = draw(1);
     let narrow: Vec<bf16> = draw(2).into_iter().map(bf16::from_f32).collect();
     let (mut state, mut expected) =
         ([draw(3), draw(4), vec![0.0; len + offset]], [draw(3), draw(4), vec![0.0; len + offset]]);
     let (mut there, mut here) = (Vec::new(), Vec::new());
     for t in 1..=STEPS {
-        let step = AdamWStep::new(&options, t, if t % 2 == 0 { 1.0 } else { 3.0 }, 1.0).unwrap();
-        let (at_device, on_host) = match t % 3 {
-            0 => (GradientAt::Zero, Gradient::Zero),
-            1 => (GradientAt::F32(at(&wide[offset..])), Gradient::F32(&wide[offset..])),
-            _ => (GradientAt::Bf16(at(&narrow[offset..])), Gradient::Bf16(&narrow[offset..])),
-        };
+        let (profile, scale) = (Profile::ALL[t % 4], if t % 2 == 0 { 1.0 } else { 3.0 });
+        let powers = (profile == Profile::TorchCudaFused).then_some([0.5, 0.75]);
+        let step = AdamWStep::with_profile(profile, &options, t as i64, powers, scale, 1.0).unwrap();
+        let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
         there.push((step, at_device));
         here.push((step, on_host));
     }
@@ -285,4 +296,39 @@ fn adamw(launcher: &Launcher, len: usize, offset: usize) {
     unsafe { launcher.adamw(&cuda::AdamW { p, m, v, num_elements: len, steps: &there }) }.unwrap();
     finish();
     assert_eq!(state, expected, "{len} elements at {offset}");
+}
+
+/// As [`adamw`]; with a buffer, and with none for steps without momentum.
+fn sgd(launcher: &Launcher, len: usize, offset: usize) {
+    const STEPS: usize = 11;
+    let draw = |seed| draw(len + offset, seed);
+    let wide = draw(1);
+    let narrow: Vec<bf16> = draw(2).into_iter().map(bf16::from_f32).collect();
+    for momentum in [0.0, 0.9] {
+        let nesterov = momentum > 0.0;
+        let options =
+            SgdOptions { lr: 0.1, momentum, dampening: 0.0, weight_decay: 0.1, nesterov, maximize: true };
+        let (mut there, mut here) = (Vec::new(), Vec::new());
+        for t in 0..STEPS {
+            let step = SgdStep::new(SgdStep::PROFILES[t % 2], &options, t == 0, 3.0, 0.5).unwrap();
+            let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
+            there.push((step, at_device));
+            here.push((step, on_host));
+        }
+        let (mut state, mut expected) = ([draw(3), draw(4)], [draw(3), draw(4)]);
+        let [p, buffer] = &mut expected;
+        let buffer = (momentum > 0.0).then_some(&mut buffer[offset..]);
+        cpu::sgd(&mut p[offset..], buffer, &here, &Serial).unwrap();
+        let [p, buffer] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
+        let buffer = (momentum > 0.0).then_some(buffer);
+        let mut arguments = cuda::Sgd { p, buffer, num_elements: len, steps: &there };
+        // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+        unsafe { launcher.sgd(&arguments) }.unwrap();
+        finish();
+        assert_eq!(state, expected, "{len} elements at {offset}, momentum {momentum}");
+        arguments.buffer = None;
+        // SAFETY: as above; refused before it launches where a buffer is missing.
+        let without = unsafe { launcher.sgd(&arguments) };
+        assert_eq!(without.is_err(), momentum > 0.0);
+    }
 }

@@ -25,7 +25,7 @@ WHEELS, OUT = ROOT / "out" / "wheels", ROOT / "out" / "gpu"
 CHECKS = ("memcheck", "racecheck", "synccheck", "initcheck")
 BENCHES = {
     "ops": ["--tokens", "8192", "65536", "--hidden", "1024", "4096", "--experts", "8", "256", "--seconds", "0.3"],
-    "adamw": ["--elements", str(1 << 28), "--seconds", "2"],
+    "optim": ["--elements", str(1 << 28), "--seconds", "2"],
     "copies": [],
     "layer": ["--tokens", "16384", "--hidden", "2048", "--intermediate", "1024", "--seconds", "2"],
 }

@@ -6,6 +6,7 @@
 use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM};
+use evermoe::cuda::LayerIds;
 use std::ffi::c_void;
 use std::ptr;
 
@@ -50,7 +51,8 @@ impl Gear {
         unsafe {
             result::memset_d8_async(self.counts, 0xff, BYTES, self.compute).unwrap();
             result::memcpy_htod_async(self.ids, &IDS, self.compute).unwrap();
-            launcher.histogram(self.ids, false, self.counts, IDS.len(), COUNTS.len()).unwrap();
+            let layer = LayerIds { ids: self.ids, wide_ids: false, num_slots: IDS.len() };
+            launcher.histograms(&[layer], self.counts, COUNTS.len()).unwrap();
             result::event::record(self.event, self.compute).unwrap();
             if with_wait {
                 let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;

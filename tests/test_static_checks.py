@@ -36,39 +36,35 @@ class Expected:
 
 
 DIV_SQRT_FMA = ("div.rn", "sqrt.rn", "fma.rn")
+ROWS = ("LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64", "LDG.E.U16", "STG.E.U16")
+BACKWARD = (*WIDE, "SHFL.DOWN")
 KERNELS = {
     "expert_histograms": Expected(24, ("ATOMS.POPC.INC", "LDG.E.64")),
     "plan_count_i32": Expected(24, ("ATOMS.POPC.INC",)),
     "plan_count_i64": Expected(24, ("ATOMS.POPC.INC", "LDG.E.64")),
+    "plan_starts": Expected(40),
     "plan_segments": Expected(40, ("LDG.E.64", "STG.E.64")),
-    "plan_place_i32": Expected(32, ("MATCH.ANY", "STG.E.64")),
-    "plan_place_i64": Expected(32, ("MATCH.ANY", "LDG.E.64", "STG.E.64")),
-    "invert_positions": Expected(16, ("LDG.E.64", "STG.E.64")),
-    "permute_16": Expected(24, WIDE),
-    "permute_2": Expected(24, ("LDG.E.U16", "STG.E.U16")),
-    "unpermute_f32_f32_1": Expected(32),
-    "unpermute_f32_f32_4": Expected(32, WIDE),
-    "unpermute_bf16_f32_1": Expected(32),
-    "unpermute_bf16_f32_8": Expected(40, WIDE),
-    "unpermute_bf16_bf16_1": Expected(32),
-    "unpermute_bf16_bf16_8": Expected(40, WIDE),
-    "unpermute_f16_f32_1": Expected(32),
-    "unpermute_f16_f32_8": Expected(40, WIDE),
-    "unpermute_f16_f16_1": Expected(32),
-    "unpermute_f16_f16_8": Expected(40, WIDE),
-    "unpermute_backward_f32_f32": Expected(32, ("SHFL.DOWN",)),
-    "unpermute_backward_bf16_f32": Expected(32, ("SHFL.DOWN",)),
-    "unpermute_backward_bf16_bf16": Expected(32, ("SHFL.DOWN",)),
-    "unpermute_backward_f16_f32": Expected(32, ("SHFL.DOWN",)),
-    "unpermute_backward_f16_f16": Expected(32, ("SHFL.DOWN",)),
-    "regroup_starts": Expected(40),
-    "regroup_16": Expected(24, WIDE),
-    "regroup_8": Expected(24, ("LDG.E.64", "STG.E.64")),
-    "regroup_4": Expected(24),
-    "regroup_2": Expected(24, ("LDG.E.U16", "STG.E.U16")),
+    "plan_place_i32": Expected(40, ("MATCH.ANY", "STG.E.64")),
+    "plan_place_i64": Expected(40, ("MATCH.ANY", "LDG.E.64", "STG.E.64")),
+    "invert_positions": Expected(24, ("LDG.E.64", "STG.E.64")),
+    "permute": Expected(48, ROWS),
+    "unpermute_f32_f32": Expected(80, WIDE),
+    "unpermute_bf16_f32": Expected(96, WIDE),
+    "unpermute_bf16_bf16": Expected(96, WIDE),
+    "unpermute_f16_f32": Expected(80, WIDE),
+    "unpermute_f16_f16": Expected(80, WIDE),
+    **{
+        f"unpermute_backward_{types}_{index}": Expected(48, BACKWARD)
+        for types in ("f32_f32", "bf16_f32", "bf16_bf16", "f16_f32", "f16_f16")
+        for index in ("i32", "i64")
+    },
+    "regroup_starts": Expected(40, ("LDG.E.64", "STG.E.64")),
+    "regroup": Expected(48, ROWS),
     "split_tokens": Expected(64),
     "adamw_1": Expected(40, (), DIV_SQRT_FMA),
     "adamw_4": Expected(48, WIDE, DIV_SQRT_FMA),
+    "sgd_1": Expected(40, (), ("div.rn", "fma.rn")),
+    "sgd_4": Expected(48, WIDE, ("div.rn", "fma.rn")),
     # Tensors' addresses come from a table, so that accesses to them do not name the memory: LD and ST.
     "pack_chunks": Expected(128, ("LD.E.128", "STG.E.128")),
     "unpack_chunks": Expected(80, ("LDG.E.128", "ST.E.128")),

@@ -221,6 +221,21 @@ def adamw_step(
     maximize: bool,
     loss_scale: float,
     clip: float,
+    profile: str,
+    powers: tuple[float, float] | None,
+) -> list[float]: ...
+def sgd_step(
+    *,
+    is_first: bool,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    loss_scale: float,
+    clip: float,
+    profile: str,
 ) -> list[float]: ...
 def has_cuda_kernels() -> bool: ...
 def set_cpu_cache_limit(limit: int | None) -> None: ...

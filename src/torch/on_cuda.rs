@@ -2,10 +2,10 @@
 
 use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
-use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout};
+use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout, SgdStep};
 use crate::cuda::{
     AdamW, Backward, ChunkRange, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan, Regroup,
-    Span, SplitTokens,
+    Sgd, Span, SplitTokens,
 };
 use crate::error::{Error, Result};
 
@@ -178,16 +178,33 @@ pub(super) fn adamw(
     gradients: &[Option<Tensor>],
     steps: &[AdamWStep],
 ) -> Result<()> {
+    let steps = pair(steps, gradients);
+    let [p_at, m_at, v_at] = [p, m, v].map(address);
+    let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
+    // SAFETY: see above; the op's caller gives p, m and v to be written.
+    launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
+}
+
+pub(super) fn sgd(
+    p: &Tensor,
+    buffer: Option<&Tensor>,
+    gradients: &[Option<Tensor>],
+    steps: &[SgdStep],
+) -> Result<()> {
+    let steps = pair(steps, gradients);
+    let sgd = Sgd { p: address(p), buffer: buffer.map(address), num_elements: p.numel(), steps: &steps };
+    // SAFETY: see above; the op's caller gives p and the buffer to be written.
+    launch(p, |launcher| unsafe { launcher.sgd(&sgd) })
+}
+
+/// Each step with where its gradient is.
+fn pair<S: Copy>(steps: &[S], gradients: &[Option<Tensor>]) -> Vec<(S, GradientAt)> {
     let gradients = gradients.iter().map(|gradient| match gradient {
         None => GradientAt::Zero,
         Some(gradient) if gradient.dtype() == Dtype::Bfloat16 => GradientAt::Bf16(address(gradient)),
         Some(gradient) => GradientAt::F32(address(gradient)),
     });
-    let steps: Vec<_> = steps.iter().copied().zip(gradients).collect();
-    let [p_at, m_at, v_at] = [p, m, v].map(address);
-    let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
-    // SAFETY: see above; the op's caller gives p, m and v to be written.
-    launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
+    steps.iter().copied().zip(gradients).collect()
 }
 
 pub(super) fn regroup(rows: &Tensor, counts: &Tensor, inverse: bool, out: &mut Tensor) -> Result<()> {

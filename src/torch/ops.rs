@@ -3,12 +3,12 @@
 //! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
-use super::adamw::adamw_;
 use super::chunks::{hash_blocks, pack_chunks, unpack_chunks};
 use super::exchange::{regroup, regroup_out, split_tokens};
 use super::ffi;
 use super::histogram::{expert_histogram, expert_histograms};
 use super::library::{Op, TorchPool, define, implement};
+use super::optim::{adamw_, sgd_};
 use super::tensor::{BUFFERS, Device, Dtype, Tensor};
 use crate::cpu::{self, Backward, Combine, Float as _};
 use crate::ensure;
@@ -18,7 +18,7 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 17] {
+fn table() -> [Op; 18] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
         Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),
@@ -70,6 +70,7 @@ fn table() -> [Op; 17] {
             unpack_chunks,
         ),
         Op::new("hash_blocks", "(Tensor chunks, Tensor(a!) hashes) -> ()", hash_blocks),
+        Op::new("sgd_", "(Tensor(a!) p, Tensor(b!)? buffer, Tensor?[] gradients, Tensor steps) -> ()", sgd_),
     ]
 }
 
