@@ -246,7 +246,7 @@ __device__ void combine_rows(const Row* rows,        // [num_rows, width]    dev
   }
 }
 #define EVERMOE_UNPERMUTE(name, Row, Weight)                                                                        \
-  extern "C" __global__ __launch_bounds__(512) void name(const Row* rows, const void* positions, const Weight* weights, \
+  extern "C" __global__ __launch_bounds__(256, 2) void name(const Row* rows, const void* positions, const Weight* weights, \
                                                          Row* out, size_t wide, size_t num_tokens, size_t top_k,     \
                                                          size_t num_rows, size_t width) {                            \
     combine_rows<Row, Weight>(rows, positions, weights, out, wide, num_tokens, top_k, num_rows, width);              \
