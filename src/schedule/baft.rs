@@ -1,7 +1,7 @@
 //! BAFT: each window takes the whole units that together have the most bytes.
 
 use super::knapsack::{Class, Item, denser, fill as choose};
-use super::pace::Pace;
+use super::pace::{Pace, ROUNDING};
 use super::rooms::{Load, Room, Work};
 use super::stream::{Filled, Run};
 
@@ -33,7 +33,7 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
         let mut time = f64::NEG_INFINITY;
         for &(number, room) in &order {
             let mut start = room.start.max(time);
-            for load in pools[number].take(room.end - start) {
+            for load in pools[number].take(room.end - start + ROUNDING) {
                 filled.runs.push(Run { step, window: room.window, start, load });
                 start += pace.seconds(load.bytes);
                 filled.steps = step + 1;
@@ -53,8 +53,11 @@ impl Pool {
     fn new(loads: &[Load], longest: f64, pace: &Pace) -> Self {
         let mut parts: Vec<(Item, Load)> = Vec::new();
         for &load in loads {
-            let most =
-                if pace.seconds(load.bytes) > longest { pace.fit(load.bytes, longest) } else { load.bytes };
+            let most = if pace.seconds(load.bytes) > longest + ROUNDING {
+                pace.fit(load.bytes, longest)
+            } else {
+                load.bytes
+            };
             // Where not one byte fits, all of it is left over.
             let most = if most == 0 { load.bytes } else { most };
             let mut rest = load;

@@ -12,6 +12,9 @@
 
 use super::request::{Link, Memory};
 
+/// Sums of seconds are rounded: what is over by less than a picosecond fits.
+pub(super) const ROUNDING: f64 = 1e-12;
+
 /// The size of chunks and the seconds from the start of one to the earliest start of the next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
@@ -79,8 +82,9 @@ impl Pace {
 
     /// The most of `rest` bytes of one unit that go in so many seconds.
     pub(super) fn fit(&self, rest: u64, seconds: f64) -> u64 {
+        let seconds = seconds + ROUNDING;
         let mut full = ((seconds / self.cost(self.most)) as u64).min(rest / self.most);
-        // The division rounds; so does one step below.
+        // The division rounds too.
         while full > 0 && full as f64 * self.cost(self.most) > seconds {
             full -= 1;
         }

@@ -161,7 +161,7 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace) -> Filled {
         [window_seconds(request), loads.iter().map(|load| pace.seconds(load.bytes)).sum::<f64>()];
     let chunks: u64 = loads.iter().map(|load| pace.chunks(load.bytes)).sum();
     let mut quota =
-        if copy > 0.0 { (chunks as f64 * (bubble / copy)).min(chunks as f64) as u64 } else { chunks };
+        if copy > 0.0 { (chunks as f64 * bubble / copy).min(chunks as f64) as u64 } else { chunks };
     let (mut inside, mut beside) = (Vec::new(), Vec::new());
     for load in loads {
         let count = pace.chunks(load.bytes).min(quota);
