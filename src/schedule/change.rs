@@ -113,8 +113,9 @@ fn resized(before: &[Window], now: &[Window], allowed: f64) -> Option<Change> {
     };
     for resource in Resource::ALL {
         let (old, new) = (by_anchor(before, resource), by_anchor(now, resource));
-        let anchors = old.keys().chain(new.keys().filter(|anchor| !old.contains_key(*anchor)));
-        for &anchor in anchors {
+        let in_order = before.iter().chain(now.iter().filter(|window| !old.contains_key(&window.anchor)));
+        let anchors = in_order.filter(|window| window.resource == resource).map(|window| &window.anchor);
+        for anchor in anchors {
             let [was, is] =
                 [&old, &new].map(|windows| windows.get(anchor).map_or(0.0, |found| found.expected));
             let jitter = old.get(anchor).map_or(0.0, |found| found.jitter);

@@ -78,7 +78,10 @@ pub enum Policy {
     Baft,
     /// MoEtion: the part of the chunks for which the windows have time; the rest runs beside compute.
     Moetion,
-    /// Ours: as many steps as it takes to delay none.
+    /// Ours: as many steps as it takes to delay none; what does not fit in `max_steps` is spread over them.
+    ///
+    /// It never delays more than Gemini or BAFT. More window never means more delay, except where `max_steps` is too few
+    /// and whole units happen to fit a smaller window better.
     Auto,
 }
 

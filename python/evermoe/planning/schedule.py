@@ -374,7 +374,12 @@ def plan_chunks(
     Raises:
         ValueError: a field that is out of range, a unit twice or without destination, or more than 2^22 chunks.
     """
-    rows = [(piece.unit, count("bytes", piece.bytes), counts("destinations", piece.destinations)) for piece in pieces]
+    rows = []
+    for unit, nbytes, destinations in pieces:
+        [name] = names("pieces: unit", [unit])
+        rows.append(
+            (name, count(f"pieces: bytes of {name}", nbytes), counts(f"pieces: destinations of {name}", destinations))
+        )
     drain = None if memory.drain is None else _link("memory.drain", memory.drain)
     ends = [
         (

@@ -124,15 +124,16 @@ impl ChunkPlan {
 
 /// The steps of a profile, from pairs of seconds and spans.
 fn to_steps(steps: &Bound<'_, PyAny>) -> PyResult<Vec<Step>> {
-    let wrong =
-        |error: PyErr| shape_error(format!("steps: expected a list of steps (seconds, spans): {error}"));
+    let py = steps.py();
+    let wrong = |place: String, error: PyErr| shape_error(format!("steps: {place}{}", error.value(py)));
+    let steps = steps.try_iter();
+    let steps = steps.map_err(|error| wrong("expected a list of steps (seconds, spans): ".into(), error))?;
     let mut found = Vec::new();
-    for (number, step) in steps.try_iter().map_err(wrong)?.enumerate() {
-        let (seconds, rows): (f64, Vec<Bound<'_, PyAny>>) = step?.extract().map_err(|error| {
-            shape_error(format!("steps: step {number}: expected seconds and a list of spans: {error}"))
-        })?;
+    for (number, step) in steps.enumerate() {
+        let at = |error| wrong(format!("step {number}: expected seconds and a list of spans: "), error);
+        let (seconds, rows): (f64, Vec<Bound<'_, PyAny>>) = step?.extract().map_err(at)?;
         let spans = rows.iter().enumerate().map(|(place, row)| {
-            to_span(row).map_err(|error| shape_error(format!("steps: step {number}: span {place}: {error}")))
+            to_span(row).map_err(|error| wrong(format!("step {number}: span {place}: "), error))
         });
         found.push(Step { seconds, spans: spans.collect::<PyResult<_>>()? });
     }
