@@ -2,6 +2,7 @@
 
 use super::baft;
 use super::pace::Pace;
+use super::plan::MOST_CHUNKS;
 use super::request::Request;
 use super::rooms::Work;
 use super::stream::{Filled, stream};
@@ -13,9 +14,11 @@ use super::stream::{Filled, stream};
 /// happen to fit better, is tried too.
 pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
     let orders = work.orders();
-    let paces = Pace::candidates(request.link, request.memory);
-    let Some(first) = paces.first().copied() else { unreachable!("the full pace is always there") };
-    let streams = paces.into_iter().flat_map(|pace| orders.iter().map(move |loads| (pace, loads)));
+    let first = Pace::full(request.link, request.memory);
+    let few = |pace: &Pace| work.chunks(pace) <= MOST_CHUNKS;
+    let smaller = Pace::smaller(request.link, request.memory).into_iter().filter(few);
+    let paces = [first].into_iter().chain(smaller);
+    let streams = paces.flat_map(|pace| orders.iter().map(move |loads| (pace, loads)));
     let mut found: Vec<(Pace, Filled)> = streams
         .map(|(pace, loads)| {
             let mut filled = stream(loads, &work.rooms, &pace, request.max_steps);

@@ -17,8 +17,8 @@ pub(super) struct Class {
     pub(super) count: usize,
 }
 
-/// Branches that are tried for one window; a few distinct sizes, which is what models have, need far fewer.
-const MOST_BRANCHES: usize = 1 << 12;
+/// Branches that are tried at most; a few distinct sizes, which is what models have, need far fewer.
+pub(super) const MOST_BRANCHES: usize = 1 << 12;
 
 /// Positions, ascending, of the items that together have the most bytes within so many seconds.
 ///
@@ -38,7 +38,7 @@ pub fn best_subset(items: &[Item], seconds: f64) -> Vec<usize> {
     let members: Vec<&[usize]> = alike.collect();
     let classes: Vec<Class> =
         members.iter().map(|members| Class { item: items[members[0]], count: members.len() }).collect();
-    let taken = fill(&classes, seconds);
+    let taken = fill(&classes, seconds, MOST_BRANCHES);
     let mut chosen: Vec<usize> =
         members.iter().zip(taken).flat_map(|(members, count)| members[..count].iter().copied()).collect();
     chosen.sort_unstable();
@@ -52,9 +52,8 @@ pub(super) fn denser(a: &Item, b: &Item) -> std::cmp::Ordering {
 }
 
 /// How many of each class; the classes are in the order of [`denser`].
-pub(super) fn fill(classes: &[Class], seconds: f64) -> Vec<usize> {
-    let mut search =
-        Search { classes, taken: Vec::new(), best: Vec::new(), most: 0, branches: MOST_BRANCHES };
+pub(super) fn fill(classes: &[Class], seconds: f64, branches: usize) -> Vec<usize> {
+    let mut search = Search { classes, taken: Vec::new(), best: Vec::new(), most: 0, branches };
     search.descend(seconds, 0);
     let mut best = search.best;
     best.resize(classes.len(), 0);

@@ -44,16 +44,16 @@ impl Pace {
         Self { link, most, least, serial: None }
     }
 
-    /// All that `auto` tries. Where drains count, small chunks and a serial pace use windows that are too short for the
-    /// pipelined pace of full ones.
-    pub(super) fn candidates(link: Link, memory: Memory) -> Vec<Self> {
-        let full = memory.bytes / memory.buffers;
-        let mut paces = vec![Self::full(link, memory)];
-        if memory.drain.is_some() && memory.buffers > 1 {
-            let smaller = (1..=4).map(|halvings| full >> halvings).filter(|&most| most > 0);
-            paces.extend(smaller.map(|most| Self::pipelined(link, memory, most)));
-            paces.push(Self { link, most: full, least: 0.0, serial: memory.drain });
+    /// What `auto` tries besides: where drains count, small chunks and a serial pace use windows that are too short for
+    /// the pipelined pace of full ones.
+    pub(super) fn smaller(link: Link, memory: Memory) -> Vec<Self> {
+        if memory.drain.is_none() || memory.buffers == 1 {
+            return Vec::new();
         }
+        let full = memory.bytes / memory.buffers;
+        let sizes = (1..=4).map(|halvings| full >> halvings).filter(|&most| most > 0);
+        let mut paces: Vec<Self> = sizes.map(|most| Self::pipelined(link, memory, most)).collect();
+        paces.push(Self { link, most: full, least: 0.0, serial: memory.drain });
         paces
     }
 

@@ -88,7 +88,7 @@ pub struct ChunkPlan {
 }
 
 /// More chunks than this would be no plan.
-const MOST_CHUNKS: u64 = 1 << 22;
+pub(super) const MOST_CHUNKS: u64 = 1 << 22;
 
 /// Plans the transfers of one version.
 ///
@@ -128,8 +128,7 @@ pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
     request.check()?;
     let work = Work::new(request);
     let full = Pace::full(request.link, request.memory);
-    let chunks = work.loads.iter().flatten().map(|load| full.chunks(load.bytes));
-    let chunks = chunks.fold(0_u64, u64::saturating_add);
+    let chunks = work.chunks(&full);
     ensure!(
         chunks <= MOST_CHUNKS,
         "memory: sub-buffers of {} bytes make {chunks} chunks of a version; expected at most {MOST_CHUNKS}: larger or \

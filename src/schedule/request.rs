@@ -74,7 +74,8 @@ pub struct Receiver {
 pub enum Policy {
     /// Gemini (SOSP'23): in order, as much as fits; the rest runs after the last window.
     Gemini,
-    /// BAFT: for each window the whole units that together have the most bytes; the rest runs after the last window.
+    /// BAFT: for each window the whole units that together have the most bytes, as [`best_subset`](super::best_subset)
+    /// finds them; a unit that no window can take is cut. The rest runs after the last window.
     Baft,
     /// MoEtion: the part of the chunks for which the windows have time; the rest runs beside compute.
     Moetion,
