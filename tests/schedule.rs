@@ -223,12 +223,16 @@ fn many_small_windows_that_vanish_are_noticed_together() {
 
 // ---- chunk plans ----
 
+/// Start and seconds of each.
+type Spans = Vec<(f64, f64)>;
+
 /// A request whose parts are owned.
 #[derive(Clone, Debug)]
 struct Case {
     pieces: Vec<Piece>,
     own: Vec<(f64, f64)>,
-    receivers: Vec<(usize, Vec<(f64, f64)>, f64)>,
+    /// Rank, windows, clock offset.
+    receivers: Vec<(usize, Spans, f64)>,
     link: Link,
     memory: Memory,
     max_steps: usize,

@@ -12,6 +12,8 @@ struct Pool {
     classes: Vec<Class>,
     /// Loads of each class, the next one last.
     members: Vec<Vec<Load>>,
+    /// Classes of which nothing is left.
+    empty: usize,
 }
 
 /// Parts of a unit at most; what is beyond them is left over.
@@ -80,7 +82,7 @@ impl Pool {
         parts.sort_by(|(a, one), (b, other)| {
             denser(a, b).then((other.unit, other.offset).cmp(&(one.unit, one.offset)))
         });
-        let mut pool = Self { rooms: loads[0].rooms, classes: Vec::new(), members: Vec::new() };
+        let mut pool = Self { rooms: loads[0].rooms, classes: Vec::new(), members: Vec::new(), empty: 0 };
         for alike in parts.chunk_by(|(a, _), (b, _)| a == b) {
             pool.classes.push(Class { item: alike[0].0, count: alike.len() });
             pool.members.push(alike.iter().map(|(_, load)| *load).collect());
@@ -89,24 +91,29 @@ impl Pool {
     }
 
     fn is_empty(&self) -> bool {
-        self.members.is_empty()
+        self.members.iter().all(Vec::is_empty)
     }
 
     /// Takes out the loads that together have the most bytes within so many seconds.
     fn take(&mut self, seconds: f64, branches: usize) -> Vec<Load> {
-        if self.classes.iter().all(|class| class.item.seconds > seconds) {
+        let left = self.classes.iter().filter(|class| class.count > 0);
+        let smallest = left.map(|class| class.item.seconds).fold(f64::INFINITY, f64::min);
+        if smallest > seconds {
             return Vec::new();
         }
         let mut taken = Vec::new();
-        for (place, count) in
-            choose(&self.classes, seconds, branches).into_iter().enumerate().filter(|(_, count)| *count > 0)
-        {
+        for (place, count) in choose(&self.classes, seconds, smallest, branches) {
             self.classes[place].count -= count;
+            self.empty += usize::from(self.classes[place].count == 0);
             let left = self.members[place].len() - count;
             taken.extend(self.members[place].drain(left..).rev());
         }
-        self.members.retain(|members| !members.is_empty());
-        self.classes.retain(|class| class.count > 0);
+        // Not each time: there may be thousands of classes and of windows.
+        if 8 * self.empty >= self.classes.len() {
+            self.empty = 0;
+            self.members.retain(|members| !members.is_empty());
+            self.classes.retain(|class| class.count > 0);
+        }
         taken
     }
 }
