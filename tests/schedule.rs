@@ -640,6 +640,14 @@ fn a_thousand_sizes_are_still_a_plan() {
 }
 
 #[test]
+fn more_bytes_than_can_be_counted_are_refused() {
+    let case = simple(&[(u64::MAX, &[0]), (1, &[0])], &[], 0.0);
+    let windows = idle(&case.own, STEP);
+    let error = plan_chunks(&case.request(&windows, &[], Policy::Auto)).unwrap_err().to_string();
+    assert!(error.starts_with("pieces: expected fewer than 2^64 bytes"), "{error}");
+}
+
+#[test]
 fn nothing_to_send_fits() {
     for policy in Policy::ALL {
         let plan = complete(simple(&[(0, &[0])], &[], 0.0)).plan(policy);

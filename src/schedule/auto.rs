@@ -1,7 +1,7 @@
 //! Our policy: delay nothing, in as few steps as that takes.
 
 use super::baft;
-use super::pace::Pace;
+use super::pace::{Pace, total};
 use super::plan::MOST_CHUNKS;
 use super::request::Request;
 use super::rooms::Work;
@@ -44,5 +44,5 @@ pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
 
 /// Seconds of the rest for each step of a version.
 pub(super) fn delay(pace: &Pace, filled: &Filled) -> f64 {
-    filled.rest.iter().map(|load| pace.seconds(load.bytes)).sum::<f64>() / filled.steps.max(1) as f64
+    total(filled.rest.iter().map(|load| pace.seconds(load.bytes))) / filled.steps.max(1) as f64
 }

@@ -115,7 +115,10 @@ impl Search<'_> {
             self.branches -= 1;
             self.taken.push(count);
             let used = count as f64 * class.item.seconds;
-            self.descend(seconds - used, bytes + count as u64 * class.item.bytes);
+            self.descend(
+                seconds - used,
+                bytes.saturating_add((count as u64).saturating_mul(class.item.bytes)),
+            );
             self.taken.pop();
         }
     }

@@ -15,6 +15,11 @@ use super::request::{Link, Memory};
 /// Sums of seconds are rounded: what is over by less than a picosecond fits.
 pub(super) const ROUNDING: f64 = 1e-12;
 
+/// The sum; of nothing it is 0, where `sum` has −0.
+pub(super) fn total(seconds: impl Iterator<Item = f64>) -> f64 {
+    seconds.fold(0.0, |sum, next| sum + next)
+}
+
 /// The size of chunks and the seconds from the start of one to the earliest start of the next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
