@@ -11,6 +11,7 @@
 //! | [`dispatch`] | pure: counts and replicas → who sends which tokens where |
 //! | [`placement`] | pure: load → replicas → which rank holds which expert; who keeps whose copies |
 //! | [`recovery`] | pure: what survives → target version and transfers |
+//! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
 //! | [`selection`] | pure: tokens at risk → which experts to copy now; who saves which part of the rest |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
@@ -19,7 +20,7 @@
 //! | `python` | the extension module: convert, release the GIL, call; no decisions |
 //!
 //! Imports point one way: `error ← planners and cpu ← snapshot, cuda, torch ← python`; of the planners `placement` uses
-//! `dispatch`.
+//! `dispatch`, and `schedule` uses `placement`.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -30,6 +31,7 @@ pub mod placement;
 #[cfg(feature = "python")]
 mod python;
 pub mod recovery;
+pub mod schedule;
 pub mod selection;
 pub mod snapshot;
 pub mod torch;

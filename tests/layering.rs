@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PLANNERS: [&str; 4] = ["dispatch", "placement", "recovery", "selection"];
+const PLANNERS: [&str; 5] = ["dispatch", "placement", "recovery", "schedule", "selection"];
 
 /// What a planner may not even mention: clocks, files, sockets, randomness, Python, CUDA, and the layers above.
 const IMPURE: [&str; 17] = [
@@ -27,11 +27,12 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 9] = [
+const LAYERS: [(&str, &[&str]); 10] = [
     ("error", &[]),
     ("dispatch", &["error"]),
     ("placement", &["error", "dispatch"]),
     ("recovery", &["error"]),
+    ("schedule", &["error", "placement"]),
     ("selection", &["error"]),
     ("cpu", &["error"]),
     ("snapshot", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),

@@ -1,9 +1,13 @@
 """Types of the extension module; `src/python` is the source."""
 
+from collections.abc import Sequence
 from os import PathLike
 
 import numpy as np
 from numpy.typing import NDArray
+
+_Span = tuple[str, str, str, float, float, int, Sequence[int]]
+_Step = tuple[float, Sequence[_Span]]
 
 # ---- planners and arenas: src/python/planning/, src/python/snapshot.rs ----
 
@@ -61,6 +65,50 @@ def select_load_aware(
 ) -> list[list[int]]: ...
 def select_by_budget(tokens: NDArray[np.int64], capacity: int) -> list[list[int]]: ...
 def shard_modules(nbytes: list[int], expert_bytes: list[int], alignment: int) -> list[list[tuple[int, int, int]]]: ...
+def find_windows(steps: Sequence[_Step], quantile: float, gamma: float, ignore: list[str]) -> Windows: ...
+def has_changed(
+    windows: Windows, steps: Sequence[_Step], tolerance: float
+) -> tuple[str, str, str | None, float | None, float | None, str] | None: ...
+def plan_chunks(
+    pieces: list[tuple[str, int, list[int]]],
+    windows: Windows,
+    resource: str,
+    receivers: list[tuple[int, Windows, float]],
+    link: tuple[float, float],
+    memory: tuple[int, int, tuple[float, float] | None],
+    policy: str,
+    max_steps: int,
+) -> ChunkPlan: ...
+def snapshot_places(free_bytes: int, nbytes: list[int], reserve: int) -> list[str]: ...
+def unit_shares(nbytes: list[int], ranks: int, share: str) -> list[int]: ...
+def chrome_trace(
+    steps: Sequence[_Step], windows: Windows | None, plan: ChunkPlan | None, rank: int, start: float
+) -> str: ...
+def merge_traces(traces: list[str]) -> str: ...
+
+class Windows:
+    """Idle windows of a rank: `evermoe.planning.schedule.Windows`."""
+
+    @staticmethod
+    def from_json(text: str) -> Windows: ...
+    def to_json(self) -> str: ...
+    @property
+    def step_seconds(self) -> float: ...
+    @property
+    def evidence(self) -> tuple[int, int, str]: ...
+    @property
+    def rows(self) -> list[tuple[str, str | None, int, float, float, float, float, float]]: ...
+
+class ChunkPlan:
+    """What to send when: `evermoe.planning.schedule.ChunkPlan`."""
+
+    @staticmethod
+    def from_json(text: str) -> ChunkPlan: ...
+    def to_json(self) -> str: ...
+    @property
+    def rows(self) -> list[tuple[int, int | None, str, int, int, int, float, float]]: ...
+    @property
+    def reason(self) -> tuple[bool, int, int | None, float, float, float, int, int, str]: ...
 
 class TokenLedger:
     """Counts the tokens of every expert since it was last copied: `evermoe.planning.TokenLedger`."""

@@ -1,7 +1,7 @@
 """Planners: pure functions of plain numbers, the same on every rank that has the same numbers.
 
 Shapes: E experts, N nodes or ranks, L layers. A wrong argument is a ValueError that names it; nothing here
-communicates, reads a clock or draws a random number.
+communicates, reads a clock or draws a random number. When to copy is a module of its own, `evermoe.planning.schedule`.
 """
 
 from evermoe.planning.copies import (

@@ -68,3 +68,13 @@ def choice(name: str, value: str, options: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in options:
         raise ValueError(f"{name}: expected one of {', '.join(options)}, got {value!r}")
     return value
+
+
+def number(name: str, value: float) -> float:
+    """The value as a float."""
+    if isinstance(value, str):
+        raise ValueError(f"{name}: expected a number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: expected a number, got {value!r}") from None

@@ -5,6 +5,7 @@ mod dispatch;
 mod migrate;
 mod placement;
 mod recovery;
+mod schedule;
 mod selection;
 mod survival;
 
@@ -18,6 +19,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     migrate::register(module)?;
     placement::register(module)?;
     recovery::register(module)?;
+    schedule::register(module)?;
     selection::register(module)?;
     survival::register(module)
 }

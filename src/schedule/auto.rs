@@ -1,0 +1,48 @@
+//! Our policy: delay nothing, in as few steps as that takes.
+
+use super::baft;
+use super::pace::{Pace, total};
+use super::plan::MOST_CHUNKS;
+use super::request::Request;
+use super::rooms::Work;
+use super::stream::{Filled, stream};
+
+/// The fill that delays least, then takes the fewest steps, then the fewest chunks, with its pace.
+///
+/// Paces and orders of destinations are tried all alike, whatever the windows are, and each never delays more with more
+/// window (see `stream`). Where nothing fits in `max_steps` without a delay, a single step of BAFT's, whose whole units can
+/// happen to fit better, is tried too.
+pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
+    let orders = work.orders();
+    let first = Pace::full(request.link, request.memory);
+    let few = |pace: &Pace| work.chunks(pace) <= MOST_CHUNKS;
+    let smaller = Pace::smaller(request.link, request.memory).into_iter().filter(few);
+    let paces = [first].into_iter().chain(smaller);
+    let streams = paces.flat_map(|pace| orders.iter().map(move |loads| (pace, loads)));
+    let mut found: Vec<(Pace, Filled)> = streams
+        .map(|(pace, loads)| {
+            let mut filled = stream(loads, &work.rooms, &pace, request.max_steps);
+            // What is left is spread over all the steps that a version may take.
+            filled.steps = if filled.rest.is_empty() { filled.steps } else { request.max_steps };
+            (pace, filled)
+        })
+        .collect();
+    if found.iter().all(|(_, filled)| !filled.rest.is_empty()) {
+        found.push((first, baft::fill(work, &first, 1)));
+    }
+    let rank = |(pace, filled): &(Pace, Filled)| {
+        let chunks: u64 = filled.loads().map(|load| pace.chunks(load.bytes)).sum();
+        (delay(pace, filled), filled.steps, chunks)
+    };
+    let best = found.into_iter().min_by(|a, b| {
+        let (a, b) = (rank(a), rank(b));
+        a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2))
+    });
+    let Some(best) = best else { unreachable!("there is at least one pace and one order") };
+    best
+}
+
+/// Seconds of the rest for each step of a version.
+pub(super) fn delay(pace: &Pace, filled: &Filled) -> f64 {
+    total(filled.rest.iter().map(|load| pace.seconds(load.bytes))) / filled.steps.max(1) as f64
+}

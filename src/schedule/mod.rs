@@ -1,0 +1,32 @@
+//! When to copy: what a profile recorded → idle windows → which chunk goes in which window; all pure.
+//!
+//! ```text
+//! steps of spans ─ find_windows ─ Windows ─┬─ plan_chunks(policy) ─ ChunkPlan ─ chrome_trace ─ merge_traces
+//! units, link, memory ─────────────────────┘        ▲
+//! recent steps ─ has_changed ─ Change ──────────────┘ plan anew
+//! ```
+//!
+//! Times are seconds, sizes bytes, rates bytes a second.
+
+mod auto;
+mod baft;
+mod change;
+mod knapsack;
+mod memory;
+mod pace;
+mod plan;
+mod request;
+mod rooms;
+mod span;
+mod stream;
+mod trace;
+mod windows;
+
+pub use change::{Change, has_changed};
+pub use knapsack::{Item, best_subset};
+pub use memory::{Place, Share, snapshot_places, unit_shares};
+pub use plan::{Chunk, ChunkPlan, Reason, plan_chunks};
+pub use request::{Link, Memory, Piece, Policy, Receiver, Request};
+pub use span::{Kind, Resource, Span, Step};
+pub use trace::{chrome_trace, merge_traces};
+pub use windows::{Anchor, Evidence, Window, WindowOptions, Windows, find_windows};

@@ -1,0 +1,286 @@
+//! The chunk plan: which part of which unit goes where in which window, and why.
+
+use super::pace::{Pace, total};
+use super::request::{MOST_STEPS, Policy, Request};
+use super::rooms::{Load, Work};
+use super::stream::{Filled, stream};
+use super::{auto, baft};
+use crate::ensure;
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// One transfer.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Chunk {
+    /// Step of the version, from 0 on.
+    pub step: usize,
+    /// Position in [`Windows::windows`](super::Windows); none if no window has room for it.
+    pub window: Option<usize>,
+    /// Position in [`ChunkPlan::units`].
+    pub unit: usize,
+    /// First byte.
+    pub offset: u64,
+    /// How many.
+    pub bytes: u64,
+    /// The rank that gets them.
+    pub destination: usize,
+    /// Seconds from the window's opening; without a window, from when the step's last window is over, or for `moetion`,
+    /// which lets them run beside compute, from the step's start.
+    pub start: f64,
+    /// Seconds of the transfer.
+    pub seconds: f64,
+}
+
+/// What a plan achieves.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reason {
+    /// All bytes are in windows.
+    pub fits: bool,
+    /// Steps after which a version is whole.
+    pub steps_per_version: usize,
+    /// Steps that it would take in windows alone: the checkpoint interval without delay; none if more than 4096.
+    pub steps_in_windows: Option<usize>,
+    /// Seconds by which copying delays a step, on average over the version's.
+    pub delay_seconds: f64,
+    /// Seconds of the windows that transfers use, in all steps of the version.
+    pub used_seconds: f64,
+    /// Seconds of the windows, in all steps of the version.
+    pub available_seconds: f64,
+    /// Bytes of the version, counted for each destination.
+    pub bytes: u64,
+    /// Those outside of windows.
+    pub outside_bytes: u64,
+}
+
+impl fmt::Display for Reason {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { steps_per_version: steps, used_seconds: used, available_seconds: available, .. } = *self;
+        let plural = if steps == 1 { "step" } else { "steps" };
+        write!(out, "a version takes {steps} {plural} and {used:.6} of {available:.6} s of windows")?;
+        if self.fits {
+            return write!(out, "; nothing is delayed");
+        }
+        let Self { outside_bytes, bytes, delay_seconds, .. } = *self;
+        write!(
+            out,
+            "; {outside_bytes} of {bytes} bytes have no window and delay a step by {delay_seconds:.6} s"
+        )?;
+        match self.steps_in_windows {
+            Some(steps) => write!(out, "; in windows alone it would take {steps} steps"),
+            None => write!(out, "; in windows alone it would take more than {MOST_STEPS} steps"),
+        }
+    }
+}
+
+/// What to send when.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ChunkPlan {
+    /// Names.
+    pub units: Vec<String>,
+    /// In the order in which they are sent: by step, then by window and start, those without a window last.
+    pub chunks: Vec<Chunk>,
+    /// What it achieves.
+    pub reason: Reason,
+}
+
+/// More chunks than this would be no plan.
+pub(super) const MOST_CHUNKS: u64 = 1 << 22;
+
+/// Plans the transfers of one version.
+///
+/// A chunk lies within the usable seconds of a window of the sender and, for a destination in `receivers`, within one of
+/// the destination's; chunks do not overlap, and no more sub-buffers are in use than there are, drains included.
+/// Destinations are served one after the other, so that the first whole copy is there early.
+///
+/// ```
+/// use evermoe::schedule::*;
+/// let send = |start| Span {
+///     name: "send".into(), kind: Kind::Send, resource: Resource::Network, start, seconds: 1.0, bytes: 64, peers: vec![1],
+/// };
+/// let step = Step { seconds: 8.0, spans: vec![send(0.0), send(4.0)] };
+/// let options = WindowOptions { gamma: 1.0, ..Default::default() };
+/// let windows = find_windows(&[step], &options)?; // two of 3 seconds
+/// let request = Request {
+///     pieces: &[Piece { unit: "expert".into(), bytes: 50, destinations: vec![1] }],
+///     windows: &windows,
+///     resource: Resource::Network,
+///     receivers: &[],
+///     link: Link { alpha: 1.0, beta: 10.0 }, // 3 seconds for a chunk of 20 bytes
+///     memory: Memory { bytes: 40, buffers: 2, drain: None },
+///     policy: Policy::Gemini,
+///     max_steps: 4,
+/// };
+/// let plan = plan_chunks(&request)?;
+/// assert_eq!(plan.chunks.iter().map(|chunk| chunk.bytes).collect::<Vec<_>>(), [20, 20, 10]);
+/// assert_eq!((plan.reason.delay_seconds, plan.reason.steps_in_windows), (2.0, Some(2))); // the last 10 bytes
+/// let plan = plan_chunks(&Request { policy: Policy::Auto, ..request })?;
+/// assert_eq!((plan.reason.delay_seconds, plan.reason.steps_per_version), (0.0, 2));
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`] naming the field, also when a version would be more than 2^22 chunks.
+pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
+    request.check()?;
+    let work = Work::new(request);
+    let full = Pace::full(request.link, request.memory);
+    let chunks = work.chunks(&full);
+    ensure!(
+        chunks <= MOST_CHUNKS,
+        "memory: sub-buffers of {} bytes make {chunks} chunks of a version; expected at most {MOST_CHUNKS}: larger or \
+         fewer sub-buffers",
+        full.most
+    );
+    let (pace, filled) = match request.policy {
+        Policy::Gemini => (full, stream(&work.in_order(), &work.rooms, &full, 1)),
+        Policy::Baft => (full, baft::fill(&work, &full, 1)),
+        Policy::Moetion => (full, split(request, &work, &full)),
+        Policy::Auto => auto::fill(request, &work),
+    };
+    let reason = reason(request, &work, &pace, &filled);
+    let chunks = cut(request, &pace, &filled)?;
+    Ok(ChunkPlan { units: request.pieces.iter().map(|piece| piece.unit.clone()).collect(), chunks, reason })
+}
+
+impl Filled {
+    /// What is sent, in windows and out of them.
+    pub(super) fn loads(&self) -> impl Iterator<Item = &Load> {
+        self.runs.iter().map(|run| &run.load).chain(&self.rest)
+    }
+}
+
+/// MoEtion: of n chunks that take `t_copy` the first ⌊n · `t_bubble` ÷ `t_copy`⌋ may use the bubble.
+fn split(request: &Request<'_>, work: &Work, pace: &Pace) -> Filled {
+    let loads = work.in_order();
+    let [bubble, copy] =
+        [window_seconds(request), loads.iter().map(|load| pace.seconds(load.bytes)).sum::<f64>()];
+    let chunks: u64 = loads.iter().map(|load| pace.chunks(load.bytes)).sum();
+    let mut quota =
+        if copy > 0.0 { (chunks as f64 * bubble / copy).min(chunks as f64) as u64 } else { chunks };
+    let (mut inside, mut beside) = (Vec::new(), Vec::new());
+    for load in loads {
+        let count = pace.chunks(load.bytes).min(quota);
+        quota -= count;
+        let (first, rest) = load.split(load.bytes.min(count.saturating_mul(pace.most)));
+        inside.extend((first.bytes > 0).then_some(first));
+        beside.extend((rest.bytes > 0).then_some(rest));
+    }
+    let mut filled = stream(&inside, &work.rooms, pace, 1);
+    filled.rest.extend(beside);
+    filled
+}
+
+/// Seconds of the sender's windows in a step.
+fn window_seconds(request: &Request<'_>) -> f64 {
+    total(request.windows.of(request.resource).map(|(_, window)| window.seconds))
+}
+
+fn reason(request: &Request<'_>, work: &Work, pace: &Pace, filled: &Filled) -> Reason {
+    let steps = filled.steps.max(1);
+    let available = window_seconds(request);
+    let fits = filled.rest.is_empty();
+    let outside = total(filled.rest.iter().map(|load| pace.seconds(load.bytes)));
+    let delay_seconds = match request.policy {
+        // Compute hides what it lasts long enough for.
+        Policy::Moetion => (outside - (request.windows.step_seconds - available).max(0.0)).max(0.0),
+        _ => auto::delay(pace, filled),
+    };
+    let alone = || match request.policy {
+        Policy::Baft => baft::fill(work, pace, MOST_STEPS),
+        _ => stream(&work.in_order(), &work.rooms, pace, MOST_STEPS),
+    };
+    let steps_in_windows =
+        if fits { Some(steps) } else { Some(alone()).filter(|all| all.rest.is_empty()).map(|all| all.steps) };
+    let transfer = |load: &Load| {
+        let tail = load.bytes % pace.most;
+        let full = (load.bytes / pace.most) as f64 * pace.transfer(pace.most);
+        if tail > 0 { full + pace.transfer(tail) } else { full }
+    };
+    Reason {
+        fits,
+        steps_per_version: steps,
+        steps_in_windows,
+        delay_seconds,
+        used_seconds: total(filled.runs.iter().map(|run| transfer(&run.load))),
+        available_seconds: available * steps as f64,
+        bytes: filled.loads().map(|load| load.bytes).sum(),
+        outside_bytes: filled.rest.iter().map(|load| load.bytes).sum(),
+    }
+}
+
+/// The chunks of the runs, and of what is left: spread over the steps, at their ends.
+fn cut(request: &Request<'_>, pace: &Pace, filled: &Filled) -> Result<Vec<Chunk>> {
+    let steps = filled.steps.max(1);
+    let windows = &request.windows.windows;
+    let outside: u64 = filled.rest.iter().map(|load| pace.chunks(load.bytes)).sum();
+    let mut late = vec![Vec::new(); steps];
+    let mut ends = vec![0.0; steps];
+    let mut number = 0_u64;
+    for load in &filled.rest {
+        for_each_chunk(load, pace, |part| {
+            let step = (u128::from(number) * steps as u128 / u128::from(outside)) as usize;
+            number += 1;
+            late[step].push(chunk(step, None, ends[step], part, pace));
+            ends[step] += pace.cost(part.bytes);
+        });
+    }
+    let mut chunks = Vec::new();
+    let mut runs = filled.runs.iter().peekable();
+    for (step, late) in late.into_iter().enumerate() {
+        while let Some(run) = runs.next_if(|run| run.step == step) {
+            let mut start = run.start - windows[run.window].start;
+            for_each_chunk(&run.load, pace, |part| {
+                chunks.push(chunk(step, Some(run.window), start, part, pace));
+                start += pace.cost(part.bytes);
+            });
+        }
+        chunks.extend(late);
+    }
+    Ok(chunks)
+}
+
+fn chunk(step: usize, window: Option<usize>, start: f64, part: Load, pace: &Pace) -> Chunk {
+    let Load { unit, destination, offset, bytes, .. } = part;
+    Chunk { step, window, unit, offset, bytes, destination, start, seconds: pace.transfer(bytes) }
+}
+
+fn for_each_chunk(load: &Load, pace: &Pace, mut each: impl FnMut(Load)) {
+    let mut rest = *load;
+    while rest.bytes > 0 {
+        let (part, others) = rest.split(pace.most.min(rest.bytes));
+        each(part);
+        rest = others;
+    }
+}
+
+impl ChunkPlan {
+    /// For the executor, or a file.
+    pub fn to_json(&self) -> String {
+        serde_json::json!(self).to_string()
+    }
+
+    /// What [`to_json`](Self::to_json) wrote.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless it is that.
+    pub fn from_json(text: &str) -> Result<Self> {
+        let plan: Self = serde_json::from_str(text)
+            .map_err(|error| Error::Invalid(format!("text: expected the JSON of a chunk plan: {error}")))?;
+        let wrong = plan.chunks.iter().position(|chunk| {
+            let times = [chunk.start, chunk.seconds];
+            chunk.unit >= plan.units.len()
+                || chunk.step >= plan.reason.steps_per_version
+                || !times.iter().all(|time| time.is_finite() && *time >= 0.0)
+        });
+        ensure!(
+            wrong.is_none(),
+            "text: chunk {} has a unit, step or time that the plan does not",
+            wrong.unwrap_or_default()
+        );
+        Ok(plan)
+    }
+}

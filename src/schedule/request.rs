@@ -1,0 +1,191 @@
+//! What a chunk plan is made from.
+
+use super::span::Resource;
+use super::windows::Windows;
+use crate::ensure;
+use crate::error::{Error, Result};
+use std::collections::HashSet;
+use std::str::FromStr;
+
+/// A unit, or a part of one, that is to be copied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Piece {
+    /// The unit's name.
+    pub unit: String,
+    /// Its size.
+    pub bytes: u64,
+    /// Ranks that each get all of it.
+    pub destinations: Vec<usize>,
+}
+
+/// A transfer of s bytes takes f(s) = `alpha` + s ÷ `beta` seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// Seconds that any transfer takes.
+    pub alpha: f64,
+    /// Bytes a second.
+    pub beta: f64,
+}
+
+impl Link {
+    /// f(s).
+    pub fn seconds(&self, bytes: u64) -> f64 {
+        self.alpha + bytes as f64 / self.beta
+    }
+
+    fn check(&self, name: &str) -> Result<()> {
+        let Self { alpha, beta } = self;
+        ensure!(
+            alpha.is_finite() && *alpha >= 0.0,
+            "{name}.alpha: expected finite seconds, 0 or more, got {alpha}"
+        );
+        ensure!(
+            beta.is_finite() && *beta > 0.0,
+            "{name}.beta: expected finite bytes a second, above 0, got {beta}"
+        );
+        Ok(())
+    }
+}
+
+/// Memory that chunks pass through.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Memory {
+    /// All of it.
+    pub bytes: u64,
+    /// Into how many sub-buffers of equal size it is cut; a chunk fills one at most.
+    pub buffers: u64,
+    /// How long the consumer takes to empty a sub-buffer after the transfer; none if at once.
+    pub drain: Option<Link>,
+}
+
+/// The other end of a transfer.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Receiver {
+    /// Its rank.
+    pub rank: usize,
+    /// Its windows.
+    pub windows: Windows,
+    /// When its step starts, in seconds after the sender's; below 0 if before.
+    pub clock_offset: f64,
+}
+
+/// How windows are filled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Policy {
+    /// Gemini (SOSP'23): in order, as much as fits; the rest runs after the last window.
+    Gemini,
+    /// BAFT: for each window the whole units that together have the most bytes, as [`best_subset`](super::best_subset)
+    /// finds them; a unit that no window can take is cut. The rest runs after the last window.
+    Baft,
+    /// MoEtion: the part of the chunks for which the windows have time; the rest runs beside compute.
+    Moetion,
+    /// Ours: as many steps as it takes to delay none; what does not fit in `max_steps` is spread over them.
+    ///
+    /// It never delays more than Gemini or BAFT. More window never means more delay, except where `max_steps` is too few
+    /// and whole units happen to fit a smaller window better.
+    Auto,
+}
+
+impl Policy {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Gemini, Self::Baft, Self::Moetion, Self::Auto];
+
+    /// As in Python.
+    pub fn name(self) -> &'static str {
+        ["gemini", "baft", "moetion", "auto"][self as usize]
+    }
+}
+
+impl FromStr for Policy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|policy| policy.name() == name);
+        known.ok_or_else(|| {
+            Error::Invalid(format!("policy: expected one of gemini, baft, moetion, auto, got {name:?}"))
+        })
+    }
+}
+
+/// What [`plan_chunks`](super::plan_chunks) plans.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// What to copy.
+    pub pieces: &'a [Piece],
+    /// The sender's windows.
+    pub windows: &'a Windows,
+    /// Whose windows, at both ends.
+    pub resource: Resource,
+    /// Destinations whose windows count too; the others take a chunk at any time.
+    pub receivers: &'a [Receiver],
+    /// The way to the destinations.
+    pub link: Link,
+    /// Memory for the chunks.
+    pub memory: Memory,
+    /// How.
+    pub policy: Policy,
+    /// Steps that a version may take; only `auto` takes more than one.
+    pub max_steps: usize,
+}
+
+/// No plan has more steps: it would be too old when it is whole.
+pub(super) const MOST_STEPS: usize = 1 << 12;
+
+impl Request<'_> {
+    pub(super) fn check(&self) -> Result<()> {
+        self.link.check("link")?;
+        let Memory { bytes, buffers, drain } = self.memory;
+        ensure!(buffers > 0, "memory.buffers: expected 1 or more, got 0");
+        ensure!(
+            bytes >= buffers,
+            "memory.bytes: expected at least one for each of {buffers} buffers, got {bytes}"
+        );
+        drain.map_or(Ok(()), |drain| drain.check("memory.drain"))?;
+        ensure!(
+            (1..=MOST_STEPS).contains(&self.max_steps),
+            "max_steps: expected 1 to {MOST_STEPS}, got {}",
+            self.max_steps
+        );
+        self.check_pieces()?;
+        self.check_receivers()
+    }
+
+    fn check_pieces(&self) -> Result<()> {
+        let mut units = HashSet::new();
+        let mut all = 0_u128;
+        for Piece { unit, bytes, destinations } in self.pieces {
+            all += u128::from(*bytes) * destinations.len() as u128;
+            ensure!(units.insert(unit), "pieces: unit {unit:?} is there twice");
+            ensure!(!destinations.is_empty(), "pieces: unit {unit:?} has no destination");
+            let ranks: HashSet<usize> = destinations.iter().copied().collect();
+            ensure!(
+                ranks.len() == destinations.len(),
+                "pieces: unit {unit:?} has a destination twice: {destinations:?}"
+            );
+        }
+        ensure!(
+            all <= u128::from(u64::MAX),
+            "pieces: expected fewer than 2^64 bytes for all destinations together, got {all}"
+        );
+        Ok(())
+    }
+
+    fn check_receivers(&self) -> Result<()> {
+        let mut ranks = HashSet::new();
+        for Receiver { rank, clock_offset, .. } in self.receivers {
+            ensure!(ranks.insert(rank), "receivers: rank {rank} is there twice");
+            ensure!(
+                clock_offset.is_finite(),
+                "receivers: clock_offset of rank {rank}: expected finite seconds, got {clock_offset}"
+            );
+        }
+        let mut destinations = self.pieces.iter().flat_map(|piece| &piece.destinations);
+        let unknown = destinations.find(|rank| !ranks.contains(rank)).filter(|_| self.policy == Policy::Baft);
+        ensure!(
+            unknown.is_none(),
+            "receivers: \"baft\" sends in the windows of both ends; there are none of rank {}",
+            unknown.unwrap_or(&0)
+        );
+        Ok(())
+    }
+}

@@ -1,0 +1,167 @@
+//! What a profile records: the spans of one step of one rank.
+
+use crate::ensure;
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// What a span did.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Kind {
+    /// The forward pass, or a part of it.
+    Forward,
+    /// The backward pass, or a part of it.
+    Backward,
+    /// The update of the parameters.
+    Optimizer,
+    /// A collective, e.g. an all-to-all.
+    Collective,
+    /// A send to one peer.
+    Send,
+    /// A receive from one peer.
+    Receive,
+    /// A copy between device and host, or of state to a peer.
+    Copy,
+}
+
+/// What a span keeps busy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Resource {
+    /// The processor that trains.
+    Compute,
+    /// The link to other nodes.
+    Network,
+    /// The link between device and host.
+    HostLink,
+}
+
+impl Resource {
+    /// All of them, in the order of [`Windows::windows`](super::Windows).
+    pub const ALL: [Self; 3] = [Self::Compute, Self::Network, Self::HostLink];
+
+    /// As in JSON and in Python.
+    pub fn name(self) -> &'static str {
+        ["compute", "network", "host_link"][self as usize]
+    }
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Forward,
+        Self::Backward,
+        Self::Optimizer,
+        Self::Collective,
+        Self::Send,
+        Self::Receive,
+        Self::Copy,
+    ];
+
+    /// As in JSON and in Python.
+    pub fn name(self) -> &'static str {
+        ["forward", "backward", "optimizer", "collective", "send", "receive", "copy"][self as usize]
+    }
+}
+
+impl fmt::Display for Resource {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(self.name())
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(self.name())
+    }
+}
+
+impl FromStr for Resource {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|resource| resource.name() == name);
+        known.ok_or_else(|| {
+            Error::Invalid(format!("resource: expected one of compute, network, host_link, got {name:?}"))
+        })
+    }
+}
+
+impl FromStr for Kind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|kind| kind.name() == name);
+        known.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::Invalid(format!("kind: expected one of {names}, got {name:?}"))
+        })
+    }
+}
+
+/// A time in which a resource was busy.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Span {
+    /// The same in every step, e.g. `layer3.all_to_all`; it may occur several times in a step.
+    pub name: String,
+    /// What it did.
+    pub kind: Kind,
+    /// What it kept busy.
+    pub resource: Resource,
+    /// Seconds from the step's start.
+    pub start: f64,
+    /// How long it took.
+    pub seconds: f64,
+    /// Bytes moved; 0 for compute.
+    #[serde(default)]
+    pub bytes: u64,
+    /// Ranks at the other end.
+    #[serde(default)]
+    pub peers: Vec<usize>,
+}
+
+impl Span {
+    /// Seconds from the step's start to its end.
+    pub fn end(&self) -> f64 {
+        self.start + self.seconds
+    }
+}
+
+/// One step of one rank.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Step {
+    /// From its start to the start of the next step.
+    pub seconds: f64,
+    /// In any order. One that ends after the step goes on in the next one.
+    pub spans: Vec<Span>,
+}
+
+/// The times of a profile are numbers that can be planned with.
+pub(super) fn check(steps: &[Step]) -> Result<()> {
+    for (number, step) in steps.iter().enumerate() {
+        ensure!(
+            step.seconds.is_finite() && step.seconds > 0.0,
+            "steps: step {number}: seconds: expected a finite number above 0, got {}",
+            step.seconds
+        );
+        for span in &step.spans {
+            let name = &span.name;
+            ensure!(
+                span.start >= 0.0 && span.start <= step.seconds,
+                "steps: step {number}: start of {name:?}: expected a number from 0 to the step's {} seconds, got {}",
+                step.seconds,
+                span.start
+            );
+            ensure!(
+                span.seconds.is_finite() && span.seconds >= 0.0,
+                "steps: step {number}: seconds of {name:?}: expected a finite number, 0 or more, got {}",
+                span.seconds
+            );
+        }
+    }
+    Ok(())
+}

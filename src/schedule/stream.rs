@@ -1,0 +1,65 @@
+//! Loads in order into rooms in order, as much as fits: Gemini's Algorithm, over as many steps as allowed.
+//!
+//! The state is a position in the loads. From a position further on, or at an earlier time, or with longer or more rooms,
+//! a stream is at every later moment at least as far: chunks between two positions never become more when the first one
+//! moves on, and a larger chunk never takes less time. So more window never leaves more over; `auto` rests on that.
+
+use super::pace::Pace;
+use super::rooms::{Load, Room};
+
+/// Bytes of one load in one room, cut into chunks that follow each other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Run {
+    pub(super) step: usize,
+    pub(super) window: usize,
+    /// Seconds from the step's start.
+    pub(super) start: f64,
+    pub(super) load: Load,
+}
+
+/// What went in, and what did not.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Filled {
+    pub(super) runs: Vec<Run>,
+    /// Steps used, up to the last that carries something.
+    pub(super) steps: usize,
+    pub(super) rest: Vec<Load>,
+}
+
+impl Load {
+    /// The first bytes, and the others.
+    pub(super) fn split(self, bytes: u64) -> (Self, Self) {
+        (Self { bytes, ..self }, Self { offset: self.offset + bytes, bytes: self.bytes - bytes, ..self })
+    }
+}
+
+/// Fills the rooms of up to `max_steps` equal steps.
+pub(super) fn stream(loads: &[Load], rooms: &[Vec<Room>], pace: &Pace, max_steps: usize) -> Filled {
+    let mut filled = Filled::default();
+    let mut loads = loads.iter().copied();
+    let mut current = loads.next();
+    for step in 0..max_steps {
+        let before = filled.runs.len();
+        let mut time = f64::NEG_INFINITY;
+        while let Some(load) = current {
+            let of = &rooms[load.rooms];
+            let Some(room) = of.get(of.partition_point(|room| room.end <= time)) else { break };
+            let start = room.start.max(time);
+            let (part, rest) = load.split(pace.fit(load.bytes, room.end - start));
+            if part.bytes == 0 {
+                time = room.end;
+                continue;
+            }
+            filled.runs.push(Run { step, window: room.window, start, load: part });
+            filled.steps = step + 1;
+            time = start + pace.seconds(part.bytes);
+            current = if rest.bytes > 0 { Some(rest) } else { loads.next() };
+        }
+        // All steps are alike: what found no room in this one finds none in the next.
+        if current.is_none() || filled.runs.len() == before {
+            break;
+        }
+    }
+    filled.rest = current.into_iter().chain(loads).collect();
+    filled
+}
