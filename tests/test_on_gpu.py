@@ -24,7 +24,7 @@ def test_no_gpu_is_no_failure(what):
 @pytest.mark.parametrize("name", on_gpu.BENCHES)
 def test_the_options_of_the_benches_exist(name):
     command = [sys.executable, ROOT / "benches" / f"bench_{name}.py", "--device", "cuda", *on_gpu.BENCHES[name]]
-    ran = subprocess.run([*command, "--json", "unused"], capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([*command, "--json", "unused"], check=False, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr
     assert "skipped" in ran.stdout
 

@@ -67,9 +67,9 @@ __all__ = [
     "regroup",
     "regroup_out",
     "set_cpu_cache_limit",
-    "split_tokens",
     "sgd_",
     "sgd_step",
+    "split_tokens",
     "unpermute",
     "unpermute_out",
 ]
