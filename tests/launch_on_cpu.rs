@@ -329,6 +329,7 @@ fn sgd(launcher: &Launcher, len: usize, offset: usize) {
         arguments.buffer = None;
         // SAFETY: as above; refused before it launches where a buffer is missing.
         let without = unsafe { launcher.sgd(&arguments) };
+        finish();
         assert_eq!(without.is_err(), momentum > 0.0);
     }
 }

@@ -154,19 +154,38 @@ class MoE(nn.Module):
         is_mixed = min(counts.shape) > 1  # else both orders are the same
         if is_mixed:
             rows_NH = ops.regroup(rows_NH, counts)
-        blocks = rows_NH.split(counts_Re.sum(0).tolist())
-        outputs = [self._expert(row, block) for row, block in zip(self.weights.unbind(0), blocks, strict=True)]
-        outputs_NH = torch.cat(outputs)
+        outputs_NH = self._feed_forward(rows_NH, counts_Re.sum(0))
         return ops.regroup(outputs_NH, counts, inverse=True) if is_mixed else outputs_NH
 
-    def _expert(self, row: Tensor, x_NH: Tensor) -> Tensor:
-        sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
-        parts = row.split(sizes)
-        matrices = [part.view(shape) for part, shape in zip(parts, self.matrices, strict=False)]
-        x_NH = x_NH.to(row.dtype)
-        if len(matrices) == 2:
-            return F.linear(self.activation(F.linear(x_NH, matrices[0])), matrices[1])
-        return F.linear(self.activation(F.linear(x_NH, matrices[0])) * F.linear(x_NH, matrices[1]), matrices[2])
+    def _feed_forward(self, rows_NH: Tensor, counts_e: np.ndarray) -> Tensor:
+        """Rows ordered by local expert → the experts' outputs in the same order."""
+        kind = rows_NH.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weights.dtype
+        rows_NH = rows_NH.to(dtype)
+        parts = self.weights.to(dtype).split([rows * columns for rows, columns in self.matrices] + [self.row_padding], 1)
+        matrices = [part.unflatten(1, shape) for part, shape in zip(parts, self.matrices, strict=False)]
+        multiply = self._multiply_at_once if self._is_aligned(dtype) else self._multiply_one_by_one
+        inner_NI = self.activation(multiply(rows_NH, matrices[0], counts_e))
+        if len(matrices) == 3:
+            inner_NI = inner_NI * multiply(rows_NH, matrices[1], counts_e)
+        return multiply(inner_NI, matrices[-1], counts_e)
+
+    def _is_aligned(self, dtype: torch.dtype) -> bool:
+        """Whether `grouped_mm` takes the matrices: of these types, with rows of whole 16 bytes."""
+        whole = all(columns * dtype.itemsize % 16 == 0 for _, columns in self.matrices)
+        return whole and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+    @staticmethod
+    def _multiply_at_once(rows_NC: Tensor, matrices_eDC: Tensor, counts_e: np.ndarray) -> Tensor:
+        """Each expert's rows times its matrix, transposed: [N, D]."""
+        ends_e = torch.from_numpy(counts_e.cumsum().astype(np.int32)).to(rows_NC.device)
+        return F.grouped_mm(rows_NC, matrices_eDC.transpose(1, 2), offs=ends_e)
+
+    @staticmethod
+    def _multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, counts_e: np.ndarray) -> Tensor:
+        """The same for any types and sizes."""
+        blocks = rows_NC.split(counts_e.tolist())
+        return torch.cat([F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)])
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
