@@ -1,44 +1,24 @@
 """Dispatch ops against plain torch and against a copy of the same bytes, in one run.
 
-    python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192 65536] [--hidden 1024] [--experts 8 64]
+    python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192 65536] [--hidden 1024 4096]
 
-"copy" is `Tensor.copy_` of as many bytes into memory that is already mapped, with as many threads: of the ids
-for the plan, of the rows else. The candidates take turns, so that a slow moment of the machine hits all of
-them; the figure is the median. A ratio below 1 means: faster than the other. `permute` allocates its result, and a
-large one is fresh pages each time; `_out` ops do not. "call" is the histogram of no ids: what any call costs.
+"copy" is `Tensor.copy_` into memory that is mapped already, with as many threads: of the ids for what reads ids, of
+the permuted rows for what moves rows. The candidates take turns, so that a slow moment of the machine hits all of
+them; "us" is the median, "x ..." the median of the ratios of neighbours: below 1 means faster than the other. "of
+copy's GB/s" compares the bytes that are read and written per second, each array once. "call" is the histogram of no
+ids: what any call costs.
 """
 
-import argparse
 import itertools
-import json
-import platform
-import statistics
-import time
 
 import torch
 
+from common import Table, medians, parse, parser, ratio, take_turns, where
 from evermoe import ops
 
 raw = torch.ops.evermoe
-
-
-def measure(candidates, seconds, device):
-    """Median time of each function, in microseconds; they take turns. On a GPU, launch to end."""
-    times = {name: [] for name in candidates}
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for function in candidates.values():
-        function()
-    wait()
-    end = time.perf_counter() + seconds
-    rounds = 0
-    while time.perf_counter() < end or rounds < 5:
-        for name, function in candidates.items():
-            start = time.perf_counter()
-            function()
-            wait()
-            times[name].append((time.perf_counter() - start) * 1e6)
-        rounds += 1
-    return {name: statistics.median(values) for name, values in times.items()}
+RANKS = 8
+"""Sources and destinations, where there are several."""
 
 
 def plain_plan(ids_TK):
@@ -49,118 +29,126 @@ def plain_plan(ids_TK):
     return row_ids, positions.view(ids_TK.shape)
 
 
-def benches(tokens, hidden, experts, top_k, dtype, device):
-    """Yields (op, ours, plain torch or None, copy of the same bytes)."""
+def draw_ids(tokens, top_k, experts, device):
+    """int64 `[T, K]`, uniform."""
+    return torch.randint(experts, (tokens, top_k), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def of_ids(tokens, top_k, experts, device):
+    """Yields (op, candidates, bytes that ours reads and writes) of the ops that read ids."""
+    ids_TK = draw_ids(tokens, top_k, experts, device)
+    layers, ids_copy, none = [ids_TK] * 16, ids_TK.clone(), ids_TK[:0]
+    spread_ER = torch.stack([ops.expert_histogram(part, experts) for part in ids_TK.chunk(RANKS)], 1)
+
+    def plan(send_ER=None):
+        counts_E = ops.expert_histogram(ids_TK, experts)
+        return ops.dispatch_plan(ids_TK, counts_E[:, None] if send_ER is None else send_ER)
+
+    def plain():
+        return torch.bincount(ids_TK.flatten(), minlength=experts), plain_plan(ids_TK)
+
+    plan_bytes = 2 * ids_TK.nbytes + 2 * ops.dispatch_plan(ids_TK, spread_ER)[0].nbytes
+    bincounts = lambda: [torch.bincount(ids.flatten(), minlength=experts) for ids in layers]  # noqa: E731
+    copy = {"copy": lambda: ids_copy.copy_(ids_TK)}
+    yield "call", {"ours": lambda: ops.expert_histogram(none, experts)} | copy, 0
+    histogram = {"ours": lambda: ops.expert_histogram(ids_TK, experts)}
+    histogram["torch"] = lambda: torch.bincount(ids_TK.flatten(), minlength=experts)
+    yield "histogram", histogram | copy, ids_TK.nbytes
+    of_layers = {"ours": lambda: ops.expert_histograms(layers, experts), "torch": bincounts}
+    yield (
+        "histograms, 16 layers",
+        of_layers | {"copy": lambda: [ids_copy.copy_(ids) for ids in layers]},
+        16 * ids_TK.nbytes,
+    )
+    yield "histogram + plan", {"ours": plan, "torch": plain} | copy, plan_bytes
+    yield f"... for {RANKS} ranks", {"ours": lambda: plan(spread_ER), "torch": plain} | copy, plan_bytes
+
+
+def of_rows(tokens, hidden, experts, top_k, dtype, device):
+    """Yields (op, candidates, bytes that ours reads and writes) of the ops that move rows."""
     random = torch.Generator().manual_seed(0)
-    ids_TK = torch.randint(experts, (tokens, top_k), generator=random).to(device)
+    ids_TK = draw_ids(tokens, top_k, experts, device)
     x_TH = torch.randn(tokens, hidden, generator=random).to(device, dtype)
     weights_TK = torch.rand(tokens, top_k, generator=random).to(device)
     counts_E = ops.expert_histogram(ids_TK, experts)
     row_ids, positions_TK = ops.dispatch_plan(ids_TK, counts_E[:, None])
     rows_NH = ops.permute(x_TH, row_ids, positions_TK)
-    ids_copy, rows_copy, out_TH = ids_TK.clone(), rows_NH.clone(), x_TH.clone()
+    rows_copy, out_TH = rows_NH.clone(), x_TH.clone()
     tokens_of_rows, flat, cast = row_ids // top_k, positions_TK.flatten(), weights_TK.to(dtype)
-
-    def plan():
-        counts_E = ops.expert_histogram(ids_TK, experts)
-        return ops.dispatch_plan(ids_TK, counts_E[:, None])
-
-    def plain_histogram_and_plan():
-        return torch.bincount(ids_TK.flatten(), minlength=experts), plain_plan(ids_TK)
+    counts_Re = torch.full((RANKS, experts), tokens * top_k // (RANKS * experts), device=device)
+    counts_Re[-1, -1] += tokens * top_k - counts_Re.sum()
+    grads = rows_NH.clone(), weights_TK.clone()
+    rows, token_rows = rows_NH.nbytes, x_TH.nbytes
+    copy = {"copy": lambda: rows_copy.copy_(rows_NH)}
 
     def plain_unpermute():
         taken_TKH = rows_NH.index_select(0, flat).view(tokens, top_k, hidden)
         return torch.bmm(cast[:, None, :], taken_TKH)
 
-    copy_ids, copy_rows = lambda: ids_copy.copy_(ids_TK), lambda: rows_copy.copy_(rows_NH)
-    histogram = lambda: ops.expert_histogram(ids_TK, experts)  # noqa: E731
-    none = ids_TK[:0]
-    yield "call", lambda: ops.expert_histogram(none, experts), None, copy_ids
-    yield "histogram", histogram, lambda: torch.bincount(ids_TK.flatten(), minlength=experts), copy_ids
-    yield "histogram + plan", plan, plain_histogram_and_plan, copy_ids
+    permute = {"ours": lambda: ops.permute(x_TH, row_ids, positions_TK)}
+    yield "permute", permute | {"torch": lambda: x_TH.index_select(0, tokens_of_rows)} | copy, 2 * rows
+    into = {"ours": lambda: ops.permute_out(x_TH, row_ids, positions_TK, rows_NH)}
     yield (
         "permute_out",
-        lambda: ops.permute_out(x_TH, row_ids, positions_TK, rows_NH),
-        lambda: torch.index_select(x_TH, 0, tokens_of_rows, out=rows_NH),
-        copy_rows,
+        into | {"torch": lambda: torch.index_select(x_TH, 0, tokens_of_rows, out=rows_NH)} | copy,
+        2 * rows,
     )
-    yield (
-        "permute",
-        lambda: ops.permute(x_TH, row_ids, positions_TK),
-        lambda: x_TH.index_select(0, tokens_of_rows),
-        copy_rows,
-    )
-    yield (
-        "unpermute_out",
-        lambda: ops.unpermute_out(rows_NH, positions_TK, weights_TK, out_TH),
-        plain_unpermute,
-        copy_rows,
-    )
-    grads = rows_NH.clone(), weights_TK.clone()
-    yield (
-        "unpermute_backward_out",
-        lambda: raw.unpermute_backward_out(x_TH, rows_NH, positions_TK, weights_TK, *grads),
-        None,
-        copy_rows,
-    )
+    combine = {"ours": lambda: ops.unpermute(rows_NH, positions_TK, weights_TK), "torch": plain_unpermute}
+    yield "unpermute", combine | copy, rows + token_rows
+    combine_out = {
+        "ours": lambda: ops.unpermute_out(rows_NH, positions_TK, weights_TK, out_TH),
+        "torch": plain_unpermute,
+    }
+    yield "unpermute_out", combine_out | copy, rows + token_rows
+    backward = {"ours": lambda: raw.unpermute_backward_out(x_TH, rows_NH, positions_TK, weights_TK, *grads)}
+    yield "unpermute_backward_out", backward | copy, 3 * rows
+    yield "regroup", {"ours": lambda: ops.regroup(rows_NH, counts_Re)} | copy, 2 * rows
 
 
-def settings(arguments):
-    """Yields (threads, tokens, hidden, dtype, top_k, experts), without rows of more memory than asked for."""
-    threads = arguments.threads[:1] if arguments.device == "cuda" else arguments.threads
-    lists = (threads, arguments.tokens, arguments.hidden, arguments.dtypes, arguments.top_k, arguments.experts)
-    for setting in itertools.product(*lists):
-        _, tokens, hidden, dtype, top_k, _ = setting
-        if tokens * hidden * top_k * getattr(torch, dtype).itemsize <= arguments.max_gib * 2**30:
-            yield setting
-
-
-def run(arguments):
-    """Yields one record per op and setting."""
-    names = ("threads", "tokens", "hidden", "dtype", "top_k", "experts")
-    for setting in settings(arguments):
-        threads, tokens, hidden, dtype, top_k, experts = setting
+def cases(arguments):
+    """Yields (setting, op, candidates, bytes), without rows of more memory than asked for."""
+    for threads, tokens, top_k in itertools.product(arguments.threads, arguments.tokens, arguments.top_k):
         torch.set_num_threads(threads)
-        for name, ours, plain, copy in benches(tokens, hidden, experts, top_k, getattr(torch, dtype), arguments.device):
-            candidates = {"ours": ours, "torch": plain, "copy": copy}
-            candidates = {name: f for name, f in candidates.items() if f is not None}
-            times = measure(candidates, arguments.seconds, arguments.device)
-            yield {**dict(zip(names, setting, strict=True)), "op": name, **times}
+        setting = {"threads": threads, "T": tokens, "K": top_k}
+        for experts in arguments.experts:
+            for case in of_ids(tokens, top_k, experts, arguments.device):
+                yield setting | {"E": experts}, *case
+        for hidden, dtype in itertools.product(arguments.hidden, arguments.dtypes):
+            if tokens * hidden * top_k * getattr(torch, dtype).itemsize > arguments.max_gib * 2**30:
+                continue
+            experts = arguments.experts[-1]
+            for case in of_rows(tokens, hidden, experts, top_k, getattr(torch, dtype), arguments.device):
+                yield setting | {"E": experts, "H": hidden, "dtype": dtype}, *case
+
+
+def bytes_of_copy(op, setting):
+    """Bytes that "copy" reads and writes."""
+    slots = setting["T"] * setting["K"]
+    if "H" in setting:
+        return 2 * slots * setting["H"] * getattr(torch, setting["dtype"]).itemsize
+    return 2 * slots * torch.int64.itemsize * (16 if "16 layers" in op else 1)
 
 
 def main():
     """Prints a table; writes JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--hidden", type=int, nargs="+", default=[1024])
-    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=0.5, help="per op and setting")
-    parser.add_argument("--max-gib", type=float, default=1.0, help="leave out rows of more memory")
-    parser.add_argument("--json", help="where to write the figures")
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        print("skipped: no CUDA device, or no kernels in this build")
-        return
-    where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
-    print(f"torch {torch.__version__}, {where}")
-    columns = f"{'threads':>8}{'T':>7}{'H':>6}{'dtype':>10}{'k':>3}{'E':>5}"
-    print(f"{'op':<24}{columns}{'us':>10}{'x torch':>9}{'x copy':>8}")
-    records = []
-    for record in run(arguments):
-        records.append(record)
-        ours, plain = record["ours"], record.get("torch")
-        against_torch = f"{ours / plain:9.2f}" if plain else f"{'-':>9}"
-        setting = f"{record['threads']:>8}{record['tokens']:>7}{record['hidden']:>6}{record['dtype']:>10}"
-        setting += f"{record['top_k']:>3}{record['experts']:>5}"
-        print(f"{record['op']:<24}{setting}{ours:10.1f}{against_torch}{ours / record['copy']:8.2f}", flush=True)
-    if arguments.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"arguments": vars(arguments), "versions": versions, "microseconds": records}, file, indent=1)
+    made = parser(__doc__, seconds=0.5)
+    made.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    made.add_argument("--hidden", type=int, nargs="+", default=[1024])
+    made.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
+    made.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 8])
+    made.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    made.add_argument("--max-gib", type=float, default=1.0, help="leave out rows of more memory")
+    arguments = parse(made)
+    columns = {"op": "24s", "threads": "d", "T": "7d", "H": "6d", "dtype": "10s", "K": "3d", "E": "5d"}
+    columns |= {"us": "10.1f", "x torch": "9.2f", "x copy": "8.2f", "of copy's GB/s": ".2f"}
+    table = Table(f"ops: torch {torch.__version__}, {where(arguments.device)}", columns)
+    for setting, name, candidates, nbytes in cases(arguments):
+        times = take_turns(candidates, arguments.seconds, arguments.device)
+        against = {f"x {other}": ratio(times, "ours", other) for other in times if other != "ours"}
+        share = nbytes / bytes_of_copy(name, setting) / against["x copy"] if nbytes else None
+        found = medians(times)
+        table.add(op=name, **setting, us=found["ours"], **against, **{"of copy's GB/s": share}, microseconds=found)
+    table.write(arguments)
 
 
 if __name__ == "__main__":

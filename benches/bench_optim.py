@@ -11,15 +11,12 @@ its steps can be quicker than the limit of a single one; "8 of zeros" is near to
 is mostly two divisions and a root.
 """
 
-import argparse
-import json
-import platform
 import time
 
 import torch
 import torch._inductor.config
-from bench_ops import measure
 
+from common import Table, medians, parse, parser, take_turns, where
 from evermoe import ops
 
 BATCH = 8
@@ -47,18 +44,12 @@ def sgd_limit_loop(p, buffer, g):
     buffer += g
 
 
-def lowest_tenth(functions, seconds):
-    """Microseconds of each function, on the CPU: of the thread itself where there is one."""
+def quiet_times(functions, seconds, device):
+    """Microseconds of each function: on a GPU medians, else lowest tenths, of the thread itself where it is one."""
+    if device == "cuda":
+        return medians(take_turns(functions, seconds, device))
     clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
-    for function in functions.values():  # compiled now
-        function()
-    times = {name: [] for name in functions}
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or len(times[next(iter(times))]) < 3:
-        for name, function in functions.items():
-            start = clock()
-            function()
-            times[name].append((clock() - start) / 1e3)
+    times = take_turns(functions, seconds, device, clock)
     return {name: sorted(of_one)[len(of_one) // 10] for name, of_one in times.items()}
 
 
@@ -98,55 +89,27 @@ def benches(elements, device):
     }
 
 
-def run(arguments):
-    """Yields one record per candidate and number of threads."""
-    for threads in arguments.threads[:1] if arguments.device == "cuda" else arguments.threads:
+def main():
+    """Prints a table; writes JSON where asked to."""
+    made = parser(__doc__, seconds=10.0)
+    made.add_argument("--elements", type=int, default=1 << 23)
+    arguments = parse(made)
+    columns = {"candidate": "24s", "threads": "d", "us": "10.0f", "GB/s": "8.1f", "of limit": ".2f"}
+    title = f"optim: torch {torch.__version__}, {where(arguments.device)}, {arguments.elements} elements"
+    table = Table(title, columns | {"Mparam-steps/s": ".0f"})
+    for threads in arguments.threads:
         torch.set_num_threads(threads)
         torch._dynamo.reset()
         torch._inductor.config.cpp.threads = threads  # or the limit's loop keeps one thread
         candidates = benches(arguments.elements, arguments.device)
         functions = {name: function for name, (function, _, _) in candidates.items()}
-        on_cuda = arguments.device == "cuda"
-        times = measure(functions, arguments.seconds, "cuda") if on_cuda else lowest_tenth(functions, arguments.seconds)
+        times = quiet_times(functions, arguments.seconds, arguments.device)
         for name, (_, steps, nbytes) in candidates.items():
-            speed = nbytes / times[name] / 1e3
-            reference = "SGD limit" if "SGD" in name else "limit"
-            rate = steps * arguments.elements / times[name]
-            yield {
-                "threads": threads,
-                "name": name,
-                "microseconds": times[name],
-                "gigabytes_per_second": speed,
-                "of_limit": steps * times[reference] / times[name],
-                "million_parameter_steps_per_second": rate,
-            }
-
-
-def main():
-    """Prints a table; writes JSON where asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--elements", type=int, default=1 << 23)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=10.0, help="per number of threads")
-    parser.add_argument("--json", help="where to write the figures")
-    arguments = parser.parse_args()
-    if arguments.device == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        print("skipped: no CUDA device, or no kernels in this build")
-        return
-    where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
-    print(f"torch {torch.__version__}, {where}, {arguments.elements} elements")
-    print(f"{'candidate':<24}{'threads':>8}{'us':>10}{'GB/s':>8}{'of limit':>10}{'Mparam-steps/s':>16}")
-    records = []
-    for record in run(arguments):
-        records.append(record)
-        figures = f"{record['microseconds']:>10.0f}{record['gigabytes_per_second']:>8.1f}{record['of_limit']:>10.2f}"
-        rate = record["million_parameter_steps_per_second"]
-        print(f"{record['name']:<24}{record['threads']:>8}{figures}{rate:>16.0f}", flush=True)
-    if arguments.json:
-        versions = {"torch": torch.__version__, "python": platform.python_version()}
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump({"arguments": vars(arguments), "versions": versions, "records": records}, file, indent=1)
+            limit = times["SGD limit" if "SGD" in name else "limit"]
+            figures = {"us": times[name], "GB/s": nbytes / times[name] / 1e3, "of limit": steps * limit / times[name]}
+            rate = {"Mparam-steps/s": steps * arguments.elements / times[name]}
+            table.add(candidate=name, threads=threads, **figures, **rate)
+    table.write(arguments)
 
 
 if __name__ == "__main__":

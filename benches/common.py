@@ -41,12 +41,18 @@ def where(device):
     return torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU"
 
 
-def take_turns(candidates, seconds, device="cpu"):
+def take_turns(candidates, seconds, device="cpu", clock=time.perf_counter_ns):
     """Microseconds of each call of each function: `{name: [call, ...]}`. They take turns: a slow moment hits all.
 
-    On a GPU, the time of the work itself, with arrays that the cache does not hold.
+    On a GPU, the time of the work itself, with arrays that the cache does not hold; else by the clock.
     """
-    timed = _on_gpu if device == "cuda" else _on_cpu
+
+    def on_cpu(function):
+        start = clock()
+        function()
+        return (clock() - start) / 1e3
+
+    timed = _on_gpu if device == "cuda" else on_cpu
     for function in candidates.values():
         function()
     times = {name: [] for name in candidates}
@@ -55,12 +61,6 @@ def take_turns(candidates, seconds, device="cpu"):
         for name, function in candidates.items():
             times[name].append(timed(function))
     return times
-
-
-def _on_cpu(function):
-    start = time.perf_counter()
-    function()
-    return (time.perf_counter() - start) * 1e6
 
 
 def _on_gpu(function):
