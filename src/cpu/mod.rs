@@ -51,3 +51,12 @@ pub use rows::{Backward, Combine, DOT_PARTIALS, permute, unpermute, unpermute_ba
 pub(crate) use sgd::check_no_momentum;
 pub use sgd::{SgdOptions, SgdStep, sgd};
 pub use steps::{Gradient, Profile};
+
+/// Whether the processor has the parts of AVX-512 that all processors of servers with it have.
+#[cfg(target_arch = "x86_64")]
+fn has_avx512() -> bool {
+    is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+}

@@ -1,6 +1,8 @@
 //! What the optimizers share: gradients, profiles, and steps that are applied block by block.
 
 use super::float_mode::KeepSubnormals;
+#[cfg(target_arch = "x86_64")]
+use super::has_avx512;
 use super::parallel::{Disjoint, Parallel};
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -185,10 +187,25 @@ pub(super) type Update<const N: usize, S> =
 /// Every variant gives the same bits: `mul_add` is rounded once, with the instruction or without.
 pub(super) fn update_for_this_processor<const N: usize, S: Step<N>>() -> Update<N, S> {
     #[cfg(target_arch = "x86_64")]
+    if has_avx512() {
+        return update_avx512;
+    }
+    #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
         return update_avx2;
     }
     update_portable
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn update_avx512<const N: usize, S: Step<N>>(
+    state: [&mut [f32]; N],
+    range: Range<usize>,
+    body: usize,
+    steps: &[(S, Gradient<'_>)],
+) {
+    update_block(state, range, body, steps);
 }
 
 #[cfg(target_arch = "x86_64")]
