@@ -311,7 +311,7 @@ def expert_histograms(ids: Sequence[Tensor], num_experts: int) -> Tensor:
 
     An id out of range raises on the CPU, naming it and the layer, and counts as -1 on CUDA.
     """
-    if not ids:
+    if len(ids) == 0:
         raise RuntimeError("ids: expected the ids of one layer or more, got none")
     return _ops.expert_histograms.default(ids, num_experts)
 
