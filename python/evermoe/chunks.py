@@ -272,14 +272,14 @@ class Transfer:
         Raises:
             ValueError: `chunk` is not of this transfer.
         """
-        copier, last = self._copy._copier, self._last(chunk)
-        return copier is None or last is None or copier.is_done(last)
+        copier, chunks = self._copy._copier, self._chunks(chunk)
+        return copier is None or copier.is_done(*chunks)
 
     def wait(self, chunk: int | None = None) -> None:
         """Block until `done`; other threads of Python run meanwhile."""
-        copier, last = self._copy._copier, self._last(chunk)
-        if copier is not None and last is not None:
-            copier.wait(last)
+        copier, chunks = self._copy._copier, self._chunks(chunk)
+        if copier is not None:
+            copier.wait(*chunks)
 
     def release(self) -> None:
         """Make torch's current stream wait until the tensors have been read; the calling thread goes on at once.
@@ -289,13 +289,13 @@ class Transfer:
         if self._copy._copier is not None:
             self._copy._copier.release(self._copy._stream())
 
-    def _last(self, chunk: int | None) -> int | None:
-        """The chunk to wait for: chunks arrive in their order."""
+    def _chunks(self, chunk: int | None) -> tuple[int, int]:
+        """The range to wait for."""
         if chunk is None:
-            return self._end - 1 if self._first < self._end else None
+            return self._first, self._end
         if not self._first <= chunk < self._end:
             raise ValueError(f"chunk: expected one of {self._first}..{self._end}, got {chunk}")
-        return chunk
+        return chunk, chunk + 1
 
 
 def _raise_corrupt(chunks: Iterable[int]) -> None:
