@@ -98,7 +98,14 @@ def hash_blocks(chunks: Tensor, hashes: Tensor) -> None:
 
 
 def checksums(hashes: Tensor) -> list[int]:
-    """Combine the hashes of blocks, int64 `[C, N]` on the CPU, into the C checksums of chunks, each in 0..2**64."""
+    """Combine the hashes of blocks, int64 `[C, N]` on the CPU, into the C checksums of chunks, each in 0..2**64.
+
+    Raises:
+        ValueError: `hashes` are not such a tensor.
+    """
+    if hashes.dtype != torch.int64 or hashes.dim() != 2 or hashes.device.type != "cpu":
+        got = f"{hashes.dtype} of shape {list(hashes.shape)} on {hashes.device}"
+        raise ValueError(f"hashes: expected int64 of shape [C, N] on the CPU, got {got}")
     rows = hashes.contiguous().numpy().astype("<i8", copy=False).view("uint8")
     return [_native.digest(row) for row in rows]
 

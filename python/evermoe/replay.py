@@ -137,8 +137,9 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Profile:
     A second optimizer of the same class and with the same options of each group takes some steps on tensors of odd
     sizes, with subnormal, huge and zero gradients, on the devices of the parameters. The profile is the one that gives
     all its bits, state included. Parameters, gradients and state of the optimizer itself are neither read nor written,
-    nor its hooks called. (A learning rate of about 0, with which a warm-up starts, is tried as 1e-3.) Call it when training starts, and again where torch, the GPU or the options' kind changes: it
-    says nothing about a step that `torch.compile` rewrote, or about what happens to gradients before the step.
+    nor its hooks called. (A learning rate of about 0, with which a warm-up starts, is tried as 1e-3.) Call it when
+    training starts, and again where torch, the GPU or the options' kind changes: it says nothing about a step that
+    `torch.compile` rewrote, or about what happens to gradients before the step.
 
     Args:
         optimizer: a `torch.optim.Optimizer` with the options of AdamW (or Adam without weight decay) or SGD.

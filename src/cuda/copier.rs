@@ -268,7 +268,8 @@ impl ChunkCopier {
     fn events_of(&self, chunks: Range<usize>) -> Result<&[Event]> {
         self.check_range(&chunks)?;
         let slot_chunks = self.workspace.slot_chunks;
-        let end = if chunks.is_empty() { chunks.start / slot_chunks } else { chunks.end.div_ceil(slot_chunks) };
+        let end =
+            if chunks.is_empty() { chunks.start / slot_chunks } else { chunks.end.div_ceil(slot_chunks) };
         Ok(&self.done[(chunks.start / slot_chunks).min(end)..end])
     }
 
