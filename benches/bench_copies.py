@@ -65,7 +65,7 @@ def cuda_benches(tensors, chunk_bytes):
     def restore():
         """As `ChunkedCopy.restore`, without the check on the host."""
         copier._copier.restore(copier._stream(), 0, len(copier.chunks))
-        copier._copier.wait(len(copier.chunks) - 1)
+        copier._copier.wait(0, len(copier.chunks))
 
     to_host = lambda: pinned.copy_(flat, non_blocking=True)  # noqa: E731
     within = lambda: other.copy_(flat)  # noqa: E731

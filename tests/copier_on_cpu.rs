@@ -198,16 +198,18 @@ fn there_and_back(
     let (packed, num_chunks) = (&copying.packed, copying.packed.layout.num_chunks());
     // SAFETY: a live stream, and chunks of this copier; what is read has been waited for.
     unsafe {
-        for _ in 0..2 {
+        let (low, high) = (0..num_chunks / 2, num_chunks / 2..num_chunks);
+        // In the second round the last chunk comes before the first.
+        for [one, other] in [[&low, &high], [&high, &low]] {
+            copier.chunks().write_bytes(0xdd, packed.chunks.len());
             copying.set();
-            copier.save(torch, 0..num_chunks / 2).unwrap();
-            copier.save(torch, num_chunks / 2..num_chunks).unwrap();
+            copier.save(torch, one.clone()).unwrap();
+            copier.save(torch, other.clone()).unwrap();
             copier.release(torch).unwrap();
             copying.clear();
-            for chunk in 0..num_chunks {
-                copier.wait(chunk).unwrap();
-                assert!(copier.is_done(chunk).unwrap());
-            }
+            copier.wait(0..num_chunks).unwrap();
+            assert!(copier.is_done(0..num_chunks).unwrap());
+            assert!((0..num_chunks).all(|chunk| copier.is_done(chunk..chunk + 1).unwrap()));
             assert!(std::slice::from_raw_parts(copier.chunks(), packed.chunks.len()) == packed.chunks);
             assert!(std::slice::from_raw_parts(copier.hashes(), packed.hashes.len()) == packed.hashes);
         }
@@ -215,7 +217,7 @@ fn there_and_back(
         copier.release(torch).unwrap();
         assert!(copying.read() == copying.source);
         let wrong = |chunk| {
-            copier.wait(chunk).unwrap();
+            copier.wait(chunk..chunk + 1).unwrap();
             copier.wrong().add(chunk).read()
         };
         assert!((0..num_chunks).all(|chunk| wrong(chunk) == 0));
@@ -227,7 +229,9 @@ fn there_and_back(
         let beyond = copier.save(torch, 0..num_chunks + 1).unwrap_err().to_string();
         assert!(beyond.contains("expected a range within"), "{beyond}");
     }
-    assert!(copier.is_done(num_chunks).unwrap_err().to_string().contains("expected less than"));
+    let beyond = copier.is_done(0..num_chunks + 1).unwrap_err().to_string();
+    assert!(beyond.contains("expected a range within"), "{beyond}");
+    assert!(copier.is_done(num_chunks..num_chunks).unwrap());
     drop(copier);
     assert_eq!(copying.memory.last(), Some(&0x5a5a), "a write past the workspace");
 }
@@ -244,7 +248,7 @@ fn save_while_overwritten(stream: sys::CUstream, with_release: bool) -> (Vec<u8>
             copier.release(stream.cast()).unwrap();
         }
         copying.clear();
-        (0..copying.packed.layout.num_chunks()).for_each(|chunk| copier.wait(chunk).unwrap());
+        copier.wait(0..copying.packed.layout.num_chunks()).unwrap();
         let chunks = std::slice::from_raw_parts(copier.chunks(), copying.packed.chunks.len()).to_vec();
         (copying.packed.chunks.clone(), chunks)
     }

@@ -57,6 +57,12 @@ def hashes_of(stream):
     return torch.tensor(hashes, dtype=torch.uint64).view(torch.int64).view(len(stream), stream.shape[1] // BLOCK)
 
 
+def test_checksums_want_hashes():
+    for wrong in (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"hashes: expected int64 of shape \[C, N\] on the CPU, got torch"):
+            chunks.checksums(wrong)
+
+
 def empty_like(stream, device):
     hashes = torch.full((len(stream), stream.shape[1] // BLOCK), 7, device=device)
     return torch.full_like(stream, 0xEE, device=device), hashes, torch.full((len(stream),), 7, device=device)

@@ -384,6 +384,15 @@ def test_bits_do_not_depend_on_threads():
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
 
 
+def test_freed_storage_is_refused():
+    row_ids = torch.arange(4)
+    for freed in range(2):
+        arguments = [torch.ones(4, 2), torch.ones(4, 2)]
+        arguments[freed].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=r"shape \[4, 2\] whose storage was freed"):
+            raw.permute_out(arguments[0], row_ids, 1, arguments[1])
+
+
 def test_threads_get_their_own_messages():
     def work(thread):
         for bad in range(1000 * thread, 1000 * thread + 200):

@@ -166,6 +166,13 @@ def test_wrong_options_are_named_and_nothing_is_added(name, options):
         AdamW(**({"params": [nn.Parameter(torch.ones(4))]} | options))
 
 
+def test_option_of_a_wrong_type_adds_nothing():
+    fine = AdamW([nn.Parameter(torch.ones(4))])
+    with pytest.raises(TypeError):
+        fine.add_param_group({"params": [nn.Parameter(torch.ones(4))], "betas": 0.9})
+    assert len(fine.param_groups) == 1
+
+
 def test_refused_gradient_counts_no_step():
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = AdamW([parameter])

@@ -92,6 +92,25 @@ def test_profile_is_found(name):
     assert calibrate(make(parameters())) == profile
 
 
+@pytest.mark.parametrize("lr", [0.0, 1e-30])
+def test_warm_up_does_not_hide_the_arithmetic(lr):
+    """With a rate of 0 the parameters stay as they are, whatever is added to them."""
+    for fused, name in ((True, "torch_cpu_fused"), (False, None)):
+        optimizer = torch.optim.AdamW(parameters(), lr=1e-3, fused=fused)
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step + lr)
+        assert optimizer.param_groups[0]["lr"] == 1e-3 * lr
+        if name:
+            assert calibrate(optimizer).arithmetic == name
+        else:
+            with pytest.raises(evermoe.NotReplayable, match="first in p"):
+                calibrate(optimizer)
+        assert optimizer.param_groups[0]["lr"] == 1e-3 * lr
+    scheduled = torch.optim.AdamW(parameters(), lr=torch.tensor(lr), foreach=False)
+    with pytest.raises(evermoe.NotReplayable, match="first in p"):
+        calibrate(scheduled)
+    assert scheduled.param_groups[0]["lr"] == lr
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_optimizers_are_refused_with_the_reason(name):
     make, message = REFUSED[name]

@@ -98,7 +98,14 @@ def hash_blocks(chunks: Tensor, hashes: Tensor) -> None:
 
 
 def checksums(hashes: Tensor) -> list[int]:
-    """Combine the hashes of blocks, int64 `[C, N]` on the CPU, into the C checksums of chunks, each in 0..2**64."""
+    """Combine the hashes of blocks, int64 `[C, N]` on the CPU, into the C checksums of chunks, each in 0..2**64.
+
+    Raises:
+        ValueError: `hashes` are not such a tensor.
+    """
+    if hashes.dtype != torch.int64 or hashes.dim() != 2 or hashes.device.type != "cpu":
+        got = f"{hashes.dtype} of shape {list(hashes.shape)} on {hashes.device}"
+        raise ValueError(f"hashes: expected int64 of shape [C, N] on the CPU, got {got}")
     rows = hashes.contiguous().numpy().astype("<i8", copy=False).view("uint8")
     return [_native.digest(row) for row in rows]
 
@@ -272,14 +279,14 @@ class Transfer:
         Raises:
             ValueError: `chunk` is not of this transfer.
         """
-        copier, last = self._copy._copier, self._last(chunk)
-        return copier is None or last is None or copier.is_done(last)
+        copier, chunks = self._copy._copier, self._chunks(chunk)
+        return copier is None or copier.is_done(*chunks)
 
     def wait(self, chunk: int | None = None) -> None:
         """Block until `done`; other threads of Python run meanwhile."""
-        copier, last = self._copy._copier, self._last(chunk)
-        if copier is not None and last is not None:
-            copier.wait(last)
+        copier, chunks = self._copy._copier, self._chunks(chunk)
+        if copier is not None:
+            copier.wait(*chunks)
 
     def release(self) -> None:
         """Make torch's current stream wait until the tensors have been read; the calling thread goes on at once.
@@ -289,13 +296,13 @@ class Transfer:
         if self._copy._copier is not None:
             self._copy._copier.release(self._copy._stream())
 
-    def _last(self, chunk: int | None) -> int | None:
-        """The chunk to wait for: chunks arrive in their order."""
+    def _chunks(self, chunk: int | None) -> tuple[int, int]:
+        """The range to wait for."""
         if chunk is None:
-            return self._end - 1 if self._first < self._end else None
+            return self._first, self._end
         if not self._first <= chunk < self._end:
             raise ValueError(f"chunk: expected one of {self._first}..{self._end}, got {chunk}")
-        return chunk
+        return chunk, chunk + 1
 
 
 def _raise_corrupt(chunks: Iterable[int]) -> None:

@@ -84,7 +84,8 @@ def set_cpu_cache_limit(num_bytes: int | None) -> None:
     """Bound the memory that the ops keep for their next results on the CPU, and free what is beyond it.
 
     Fresh memory costs two to three copies of its bytes in page faults, so a large result (from 1 MiB) takes the memory
-    of an earlier one that is gone, as on a GPU. Needs torch 2.11; before, the system's allocator serves alone.
+    of an earlier one that is gone, as on a GPU. Such a result cannot grow (`resize_`, `out=` of another shape) nor have
+    its storage resized: clone it first. Needs torch 2.11; before, the system's allocator serves alone.
 
     Args:
         num_bytes: 0 keeps none; None, as at the start, keeps as many as are in use at the peak from now on.
@@ -311,7 +312,7 @@ def expert_histograms(ids: Sequence[Tensor], num_experts: int) -> Tensor:
 
     An id out of range raises on the CPU, naming it and the layer, and counts as -1 on CUDA.
     """
-    if not ids:
+    if len(ids) == 0:
         raise RuntimeError("ids: expected the ids of one layer or more, got none")
     return _ops.expert_histograms.default(ids, num_experts)
 

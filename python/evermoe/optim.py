@@ -19,13 +19,13 @@ class _Optimizer(torch.optim.Optimizer):
         """Adds parameters with options of their own; those not given are the constructor's.
 
         Raises:
-            ValueError: as the constructor's; nothing is added then.
+            ValueError: as the constructor's, or TypeError; nothing is added then.
         """
         super().add_param_group(param_group)
         try:
             self._numbers(self.param_groups[-1], 1)
             _check_parameters(self.param_groups[-1]["params"])
-        except ValueError:
+        except Exception:
             del self.param_groups[-1]
             raise
 

@@ -30,6 +30,8 @@ _ARITHMETICS = {
 _SIZES = (1, 71, 70_003)
 _STEPS = 8
 _SUBNORMAL = slice(7, None, 11)
+_LEAST_LR = 1e-8  # below it the trial takes the other one: a rate of 0 hides how the parameters are rounded
+_TRIAL_LR = 1e-3
 _LATE = 5, 9_000  # before this step, so many are skipped: bias corrections late in a run
 _INSTEAD = (
     "send the optimizer's full state instead of gradients, or train with evermoe.optim.AdamW or SGD, "
@@ -135,8 +137,9 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Profile:
     A second optimizer of the same class and with the same options of each group takes some steps on tensors of odd
     sizes, with subnormal, huge and zero gradients, on the devices of the parameters. The profile is the one that gives
     all its bits, state included. Parameters, gradients and state of the optimizer itself are neither read nor written,
-    nor its hooks called. Call it when training starts, and again where torch, the GPU or the options' kind changes: it
-    says nothing about a step that `torch.compile` rewrote, or about what happens to gradients before the step.
+    nor its hooks called. (A learning rate of about 0, with which a warm-up starts, is tried as 1e-3.) Call it when
+    training starts, and again where torch, the GPU or the options' kind changes: it says nothing about a step that
+    `torch.compile` rewrote, or about what happens to gradients before the step.
 
     Args:
         optimizer: a `torch.optim.Optimizer` with the options of AdamW (or Adam without weight decay) or SGD.
@@ -217,9 +220,15 @@ def _scratch_group(group: Mapping[str, Any]) -> dict[str, Any]:
         for device in sorted(devices, key=str)
         for size in _SIZES
     ]
-    return {name: _own(value) for name, value in group.items() if name not in ("params", "param_names")} | {
-        "params": scratch
-    }
+    options = {name: _own(value) for name, value in group.items() if name not in ("params", "param_names")}
+    return options | {"params": scratch, "lr": _trial_lr(options["lr"])}
+
+
+def _trial_lr(lr: Any) -> Any:
+    """The learning rate, or a usual one where a schedule has hardly begun; a tensor stays one."""
+    if not 0 <= float(lr) < _LEAST_LR:
+        return lr
+    return torch.full_like(lr, _TRIAL_LR) if isinstance(lr, Tensor) else _TRIAL_LR
 
 
 def _own(value: Any) -> Any:

@@ -79,7 +79,7 @@ pub fn permute<F: Float, I: Id>(
     if width == 0 {
         return Ok(());
     }
-    check_indices("row_ids", row_ids, x.len() / width * top_k, "slots")?;
+    check_indices("row_ids", row_ids, (x.len() / width).saturating_mul(top_k), "slots")?;
     let stream = size_of_val(out) >= STREAM_BYTES;
     let out = Disjoint::new(out);
     let token = |row: usize| {

@@ -16,7 +16,7 @@ use super::pinned::PinnedBuffer;
 use super::streams::{CopyStream, Event};
 use crate::cpu::{BLOCK_BYTES, ChunkLayout};
 use crate::ensure;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
@@ -242,27 +242,44 @@ impl ChunkCopier {
         unsafe { self.released.before(stream) }
     }
 
-    /// Whether all that was started for a chunk is over: the host may use it. (Small chunks that share a transfer are
-    /// done together.)
+    /// Whether all that was started for these chunks is over: the host may use them. (Small chunks that share a transfer
+    /// are done together.)
     ///
     /// # Errors
-    /// A chunk that there is not, or what went wrong on the device.
-    pub fn is_done(&self, chunk: usize) -> Result<bool> {
-        self.event_of(chunk)?.is_done()
+    /// A range beyond the chunks, or what went wrong on the device.
+    pub fn is_done(&self, chunks: Range<usize>) -> Result<bool> {
+        for event in self.events_of(chunks)? {
+            if !event.is_done()? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// Blocks the calling thread until [`ChunkCopier::is_done`].
     ///
     /// # Errors
     /// As of [`ChunkCopier::is_done`].
-    pub fn wait(&self, chunk: usize) -> Result<()> {
-        self.event_of(chunk)?.wait()
+    pub fn wait(&self, chunks: Range<usize>) -> Result<()> {
+        self.events_of(chunks)?.iter().try_for_each(Event::wait)
     }
 
-    fn event_of(&self, chunk: usize) -> Result<&Event> {
-        let Workspace { num_chunks, slot_chunks, .. } = self.workspace;
-        let beyond = || Error::Invalid(format!("chunk: expected less than {num_chunks}, got {chunk}"));
-        self.done.get(chunk / slot_chunks).filter(|_| chunk < num_chunks).ok_or_else(beyond)
+    /// All of them: ranges may have been started in any order, so that the last chunk need not be done last.
+    fn events_of(&self, chunks: Range<usize>) -> Result<&[Event]> {
+        self.check_range(&chunks)?;
+        let slot_chunks = self.workspace.slot_chunks;
+        let end =
+            if chunks.is_empty() { chunks.start / slot_chunks } else { chunks.end.div_ceil(slot_chunks) };
+        Ok(&self.done[(chunks.start / slot_chunks).min(end)..end])
+    }
+
+    fn check_range(&self, chunks: &Range<usize>) -> Result<()> {
+        let num_chunks = self.workspace.num_chunks;
+        ensure!(
+            chunks.start <= chunks.end && chunks.end <= num_chunks,
+            "chunks: expected a range within 0..{num_chunks}, got {chunks:?}"
+        );
+        Ok(())
     }
 
     /// The tensors are used only after what `stream` has been given so far.
@@ -280,25 +297,28 @@ impl ChunkCopier {
         chunks: Range<usize>,
         group: unsafe fn(&Self, &Slot, Range<usize>) -> Result<()>,
     ) -> Result<()> {
-        let Workspace { num_chunks, slot_chunks, .. } = self.workspace;
-        ensure!(
-            chunks.start <= chunks.end && chunks.end <= num_chunks,
-            "chunks: expected a range within 0..{num_chunks}, got {chunks:?}"
-        );
+        self.check_range(&chunks)?;
+        let slot_chunks = self.workspace.slot_chunks;
         let mut next = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let _current = self.device.make_current()?;
         // SAFETY: by the caller's promise.
         unsafe { self.follow(stream)? };
-        let mut first = chunks.start;
-        while first < chunks.end {
-            let end = ((first / slot_chunks + 1) * slot_chunks).min(chunks.end);
-            // SAFETY: as above; the slot's events order its uses.
-            unsafe { group(self, &self.slots[*next], first..end)? };
-            *next = (*next + 1) % self.slots.len();
-            first = end;
-        }
+        let mut groups = || -> Result<()> {
+            let mut first = chunks.start;
+            while first < chunks.end {
+                let end = ((first / slot_chunks + 1) * slot_chunks).min(chunks.end);
+                // SAFETY: as above; the slot's events order its uses.
+                unsafe { group(self, &self.slots[*next], first..end)? };
+                *next = (*next + 1) % self.slots.len();
+                first = end;
+            }
+            Ok(())
+        };
+        let started = groups();
+        // Also after an error: some groups may be on their way, and use the tensors.
         // SAFETY: a live stream.
-        unsafe { self.released.record(self.pack.raw()) }
+        let recorded = unsafe { self.released.record(self.pack.raw()) };
+        started.and(recorded)
     }
 
     unsafe fn save_group(&self, slot: &Slot, chunks: Range<usize>) -> Result<()> {

@@ -107,12 +107,12 @@ impl ChunkCopier {
         Ok(unsafe { self.copier.release(stream(current_stream)) }?)
     }
 
-    fn is_done(&self, chunk: usize) -> PyResult<bool> {
-        Ok(self.copier.is_done(chunk)?)
+    fn is_done(&self, first: usize, end: usize) -> PyResult<bool> {
+        Ok(self.copier.is_done(first..end)?)
     }
 
-    fn wait(&self, py: Python<'_>, chunk: usize) -> PyResult<()> {
-        Ok(py.detach(|| self.copier.wait(chunk))?)
+    fn wait(&self, py: Python<'_>, first: usize, end: usize) -> PyResult<()> {
+        Ok(py.detach(|| self.copier.wait(first..end))?)
     }
 }
 

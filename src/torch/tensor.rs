@@ -333,7 +333,12 @@ impl Tensor {
         ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
         ensure!(self.is_contiguous(), "expected a contiguous tensor");
         // Torch gives null where there are no elements; slices want an address all the same.
-        // One alignment serves every type.
+        // One alignment serves every type. Null with elements: `untyped_storage().resize_(0)`, as sharded trainers do.
+        ensure!(
+            self.numel() == 0 || !self.address().is_null(),
+            "expected tensors with memory, got one of shape {:?} whose storage was freed; fill it again first",
+            self.sizes()
+        );
         let none = NonNull::<u128>::dangling().cast();
         Ok(NonNull::new(self.address().cast()).unwrap_or(none).as_ptr())
     }
