@@ -85,10 +85,11 @@ def set_cpu_cache_limit(num_bytes: int | None) -> None:
 
     Fresh memory costs two to three copies of its bytes in page faults, so a large result (from 1 MiB) takes the memory
     of an earlier one that is gone, as on a GPU. Such a result cannot grow (`resize_`, `out=` of another shape) nor have
-    its storage resized: clone it first. Needs torch 2.11; before, the system's allocator serves alone.
+    its storage resized: clone it first, or set 0. Needs torch 2.11; before, the system's allocator serves alone.
 
     Args:
-        num_bytes: 0 keeps none; None, as at the start, keeps as many as are in use at the peak from now on.
+        num_bytes: 0 keeps none, and the system's allocator serves alone; None, as at the start, keeps as many as are in
+            use at the peak from now on.
 
     Raises:
         OverflowError: a negative number.

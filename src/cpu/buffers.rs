@@ -91,17 +91,29 @@ impl Buffers {
         Self { idle: Mutex::new(idle), used_bytes: AtomicUsize::new(0), most_used_bytes: AtomicUsize::new(0) }
     }
 
-    /// A buffer of at least so many bytes with any contents, used before if possible; none where memory is short.
+    /// A buffer of at least so many bytes with any contents, used before if possible; none where memory is short, or
+    /// where nothing may be kept.
+    ///
+    /// Where there is none of the size, idle ones make room: all together never hold more than was in use at the peak.
     ///
     /// Capacities come in steps of an eighth to a sixteenth, so that sizes that vary a little share buffers.
     /// Example: 5,000,000 bytes ask for 6,291,456, three pages of 2 MiB; 100,000,000 for 100,663,296.
     pub fn take(&self, bytes: usize) -> Option<Buffer> {
         let step = (bytes.checked_next_power_of_two()? / 16).max(PAGE_BYTES);
         let capacity = bytes.checked_next_multiple_of(step)?;
-        let warm = self.idle.try_lock().ok().and_then(|mut idle| idle.take(capacity));
+        let used = self.used_bytes.load(Relaxed) + capacity;
+        let peak = self.most_used_bytes.fetch_max(used, Relaxed).max(used);
+        let (warm, dropped) = match self.idle.try_lock() {
+            Ok(idle) if idle.limit == Some(0) => return None,
+            Ok(mut idle) => match idle.take(capacity) {
+                None => (None, idle.shrink(peak - used)),
+                warm => (warm, Vec::new()),
+            },
+            Err(_) => (None, Vec::new()),
+        };
+        drop(dropped);
         let buffer = warm.or_else(|| Buffer::new(capacity))?;
-        let used = self.used_bytes.fetch_add(capacity, Relaxed) + capacity;
-        self.most_used_bytes.fetch_max(used, Relaxed);
+        self.used_bytes.fetch_add(capacity, Relaxed);
         Some(buffer)
     }
 
@@ -117,8 +129,8 @@ impl Buffers {
         drop(dropped); // outside of the lock: giving pages back to the system takes long
     }
 
-    /// Keeps at most so many idle bytes from now on, and frees the rest: 0 keeps none, `None` (as at the start) as many
-    /// as are in use at the peak from now on.
+    /// Keeps at most so many idle bytes from now on, and frees the rest: 0 keeps none and hands out none, `None` (as at
+    /// the start) as many as are in use at the peak from now on.
     pub fn set_limit(&self, limit: Option<usize>) {
         let used = self.used_bytes.load(Relaxed);
         self.most_used_bytes.store(used, Relaxed);
@@ -176,22 +188,19 @@ mod tests {
     }
 
     #[test]
-    fn keeps_no_more_than_was_in_use() {
+    fn holds_no_more_than_was_in_use() {
         let buffers = Buffers::new();
         for size in [3 * MIB, 40 * MIB, 7 * MIB] {
             let buffer = buffers.take(size).unwrap();
             buffers.give_back(buffer);
         }
-        assert_eq!(
-            buffers.idle_bytes(),
-            8 * MIB,
-            "40 MiB were the most in use: 4 + 40 and then 40 + 8 are too many"
-        );
+        assert_eq!(buffers.idle_bytes(), 8 * MIB, "40 MiB were the most: 4 made room for 40, and 40 for 8");
+        let large = buffers.take(20 * MIB).unwrap();
+        assert_eq!(buffers.idle_bytes(), 8 * MIB, "28 are not too many");
+        buffers.give_back(large);
         buffers.set_limit(Some(0));
         assert_eq!(buffers.idle_bytes(), 0);
-        let buffer = buffers.take(MIB).unwrap();
-        buffers.give_back(buffer);
-        assert_eq!(buffers.idle_bytes(), 0);
+        assert!(buffers.take(MIB).is_none());
         buffers.set_limit(None);
         let buffer = buffers.take(MIB).unwrap();
         buffers.give_back(buffer);

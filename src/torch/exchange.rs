@@ -40,8 +40,8 @@ pub(super) fn regroup(rows: Tensor, counts: Tensor, inverse: bool) -> Result<Ten
 
 pub(super) fn regroup_out(rows: Tensor, counts: Tensor, inverse: bool, mut out: Tensor) -> Result<()> {
     check_out("out", &out, shape("rows", "[N, H]", &rows)?, &rows)?;
-    regroup_into(rows, counts, inverse, &mut out)?;
-    out.bump_version()
+    out.bump_version()?;
+    regroup_into(rows, counts, inverse, &mut out)
 }
 
 fn regroup_into(rows: Tensor, counts: Tensor, inverse: bool, out: &mut Tensor) -> Result<()> {

@@ -190,8 +190,8 @@ fn permute_out(x: Tensor, row_ids: Tensor, top_k: i64, mut out: Tensor) -> Resul
     let [_, width] = shape("x", "[T, H]", &x)?;
     let [num_rows] = shape("row_ids", "[N]", &row_ids)?;
     check_out("out", &out, [num_rows, width], &x)?;
-    permute_into(x, row_ids, top_k, &mut out)?;
-    out.bump_version()
+    out.bump_version()?;
+    permute_into(x, row_ids, top_k, &mut out)
 }
 
 fn permute_into(x: Tensor, row_ids: Tensor, top_k: i64, out: &mut Tensor) -> Result<()> {
@@ -223,8 +223,8 @@ fn unpermute_out(rows: Tensor, positions: Tensor, weights: Option<Tensor>, mut o
     let [_, width] = shape("rows", "[N, H]", &rows)?;
     let [tokens, _] = shape("positions", "[T, K]", &positions)?;
     check_out("out", &out, [tokens, width], &rows)?;
-    unpermute_into(rows, positions, weights, &mut out)?;
-    out.bump_version()
+    out.bump_version()?;
+    unpermute_into(rows, positions, weights, &mut out)
 }
 
 fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out: &mut Tensor) -> Result<()> {
@@ -281,9 +281,9 @@ fn unpermute_backward_out(
     check_out("grad_rows", &grad_rows, shape("rows", "[N, H]", &rows)?, &rows)?;
     check_out("grad_weights", &grad_weights, shape("positions", "[T, K]", &positions)?, &weights)?;
     check_disjoint("grad_weights", &grad_weights, &[("grad_rows", &grad_rows)])?;
-    unpermute_backward_into([grad, rows, positions, weights], &mut grad_rows, &mut grad_weights)?;
     grad_rows.bump_version()?;
-    grad_weights.bump_version()
+    grad_weights.bump_version()?;
+    unpermute_backward_into([grad, rows, positions, weights], &mut grad_rows, &mut grad_weights)
 }
 
 fn unpermute_backward_into(
