@@ -221,9 +221,12 @@ def _whole(
         if span is None:
             return original(group, *arguments, **keywords)
         try:
-            return original(group, *arguments, **keywords)
-        finally:
-            recorder.close(span)
+            result = original(group, *arguments, **keywords)
+        except BaseException:
+            recorder.drop(span)
+            raise
+        recorder.close(span)
+        return result
 
     return call
 

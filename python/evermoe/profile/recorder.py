@@ -147,6 +147,11 @@ class Recorder:
         self._works.clear()
         self._inside().clear()
 
+    def restart_step(self) -> None:
+        """The step that runs begins only now."""
+        if self._step is not None:
+            self._step = _OpenStep(self._number, self.clock.mark())
+
     def next_step(self) -> None:
         """The step that runs ends, and the next one begins."""
         step = self._step
