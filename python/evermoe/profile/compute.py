@@ -51,7 +51,7 @@ def _attach_forward(recorder: Recorder, patches: Patches, module: nn.Module, nam
 
 def attach_backward(recorder: Recorder, patches: Patches) -> None:
     """`torch.autograd.backward`, which `Tensor.backward` calls, and `torch.autograd.grad`."""
-    wrap = functools.partial(_timed, recorder, "backward", lambda *_: "backward")
+    wrap = functools.partial(_timed, recorder, "backward", lambda *_, **__: "backward")
     patches.replace(torch.autograd, "backward", wrap)
     patches.replace(torch.autograd, "grad", wrap)
 
@@ -81,23 +81,28 @@ def attach_pipelines(recorder: Recorder, patches: Patches) -> None:
     if stage is None:
         return
 
-    def name(what: str, stage: Any, microbatch: int) -> str:
-        return f"{what} stage {stage.stage_index} microbatch {microbatch}"
-
-    def backward_name(stage: Any, microbatch: int, loss: Any = None, full_backward: bool = True, **_: Any) -> str:
-        return name("backward" if full_backward else "backward input", stage, microbatch)
-
-    forward_name = _of_chunk(functools.partial(name, "forward"), "fwd_chunk_id")
-    weight_name = _of_chunk(functools.partial(name, "backward weight"), "bwd_chunk_id")
     wrap = functools.partial(_timed, recorder)
-    patches.replace(stage, "forward_one_chunk", functools.partial(wrap, "forward", forward_name))
-    patches.replace(stage, "backward_one_chunk", functools.partial(wrap, "backward", backward_name))
-    patches.replace(stage, "backward_weight_one_chunk", functools.partial(wrap, "backward", weight_name))
+    patches.replace(stage, "forward_one_chunk", functools.partial(wrap, "forward", _forward_name))
+    patches.replace(stage, "backward_one_chunk", functools.partial(wrap, "backward", _backward_name))
+    patches.replace(stage, "backward_weight_one_chunk", functools.partial(wrap, "backward", _weight_name))
 
 
-def _of_chunk(name: Callable[[Any, int], str], keyword: str) -> Callable[..., str]:
-    """The name by the stage and the microbatch, which callers give by position or by keyword."""
-    return lambda stage, *arguments, **keywords: name(stage, arguments[0] if arguments else keywords[keyword])
+# These have the parameters of the methods whose spans they name.
+
+
+def _forward_name(stage: Any, fwd_chunk_id: int, *_: Any, **__: Any) -> str:
+    return f"forward stage {stage.stage_index} microbatch {fwd_chunk_id}"
+
+
+def _backward_name(
+    stage: Any, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *_: Any, **__: Any
+) -> str:
+    what = "backward" if full_backward else "backward input"
+    return f"{what} stage {stage.stage_index} microbatch {bwd_chunk_id}"
+
+
+def _weight_name(stage: Any, bwd_chunk_id: int, *_: Any, **__: Any) -> str:
+    return f"backward weight stage {stage.stage_index} microbatch {bwd_chunk_id}"
 
 
 def _timed(

@@ -19,7 +19,7 @@ from evermoe.planning.schedule import (
     find_windows,
     merge_traces,
 )
-from evermoe.profile.meeting import meet
+from evermoe.profile.meeting import in_one_order, meet
 from evermoe.profile.recorder import Recorded
 
 
@@ -74,7 +74,7 @@ class GatheredProfile:
         self.starts: list[list[float]] = [[r.start for r in rows] for rows in recorded]
         """By rank, when each step started: seconds of the shared clock."""
         met = [meet([r.step for r in rows], [r.start for r in rows]) for rows in zip(*recorded, strict=True)]
-        self.steps: list[list[Step]] = [list(steps) for steps in zip(*met, strict=True)]
+        self.steps: list[list[Step]] = [in_one_order(steps) for steps in zip(*met, strict=True)]
         """By rank, the steps that all ranks have."""
         self.windows: list[Windows] = [find_windows(steps, gamma=gamma, quantile=quantile) for steps in self.steps]
         """By rank."""

@@ -7,11 +7,12 @@ nothing moves before the last of them has begun.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from evermoe.planning.schedule import Step
+from evermoe.planning.schedule import Span, Step
 
 
 class Meeting(NamedTuple):
@@ -63,6 +64,52 @@ def meet(steps: Sequence[Step], starts: Sequence[float]) -> list[Step]:
     return [Step(step.seconds, found) for step, found in zip(steps, spans, strict=True)]
 
 
+TICK = 1e-9
+"""Seconds between the starts of two transfers that would start at once."""
+
+
+def in_one_order(steps: Sequence[Step]) -> list[Step]:
+    """The steps of one rank with their transfers in the same order, so that `find_windows` finds them alike.
+
+    Transfers that run side by side, such as a send and a receive in one batch, begin now in this order, now in that.
+    The order of their median starts is taken for all steps that have the same transfers; where a step has another
+    one, the transfer that is late begins with the next one: busy for longer than it was, never for less.
+
+        >>> def step(first, second):
+        ...     return Step(9.0, [Span("a", "send", "network", first, 2.0), Span("b", "send", "network", second, 2.0)])
+        >>> [span.start for span in in_one_order([step(1.0, 2.0), step(1.0, 2.0), step(3.0, 2.5)])[2].spans]
+        [2.499999999, 2.5]
+    """
+    positions = [_occurrences(step.spans) for step in steps]
+    usual = Counter(frozenset(found) for found in positions).most_common(1)[0][0]
+    like = [number for number, found in enumerate(positions) if found.keys() == usual]
+    median = {
+        key: statistics.median(steps[number].spans[positions[number][key]].start for number in like) for key in usual
+    }
+    order = sorted(usual, key=lambda key: (median[key], key), reverse=True)
+    result = list(steps)
+    for number in like:
+        spans = list(steps[number].spans)
+        limit = float("inf")
+        for at in (positions[number][key] for key in order):
+            start = max(0.0, min(spans[at].start, limit - TICK))
+            spans[at] = spans[at]._replace(start=start, seconds=spans[at].start + spans[at].seconds - start)
+            limit = start
+        result[number] = Step(steps[number].seconds, spans)
+    return result
+
+
+def _occurrences(spans: Sequence[Span]) -> dict[tuple[str, int], int]:
+    """The position of each transfer by its name and which of that name it is."""
+    seen: dict[str, int] = defaultdict(int)
+    found = {}
+    for position, span in sorted(enumerate(spans), key=lambda each: each[1].start):
+        if span.resource == "network":
+            found[span.name, seen[span.name]] = position
+            seen[span.name] += 1
+    return found
+
+
 def _keys(step: Step, rank: int) -> list[tuple[int, Meeting]]:
     """The position of each transfer in `step.spans`, and whom it meets."""
     seen: dict[tuple[str | None, tuple[int, ...]], int] = defaultdict(int)
@@ -72,7 +119,7 @@ def _keys(step: Step, rank: int) -> list[tuple[int, Meeting]]:
             continue
         if span.kind in ("send", "receive") and len(span.peers) == 1:
             peer = span.peers[0]
-            who = None, ((rank, peer) if span.kind == "send" else (peer, rank))
+            who: tuple[str | None, tuple[int, ...]] = None, ((rank, peer) if span.kind == "send" else (peer, rank))
         elif span.kind == "collective":
             who = span.name, tuple(sorted({rank, *span.peers}))
         else:
