@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +28,7 @@ from evermoe.planning.schedule import (
 )
 from evermoe.profile import compute, network
 from evermoe.profile.clocks import Clock
+from evermoe.profile.files import write_whole
 from evermoe.profile.gathered import GatheredProfile, RankProfile, without_gaps
 from evermoe.profile.patches import Patches
 from evermoe.profile.peers import clock_offset, connect
@@ -271,17 +270,3 @@ def _device(model: nn.Module | None, device: torch.device | str | None) -> torch
     if found.type == "cuda" and found.index is None:
         found = torch.device("cuda", torch.cuda.current_device())
     return found
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Writes the file so that it has all of the text, or is what it was."""
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
