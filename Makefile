@@ -63,7 +63,7 @@ fmt: setup ## Format all sources
 bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies; recovery by phase
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
-	$(BIN)/python benches/bench_adamw.py
+	$(BIN)/python benches/bench_optim.py
 	$(BIN)/python benches/bench_session.py
 
 # Both run with the python on PATH where there is no .venv, and with the wheels of `make wheel` where there is no evermoe.

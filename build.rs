@@ -10,7 +10,7 @@ use std::env;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const KERNEL_FILES: [&str; 3] = ["histogram", "dispatch", "replay"];
+const KERNEL_FILES: [&str; 5] = ["histogram", "dispatch", "exchange", "replay", "copy"];
 const DEFAULT_ARCHS: &str = "sm_80,sm_90,compute_90";
 const INPUTS: [&str; 8] = [
     "EVERMOE_CUDA",

@@ -15,8 +15,8 @@ compares their results. They take turns; figures are medians, "x experts" and "x
 
 import torch
 import torch.nn.functional as F
-from common import Table, medians, parse, parser, ratio, take_turns, where
 
+from common import Table, medians, parse, parser, ratio, take_turns, where
 from evermoe import ops
 
 

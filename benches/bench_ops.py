@@ -1,14 +1,15 @@
 """Dispatch ops against plain torch and against a copy of the same bytes, in one run.
 
-    python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192] [--hidden 1024] [--experts 8 64]
+    python benches/bench_ops.py [--device cuda] [--json PATH] [--tokens 8192 65536] [--hidden 1024] [--experts 8 64]
 
 "copy" is `Tensor.copy_` of as many bytes into memory that is already mapped, with as many threads: of the ids
 for the plan, of the rows else. The candidates take turns, so that a slow moment of the machine hits all of
-them; the figure is the median. A ratio below 1 means: faster than the other. `permute` and
-`unpermute_backward` allocate their results, and large ones are fresh pages each time; `_out` ops do not.
+them; the figure is the median. A ratio below 1 means: faster than the other. `permute` allocates its result, and a
+large one is fresh pages each time; `_out` ops do not. "call" is the histogram of no ids: what any call costs.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -73,6 +74,8 @@ def benches(tokens, hidden, experts, top_k, dtype, device):
 
     copy_ids, copy_rows = lambda: ids_copy.copy_(ids_TK), lambda: rows_copy.copy_(rows_NH)
     histogram = lambda: ops.expert_histogram(ids_TK, experts)  # noqa: E731
+    none = ids_TK[:0]
+    yield "call", lambda: ops.expert_histogram(none, experts), None, copy_ids
     yield "histogram", histogram, lambda: torch.bincount(ids_TK.flatten(), minlength=experts), copy_ids
     yield "histogram + plan", plan, plain_histogram_and_plan, copy_ids
     yield (
@@ -93,62 +96,67 @@ def benches(tokens, hidden, experts, top_k, dtype, device):
         plain_unpermute,
         copy_rows,
     )
+    grads = rows_NH.clone(), weights_TK.clone()
     yield (
-        "unpermute_backward",
-        lambda: raw.unpermute_backward(x_TH, rows_NH, positions_TK, weights_TK),
+        "unpermute_backward_out",
+        lambda: raw.unpermute_backward_out(x_TH, rows_NH, positions_TK, weights_TK, *grads),
         None,
         copy_rows,
     )
 
 
+def settings(arguments):
+    """Yields (threads, tokens, hidden, dtype, top_k, experts), without rows of more memory than asked for."""
+    threads = arguments.threads[:1] if arguments.device == "cuda" else arguments.threads
+    lists = (threads, arguments.tokens, arguments.hidden, arguments.dtypes, arguments.top_k, arguments.experts)
+    for setting in itertools.product(*lists):
+        _, tokens, hidden, dtype, top_k, _ = setting
+        if tokens * hidden * top_k * getattr(torch, dtype).itemsize <= arguments.max_gib * 2**30:
+            yield setting
+
+
 def run(arguments):
     """Yields one record per op and setting."""
-    for threads in arguments.threads[:1] if arguments.device == "cuda" else arguments.threads:
+    names = ("threads", "tokens", "hidden", "dtype", "top_k", "experts")
+    for setting in settings(arguments):
+        threads, tokens, hidden, dtype, top_k, experts = setting
         torch.set_num_threads(threads)
-        for dtype in arguments.dtypes:
-            for top_k in arguments.top_k:
-                for experts in arguments.experts:
-                    setting = {"threads": threads, "dtype": dtype, "top_k": top_k, "experts": experts}
-                    shape = (
-                        arguments.tokens,
-                        arguments.hidden,
-                        experts,
-                        top_k,
-                        getattr(torch, dtype),
-                        arguments.device,
-                    )
-                    for name, ours, plain, copy in benches(*shape):
-                        candidates = {"ours": ours, "torch": plain, "copy": copy}
-                        candidates = {name: f for name, f in candidates.items() if f is not None}
-                        yield {**setting, "op": name, **measure(candidates, arguments.seconds, arguments.device)}
+        for name, ours, plain, copy in benches(tokens, hidden, experts, top_k, getattr(torch, dtype), arguments.device):
+            candidates = {"ours": ours, "torch": plain, "copy": copy}
+            candidates = {name: f for name, f in candidates.items() if f is not None}
+            times = measure(candidates, arguments.seconds, arguments.device)
+            yield {**dict(zip(names, setting, strict=True)), "op": name, **times}
 
 
 def main():
     """Prints a table; writes JSON where asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1024])
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--top-k", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seconds", type=float, default=0.5, help="per op and setting")
+    parser.add_argument("--max-gib", type=float, default=1.0, help="leave out rows of more memory")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
         print("skipped: no CUDA device, or no kernels in this build")
         return
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.machine()
-    print(f"torch {torch.__version__}, {where}, T = {arguments.tokens}, H = {arguments.hidden}")
-    print(f"{'op':<20}{'threads':>8}{'dtype':>10}{'k':>3}{'E':>4}{'us':>10}{'x torch':>9}{'x copy':>8}")
+    print(f"torch {torch.__version__}, {where}")
+    columns = f"{'threads':>8}{'T':>7}{'H':>6}{'dtype':>10}{'k':>3}{'E':>5}"
+    print(f"{'op':<24}{columns}{'us':>10}{'x torch':>9}{'x copy':>8}")
     records = []
     for record in run(arguments):
         records.append(record)
         ours, plain = record["ours"], record.get("torch")
         against_torch = f"{ours / plain:9.2f}" if plain else f"{'-':>9}"
-        setting = f"{record['threads']:>8}{record['dtype']:>10}{record['top_k']:>3}{record['experts']:>4}"
-        print(f"{record['op']:<20}{setting}{ours:10.1f}{against_torch}{ours / record['copy']:8.2f}", flush=True)
+        setting = f"{record['threads']:>8}{record['tokens']:>7}{record['hidden']:>6}{record['dtype']:>10}"
+        setting += f"{record['top_k']:>3}{record['experts']:>5}"
+        print(f"{record['op']:<24}{setting}{ours:10.1f}{against_torch}{ours / record['copy']:8.2f}", flush=True)
     if arguments.json:
         versions = {"torch": torch.__version__, "python": platform.python_version()}
         with open(arguments.json, "w", encoding="utf-8") as file:

@@ -13,7 +13,7 @@
 - drift: 20 times all loads change by a factor exp(0.05 * normal), and all layers are placed anew. "moved" is the part
   of the replicas that a node must fetch, "over bound" the worst imbalance over the bound above; EPLB has other replicas
   and can be below. It plans from scratch; `migrate` numbers its nodes so that the fewest replicas move.
-- copies, survival, split, selection, migration: see the functions.
+- copies, survival, split, selection, migration, chunks: see the functions.
 
 The candidates take turns, so that a slow moment of the machine hits all of them; the figure is the median, in
 milliseconds or microseconds, after a warm-up. Every result is checked; nothing is asserted on time.
@@ -45,6 +45,7 @@ from evermoe.planning import (
     migrate,
     place,
     recovery_probability,
+    schedule,
     select_experts,
     split_tokens,
     training_copy_holders,
@@ -350,6 +351,27 @@ def migration(arguments: argparse.Namespace) -> Iterator[Record]:
         yield {"nodes": nodes, "experts": EXPERTS, "slots": slots, "ms": ms, **percent}
 
 
+def chunks(arguments: argparse.Namespace) -> Iterator[Record]:
+    """1,000 windows of a profile of 20 steps, and 10,000 units of one or of 10,000 sizes for them."""
+    spans = [schedule.Span(f"s{place}", "send", "network", place * 2e-3, 1e-3) for place in range(1000)]
+    steps = [schedule.Step(2.0, spans)] * 20
+    ms, windows = timed(functools.partial(schedule.find_windows, steps), arguments.runs)
+    yield {"what": "windows", "sizes": 0, "ms": ms, "steps": 0, "delay ms": 0.0}
+    link, memory = schedule.Link(2e-5, 1.2e10), schedule.Memory(8 << 20, 8, schedule.Link(1e-5, 2e10))
+    for sizes in (1, 10_000):
+        nbytes = (1 << 20) + 16 * (np.random.default_rng(8).permutation(10_000) % sizes)
+        pieces = [schedule.Piece(f"unit{unit}", int(size), [1]) for unit, size in enumerate(nbytes)]
+        ends = [schedule.Receiver(1, windows, 1e-4)]
+        for policy in schedule.CHUNK_POLICIES:
+            plan = functools.partial(schedule.plan_chunks, pieces, windows, link, memory, policy=policy, receivers=ends)
+            ms, found = timed(plan, arguments.runs)
+            moved = sum(chunk.bytes for chunk in found.chunks)
+            assert moved == nbytes.sum(), f"{moved} of {nbytes.sum()} bytes are planned"
+            reason = found.reason
+            delay = reason.delay_seconds * 1e3
+            yield {"what": policy, "sizes": sizes, "ms": ms, "steps": reason.steps_per_version, "delay ms": delay}
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "placement": placement,
     "drift": drift,
@@ -358,6 +380,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "split": split,
     "selection": selection,
     "migration": migration,
+    "chunks": chunks,
 }
 
 

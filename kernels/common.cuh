@@ -55,3 +55,96 @@ template <> __device__ inline Fp16 from_float<Fp16>(float value) { return {fp16_
 
 // kCount elements that are loaded and stored at once.
 template <typename Row, int kCount> struct alignas(sizeof(Row) * kCount) Pack { Row at[kCount]; };
+
+// ---- rows -----------------------------------------------------------------------------------------
+// A group of threads takes a row: as many as the row has units, rounded up to a power of two, at most a block (whose size
+// is a power of two too). Example, blocks of 256: rows of 3 units are taken by 4 threads, 64 rows by a block.
+struct RowGroup {
+  size_t index, count;     // which group of how many in the grid
+  size_t thread, threads;  // which thread of how many in the group
+};
+__device__ inline RowGroup row_group(size_t units) {
+  unsigned shift = 0;
+  while ((size_t{1} << shift) < units && (2u << shift) <= blockDim.x) ++shift;
+  const size_t threads = size_t{1} << shift;
+  return {global_thread() >> shift, num_threads() >> shift, threadIdx.x & (threads - 1), threads};
+}
+// Loads of each thread that are on their way before the first of them is used.
+constexpr int kInFlight = 4;
+
+// Whether addresses and row size are multiples of so many bytes.
+__device__ inline bool multiples_of(size_t bytes, const void* one, const void* two, const void* three, size_t row_bytes) {
+  const auto number = [](const void* address) { return reinterpret_cast<uintptr_t>(address); };
+  return ((number(one) | number(two) | number(three) | row_bytes) & (bytes - 1)) == 0;
+}
+
+template <typename Unit, typename Source>
+__device__ inline void copy_rows_by(const void* __restrict__ rows, void* __restrict__ out, size_t num_out, size_t row_bytes,
+                                    size_t num_rows, Source source_of) {
+  const size_t units = row_bytes / sizeof(Unit);
+  const RowGroup group = row_group(units);
+  for (size_t first = group.index * kInFlight; first < num_out; first += group.count * kInFlight) {
+    const Unit* from[kInFlight];  // null: zeros
+#pragma unroll
+    for (int r = 0; r < kInFlight; ++r) {
+      const size_t row = first + r < num_out ? source_of(first + r) : num_rows;
+      from[r] = row < num_rows ? static_cast<const Unit*>(rows) + row * units : nullptr;
+    }
+    for (size_t u = group.thread; u < units; u += group.threads) {
+      Unit values[kInFlight];
+#pragma unroll
+      for (int r = 0; r < kInFlight; ++r) values[r] = from[r] ? from[r][u] : Unit{};
+#pragma unroll
+      for (int r = 0; r < kInFlight; ++r)
+        if (first + r < num_out) static_cast<Unit*>(out)[(first + r) * units + u] = values[r];
+    }
+  }
+}
+// out[i] = rows[source_of(i)], zeros where that is num_rows or more; row_bytes is even. In the widest units that addresses
+// and row size allow. Launch: 1-D grid of any size, blocks of a power of two.
+template <typename Source>
+__device__ inline void copy_rows(const void* __restrict__ rows,  // [num_rows, row_bytes]  device
+                                 void* __restrict__ out,         // [num_out, row_bytes]   device, written
+                                 size_t num_out, size_t row_bytes, size_t num_rows, Source source_of) {
+  if (multiples_of(16, rows, out, nullptr, row_bytes)) {
+    copy_rows_by<Pack<uint32_t, 4>>(rows, out, num_out, row_bytes, num_rows, source_of);
+  } else if (multiples_of(8, rows, out, nullptr, row_bytes)) {
+    copy_rows_by<Pack<uint32_t, 2>>(rows, out, num_out, row_bytes, num_rows, source_of);
+  } else if (multiples_of(4, rows, out, nullptr, row_bytes)) {
+    copy_rows_by<uint32_t>(rows, out, num_out, row_bytes, num_rows, source_of);
+  } else {
+    copy_rows_by<uint16_t>(rows, out, num_out, row_bytes, num_rows, source_of);
+  }
+}
+
+// ---- counts ---------------------------------------------------------------------------------------
+__device__ inline int64_t at_least_zero(int64_t count) { return count < 0 ? 0 : count; }
+
+// starts[i] = sum of the cells before cell i, where cell i is counts[i % inner * stride + i / inner], or 0 if that is
+// negative; returns, in the last thread, the sum of all. Each thread sums a run of cells, the block scans the sums, each
+// thread writes its run. `sums`: shared, an int64_t of each thread; the block is a power of two.
+// Example, counts = [[0, 1], [2, 1]] by columns (inner = 2, stride = 2): starts = [0, 0, 2, 3], the sum is 4.
+__device__ inline int64_t scan_counts(const int64_t* __restrict__ counts,  // device
+                                      int64_t* __restrict__ starts,        // [num_cells]  device, written
+                                      int64_t* sums, size_t num_cells, size_t inner, size_t stride) {
+  const size_t run = (num_cells + blockDim.x - 1) / blockDim.x;
+  const size_t begin = threadIdx.x * run < num_cells ? threadIdx.x * run : num_cells;
+  const size_t end = begin + run < num_cells ? begin + run : num_cells;
+  int64_t sum = 0;
+  for (size_t i = begin; i < end; ++i) sum += at_least_zero(counts[i % inner * stride + i / inner]);
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (unsigned step = 1; step < blockDim.x; step *= 2) {
+    const int64_t left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += left;
+    __syncthreads();
+  }
+  int64_t start = sums[threadIdx.x] - sum;
+  for (size_t i = begin; i < end; ++i) {
+    starts[i] = start;
+    start += at_least_zero(counts[i % inner * stride + i / inner]);
+  }
+  __syncthreads();
+  return start;
+}

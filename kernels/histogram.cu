@@ -1,33 +1,51 @@
-// histogram.cu -- tokens per expert: counts_E[e] += #{ s : ids[s] == e }. Ids outside 0..E are not counted.
+// histogram.cu -- tokens per expert of several layers: counts[l, e] += #{ s : ids_l[s] == e }. Ids outside 0..E are not
+// counted.
 //
-// Example: ids = [0, 2, 2, -1], E = 3  ->  counts_E += [1, 0, 2].
-// Caller owns and zeroes counts_E. Integer atomics, so the result does not depend on the order of threads.
+// Example: ids = [0, 2, 2, -1] and [1], E = 3  ->  counts += [[1, 0, 2], [0, 1, 0]].
+// Caller owns and zeroes counts. Integer atomics, so the result does not depend on the order of threads.
 #include "common.cuh"
 
-// Launch: 1-D grid of any size, dynamic shared memory for num_experts uint32_t.
+constexpr size_t kMaxLayers = 64;  // of one launch; in step with MAX_LAYERS of src/cuda/histogram.rs
+
+// The ids of one layer. In step with `Entry` of src/cuda/histogram.rs.
+struct LayerIds {
+  const void* ids;     // [num_slots] int32_t or int64_t  device
+  size_t num_slots;
+  uint32_t end_block;  // the layer's blocks end before it; they start where those of the layer before end
+  uint32_t is_wide;    // whether ids are int64_t
+};
+struct LayersIds { LayerIds at[kMaxLayers]; };
+static_assert(sizeof(LayersIds) == kMaxLayers * 24, "words of 8 bytes without gaps between the layers");
+
+// Counts the ids that are this block's, which is number `block` of the layer's `num_blocks`.
 template <typename Id>
-__device__ void histogram(const Id* __restrict__ ids,             // [num_slots]    device
-                          unsigned long long* __restrict__ counts_E,  // [num_experts]  device, zeroed
-                          size_t num_slots, size_t num_experts) {
-  EVERMOE_DYNAMIC_SHARED(unsigned, block_counts_E);
-  for (size_t e = threadIdx.x; e < num_experts; e += blockDim.x) block_counts_E[e] = 0;
-  __syncthreads();
-  for (size_t s = global_thread(); s < num_slots; s += num_threads()) {
+__device__ inline void count_ids(const Id* __restrict__ ids, unsigned* __restrict__ block_counts_E, size_t num_slots,
+                                 size_t num_experts, size_t block, size_t num_blocks) {
+  for (size_t s = block * blockDim.x + threadIdx.x; s < num_slots; s += num_blocks * blockDim.x) {
     const Id id = ids[s];
     if (id >= 0 && static_cast<size_t>(id) < num_experts) atomicAdd(&block_counts_E[id], 1u);
   }
+}
+
+// Launch: 1-D grid of as many blocks as the last layer's end_block, dynamic shared memory for num_experts uint32_t.
+extern "C" __global__ void expert_histograms(unsigned long long* __restrict__ counts_LE,  // [num_layers, num_experts]  device, zeroed
+                                             size_t num_layers, size_t num_experts,
+                                             const __grid_constant__ LayersIds layers) {
+  EVERMOE_DYNAMIC_SHARED(unsigned, block_counts_E);
+  for (size_t e = threadIdx.x; e < num_experts; e += blockDim.x) block_counts_E[e] = 0;
+  size_t l = 0;
+  while (l + 1 < num_layers && blockIdx.x >= layers.at[l].end_block) ++l;
+  const LayerIds& layer = layers.at[l];
+  const size_t first_block = l > 0 ? layers.at[l - 1].end_block : 0;
+  const size_t block = blockIdx.x - first_block, num_blocks = layer.end_block - first_block;
+  __syncthreads();
+  if (layer.is_wide)
+    count_ids(static_cast<const int64_t*>(layer.ids), block_counts_E, layer.num_slots, num_experts, block, num_blocks);
+  else
+    count_ids(static_cast<const int32_t*>(layer.ids), block_counts_E, layer.num_slots, num_experts, block, num_blocks);
   __syncthreads();
   for (size_t e = threadIdx.x; e < num_experts; e += blockDim.x) {
     const unsigned count = block_counts_E[e];
-    if (count) atomicAdd(&counts_E[e], static_cast<unsigned long long>(count));
+    if (count) atomicAdd(&counts_LE[l * num_experts + e], static_cast<unsigned long long>(count));
   }
-}
-
-extern "C" __global__ void expert_histogram_i32(const int32_t* ids, unsigned long long* counts_E, size_t num_slots,
-                                                size_t num_experts) {
-  histogram(ids, counts_E, num_slots, num_experts);
-}
-extern "C" __global__ void expert_histogram_i64(const int64_t* ids, unsigned long long* counts_E, size_t num_slots,
-                                                size_t num_experts) {
-  histogram(ids, counts_E, num_slots, num_experts);
 }

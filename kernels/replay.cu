@@ -1,30 +1,86 @@
-// replay.cu -- the optimizer's steps, those of a trainer as well as those that a replica repeats from its log.
+// replay.cu -- the optimizers' steps, those of a trainer as well as those that a replica repeats from its log.
 //
-// The recipe is that of src/cpu/adamw.rs, bit for bit: each operation is one correctly rounded intrinsic, which nvcc
-// neither fuses nor approximates (a build with -use_fast_math would flush subnormals: there is none).
-// Several steps take one pass over the memory. Caller owns all of it.
+// The recipes are those of src/cpu/adamw.rs and src/cpu/sgd.rs, bit for bit: each operation is one correctly rounded
+// intrinsic, which nvcc neither fuses nor approximates (a build with -use_fast_math would flush subnormals: there is
+// none). Several steps take one pass over the memory. Caller owns all of it.
+//
+// Example: AdamW, p 4, m and v 0, gradient 2, numbers decay 0.75, lerp 0.5, square 0.25, keep 0.75, rate 1, spread 0.5,
+// eps 0: m = fma(0.5, 2 - 0, 0) = 1, v = fma(0.25 * 2, 2, 0 * 0.75) = 1, p = 4 * 0.75 - (1 * 1) / (1 / 0.5 + 0) = 2.5.
+// SGD, p 4, buffer 6, gradient 2, numbers decay 0.25, momentum 0.5, intake 1, lr 0.5: g = fma(4, 0.25, 2) = 3,
+// buffer = fma(3, 1, 6 * 0.5) = 6, p = fma(6, -0.5, 4) = 1.
 #include "common.cuh"
 
-constexpr int kMaxSteps = 8;  // in step with MAX_STEPS of src/cuda/adamw.rs
-enum GradientKind : uint32_t { kZero, kFloat32, kBfloat16 };
+constexpr int kMaxSteps = 8;       // in step with MAX_STEPS of src/cuda/optim.rs
+constexpr size_t kTorchLanes = 8;  // elements that torch's CPU loops take at once
+enum GradientKind : uint16_t { kZero, kFloat32, kBfloat16 };
+enum Profile : uint16_t { kEvermoe, kTorchCpuFused, kTorchCudaFused, kTorchCudaForeach };  // in step with src/cpu/steps.rs
 
-// The numbers of one step, computed by the trainer, and its gradient. In step with `Entry` of src/cuda/adamw.rs.
+// The numbers of one step, computed by the trainer, and its gradient. In step with `Entry` of src/cuda/optim.rs.
 struct AdamWStep {
+  static constexpr int kArrays = 3;  // p, m, v
   float loss_scale, factor, decay, lerp, square, keep, rate, spread, eps;
   GradientKind kind;
+  Profile profile;
   const void* gradient;  // [num_elements] float or Bf16  device; unused where all are zero
 };
-struct AdamWSteps { AdamWStep at[kMaxSteps]; };
-static_assert(sizeof(AdamWSteps) == kMaxSteps * 48, "words of 8 bytes without gaps between the steps");
+struct SgdStep {
+  static constexpr int kArrays = 2;  // p, buffer
+  float loss_scale, factor, decay, momentum, intake, lr, is_first, nesterov, unused;
+  GradientKind kind;
+  Profile profile;
+  const void* gradient;  // as above
+};
+template <typename Step> struct Steps { Step at[kMaxSteps]; };
+static_assert(sizeof(Steps<AdamWStep>) == kMaxSteps * 48, "words of 8 bytes without gaps between the steps");
+static_assert(sizeof(Steps<SgdStep>) == kMaxSteps * 48, "as above");
 
-__device__ inline void adamw_step(const AdamWStep& step, float g, float& p, float& m, float& v) {
-  if (step.loss_scale != 1.0f || step.factor != 1.0f) g = __fmul_rn(__fdiv_rn(g, step.loss_scale), step.factor);
-  const bool near = step.lerp < 0.5f;  // the end to start from: m, or g
-  const float slope = near ? step.lerp : -__fsub_rn(1.0f, step.lerp);
-  m = __fmaf_rn(slope, __fsub_rn(g, m), near ? m : g);
-  v = __fmaf_rn(__fmul_rn(step.square, g), g, __fmul_rn(v, step.keep));
+template <typename Step>
+__device__ inline float scaled(const Step& step, float g) {
+  const bool plain = step.loss_scale == 1.0f && step.factor == 1.0f;
+  return plain ? g : __fmul_rn(__fdiv_rn(g, step.loss_scale), step.factor);
+}
+
+// One element. `in_tail`: among the last ones, which torch's CPU loops treat in another way.
+__device__ inline void take_step(const AdamWStep& step, float g, bool in_tail, float (&state)[3]) {
+  float &p = state[0], &m = state[1], &v = state[2];
+  g = scaled(step, g);
+  const float square_of_g = __fmul_rn(g, g);
+  if (step.profile == kTorchCudaFused) {
+    if (__float_as_uint(step.decay) != 0) p = __fmaf_rn(p, step.decay, p);
+    m = __fmaf_rn(m, step.lerp, __fmaf_rn(g, -step.lerp, g));
+    v = __fmaf_rn(v, step.keep, __fmaf_rn(square_of_g, -step.keep, square_of_g));
+  } else {
+    p = __fmul_rn(p, step.decay);
+    const bool near = step.lerp < 0.5f;  // the end to start from: m, or g
+    const float slope = near ? step.lerp : -__fsub_rn(1.0f, step.lerp);
+    m = __fmaf_rn(slope, __fsub_rn(g, m), near ? m : g);
+    const float part = __fmul_rn(step.square, g), kept = __fmul_rn(v, step.keep);
+    if (step.profile == kTorchCudaForeach) v = __fmaf_rn(square_of_g, step.square, kept);
+    else if (in_tail && step.profile == kTorchCpuFused) v = __fmaf_rn(v, step.keep, __fmul_rn(part, g));
+    else v = __fmaf_rn(part, g, kept);
+  }
   const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), step.spread), step.eps);
-  p = __fsub_rn(__fmul_rn(p, step.decay), __fdiv_rn(__fmul_rn(step.rate, m), denominator));
+  const bool divides_first = step.profile == kTorchCudaForeach;
+  const float quotient = __fdiv_rn(divides_first ? m : __fmul_rn(step.rate, m), denominator);
+  p = divides_first ? __fmaf_rn(quotient, -step.rate, p) : __fsub_rn(p, quotient);
+}
+__device__ inline float decayed(const SgdStep& step, float p, float g) {
+  g = scaled(step, g);
+  return step.decay == 0.0f ? g : __fmaf_rn(p, step.decay, g);
+}
+__device__ inline void take_step(const SgdStep& step, float g, bool, float (&state)[1]) {
+  state[0] = __fmaf_rn(decayed(step, state[0], g), -step.lr, state[0]);
+}
+__device__ inline void take_step(const SgdStep& step, float g, bool in_tail, float (&state)[2]) {
+  float &p = state[0], &buffer = state[1];
+  g = decayed(step, p, g);
+  if (step.momentum != 0.0f) {
+    if (step.is_first != 0.0f) buffer = g;
+    else if (in_tail && step.profile == kTorchCpuFused) buffer = __fmaf_rn(buffer, step.momentum, __fmul_rn(g, step.intake));
+    else buffer = __fmaf_rn(g, step.intake, __fmul_rn(buffer, step.momentum));
+    g = step.nesterov != 0.0f ? __fmaf_rn(buffer, step.momentum, g) : buffer;
+  }
+  p = __fmaf_rn(g, -step.lr, p);
 }
 
 template <typename Row, int kCount>
@@ -34,41 +90,63 @@ __device__ inline void load_gradient(const void* gradient, size_t first, float* 
 }
 
 // All steps of the elements first..first + kCount.
-template <int kCount>
-__device__ inline void adamw_elements(float* p, float* m, float* v, const AdamWSteps& steps, size_t num_steps, size_t first) {
+template <int kCount, int kArrays, typename Step>
+__device__ inline void take_steps(float* const (&arrays)[kArrays], const Steps<Step>& steps, size_t num_steps, bool in_tail,
+                                  size_t first) {
   using Floats = Pack<float, kCount>;
-  Floats p_here = *reinterpret_cast<const Floats*>(p + first);
-  Floats m_here = *reinterpret_cast<const Floats*>(m + first);
-  Floats v_here = *reinterpret_cast<const Floats*>(v + first);
+  float state[kCount][kArrays];
+  for (int a = 0; a < kArrays; ++a) {
+    const Floats here = *reinterpret_cast<const Floats*>(arrays[a] + first);
+    for (int i = 0; i < kCount; ++i) state[i][a] = here.at[i];
+  }
   for (size_t s = 0; s < num_steps; ++s) {
-    const AdamWStep& step = steps.at[s];
+    const Step& step = steps.at[s];
     float g[kCount] = {};
     if (step.kind == kFloat32) load_gradient<float, kCount>(step.gradient, first, g);
     if (step.kind == kBfloat16) load_gradient<Bf16, kCount>(step.gradient, first, g);
-    for (int i = 0; i < kCount; ++i) adamw_step(step, g[i], p_here.at[i], m_here.at[i], v_here.at[i]);
+    for (int i = 0; i < kCount; ++i) take_step(step, g[i], in_tail, state[i]);
   }
-  *reinterpret_cast<Floats*>(p + first) = p_here;
-  *reinterpret_cast<Floats*>(m + first) = m_here;
-  *reinterpret_cast<Floats*>(v + first) = v_here;
+  for (int a = 0; a < kArrays; ++a) {
+    Floats here;
+    for (int i = 0; i < kCount; ++i) here.at[i] = state[i][a];
+    *reinterpret_cast<Floats*>(arrays[a] + first) = here;
+  }
 }
 
-// Launch: 1-D grid of any size.
-template <int kCount>
-__device__ void adamw(float* __restrict__ p,  // [num_elements]  device, in place; aligned to kCount elements
-                      float* __restrict__ m,  // [num_elements]  device, in place; as p
-                      float* __restrict__ v,  // [num_elements]  device, in place; as p
-                      const AdamWSteps& steps, size_t num_elements, size_t num_steps) {
-  const size_t num_packs = num_elements / kCount;
+// Launch: 1-D grid of any size. A pack lies in torch's tail or before it, since a tail begins at a multiple of 8.
+template <int kCount, int kArrays, typename Step>
+__device__ void take_all(float* const (&arrays)[kArrays],  // each [num_elements]  device, in place; aligned to kCount elements
+                         const Steps<Step>& steps, size_t num_elements, size_t num_steps) {
+  const size_t num_packs = num_elements / kCount, tail = num_elements - num_elements % kTorchLanes;
   for (size_t i = global_thread(); i < num_packs; i += num_threads())
-    adamw_elements<kCount>(p, m, v, steps, num_steps, i * kCount);
+    take_steps<kCount>(arrays, steps, num_steps, i * kCount >= tail, i * kCount);
   for (size_t i = num_packs * kCount + global_thread(); i < num_elements; i += num_threads())
-    adamw_elements<1>(p, m, v, steps, num_steps, i);
+    take_steps<1>(arrays, steps, num_steps, i >= tail, i);
 }
+template <int kCount>
+__device__ void sgd(float* p, float* buffer, size_t num_elements, size_t has_buffer, size_t num_steps,
+                    const Steps<SgdStep>& steps) {
+  float *with_buffer[] = {p, buffer}, *alone[] = {p};
+  if (has_buffer) take_all<kCount>(with_buffer, steps, num_elements, num_steps);
+  else take_all<kCount>(alone, steps, num_elements, num_steps);
+}
+
 extern "C" __global__ void adamw_4(float* p, float* m, float* v, size_t num_elements, size_t num_steps,
-                                   const __grid_constant__ AdamWSteps steps) {
-  adamw<4>(p, m, v, steps, num_elements, num_steps);
+                                   const __grid_constant__ Steps<AdamWStep> steps) {
+  float* arrays[] = {p, m, v};
+  take_all<4>(arrays, steps, num_elements, num_steps);
 }
 extern "C" __global__ void adamw_1(float* p, float* m, float* v, size_t num_elements, size_t num_steps,
-                                   const __grid_constant__ AdamWSteps steps) {
-  adamw<1>(p, m, v, steps, num_elements, num_steps);
+                                   const __grid_constant__ Steps<AdamWStep> steps) {
+  float* arrays[] = {p, m, v};
+  take_all<1>(arrays, steps, num_elements, num_steps);
+}
+// The buffer is not touched, and may be null, where there is none; then no step has momentum.
+extern "C" __global__ void sgd_4(float* p, float* buffer, size_t num_elements, size_t has_buffer, size_t num_steps,
+                                 const __grid_constant__ Steps<SgdStep> steps) {
+  sgd<4>(p, buffer, num_elements, has_buffer, num_steps, steps);
+}
+extern "C" __global__ void sgd_1(float* p, float* buffer, size_t num_elements, size_t has_buffer, size_t num_steps,
+                                 const __grid_constant__ Steps<SgdStep> steps) {
+  sgd<1>(p, buffer, num_elements, has_buffer, num_steps, steps);
 }

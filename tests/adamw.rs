@@ -1,6 +1,6 @@
 //! AdamW against its recipe, element by element; steps at once against one after the other.
 
-use evermoe::cpu::{AdamWOptions, AdamWStep, Gradient, Parallel, Serial, adamw};
+use evermoe::cpu::{AdamWOptions, AdamWStep, Gradient, Parallel, Profile, Serial, adamw};
 use half::bf16;
 use proptest::prelude::*;
 use std::ops::Range;
@@ -16,17 +16,29 @@ impl Parallel for OneByOne {
     }
 }
 
-/// The recipe as the module's documentation has it.
-fn recipe(step: &AdamWStep, g: f32, [p, m, v]: [f32; 3]) -> [f32; 3] {
-    let g = (g / step.loss_scale) * step.factor;
-    let m = if step.lerp < 0.5 {
-        f32::mul_add(step.lerp, g - m, m)
-    } else {
-        f32::mul_add(-(1.0 - step.lerp), g - m, g)
+/// The recipes as the module's documentation has them. `in_tail`: among the last `len % 8` elements.
+fn recipe(step: &AdamWStep, g: f32, in_tail: bool, [p, m, v]: [f32; 3]) -> [f32; 3] {
+    let AdamWStep { profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps } = *step;
+    let g = (g / loss_scale) * factor;
+    let q = g * g;
+    if profile == Profile::TorchCudaFused {
+        let p = if decay.to_bits() == 0 { p } else { f32::mul_add(p, decay, p) };
+        let m = f32::mul_add(m, lerp, f32::mul_add(g, -lerp, g));
+        let v = f32::mul_add(v, keep, f32::mul_add(q, -keep, q));
+        return [p - (m * rate) / (v.sqrt() / spread + eps), m, v];
+    }
+    let m = if lerp < 0.5 { f32::mul_add(lerp, g - m, m) } else { f32::mul_add(-(1.0 - lerp), g - m, g) };
+    let v = match profile {
+        Profile::TorchCudaForeach => f32::mul_add(q, square, v * keep),
+        Profile::TorchCpuFused if in_tail => f32::mul_add(v, keep, (square * g) * g),
+        _ => f32::mul_add(square * g, g, v * keep),
     };
-    let v = f32::mul_add(step.square * g, g, v * step.keep);
-    let decayed = p * step.decay;
-    [decayed - (step.rate * m) / (v.sqrt() / step.spread + step.eps), m, v]
+    let (p, denominator) = (p * decay, v.sqrt() / spread + eps);
+    let p = match profile {
+        Profile::TorchCudaForeach => f32::mul_add(m / denominator, -rate, p),
+        _ => p - (rate * m) / denominator,
+    };
+    [p, m, v]
 }
 
 /// Which NaN comes out is the processor's choice.
@@ -55,8 +67,12 @@ fn options() -> impl Strategy<Value = AdamWOptions> {
 
 fn step() -> impl Strategy<Value = AdamWStep> {
     let scaling = prop_oneof![Just((1.0, 1.0)), (1e-3..65536.0, 0.0..2.0)];
-    (options(), 1..2000_i64, scaling)
-        .prop_map(|(options, t, (scale, clip))| AdamWStep::new(&options, t, scale, clip).unwrap())
+    (options(), 1..2000_i64, scaling, 0..4_usize).prop_map(|(options, t, (scale, clip), profile)| {
+        let profile = Profile::ALL[profile];
+        let powers = options.betas.map(|beta| (beta as f32).powf(t as f32));
+        let powers = (profile == Profile::TorchCudaFused).then_some(powers);
+        AdamWStep::with_profile(profile, &options, t, powers, scale, clip).unwrap()
+    })
 }
 
 proptest! {
@@ -86,7 +102,7 @@ proptest! {
                     Gradient::F32(values) => values[i],
                     Gradient::Bf16(values) => values[i].to_f32(),
                 };
-                *state = recipe(step, g, *state);
+                *state = recipe(step, g, i >= len - len % 8, *state);
             }
         }
         adamw(&mut p, &mut m, &mut v, &steps, &OneByOne);
@@ -99,8 +115,22 @@ proptest! {
 
     #[test]
     fn numbers_of_a_step_travel_as_an_array(step in step()) {
-        prop_assert_eq!(AdamWStep::from_array(step.to_array()), step);
+        prop_assert_eq!(AdamWStep::from_array(step.to_array()).unwrap(), step);
     }
+}
+
+/// A learning rate of 0 decays all the same in torch's CUDA kernel, which turns −0 into +0; no weight decay does not.
+#[test]
+fn decay_by_nothing_is_a_decay() {
+    let zero_after = |weight_decay| {
+        let options = AdamWOptions { lr: 0.0, betas: [0.5, 0.5], eps: 1.0, weight_decay, maximize: false };
+        let step = AdamWStep::with_profile(Profile::TorchCudaFused, &options, 1, Some([0.5, 0.5]), 1.0, 1.0)
+            .unwrap();
+        let mut p = [-0.0];
+        adamw(&mut p, &mut [1.0], &mut [0.0], &[(step, Gradient::F32(&[1.0]))], &Serial);
+        p[0].to_bits()
+    };
+    assert_eq!([zero_after(0.1), zero_after(0.0)], [0.0_f32.to_bits(), (-0.0_f32).to_bits()]);
 }
 
 #[test]

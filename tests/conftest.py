@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 
-from kernels import kernels, library
+from kernels import fast_kernels, fast_library, kernels, library
 
-__all__ = ["kernels", "library", "start_job"]
+__all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
 
 
 @pytest.fixture
@@ -24,3 +24,15 @@ def start_job(tmp_path):
             return job
 
         yield start
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Each device that the ops run on."""
+    import torch
+
+    from evermoe import ops
+
+    if request.param == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        pytest.skip("no CUDA device, or no kernels in this build")
+    return request.param

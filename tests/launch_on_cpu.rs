@@ -3,39 +3,20 @@
 //! Needs g++ on x86-64 and a build with kernels; passes without a word otherwise.
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
-use evermoe::cpu::{self, AdamWOptions, AdamWStep, Gradient, Serial};
+use driver::{Driver, finish};
+use evermoe::cpu::{self, AdamWOptions, AdamWStep, Gradient, Profile, Serial, SgdOptions, SgdStep};
 use evermoe::cuda::{self, FloatType, GradientAt, Launcher};
 use half::bf16;
-use std::ffi::CString;
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
-use std::process::Command;
+
+#[path = "cuda_on_cpu/driver.rs"]
+#[allow(dead_code, reason = "each test uses its part")]
+mod driver;
 
 const TOKENS: usize = 301;
 const TOP_K: usize = 2;
 const EXPERTS: usize = 5;
 const RANKS: usize = 3;
 const SLOTS: usize = TOKENS * TOP_K;
-
-/// Builds the fake driver and loads it under the name that cudarc asks for first.
-fn launcher() -> Option<Launcher> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    if !cuda::has_kernels() || Command::new("g++").arg("--version").output().is_err() {
-        return None;
-    }
-    let folder = tempfile::tempdir().expect("a temporary folder");
-    let library = folder.path().join("libcuda.so");
-    let mut make = Command::new("make");
-    make.args(["--silent", "-j2", "-f"]).arg(root.join("tests/cuda_on_cpu/build.mk")).arg("DRIVER=1");
-    make.arg(format!("OUT={}", folder.path().display()));
-    assert!(make.status().expect("make").success());
-    let path = CString::new(library.as_os_str().as_bytes()).expect("a path");
-    // SAFETY: a library of ours, without initialisers; it stays loaded.
-    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
-    assert!(!handle.is_null(), "the fake driver does not load");
-    // SAFETY: the default stream.
-    Some(unsafe { Launcher::new(0, std::ptr::null_mut()) }.expect("a launcher"))
-}
 
 fn at<T>(values: &[T]) -> u64 {
     values.as_ptr() as u64
@@ -55,38 +36,134 @@ fn routing() -> (Vec<i32>, Vec<i64>) {
     (ids, counts)
 }
 
-// One test: the fake driver runs one kernel at a time.
+// One test: there is one driver in a process.
 #[test]
 fn launchers_agree_with_the_cpu() {
-    let Some(launcher) = launcher() else { return };
+    let Some(driver) = Driver::load() else { return };
+    let launcher = driver.launcher();
     let (ids, counts) = routing();
-    histogram(&launcher, &ids);
-    let (row_ids, positions) = plan(&launcher, &ids, &counts);
-    for width in [16, 13] {
+    histograms(&launcher, &ids);
+    regroup(&launcher);
+    split_tokens(&launcher);
+    let (row_ids, positions) = plan::<i32>(&launcher, &ids, &counts);
+    let (wide_row_ids, wide_positions) = plan::<i64>(&launcher, &ids, &counts);
+    scratch_is_small();
+    for width in [16, 12, 10, 13] {
         let x: Vec<bf16> =
             (0..TOKENS * width).map(|i| bf16::from_f32((i % 251) as f32 / 7.0 - 9.0)).collect();
         rows(&launcher, &x, width, &row_ids, &positions);
+        rows(&launcher, &x, width, &wide_row_ids, &wide_positions);
     }
     for (len, offset) in [(0, 0), (1, 0), (3, 0), (8, 0), (1031, 0), (1031, 1), (4099, 0), (4096, 3)] {
         adamw(&launcher, len, offset);
+        sgd(&launcher, len, offset);
     }
 }
 
-fn histogram(launcher: &Launcher, ids: &[i32]) {
-    let (mut expected, mut counts) = ([0_i64; EXPERTS], [9_i64; EXPERTS]);
-    cpu::histogram(ids, &mut expected, &Serial).unwrap();
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
-    unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, EXPERTS) }.unwrap();
+/// More layers than one launch takes, of both types of ids, some without any.
+fn histograms(launcher: &Launcher, ids: &[i32]) {
+    let wide: Vec<i64> = ids.iter().map(|&id| id.into()).collect();
+    let lengths: Vec<usize> =
+        (0..131).map(|layer| layer * 37 % ids.len() * usize::from(layer % 5 > 0)).collect();
+    let mut expected = vec![0_i64; lengths.len() * EXPERTS];
+    for (&len, row) in lengths.iter().zip(expected.chunks_exact_mut(EXPERTS)) {
+        cpu::histogram(&ids[..len], row, &Serial).unwrap();
+    }
+    let layer = |(layer, &num_slots): (usize, &usize)| cuda::LayerIds {
+        ids: if layer % 2 == 0 { at(ids) } else { at(&wide) },
+        wide_ids: layer % 2 != 0,
+        num_slots,
+    };
+    let layers: Vec<_> = lengths.iter().enumerate().map(layer).collect();
+    let mut counts = vec![9_i64; expected.len()];
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+    unsafe { launcher.histograms(&layers, at_mut(&mut counts), EXPERTS) }.unwrap();
+    finish();
     assert_eq!(counts, expected);
     // SAFETY: as above; refused before it reads.
-    let refused = unsafe { launcher.histogram(at(ids), false, at_mut(&mut counts), SLOTS, 1 << 20) };
+    let refused = unsafe { launcher.histograms(&layers, at_mut(&mut counts), 1 << 20) };
     assert!(refused.unwrap_err().to_string().contains("at most 12288 on CUDA"));
 }
 
-fn plan(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<i64>, Vec<i64>) {
-    let mut expected = (vec![0; SLOTS], vec![0; SLOTS]);
+/// Every alignment of the rows, both ways.
+fn regroup(launcher: &Launcher) {
+    let counts = [3_i64, 0, 41, 7, 0, 0, 9, 1, 30];
+    let (num_rows, experts) = (counts.iter().sum::<i64>() as usize, 3);
+    let bytes: Vec<u8> = (0..num_rows * 96 + 16).map(|byte| (byte * byte % 251) as u8).collect();
+    for (row_bytes, offset) in [(96, 0), (96, 8), (96, 4), (96, 2), (40, 0), (12, 0), (2, 0), (0, 0)] {
+        let rows = &bytes[offset..offset + num_rows * row_bytes];
+        for inverse in [false, true] {
+            let mut expected = vec![0; rows.len()];
+            cpu::regroup(rows, &counts, experts, num_rows, inverse, &mut expected, &Serial).unwrap();
+            let mut out = vec![9_u128; rows.len().div_ceil(16) + 1];
+            let mut scratch = vec![0x5a_u64; cuda::Regroup::scratch_words(3, experts) + 1];
+            let regroup = cuda::Regroup {
+                rows: at(rows),
+                counts: at(&counts),
+                scratch: at_mut(&mut scratch),
+                out: at_mut(&mut out),
+                num_rows,
+                row_bytes,
+                num_sources: 3,
+                num_experts: experts,
+                inverse,
+            };
+            // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+            unsafe { launcher.regroup(&regroup) }.unwrap();
+            finish();
+            let written: Vec<u8> = out.iter().flat_map(|word| word.to_le_bytes()).take(rows.len()).collect();
+            assert_eq!(written, expected, "rows of {row_bytes} bytes at {offset}");
+            assert_eq!((scratch.last(), out.last()), (Some(&0x5a), Some(&9)), "a write past the end");
+            // SAFETY: refused before it reads.
+            let odd = unsafe { launcher.regroup(&cuda::Regroup { row_bytes: 3, ..regroup }) };
+            assert!(odd.unwrap_err().to_string().contains("rows of even size, got 3 bytes"));
+        }
+    }
+}
+
+fn split_tokens(launcher: &Launcher) {
+    for ranks in [1, 3, 40] {
+        let tokens: Vec<i64> = (0..EXPERTS * ranks).map(|cell| (cell * cell * 37 % 101) as i64).collect();
+        let replicas: Vec<i64> =
+            (0..EXPERTS * ranks).map(|cell| (cell < EXPERTS || cell % 3 == 0).into()).collect();
+        let policy = evermoe::dispatch::Policy::Even;
+        for rank in [0, ranks / 2, ranks - 1] {
+            let expected =
+                evermoe::dispatch::split_tokens(&tokens, &replicas, EXPERTS, ranks, rank, policy).unwrap();
+            let (mut send, mut receive) = (vec![9_i64; EXPERTS * ranks], vec![9_i64; EXPERTS * ranks]);
+            let split = cuda::SplitTokens {
+                tokens: at(&tokens),
+                replicas: at(&replicas),
+                send: at_mut(&mut send),
+                receive: at_mut(&mut receive),
+                num_experts: EXPERTS,
+                num_ranks: ranks,
+                rank,
+            };
+            // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+            unsafe { launcher.split_tokens(&split) }.unwrap();
+            finish();
+            assert_eq!((send, receive), (expected.send, expected.receive), "rank {rank} of {ranks}");
+            // SAFETY: refused before it reads.
+            let refused = unsafe { launcher.split_tokens(&cuda::SplitTokens { num_ranks: 756, ..split }) };
+            assert!(refused.unwrap_err().to_string().contains("at most 755 ranks on CUDA, got 756"));
+        }
+    }
+}
+
+/// With the metadata of 8 choices, 8 bytes each, at most 100 bytes a token.
+fn scratch_is_small() {
+    for experts in [1, 8, 64, 256, 1000, 4096, 12_288] {
+        let slots = 8 * 65_536;
+        let per_token = cuda::Plan::scratch_bytes(slots, experts, 1) - 16 * experts;
+        assert!(per_token as f64 / 65_536.0 + 64.0 <= 100.0, "{experts} experts: {per_token}");
+    }
+}
+
+fn plan<I: cpu::Id>(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<I>, Vec<I>) {
+    let mut expected = (vec![I::NONE; SLOTS], vec![I::NONE; SLOTS]);
     cpu::dispatch_plan(ids, send_counts, EXPERTS, &mut expected.0, &mut expected.1, &Serial).unwrap();
-    let (mut row_ids, mut positions) = (vec![9_i64; SLOTS], vec![9_i64; SLOTS]);
+    let (mut row_ids, mut positions) = (vec![I::new(9); SLOTS], vec![I::new(9); SLOTS]);
     let mut scratch = vec![0x5a_u64; cuda::Plan::scratch_bytes(SLOTS, EXPERTS, RANKS).div_ceil(8) + 1];
     let plan = cuda::Plan {
         ids: at(ids),
@@ -95,32 +172,40 @@ fn plan(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<i64>, Vec
         scratch: at_mut(&mut scratch),
         row_ids: at_mut(&mut row_ids),
         positions: at_mut(&mut positions),
+        wide: is_wide::<I>(),
         num_slots: SLOTS,
         num_experts: EXPERTS,
         num_ranks: RANKS,
     };
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.dispatch_plan(&plan) }.unwrap();
-    assert_eq!((&row_ids, &positions), (&expected.0, &expected.1));
+    finish();
+    assert!((&row_ids, &positions) == (&expected.0, &expected.1), "wide: {}", is_wide::<I>());
     assert_eq!(scratch.last(), Some(&0x5a), "a write past the scratch memory");
     (row_ids, positions)
 }
 
-fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], positions: &[i64]) {
+fn is_wide<I>() -> bool {
+    size_of::<I>() == 8
+}
+
+fn rows<I: cpu::Id>(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[I], positions: &[I]) {
     let mut expected = vec![bf16::ZERO; SLOTS * width];
     cpu::permute(x, row_ids, TOP_K, width, &mut expected, &Serial).unwrap();
     let mut rows = vec![bf16::ONE; SLOTS * width];
     let permute = cuda::Permute {
         x: at(x),
         row_ids: at(row_ids),
+        wide: is_wide::<I>(),
         out: at_mut(&mut rows),
         num_rows: SLOTS,
         row_bytes: width * 2,
         num_tokens: TOKENS,
         top_k: TOP_K,
     };
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.permute(&permute) }.unwrap();
+    finish();
     assert_eq!(rows, expected);
 
     let weights: Vec<f32> = (0..SLOTS).map(|slot| (slot % 11) as f32 / 11.0).collect();
@@ -130,6 +215,7 @@ fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], position
     let combine = cuda::Combine {
         rows: at(&rows),
         positions: at(positions),
+        wide: is_wide::<I>(),
         weights: at(&weights),
         out: at_mut(&mut out),
         row_type: FloatType::Bf16,
@@ -141,55 +227,108 @@ fn rows(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[i64], position
     };
     // SAFETY: as above.
     unsafe { launcher.unpermute(&combine) }.unwrap();
+    finish();
     assert_eq!(out, expected);
     backward(launcher, x, &forward, combine);
 }
 
-fn backward(launcher: &Launcher, grad: &[bf16], forward: &cpu::Combine<'_, bf16>, combine: cuda::Combine) {
+fn backward<I: cpu::Id>(
+    launcher: &Launcher,
+    grad: &[bf16],
+    forward: &cpu::Combine<'_, bf16, I>,
+    combine: cuda::Combine,
+) {
     let cpu::Combine { rows, positions, weights, width, top_k } = *forward;
     let weights = weights.unwrap();
     let mut expected = (vec![bf16::ZERO; rows.len()], vec![0.0; SLOTS]);
     let arguments = cpu::Backward { grad, rows, positions, weights, width, top_k };
     cpu::unpermute_backward(&arguments, &mut expected.0, &mut expected.1, &Serial).unwrap();
     let (mut grad_rows, mut grad_weights) = (vec![bf16::ONE; rows.len()], vec![9.0_f32; SLOTS]);
-    let mut row_ids = vec![9_i64; SLOTS];
+    let mut row_ids = vec![I::new(9); SLOTS];
     let backward = cuda::Backward {
         forward: cuda::Combine { out: at(grad), ..combine },
         row_ids: at_mut(&mut row_ids),
         grad_rows: at_mut(&mut grad_rows),
         grad_weights: at_mut(&mut grad_weights),
     };
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.unpermute_backward(&backward) }.unwrap();
+    finish();
     assert_eq!((grad_rows, grad_weights), expected);
+}
+
+/// The gradient of step `t` on the device and on the host: none, float32 or bfloat16 in turn.
+fn gradient<'a>(t: usize, wide: &'a [f32], narrow: &'a [bf16]) -> (GradientAt, Gradient<'a>) {
+    match t % 3 {
+        0 => (GradientAt::Zero, Gradient::Zero),
+        1 => (GradientAt::F32(at(wide)), Gradient::F32(wide)),
+        _ => (GradientAt::Bf16(at(narrow)), Gradient::Bf16(narrow)),
+    }
+}
+
+/// Some values of -0.5 to 0.5.
+fn draw(len: usize, seed: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 2003.0 - 0.5).collect()
 }
 
 /// More steps than one launch takes; with an offset, elements that cannot be read in packs.
 fn adamw(launcher: &Launcher, len: usize, offset: usize) {
-    const STEPS: i64 = 11;
+    const STEPS: usize = 11;
     let options = AdamWOptions { lr: 0.1, betas: [0.9, 0.99], eps: 1e-6, weight_decay: 0.1, maximize: false };
-    let draw = |seed: usize| -> Vec<f32> {
-        (0..len + offset).map(|i| ((i * 7919 + seed * 104_729) % 2003) as f32 / 2003.0 - 0.5).collect()
-    };
+    let draw = |seed| draw(len + offset, seed);
     let wide = draw(1);
     let narrow: Vec<bf16> = draw(2).into_iter().map(bf16::from_f32).collect();
     let (mut state, mut expected) =
         ([draw(3), draw(4), vec![0.0; len + offset]], [draw(3), draw(4), vec![0.0; len + offset]]);
     let (mut there, mut here) = (Vec::new(), Vec::new());
     for t in 1..=STEPS {
-        let step = AdamWStep::new(&options, t, if t % 2 == 0 { 1.0 } else { 3.0 }, 1.0).unwrap();
-        let (at_device, on_host) = match t % 3 {
-            0 => (GradientAt::Zero, Gradient::Zero),
-            1 => (GradientAt::F32(at(&wide[offset..])), Gradient::F32(&wide[offset..])),
-            _ => (GradientAt::Bf16(at(&narrow[offset..])), Gradient::Bf16(&narrow[offset..])),
-        };
+        let (profile, scale) = (Profile::ALL[t % 4], if t % 2 == 0 { 1.0 } else { 3.0 });
+        let powers = (profile == Profile::TorchCudaFused).then_some([0.5, 0.75]);
+        let step = AdamWStep::with_profile(profile, &options, t as i64, powers, scale, 1.0).unwrap();
+        let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
         there.push((step, at_device));
         here.push((step, on_host));
     }
     let [p, m, v] = &mut expected;
     cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], &here, &Serial);
     let [p, m, v] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
-    // SAFETY: arrays of the stated lengths; the fake driver is synchronous.
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.adamw(&cuda::AdamW { p, m, v, num_elements: len, steps: &there }) }.unwrap();
+    finish();
     assert_eq!(state, expected, "{len} elements at {offset}");
+}
+
+/// As [`adamw`]; with a buffer, and with none for steps without momentum.
+fn sgd(launcher: &Launcher, len: usize, offset: usize) {
+    const STEPS: usize = 11;
+    let draw = |seed| draw(len + offset, seed);
+    let wide = draw(1);
+    let narrow: Vec<bf16> = draw(2).into_iter().map(bf16::from_f32).collect();
+    for momentum in [0.0, 0.9] {
+        let nesterov = momentum > 0.0;
+        let options =
+            SgdOptions { lr: 0.1, momentum, dampening: 0.0, weight_decay: 0.1, nesterov, maximize: true };
+        let (mut there, mut here) = (Vec::new(), Vec::new());
+        for t in 0..STEPS {
+            let step = SgdStep::new(SgdStep::PROFILES[t % 2], &options, t == 0, 3.0, 0.5).unwrap();
+            let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
+            there.push((step, at_device));
+            here.push((step, on_host));
+        }
+        let (mut state, mut expected) = ([draw(3), draw(4)], [draw(3), draw(4)]);
+        let [p, buffer] = &mut expected;
+        let buffer = (momentum > 0.0).then_some(&mut buffer[offset..]);
+        cpu::sgd(&mut p[offset..], buffer, &here, &Serial).unwrap();
+        let [p, buffer] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
+        let buffer = (momentum > 0.0).then_some(buffer);
+        let mut arguments = cuda::Sgd { p, buffer, num_elements: len, steps: &there };
+        // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+        unsafe { launcher.sgd(&arguments) }.unwrap();
+        finish();
+        assert_eq!(state, expected, "{len} elements at {offset}, momentum {momentum}");
+        arguments.buffer = None;
+        // SAFETY: as above; refused before it launches where a buffer is missing.
+        let without = unsafe { launcher.sgd(&arguments) };
+        assert_eq!(without.is_err(), momentum > 0.0);
+    }
 }

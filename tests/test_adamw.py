@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from evermoe import ops
+from evermoe.replay import powers
+from floats import KINDS, log_uniform, normal, same_bits, subnormal
 
 STEP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 SETTINGS = {
@@ -16,44 +18,6 @@ SETTINGS = {
     "maximize": STEP | {"maximize": True},
 }
 raw = torch.ops.evermoe
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        pytest.skip("no CUDA device, or no kernels in this build")
-    return request.param
-
-
-def normal(size, random):
-    return torch.randn(size, generator=random) * 1e-3
-
-
-def log_uniform(size, random):
-    sign = torch.randint(0, 2, (size,), generator=random) * 2.0 - 1
-    return sign * torch.exp(torch.rand(size, generator=random) * 48 - 40)
-
-
-def subnormal(size, random):
-    return torch.randint(-(1 << 22), 1 << 22, (size,), generator=random, dtype=torch.int32).abs().view(torch.float32)
-
-
-def any_bits(size, random):
-    """All floats there are: infinities and NaNs too."""
-    return torch.randint(-(1 << 31), (1 << 31) - 1, (size,), generator=random).int().view(torch.float32)
-
-
-def some_zero(size, random):
-    return normal(size, random) * torch.randint(0, 2, (size,), generator=random)
-
-
-KINDS = {f.__name__: f for f in (normal, log_uniform, subnormal, any_bits, some_zero)}
-
-
-def same_bits(one, two):
-    """Whether all bits agree, where NaN is NaN."""
-    nan = one.isnan() & two.isnan()
-    return bool((nan | (one.contiguous().view(torch.int32) == two.contiguous().view(torch.int32))).all())
 
 
 class Torch:
@@ -77,21 +41,24 @@ def fresh_state(p):
     return p.clone(), torch.zeros_like(p), torch.zeros_like(p)
 
 
-def numbers(settings, steps):
-    return torch.stack([ops.adamw_step(t=t, **settings) for t in steps])
+def numbers(settings, steps, **more):
+    return torch.stack([ops.adamw_step(t=t, **settings, **more) for t in steps])
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_torch_bit_for_bit(settings, kind, device):
+@pytest.mark.parametrize(
+    ("profile", "sizes"), [("evermoe", (8, 4096 + 8, 70_000)), ("torch_cpu_fused", (1, 7, 71, 2048 + 5, 70_003))]
+)
+def test_equals_torch_bit_for_bit(settings, kind, profile, sizes, device):
     random = torch.Generator().manual_seed(0)
-    for size in (8, 4096 + 8, 70_000):
+    for size in sizes:
         start = normal(size, random)
         theirs, ours = Torch(start, settings), fresh_state(start.to(device))
         for t in range(1, 31):
             gradient = KINDS[kind](size, random)
             theirs.step(gradient)
-            ops.adamw_(*ours, [gradient.to(device)], numbers(settings, [t]))
+            ops.adamw_(*ours, [gradient.to(device)], numbers(settings, [t], profile=profile))
             assert theirs.equals(ours), (size, t)
 
 
@@ -188,7 +155,7 @@ def test_the_documented_example(device):
     ops.adamw_(p, m, v, [torch.tensor([2.0], device=device)], step[None])
     assert (p.item(), m.item(), v.item()) == (2.5, 1.0, 1.0)
     step = ops.adamw_step(t=1, lr=0.5, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5)
-    assert step.tolist() == [1, 1, 0.75, 0.5, 0.25, 0.75, 1, 0.5, 0.25]
+    assert step.tolist() == [0, 1, 1, 0.75, 0.5, 0.25, 0.75, 1, 0.5, 0.25]
 
 
 def test_gradients_need_not_be_contiguous(device):
@@ -243,9 +210,10 @@ def refusals(device):
     yield "gradients: .* overlaps v", lambda: ops.adamw_(p, m, v, [v], steps)
     yield "gradients: expected float32 or bfloat16", lambda: ops.adamw_(p, m, v, [gradient.half()], steps)
     yield r"gradients: .*\[4, 6\], got float32 .*\[24\]", lambda: ops.adamw_(p, m, v, [gradient.view(-1)], steps)
-    yield r"steps: expected float32 of shape \[2, 9\]", lambda: ops.adamw_(p, m, v, [None, None], steps)
+    yield r"steps: expected float32 of shape \[2, 10\]", lambda: ops.adamw_(p, m, v, [None, None], steps)
     yield "steps: expected float32 of shape .*, got float64", lambda: ops.adamw_(p, m, v, [None], steps.double())
-    yield "one dimension or more|expected 1 to", lambda: ops.adamw_(p[0, 0], m[0, 0], v[0, 0], [None], steps)
+    unknown = torch.full_like(steps, 4.0)
+    yield "steps: expected rows that begin with the number", lambda: ops.adamw_(p, m, v, [None], unknown)
     yield "no gradient", lambda: ops.adamw_(leaf, m, v, [gradient], steps)
 
 
@@ -269,8 +237,46 @@ def test_refusals_say_what_was_expected_and_change_nothing(index, device):
         ("weight_decay", float("inf")),
         ("loss_scale", 0.0),
         ("clip", -1.0),
+        ("profile", "torch_fused"),
+        ("powers", (0.9, 0.999)),
     ],
 )
 def test_numbers_out_of_range_are_named(name, value):
     with pytest.raises(ValueError, match=f"{name}: expected"):
         ops.adamw_step(**STEP | {"t": 1} | {name: value})
+
+
+@pytest.mark.parametrize("wrong", [None, (1.0, 0.5), (0.95, 0.5), (-0.1, 0.5)])
+def test_powers_are_asked_for_where_they_are_needed(wrong):
+    with pytest.raises(ValueError, match="powers: expected beta"):
+        ops.adamw_step(t=1, profile="torch_cuda_fused", powers=wrong, **STEP)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["fused", "foreach"])
+def test_equals_torch_on_cuda_bit_for_bit(settings, kind, variant):
+    """The trainer's optimizer on the GPU, repeated there and on the CPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    random = torch.Generator().manual_seed(0)
+    profile = f"torch_cuda_{variant}"
+    for size in (1, 71, 70_003):
+        start = normal(size, random)
+        theirs = torch.nn.Parameter(start.cuda())
+        optimizer = torch.optim.AdamW([theirs], **settings, **{variant: True})
+        states = {"cpu": fresh_state(start)}
+        if ops.has_cuda_kernels():
+            states["cuda"] = fresh_state(start.cuda())
+        for t in range(1, 31):
+            gradient = KINDS[kind](size, random)
+            theirs.grad = gradient.cuda()
+            optimizer.step()
+            given = {"powers": powers(settings["betas"], t, "cuda")} if variant == "fused" else {}
+            for where, ours in states.items():
+                ops.adamw_(*ours, [gradient.to(where)], numbers(settings, [t], profile=profile, **given))
+        moments = optimizer.state[theirs]
+        for ours in states.values():
+            for one, two in zip(ours, (theirs.detach(), moments["exp_avg"], moments["exp_avg_sq"]), strict=True):
+                assert same_bits(one.cpu(), two.cpu()), size

@@ -11,7 +11,6 @@ from torch import nn
 from evermoe import MoE, load_balancing_loss, moe_layers
 from evermoe._native import digest
 from evermoe.elastic import Group
-from evermoe.moe import group_by_expert
 from evermoe.parallel import ExpertReducer, reduce_dense
 from ranks import run_ranks
 
@@ -274,25 +273,6 @@ def test_wrong_noise():
 def test_wrong_width_of_the_input():
     with pytest.raises(ValueError, match=rf"expected \[\.\.\., {H}\], got \[{H}, {H + 1}\]"):
         make(1, False)(torch.randn(H, H + 1))  # as many numbers as H + 1 tokens have
-
-
-def test_group_by_expert_example_of_the_documentation():
-    to_expert, to_source = group_by_expert(np.array([[1, 2], [3, 0]]))
-    assert to_expert.tolist() == [0, 3, 4, 5, 1, 2]
-    assert to_source.tolist() == [0, 4, 5, 1, 2, 3]
-    assert group_by_expert(np.array([[4, 2]])) is None
-    assert group_by_expert(np.array([[4], [2]])) is None
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_group_by_expert_sorts_and_comes_back(seed):
-    random = np.random.default_rng(seed)
-    counts = random.integers(0, 5, (random.integers(2, 5), random.integers(2, 6)))
-    rows = [(e, r, i) for r in range(len(counts)) for e in range(counts.shape[1]) for i in range(counts[r, e])]
-    to_expert, to_source = group_by_expert(counts)
-    regrouped = [rows[i] for i in to_expert]
-    assert regrouped == sorted(rows)
-    assert [regrouped[i] for i in to_source] == rows
 
 
 def test_a_layer_by_itself_holds_everything():

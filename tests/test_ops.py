@@ -1,6 +1,7 @@
 """Each op against plain torch, on the CPU and, where there is one, on a GPU: the same bodies for both."""
 
 import gc
+import mmap
 import resource
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,6 +47,7 @@ def spread(ids, experts, ranks, seed=0):
 
 
 def reference_plan(ids, send_counts):
+    """int32, as for fewer than 2**31 slots."""
     slots = [(expert, slot) for slot, expert in enumerate(ids.flatten().tolist()) if expert >= 0]
     keyed = []
     for expert in range(send_counts.shape[0]):
@@ -55,7 +57,7 @@ def reference_plan(ids, send_counts):
     row_ids = torch.tensor(order + [-1] * (ids.numel() - len(order)), dtype=torch.int64)
     positions = torch.full((ids.numel(),), -1)
     positions[row_ids[: len(order)]] = torch.arange(len(order))
-    return row_ids, positions.view(ids.shape)
+    return row_ids.int(), positions.view(ids.shape).int()
 
 
 def reference_permute(x, row_ids, top_k):
@@ -108,9 +110,12 @@ def test_plan(shape, dtype, device):
         counts[:, 5] = ops.expert_histogram(ids, experts) - 3
     row_ids, positions = ops.dispatch_plan(ids.to(device), counts.to(device))
     expected_rows, expected_positions = reference_plan(ids, counts)
-    assert torch.equal(row_ids.cpu(), expected_rows)
-    assert torch.equal(positions.cpu(), expected_positions)
-    assert torch.equal(raw.invert_positions(positions, row_ids.shape[0]), row_ids)
+    for ours, expected in ((row_ids, expected_rows), (positions, expected_positions)):
+        assert ours.dtype == torch.int32 and torch.equal(ours.cpu(), expected)
+    for wide in (False, True):
+        rows, slots = (row_ids.long(), positions.long()) if wide else (row_ids, positions)
+        inverse = raw.invert_positions(slots, rows.shape[0])
+        assert inverse.dtype == slots.dtype and torch.equal(inverse, rows)
 
 
 def test_plan_gives_the_documented_example(device):
@@ -132,6 +137,19 @@ def test_permute_and_unpermute(shape, dtype, device):
     assert torch.equal(ops.unpermute(rows[:routed], positions), reference_unpermute(rows, positions))
     same = weights.to(dtype)
     assert torch.equal(ops.unpermute(rows, positions, same), reference_unpermute(rows, positions, same))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int64_gives_the_same(shape, dtype, device):
+    x, row_ids, positions, weights = case(shape, dtype, device)
+    wide_rows, wide_positions = row_ids.long(), positions.long()
+    rows = ops.permute(x, row_ids, positions)
+    assert torch.equal(ops.permute(x, wide_rows, wide_positions), rows)
+    assert torch.equal(ops.unpermute(rows, wide_positions, weights), ops.unpermute(rows, positions, weights))
+    ours = raw.unpermute_backward(x, rows, wide_positions, weights)
+    expected = raw.unpermute_backward(x, rows, positions, weights)
+    assert all(torch.equal(one, two) for one, two in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -188,6 +206,7 @@ def opcheck_cases(device):
         "unpermute": (rows, positions, weights),
         "unpermute_out": (rows, positions, None, torch.empty_like(x)),
         "unpermute_backward": (x, rows, positions, weights),
+        "unpermute_backward_out": (x, rows, positions, weights, torch.empty_like(rows), torch.empty_like(weights)),
     }
 
 
@@ -240,6 +259,11 @@ def test_out_variants_fill_the_buffer_and_tell_autograd(device):
     assert (rows._version, back._version) == (before[0] + 1, before[1] + 1)
     assert torch.equal(rows, ops.permute(x, row_ids, positions))
     assert torch.equal(back, ops.unpermute(rows, positions, weights))
+    grads = torch.empty_like(rows), torch.empty_like(weights)
+    raw.unpermute_backward_out(x, rows, positions, weights, *grads)
+    expected = raw.unpermute_backward(x, rows, positions, weights)
+    assert all(torch.equal(one, two) for one, two in zip(grads, expected, strict=True))
+    assert [grad._version for grad in grads] == [1, 1]
     saved = torch.ones_like(back, requires_grad=True) * back
     ops.unpermute_out(rows, positions, None, back)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -258,7 +282,7 @@ def refusals(device):
     yield "send_counts: expected int64, got int32", lambda: ops.dispatch_plan(ids, counts.int())
     yield r"send_counts: expected shape \[E, R\]", lambda: ops.dispatch_plan(ids, counts[:, 0])
     yield "float32, bfloat16 or float16, got float64", lambda: ops.permute(x.double(), row_ids, positions)
-    yield "row_ids: expected int64, got int32", lambda: ops.permute(x, row_ids.int(), positions)
+    yield "row_ids: expected int32 or int64, got int16", lambda: ops.permute(x, row_ids.short(), positions)
     yield r"positions: expected shape \[T, K\] with T = 7", lambda: ops.permute(x, row_ids, positions[:3])
     yield (
         "weights: expected float32 or the rows' float32",
@@ -276,9 +300,17 @@ def refusals(device):
         r"grad: expected float32 of shape \[7, 13\]",
         lambda: raw.unpermute_backward(rows, rows, positions, weights),
     )
+    yield (
+        "grad_weights: expected memory of its own, got a tensor that overlaps weights",
+        lambda: raw.unpermute_backward_out(x, rows, positions, weights, rows.clone(), weights),
+    )
+    yield (
+        r"grad_rows: expected float32 of shape \[21, 13\]",
+        lambda: raw.unpermute_backward_out(x, rows, positions, weights, x, weights.clone()),
+    )
 
 
-@pytest.mark.parametrize("index", range(15))
+@pytest.mark.parametrize("index", range(17))
 def test_refusals_say_what_was_expected(index, device):
     message, call = list(refusals(device))[index]
     with pytest.raises(RuntimeError, match=message):
@@ -311,6 +343,25 @@ def test_bad_values_count_as_unrouted_on_a_gpu(device):
     assert rows.tolist() == [[0] * 3, [1] * 3]
     with pytest.raises(RuntimeError, match="row_ids: expected a tensor on cuda:0"):
         ops.permute(torch.ones(2, 3, device=device), torch.tensor([0]), positions)
+
+
+def test_offsets_past_2_to_the_31():
+    """Rows of zeros that no memory backs, but for one at the end: elements at and past 2**31, in few pages."""
+    width, tokens = 1 << 16, (1 << 15) + 3
+    try:
+        memory = mmap.mmap(-1, tokens * width * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        pytest.skip("no address space for 4 GiB")
+    x = torch.frombuffer(memory, dtype=torch.bfloat16).view(tokens, width)
+    x[-1] = torch.arange(width) % 100
+    last = tokens - 1
+    for index in (torch.int32, torch.int64):
+        row_ids, positions = torch.tensor([last, 0, -1], dtype=index), torch.full((tokens, 1), -1, dtype=index)
+        rows = ops.permute(x, row_ids, positions)
+        assert torch.equal(rows[0], x[-1]) and not rows[1:].any()
+        near = torch.tensor([[last, 1]], dtype=index)
+        out = ops.unpermute(x, near, torch.tensor([[2.0, 1.0]]))
+        assert torch.equal(out[0], 2 * x[-1])
 
 
 def test_bits_do_not_depend_on_threads():

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 
 from evermoe import planning
+from evermoe.planning import schedule
 
 NODES = [f"n{rank // 2}" for rank in range(12)]
 
@@ -48,6 +49,21 @@ def plans() -> list[str]:
         ledger.copied(chosen)
     said.append(ledger.to_json())
     said.append(repr(planning.shard_modules([900, 30, 411, 77], 3, [0, 500, 100])))
+    said += schedules(rng)
+    return said
+
+
+def schedules(rng: np.random.Generator) -> list[str]:
+    starts = np.cumsum(rng.uniform(1, 3, 8))
+    spans = [schedule.Span(f"s{place % 3}", "send", "network", start, 0.9) for place, start in enumerate(starts)]
+    windows = schedule.find_windows([schedule.Step(starts[-1] + 2, spans)])
+    pieces = [schedule.Piece(f"u{unit}", int(nbytes), [1, 2]) for unit, nbytes in enumerate(rng.integers(1, 60, 9))]
+    ends = [schedule.Receiver(rank, windows, 0.1 * rank) for rank in (1, 2)]
+    said = [windows.to_json()]
+    for policy in schedule.CHUNK_POLICIES:
+        memory = schedule.Memory(40, 4, schedule.Link(0.01, 100.0))
+        plan = schedule.plan_chunks(pieces, windows, schedule.Link(0.1, 90.0), memory, policy=policy, receivers=ends)
+        said.append(plan.to_json())
     return said
 
 

@@ -108,7 +108,7 @@ def test_plans_move_every_byte_within_windows(policy):
     flat = [chunk for windows in plan.by_window() for chunks in windows.values() for chunk in chunks]
     assert flat == plan.chunks
     if policy == "auto":
-        assert plan.reason.delay_seconds == 0.0
+        assert repr(plan.reason.delay_seconds) == "0.0"
         assert str(plan.reason).endswith("nothing is delayed")
 
 
@@ -226,7 +226,7 @@ SPAN = Span("a", "send", "network", 0.0, 1.0)
         (lambda: plan(pieces=[*pieces(), *pieces()]), r"pieces: unit \"expert0\" is there twice"),
         (lambda: plan(pieces=pieces(destinations=[])), r"pieces: unit \"expert0\" has no destination"),
         (lambda: plan(pieces=pieces(destinations=[1, 1])), r"pieces: unit \"expert0\" has a destination twice"),
-        (lambda: plan(pieces=pieces(-1)), r"pieces: bytes of expert0: expected an integer"),
+        (lambda: plan(pieces=pieces(-1)), r"pieces: bytes: expected an integer"),
         (lambda: plan(pieces=[Piece(3, 1, [1])]), r"pieces: unit: expected names, which are strings, got 3"),
         (
             lambda: plan(policy="baft"),

@@ -1,10 +1,10 @@
 """evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`."""
 
-from evermoe import ops, optim
+from evermoe import ops, optim, replay
 from evermoe.checkpoint import load_weights
 from evermoe.config import SessionConfig
 from evermoe.data import ElasticSampler, Share
-from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, PeerLost
+from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, NotReplayable, PeerLost
 from evermoe.moe import MoE, load_balancing_loss, moe_layers
 from evermoe.report import RecoveryReport
 from evermoe.session import Session, Step
@@ -19,6 +19,7 @@ __all__ = [
     "JoinTimeout",
     "LostExperts",
     "MoE",
+    "NotReplayable",
     "PeerLost",
     "RecoveryReport",
     "Session",
@@ -31,4 +32,5 @@ __all__ = [
     "moe_layers",
     "ops",
     "optim",
+    "replay",
 ]

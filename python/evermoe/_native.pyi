@@ -15,6 +15,17 @@ def split_tokens(
     tokens: NDArray[np.int64], matrix: NDArray[np.int64], rank: int, policy: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def imbalance(matrix: NDArray[np.int64], load: NDArray[np.float64], policy: str) -> float: ...
+
+class LoadAverage:
+    """Average tokens of every expert in a step: `evermoe.planning.LoadAverage`."""
+
+    def __init__(self, layers: int, experts: int, half_life: float, state: NDArray[np.float64] | None) -> None: ...
+    def add(self, tokens: NDArray[np.int64]) -> None: ...
+    @property
+    def loads(self) -> NDArray[np.float64]: ...
+    @property
+    def state(self) -> NDArray[np.float64]: ...
+
 def allocate(load: NDArray[np.float64], nodes: int, slots: int, min_replicas: int) -> NDArray[np.int64]: ...
 def place(
     replicas: NDArray[np.int64],
@@ -214,6 +225,37 @@ def digest(array: NDArray[np.uint8]) -> int:
 
 # ---- end of planners and arenas ----
 
+# ---- copies: src/python/chunks.rs; in builds with CUDA ----------------------------------------
+
+class ChunkCopier:
+    """Copies CUDA tensors to chunks in page-locked host memory and back; `evermoe.chunks.ChunkedCopy` drives it."""
+
+    @staticmethod
+    def workspace_bytes(sizes: list[int], chunk_bytes: int, slots: int) -> int:
+        """Bytes of device memory that it needs."""
+    def __new__(
+        cls,
+        device: int,
+        current_stream: int,
+        tensors: list[tuple[int, int]],
+        chunk_bytes: int,
+        slots: int,
+        workspace: int,
+        host: NDArray[np.uint8] | None,
+        kept: object,
+    ) -> ChunkCopier:
+        """Copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory."""
+    def chunks(self) -> NDArray[np.uint8]: ...
+    def hashes(self) -> NDArray[np.int64]: ...
+    def wrong(self) -> NDArray[np.int64]: ...
+    def save(self, current_stream: int, first: int, end: int) -> None: ...
+    def restore(self, current_stream: int, first: int, end: int) -> None: ...
+    def release(self, current_stream: int) -> None: ...
+    def is_done(self, chunk: int) -> bool: ...
+    def wait(self, chunk: int) -> None: ...
+
+# ---- end of copies ----------------------------------------------------------------------------
+
 # ---- ops: src/python/ops.rs -------------------------------------------------------------------
 
 def register_ops() -> None: ...
@@ -227,6 +269,21 @@ def adamw_step(
     maximize: bool,
     loss_scale: float,
     clip: float,
+    profile: str,
+    powers: tuple[float, float] | None,
+) -> list[float]: ...
+def sgd_step(
+    *,
+    is_first: bool,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    loss_scale: float,
+    clip: float,
+    profile: str,
 ) -> list[float]: ...
 def has_cuda_kernels() -> bool: ...
 def set_cpu_cache_limit(limit: int | None) -> None: ...

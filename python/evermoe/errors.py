@@ -31,3 +31,7 @@ class JobFinished(EvermoeError):
 
 class JoinTimeout(EvermoeError):
     """Too few members came, or the Lighthouse did not answer, within the time limit."""
+
+
+class NotReplayable(EvermoeError):
+    """The optimizer's steps cannot be repeated bit for bit elsewhere: its state must be sent instead."""

@@ -150,14 +150,14 @@ class MoE(nn.Module):
         """Rows ordered by (source rank, expert) → the experts' outputs in the same order."""
         if len(self.experts) == 0:  # stays in the graph, so that this rank takes part in the backward exchange
             return rows_NH + self.weights.sum().to(rows_NH.dtype)
-        regrouped = group_by_expert(counts_Re)
-        if regrouped is not None:
-            to_expert, to_source = (torch.from_numpy(order).to(rows_NH.device) for order in regrouped)
-            rows_NH = ops.permute(rows_NH, to_expert, to_source[:, None])
+        counts = torch.from_numpy(counts_Re).to(rows_NH.device)
+        is_mixed = min(counts.shape) > 1  # else both orders are the same
+        if is_mixed:
+            rows_NH = ops.regroup(rows_NH, counts)
         blocks = rows_NH.split(counts_Re.sum(0).tolist())
         outputs = [self._expert(row, block) for row, block in zip(self.weights.unbind(0), blocks, strict=True)]
         outputs_NH = torch.cat(outputs)
-        return outputs_NH if regrouped is None else ops.permute(outputs_NH, to_source, to_expert[:, None])
+        return ops.regroup(outputs_NH, counts, inverse=True) if is_mixed else outputs_NH
 
     def _expert(self, row: Tensor, x_NH: Tensor) -> Tensor:
         sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
@@ -167,25 +167,6 @@ class MoE(nn.Module):
         if len(matrices) == 2:
             return F.linear(self.activation(F.linear(x_NH, matrices[0])), matrices[1])
         return F.linear(self.activation(F.linear(x_NH, matrices[0])) * F.linear(x_NH, matrices[1]), matrices[2])
-
-
-def group_by_expert(counts_Re: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Index maps between rows ordered by (source, expert) and by (expert, source).
-
-    `counts_Re[r, e]` rows came from source r for local expert e. Returns int64 `(to_expert, to_source)`: row i of the
-    regrouped rows is row `to_expert[i]` of the arrived ones, and the reverse; None when both orders are the same.
-
-    Example: counts = [[1, 2], [3, 0]] → arrived rows 0 | 1 2 || 3 4 5 |; by expert: 0 3 4 5 | 1 2.
-        to_expert = [0, 3, 4, 5, 1, 2], to_source = [0, 4, 5, 1, 2, 3].
-    """
-    if min(counts_Re.shape) <= 1:
-        return None
-    sources, experts = counts_Re.shape
-    expert_of_row = np.repeat(np.tile(np.arange(experts), sources), counts_Re.reshape(-1))
-    to_expert = np.argsort(expert_of_row, kind="stable")
-    to_source = np.empty_like(to_expert)
-    to_source[to_expert] = np.arange(len(to_expert))
-    return to_expert, to_source
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:

@@ -1,4 +1,4 @@
-"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies there and back. And AdamW.
+"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies there and back. And optimizers.
 
 One layer in six lines (`x_TH` tokens, `ids_TK` and `weights_TK` from the router, one rank):
 
@@ -9,7 +9,8 @@ One layer in six lines (`x_TH` tokens, `ids_TK` and `weights_TK` from the router
     y_TH = unpermute(rows_NH, positions_TK, weights_TK)    # weighted sum per token
 
 Letters: T tokens, K choices of a token, E experts, R ranks, N rows, H columns. A *slot* is one choice,
-numbered `t * K + k`. -1 means: no expert (in ids), no slot (in row ids), no row (in positions).
+numbered `t * K + k`. -1 means: no expert (in ids), no slot (in row ids), no row (in positions). Row ids and positions
+are int32, 8 bytes a slot together; from 2**31 slots on int64. All functions take either.
 
 All functions take CPU and CUDA tensors, are differentiable where it makes sense, work inside
 `torch.compile(fullgraph=True)` with dynamic shapes, and give the same bits whatever the number of threads.
@@ -59,10 +60,16 @@ __all__ = [
     "cpu_cache_bytes",
     "dispatch_plan",
     "expert_histogram",
+    "expert_histograms",
     "has_cuda_kernels",
     "permute",
     "permute_out",
+    "regroup",
+    "regroup_out",
     "set_cpu_cache_limit",
+    "sgd_",
+    "sgd_step",
+    "split_tokens",
     "unpermute",
     "unpermute_out",
 ]
@@ -124,8 +131,9 @@ def dispatch_plan(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
         send_counts: int64 `[E, R]`; each row adds up to the number of slots of its expert.
 
     Returns:
-        `row_ids`, int64 `[T * K]`: the slot of each row; as many -1 at the end as there are unrouted slots.
-        `positions`, int64 `[T, K]`: the row of each slot, -1 for an unrouted one.
+        `row_ids`, `[T * K]`: the slot of each row; as many -1 at the end as there are unrouted slots.
+        `positions`, `[T, K]`: the row of each slot, -1 for an unrouted one.
+        Both int32; int64 where T * K is 2**31 or more.
 
     Example: ids `[[1, 0], [1, -1], [1, -1]]`, send_counts `[[0, 1], [2, 1]]`. Expert 1 has the slots 0, 2, 4:
     two go to rank 0, one to rank 1; expert 0 has slot 1, for rank 1. So row_ids = `[0, 2, 1, 4, -1, -1]` and
@@ -144,8 +152,8 @@ def permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
 
     Args:
         x: float32, bfloat16 or float16 `[T, H]`.
-        row_ids: int64 `[N]`, from `dispatch_plan`; a prefix of it will do, to leave the unrouted tail out.
-        positions: int64 `[T, K]`, from the same plan; gives K, and the gradient.
+        row_ids: int32 or int64 `[N]`, from `dispatch_plan`; a prefix of it will do, to leave the unrouted tail out.
+        positions: int32 or int64 `[T, K]`, from the same plan; gives K, and the gradient.
 
     Returns:
         `[N, H]`, dtype of `x`.
@@ -177,7 +185,7 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) ->
 
     Args:
         rows: float32, bfloat16 or float16 `[N, H]`, in the order of the plan.
-        positions: int64 `[T, K]`, from `dispatch_plan`.
+        positions: int32 or int64 `[T, K]`, from `dispatch_plan`.
         weights: float32, or the dtype of `rows`, `[T, K]`; None for 1.
 
     Returns:
@@ -212,10 +220,13 @@ def adamw_step(
     maximize: bool = False,
     loss_scale: float = 1.0,
     clip: float = 1.0,
+    profile: str = "evermoe",
+    powers: tuple[float, float] | None = None,
 ) -> Tensor:
     """Compute the numbers of one step of AdamW, in double, rounded once: what `adamw_` needs beside the gradient.
 
-    A replica that repeats the step gets them from the trainer: computed anew, they may differ in the last bit.
+    A replica that repeats the step gets them from the trainer: computed anew, they may differ in the last bit. The
+    profile travels in them, so that a step is repeated with the arithmetic that took it or not at all.
 
     Args:
         t: which step of the parameter it is, from 1.
@@ -226,16 +237,22 @@ def adamw_step(
         maximize: ascend rather than descend.
         loss_scale: what the loss was multiplied by; the gradient is divided by it.
         clip: what the gradient is multiplied by then, 0 or more; only then it is negated to maximize.
+        profile: whose arithmetic to follow bit for bit: "evermoe", or that of `torch.optim.AdamW`: "torch_cpu_fused"
+            (x86), "torch_cuda_fused" or "torch_cuda_foreach" (the default on CUDA). `evermoe.replay.calibrate` finds
+            the profile of an optimizer.
+        powers: `betas[0]**t` and `betas[1]**t` in float32, for "torch_cuda_fused" alone: as the trainer's GPU
+            computes them, see `evermoe.replay.powers`.
 
     Returns:
-        float32 `[9]` on the CPU: loss_scale, clip (negative to maximize), 1 - lr * weight_decay, 1 - beta1,
-        1 - beta2, beta2, lr / (1 - beta1**t), sqrt(1 - beta2**t), eps.
+        float32 `[10]` on the CPU: profile (0 to 3 in the order above), loss_scale, clip (negative to maximize),
+        1 - lr * weight_decay, 1 - beta1, 1 - beta2, beta2, lr / (1 - beta1**t), sqrt(1 - beta2**t), eps. With
+        "torch_cuda_fused" the fourth is -(lr * weight_decay) and the fifth beta1.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of its range, or the profile is not known.
 
-    Example: t = 1, lr = 0.5, betas (0.5, 0.75), eps = 0.25, weight_decay = 0.5: `[1, 1, 0.75, 0.5, 0.25, 0.75, 1, 0.5,
-    0.25]`.
+    Example: t = 1, lr = 0.5, betas (0.5, 0.75), eps = 0.25, weight_decay = 0.5: `[0, 1, 1, 0.75, 0.5, 0.25, 0.75, 1,
+    0.5, 0.25]`.
     """
     numbers = _native.adamw_step(
         t=t,
@@ -246,6 +263,8 @@ def adamw_step(
         maximize=maximize,
         loss_scale=loss_scale,
         clip=clip,
+        profile=profile,
+        powers=powers,
     )
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
@@ -253,17 +272,21 @@ def adamw_step(
 def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
     """Apply steps of AdamW to `p`, `m` and `v` in place, in one pass over the memory.
 
-    The bits are the same on every CPU and GPU, whether the steps come in one call or in several, and equal those
-    of `torch.optim.AdamW(fused=True)` on an x86 CPU where `p.numel()` is a multiple of 8; see
-    `src/cpu/adamw.rs` for the recipe. (Which NaN comes out is the processor's choice.)
+    The bits are the same on every CPU and GPU, whether the steps come in one call or in several. Those of the profile
+    "evermoe" equal those of `torch.optim.AdamW(fused=True)` on an x86 CPU where `p.numel()` is a multiple of 8; see
+    `src/cpu/adamw.rs` for the recipes. (Which NaN comes out is the processor's choice.)
 
     Args:
-        p: parameters, float32, contiguous, with one dimension or more.
+        p: parameters, float32, contiguous. Under "torch_cpu_fused" a whole parameter of
+            the trainer's, as torch steps its last `numel % 8` elements in another way.
         m: first moment, like `p`.
         v: second moment, like `p`.
         gradients: one for each step, float32 or bfloat16 of the shape of `p`; None is a gradient of zeros, which
             needs no memory. A step that was skipped for an infinite gradient is no step: leave it out.
-        steps: float32 `[len(gradients), 9]` on the CPU: rows from `adamw_step`.
+        steps: float32 `[len(gradients), 10]` on the CPU: rows from `adamw_step`.
+
+    Raises:
+        RuntimeError: an argument is not as above; nothing is changed then.
 
     Example: p `[4]`, m and v `[0]`, gradient `[2]`, t = 1, lr = 0.5, betas (0.5, 0.75), eps = 0, weight_decay =
     0.5: m becomes 1, v becomes 1, p becomes 4 * 0.75 - 1 * 1 / (1 / 0.5) = 2.5.
@@ -272,6 +295,162 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
     """
     _refuse_grad("adamw_", "call it under torch.no_grad()", p, m, v)
     _ops.adamw_.default(p, m, v, gradients, steps)
+
+
+def expert_histograms(ids: Sequence[Tensor], num_experts: int) -> Tensor:
+    """Count the tokens of each expert of several layers; on CUDA in one launch for each 64 layers.
+
+    Args:
+        ids: for each layer int32 or int64 of any shape, as for `expert_histogram`; all on one device.
+        num_experts: 1 to 2**20; on CUDA at most 12288.
+
+    Returns:
+        int64 `[L, E]` on the device of the ids.
+
+    Example: ids `[[0, 2], [2, -1]]` and `[1]`, 3 experts: `[[1, 0, 2], [0, 1, 0]]`.
+
+    An id out of range raises on the CPU, naming it and the layer, and counts as -1 on CUDA.
+    """
+    if not ids:
+        raise RuntimeError("ids: expected the ids of one layer or more, got none")
+    return _ops.expert_histograms.default(ids, num_experts)
+
+
+def split_tokens(counts: Tensor, replicas: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Split the tokens of every expert over its replicas, without waiting for a GPU.
+
+    The same integers as `evermoe.planning.split_tokens` with `policy="even"` (Lazarus, Algorithm 1): what a rank has
+    room for stays there, the rest goes to the others in proportion to the room they have left.
+
+    Args:
+        counts: int64 `[E, R]`: tokens of each expert on each rank.
+        replicas: int64 `[R, E]`: replicas of each expert on each rank.
+        rank: whose part to return, 0 to R - 1. On CUDA R is at most 755.
+
+    Returns:
+        `send`, int64 `[E, R]`: tokens of each expert that go to each rank.
+        `receive`, int64 `[R, E]`: tokens of each expert that come from each rank.
+
+    Example: one expert with a replica on each of three ranks, counts `[[5, 0, 1]]`: there is room for 2 on each, so
+    rank 0 keeps 2 and sends 2 and 1: send = `[[2, 2, 1]]`, receive = `[[2], [0], [0]]`.
+
+    Negative numbers, an expert that has tokens and no replica, and more than 2**61 tokens times replicas of one raise
+    on the CPU, naming the expert. On CUDA nobody sends or receives tokens of such an expert.
+    """
+    return _ops.split_tokens.default(counts, replicas, rank)
+
+
+def regroup(rows: Tensor, counts: Tensor, inverse: bool = False) -> Tensor:
+    """Bring rows from the order of (source rank, expert) into that of (expert, source rank), or back.
+
+    After an exchange the rows of each source are ordered by expert; experts want all of theirs together. Differentiable
+    in `rows`: the gradient goes the other way.
+
+    Args:
+        rows: `[N, H]` of any dtype; a row has an even number of bytes.
+        counts: int64 `[R, e]`: rows of each source for each local expert; they add up to N.
+        inverse: from (expert, source) to (source, expert).
+
+    Returns:
+        `[N, H]`, dtype of `rows`.
+
+    Example: counts `[[1, 2], [3, 0]]`, rows `a | b c || d e f |`: `a d e f | b c`; the inverse gives them back.
+
+    Counts that do not add up, and negative ones, raise on the CPU. On CUDA rows past the counts are zeros, and a
+    negative count is zero.
+    """
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return _Regroup.apply(rows, counts, inverse)
+    return _ops.regroup.default(rows, counts, inverse)
+
+
+def regroup_out(rows: Tensor, counts: Tensor, inverse: bool, out: Tensor) -> Tensor:
+    """Like `regroup`, into `out` (contiguous `[N, H]`, dtype of `rows`, memory of its own), and returns it.
+
+    Not differentiable: raises when a gradient would be needed.
+    """
+    _refuse_grad("regroup_out", "use regroup, or torch.no_grad()", rows, out)
+    _ops.regroup_out.default(rows, counts, inverse, out)
+    return out
+
+
+def sgd_step(
+    *,
+    is_first: bool,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+    loss_scale: float = 1.0,
+    clip: float = 1.0,
+    profile: str = "evermoe",
+) -> Tensor:
+    """Compute the numbers of one step of SGD, rounded once: what `sgd_` needs beside the gradient.
+
+    Args:
+        is_first: whether it is the parameter's first step, whose momentum buffer is the gradient.
+        lr: learning rate, 0 or more.
+        momentum: how much of the buffer is kept, 0 or more; 0 for no buffer.
+        dampening: how much of the gradient does not go into the buffer.
+        weight_decay: times the parameters, added to the gradient, 0 or more.
+        nesterov: look ahead by one more step of momentum; needs momentum, and no dampening.
+        maximize: ascend rather than descend.
+        loss_scale: what the loss was multiplied by; the gradient is divided by it.
+        clip: what the gradient is multiplied by then, 0 or more; only then it is negated to maximize.
+        profile: whose arithmetic to follow bit for bit: "evermoe", or "torch_cpu_fused", that of
+            `torch.optim.SGD(fused=True)` on an x86 CPU, which differs in the last `numel % 8` elements.
+
+    Returns:
+        float32 `[9]` on the CPU: profile (0 or 1), loss_scale, clip (negative to maximize), weight_decay, momentum,
+        1 - dampening, lr, is_first (0 or 1), nesterov (0 or 1).
+
+    Raises:
+        ValueError: a number is out of its range, or the profile is not known.
+
+    Example: is_first = False, lr = 0.5, momentum = 0.5, weight_decay = 0.25: `[0, 1, 1, 0.25, 0.5, 1, 0.5, 0, 0]`.
+    """
+    numbers = _native.sgd_step(
+        is_first=is_first,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        maximize=maximize,
+        loss_scale=loss_scale,
+        clip=clip,
+        profile=profile,
+    )
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
+def sgd_(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+    """Apply steps of SGD to `p` and its momentum buffer in place, in one pass over the memory.
+
+    The bits are the same on every CPU and GPU, whether the steps come in one call or in several. Those of the profile
+    "evermoe" equal those of `torch.optim.SGD` on an x86 CPU: of its `fused` variant where `p.numel()` is a multiple
+    of 8, of the others always; see `src/cpu/sgd.rs` for the recipe. (Which NaN comes out is the processor's choice.)
+
+    Args:
+        p: parameters, float32, contiguous, with one dimension or more. Under "torch_cpu_fused" a whole parameter of
+            the trainer's.
+        buffer: the momentum's, like `p`; whatever it holds before the first step. None where no step has momentum.
+        gradients: one for each step, float32 or bfloat16 of the shape of `p`; None is a gradient of zeros, which
+            needs no memory. A step that was skipped for an infinite gradient is no step: leave it out.
+        steps: float32 `[len(gradients), 9]` on the CPU: rows from `sgd_step`.
+
+    Raises:
+        RuntimeError: an argument is not as above; nothing is changed then.
+
+    Example: p `[4]`, buffer `[6]`, gradient `[2]` and the step of `sgd_step`'s example: the gradient becomes
+    2 + 0.25 * 4 = 3, buffer becomes 3 + 0.5 * 6 = 6, p becomes 4 - 0.5 * 6 = 1.
+
+    Not differentiable.
+    """
+    _refuse_grad("sgd_", "call it under torch.no_grad()", p, buffer)
+    _ops.sgd_.default(p, buffer, gradients, steps)
 
 
 def _top_k(x: Tensor, positions: Tensor) -> int:
@@ -340,6 +519,21 @@ class _Combine(torch.autograd.Function):
         return grad_rows, None, grad_weights
 
 
+class _Regroup(torch.autograd.Function):
+    """The gradient of a copy to other places is the copy back."""
+
+    @staticmethod
+    def forward(ctx: _Context, rows: Tensor, counts: Tensor, inverse: bool) -> Tensor:
+        ctx.save_for_backward(counts)
+        ctx.inverse = inverse
+        return _ops.regroup.default(rows, counts, inverse)
+
+    @staticmethod
+    def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        (counts,) = ctx.saved_tensors
+        return regroup(grad, counts, not ctx.inverse), None, None
+
+
 # ---- fakes: shapes and dtypes for torch.compile and torch.export ------------------------------
 
 
@@ -348,10 +542,19 @@ def _(ids: Tensor, num_experts: int) -> Tensor:
     return ids.new_empty((num_experts,), dtype=torch.int64)
 
 
+@torch.library.register_fake("evermoe::expert_histograms")
+def _(ids: Sequence[Tensor], num_experts: int) -> Tensor:
+    return ids[0].new_empty((len(ids), num_experts), dtype=torch.int64)
+
+
 @torch.library.register_fake("evermoe::dispatch_plan")
 def _(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # slow to import; tracing has done so
+
     tokens, top_k = ids.shape
-    return ids.new_empty((tokens * top_k,), dtype=torch.int64), ids.new_empty((tokens, top_k), dtype=torch.int64)
+    # Where the number of slots is not known even while running, int32 is taken for granted.
+    dtype = torch.int32 if guard_or_true(tokens * top_k < 2**31) else torch.int64
+    return ids.new_empty((tokens * top_k,), dtype=dtype), ids.new_empty((tokens, top_k), dtype=dtype)
 
 
 @torch.library.register_fake("evermoe::invert_positions")
@@ -384,6 +587,31 @@ def _(rows: Tensor, positions: Tensor, weights: Tensor | None, out: Tensor) -> N
     pass
 
 
+@torch.library.register_fake("evermoe::split_tokens")
+def _(counts: Tensor, replicas: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    return counts.new_empty(counts.shape), replicas.new_empty(replicas.shape)
+
+
+@torch.library.register_fake("evermoe::regroup")
+def _(rows: Tensor, counts: Tensor, inverse: bool) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+@torch.library.register_fake("evermoe::regroup_out")
+def _(rows: Tensor, counts: Tensor, inverse: bool, out: Tensor) -> None:
+    pass
+
+
+@torch.library.register_fake("evermoe::unpermute_backward_out")
+def _(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, grad_rows: Tensor, grad_weights: Tensor) -> None:
+    pass
+
+
 @torch.library.register_fake("evermoe::adamw_")
 def _(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+    pass
+
+
+@torch.library.register_fake("evermoe::sgd_")
+def _(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
     pass

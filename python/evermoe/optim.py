@@ -12,7 +12,66 @@ from torch.optim.optimizer import ParamsT
 from evermoe import ops
 
 
-class AdamW(torch.optim.Optimizer):
+class _Optimizer(torch.optim.Optimizer):
+    """What the optimizers share: checks of their groups, and the loop over the parameters."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with options of their own; those not given are the constructor's.
+
+        Raises:
+            ValueError: as the constructor's; nothing is added then.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._numbers(self.param_groups[-1], 1)
+            _check_parameters(self.param_groups[-1]["params"])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step with the gradients that there are.
+
+        Args:
+            closure: computes the loss and its gradients anew, before the step.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ValueError: an option that was changed since is out of its range.
+            RuntimeError: a gradient is of another dtype or device, or sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            numbers: dict[int, Tensor] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                t = self._next_step(parameter)
+                if t not in numbers:
+                    numbers[t] = self._numbers(group, t)[None]
+                self._step_one(parameter, parameter.grad, numbers[t])
+        return loss
+
+    def _next_step(self, parameter: Tensor) -> int:
+        """The number of the step that the parameter takes next, from 1, as far as the numbers depend on it."""
+        raise NotImplementedError
+
+    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+        """The numbers of the group's step `t`."""
+        raise NotImplementedError
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, numbers: Tensor) -> None:
+        """Takes the step, and counts it."""
+        raise NotImplementedError
+
+
+class AdamW(_Optimizer):
     """`torch.optim.AdamW` with one arithmetic on CPU and CUDA (`evermoe.ops.adamw_`).
 
     A drop-in: the same arguments, state names and `state_dict`, which both classes can load from each other. On an x86
@@ -50,19 +109,6 @@ class AdamW(torch.optim.Optimizer):
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters with options of their own; those not given are the constructor's.
-
-        Raises:
-            ValueError: as the constructor's; nothing is added then.
-        """
-        super().add_param_group(param_group)
-        try:
-            _check_group(self.param_groups[-1])
-        except ValueError:
-            del self.param_groups[-1]
-            raise
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over groups and state; also those of torch's class, without its AMSGrad.
 
@@ -73,44 +119,78 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("amsgrad: expected False, as evermoe.optim.AdamW has no AMSGrad; use torch.optim.AdamW")
         super().__setstate__(state)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step with the gradients that there are.
-
-        Args:
-            closure: computes the loss and its gradients anew, before the step.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            ValueError: an option that was changed since is out of its range.
-            RuntimeError: a gradient is of another dtype or device, or sparse.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            numbers: dict[int, Tensor] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step_one(parameter, parameter.grad, group, numbers)
-        return loss
-
-    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any], numbers: dict[int, Tensor]) -> None:
-        """`numbers` holds those of each step number that the group's parameters had so far."""
+    def _next_step(self, parameter: Tensor) -> int:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        t = int(state["step"]) + 1
-        if t not in numbers:
-            numbers[t] = _numbers(group, t)[None]
+        return int(state["step"]) + 1
+
+    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+        options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
+        return ops.adamw_step(t=t, lr=float(group["lr"]), **options)
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, numbers: Tensor) -> None:
+        state = self.state[parameter]
         moments = _vector(state["exp_avg"]), _vector(state["exp_avg_sq"])
-        ops.adamw_(_vector(parameter), *moments, [_vector(gradient)], numbers[t])
+        ops.adamw_(_vector(parameter), *moments, [_vector(gradient)], numbers)
         state["step"] += 1
+
+
+class SGD(_Optimizer):
+    """`torch.optim.SGD` with one arithmetic on CPU and CUDA (`evermoe.ops.sgd_`).
+
+    A drop-in: the same arguments, state names and `state_dict`, which both classes can load from each other. On an x86
+    CPU the results equal torch's bit for bit; with `fused=True`, where a parameter's size is a multiple of 8.
+
+        optimizer = evermoe.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    A parameter whose gradient is None takes no step; a gradient of zeros is a step. A parameter's first step fills its
+    momentum buffer with the gradient. A step that `torch.amp.GradScaler` skips changes nothing.
+
+    Args:
+        params: parameters, or groups of them: float32, contiguous. Gradients may be float32 or bfloat16.
+        lr: learning rate; a scheduler may change it, a tensor is read at each step.
+        momentum: how much of the buffer is kept; 0 for no buffer.
+        dampening: how much of the gradient does not go into the buffer.
+        weight_decay: times the parameters, added to the gradient.
+        nesterov: look ahead by one more step of momentum; needs momentum, and no dampening.
+        maximize: ascend rather than descend.
+
+    Raises:
+        ValueError: an option is out of its range, or a parameter cannot be stepped; the message says which.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        options = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
+        super().__init__(params, options | {"nesterov": nesterov, "maximize": maximize})
+
+    def _next_step(self, parameter: Tensor) -> int:
+        return 1 if self.state[parameter].get("momentum_buffer") is None else 2
+
+    def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
+        names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return ops.sgd_step(is_first=t == 1, lr=float(group["lr"]), **{name: group[name] for name in names})
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, numbers: Tensor) -> None:
+        state = self.state[parameter]
+        buffer = state.get("momentum_buffer")
+        if buffer is None and numbers[0, 4] != 0:  # its momentum
+            buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+        ops.sgd_(_vector(parameter), None if buffer is None else _vector(buffer), [_vector(gradient)], numbers)
+        if buffer is not None:
+            state["momentum_buffer"] = buffer
 
 
 def _vector(tensor: Tensor) -> Tensor:
@@ -118,14 +198,8 @@ def _vector(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() else tensor.view(1)
 
 
-def _numbers(group: dict[str, Any], t: int) -> Tensor:
-    options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
-    return ops.adamw_step(t=t, lr=float(group["lr"]), **options)
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    _numbers(group, 1)
-    for number, parameter in enumerate(group["params"]):
+def _check_parameters(parameters: list[Tensor]) -> None:
+    for number, parameter in enumerate(parameters):
         if parameter.dtype != torch.float32 or parameter.is_sparse or not parameter.is_contiguous():
             strides = "" if parameter.is_sparse else f" with strides {parameter.stride()}"
             raise ValueError(

@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 
 STEP_BITS = 40
 """A version is `generation << STEP_BITS | step`: of two lines of history, the newer membership's wins."""
-LOAD_DECAY = 0.9
-"""Weight of the past in the moving average of the experts' load."""
 FINISHED_FILE = "EVERMOE_FINISHED"
 """Environment variable set by `evermoe run`: the file that says that the job is over."""
 MOST_ATTEMPTS = 20
@@ -359,10 +357,7 @@ class Session:
         if self.scheduler is not None:
             self.scheduler.step()
         self.sampler.advance()
-        for row, layer in zip(self.state.load_LE, self.state.layers.values(), strict=True):
-            tokens = torch.from_numpy(layer.load_E).double()
-            decay = LOAD_DECAY if self.step else 0.0
-            row[: len(tokens)].mul_(decay).add_(tokens, alpha=1 - decay)
+        self.state.add_load()
         self._version = (self.membership.generation << STEP_BITS) | (self.step + 1)
         self._save_progress()
 

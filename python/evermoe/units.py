@@ -13,12 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evermoe._native import digest
 from evermoe.errors import EvermoeError
 from evermoe.moe import MoE, moe_layers
+from evermoe.planning import LoadAverage
 
+LOAD_HALF_LIFE = 7.0
+"""Steps after which a step counts half in the average load of the experts."""
 PROGRESS_BYTES = 16384
 """Room for the training loop's own state (sampler, scheduler) as JSON in the unit `session`."""
 
@@ -90,9 +94,9 @@ class TrainingState:
         self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
         _create_optimizer_state(optimizer)
         self.progress = torch.zeros(PROGRESS_BYTES, dtype=torch.uint8)
-        self.load_LE = torch.zeros(len(self.layers), self._most_experts(), dtype=torch.float64)
-        """Moving average of each expert's tokens per step, per layer; the same on all ranks."""
-        self._dense = {"session": {"progress": self.progress, "load": self.load_LE}} | dense_tensors(model)
+        self.load = torch.zeros(len(self.layers), self._most_experts() + 1, dtype=torch.float64)
+        """State of the `planning.LoadAverage` of all layers; the same on all ranks."""
+        self._dense = {"session": {"progress": self.progress, "load": self.load}} | dense_tensors(model)
         self.units = self._list_units()
         self.by_name = {unit.name: unit for unit in self.units}
 
@@ -187,11 +191,6 @@ class TrainingState:
                 (target[i] if target.dim() == 2 else target).copy_(value)
         return new
 
-    def reset_load(self) -> None:
-        """Forgets the tokens that the layers have counted since the last step."""
-        for layer in self.layers.values():
-            layer.load_E = np.zeros_like(layer.load_E)
-
     def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:
         """A new Parameter, never a resized one: graphs of an interrupted step may still hold the old."""
         old, new = layer.weights, nn.Parameter(tensors["weights"], layer.weights.requires_grad)
@@ -202,6 +201,31 @@ class TrainingState:
         state = {key.removeprefix("weights/"): t for key, t in tensors.items() if key != "weights"}
         if state:
             self.optimizer.state[new] = state
+
+    # ---- the experts' load
+
+    @property
+    def load_LE(self) -> NDArray[np.float64]:
+        """Average tokens of each expert in a step, per layer; zeros past the experts of a layer that has fewer."""
+        return self._load_average().loads
+
+    def add_load(self) -> None:
+        """Adds the tokens that the layers have counted in this step to the average."""
+        tokens_LE = np.zeros((len(self.layers), self._most_experts()), np.int64)
+        for row, layer in zip(tokens_LE, self.layers.values(), strict=True):
+            row[: layer.num_experts] = layer.load_E
+        average = self._load_average()
+        average.add(tokens_LE)
+        self.load.copy_(torch.from_numpy(average.state))
+
+    def reset_load(self) -> None:
+        """Forgets the tokens that the layers have counted since the last step."""
+        for layer in self.layers.values():
+            layer.load_E = np.zeros_like(layer.load_E)
+
+    def _load_average(self) -> LoadAverage:
+        layers, experts = len(self.layers), self._most_experts()
+        return LoadAverage(layers, experts, half_life=LOAD_HALF_LIFE, state=self.load.numpy())
 
     # ---- the loop's own state
 

@@ -13,18 +13,24 @@
 //!
 //! This is `torch.optim.AdamW(fused=True)` on an x86 CPU bit for bit, as long as torch does not come to its loop for
 //! the last elements (`numel % 8 == 0`). NaNs are the exception: which NaN comes out is the processor's choice.
+//!
+//! The other [`Profile`]s repeat the steps of torch's own optimizers; they differ from the above in
+//!
+//! ```text
+//! TorchCpuFused      v = fma(v, keep, (square · g) · g)        in the last numel % 8 elements
+//! TorchCudaFused     p = fma(p, decay, p)                      decay = −(lr · weight_decay)
+//!                    m = fma(m, lerp, fma(g, −lerp, g))        lerp  = β1
+//!                    v = fma(v, keep, fma(g², −keep, g²))      rate, spread: of powers computed in float32 on the GPU
+//! TorchCudaForeach   v = fma(g², square, v · keep)
+//!                    p = fma(m / (√v / spread + eps), −rate, p)
+//! ```
+//!
+//! Torch's other CPU variants take √ from a library that does not round it correctly: they cannot be repeated.
 
-use super::parallel::{Disjoint, Parallel};
+use super::parallel::Parallel;
+use super::steps::{Gradient, Profile, Scaling, Step, apply_steps, check_option, for_each};
 use crate::ensure;
-use crate::error::Result;
-use half::bf16;
-use std::ops::Range;
-
-/// Elements that take all steps before the next ones do: they stay in the first-level cache.
-const BLOCK: usize = 2048;
-/// Blocks that a thread should be given at least.
-const GRAIN_BLOCKS: usize = 32;
-static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
+use crate::error::{Error, Result};
 
 /// What the user sets.
 #[derive(Debug, Clone, Copy)]
@@ -47,6 +53,8 @@ pub struct AdamWOptions {
 /// differs between libraries.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
+    /// Whose step it is; the numbers below are other ones for [`Profile::TorchCudaFused`] (see the module).
+    pub profile: Profile,
     /// What the loss was multiplied by; the gradient is divided by it first.
     pub loss_scale: f32,
     /// Then multiplied by this: the coefficient of clipping, negative to maximize.
@@ -69,7 +77,7 @@ pub struct AdamWStep {
 
 impl AdamWStep {
     /// How many numbers a step consists of.
-    pub const LEN: usize = 9;
+    pub const LEN: usize = 10;
 
     /// The numbers of step `t`, which counts from 1, for gradients of a loss that was multiplied by `loss_scale`, to be
     /// multiplied by `clip`.
@@ -78,31 +86,50 @@ impl AdamWStep {
     /// use evermoe::cpu::{AdamWOptions, AdamWStep};
     /// let options = AdamWOptions { lr: 0.5, betas: [0.5, 0.75], eps: 0.25, weight_decay: 0.5, maximize: true };
     /// let step = AdamWStep::new(&options, 1, 8.0, 0.5)?;
-    /// assert_eq!(step.to_array(), [8.0, -0.5, 0.75, 0.5, 0.25, 0.75, 1.0, 0.5, 0.25]);
+    /// assert_eq!(step.to_array(), [0.0, 8.0, -0.5, 0.75, 0.5, 0.25, 0.75, 1.0, 0.5, 0.25]);
     /// # Ok::<(), evermoe::error::Error>(())
     /// ```
     ///
     /// # Errors
     /// [`crate::error::Error::Invalid`] when a number is out of its range; it names it.
     pub fn new(options: &AdamWOptions, t: i64, loss_scale: f64, clip: f64) -> Result<Self> {
+        Self::with_profile(Profile::Evermoe, options, t, None, loss_scale, clip)
+    }
+
+    /// As [`AdamWStep::new`], for another profile. [`Profile::TorchCudaFused`] needs `powers`: β1^t and β2^t as
+    /// the trainer's GPU computes them in float32, since no two libraries agree on them; the others take none.
+    ///
+    /// ```
+    /// use evermoe::cpu::{AdamWOptions, AdamWStep, Profile};
+    /// let options = AdamWOptions { lr: 0.5, betas: [0.5, 0.75], eps: 0.25, weight_decay: 0.5, maximize: false };
+    /// let step = AdamWStep::with_profile(Profile::TorchCudaFused, &options, 1, Some([0.5, 0.75]), 1.0, 1.0)?;
+    /// assert_eq!(step.to_array(), [2.0, 1.0, 1.0, -0.25, 0.5, 0.25, 0.75, 1.0, 0.5, 0.25]);
+    /// # Ok::<(), evermoe::error::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`AdamWStep::new`]; also when `powers` are missing, not wanted, or no powers.
+    pub fn with_profile(
+        profile: Profile,
+        options: &AdamWOptions,
+        t: i64,
+        powers: Option<[f32; 2]>,
+        loss_scale: f64,
+        clip: f64,
+    ) -> Result<Self> {
         let AdamWOptions { lr, betas: [beta1, beta2], eps, weight_decay, maximize } = *options;
-        for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay), ("clip", clip)] {
-            ensure!(
-                value >= 0.0 && (value as f32).is_finite(),
-                "{name}: expected a finite number of 0 or more, got {value}"
-            );
+        for (name, value) in [("lr", lr), ("eps", eps), ("weight_decay", weight_decay)] {
+            check_option(name, value)?;
         }
         for beta in [beta1, beta2] {
             ensure!((0.0..1.0).contains(&beta), "betas: expected numbers of 0 to below 1, got {beta}");
         }
-        ensure!(
-            (loss_scale as f32) > 0.0 && (loss_scale as f32).is_finite(),
-            "loss_scale: expected a positive finite number, got {loss_scale}"
-        );
         ensure!(t >= 1, "t: expected a step of 1 or more (steps count from 1), got {t}");
-        Ok(Self {
-            loss_scale: loss_scale as f32,
-            factor: if maximize { -clip } else { clip } as f32,
+        let [loss_scale, factor] = Scaling::checked(loss_scale, clip, maximize)?.numbers();
+        let step = Self {
+            profile,
+            loss_scale,
+            factor,
             // One rounding in double: a compiler fuses it in torch.
             decay: (-lr).mul_add(weight_decay, 1.0) as f32,
             lerp: (1.0 - beta1) as f32,
@@ -111,47 +138,64 @@ impl AdamWStep {
             rate: (lr / (1.0 - beta1.powf(t as f64))) as f32,
             spread: (1.0 - beta2.powf(t as f64)).sqrt() as f32,
             eps: eps as f32,
-        })
+        };
+        match (profile, powers) {
+            (Profile::TorchCudaFused, Some(powers)) => step.with_powers(options, powers),
+            (Profile::TorchCudaFused, None) => Err(Error::Invalid(
+                "powers: expected beta1**t and beta2**t in float32 from the trainer's GPU, got None".into(),
+            )),
+            (_, Some(_)) => Err(Error::Invalid(format!(
+                "powers: expected None, as profile {} computes them in double",
+                profile.name()
+            ))),
+            // Python computes both, without fusing the one and with a power of one half for the other.
+            (Profile::TorchCudaForeach, None) => Ok(Self {
+                decay: (1.0 - lr * weight_decay) as f32,
+                spread: (1.0 - beta2.powf(t as f64)).powf(0.5) as f32,
+                ..step
+            }),
+            _ => Ok(step),
+        }
     }
 
-    /// The numbers in the order of the fields.
+    /// The numbers as torch's CUDA kernel computes them: in float32 from the start.
+    fn with_powers(self, options: &AdamWOptions, powers: [f32; 2]) -> Result<Self> {
+        let (lr, weight_decay) = (options.lr as f32, options.weight_decay as f32);
+        let beta1 = options.betas[0] as f32;
+        for (power, beta) in powers.into_iter().zip(options.betas) {
+            ensure!(
+                (0.0..1.0).contains(&power) && power <= beta as f32 * (1.0 + 1e-5),
+                "powers: expected beta**t, 0 to {beta}, got {power}"
+            );
+        }
+        // A decay of +0 is none; of −0, one of a learning rate of 0, which still turns −0 into +0.
+        let decay = if weight_decay == 0.0 { 0.0 } else { -(lr * weight_decay) };
+        let (rate, spread) = (lr / (1.0 - powers[0]), (1.0 - powers[1]).sqrt());
+        Ok(Self { decay, lerp: beta1, rate, spread, ..self })
+    }
+
+    /// The numbers in the order of the fields; the profile is its number.
     pub fn to_array(&self) -> [f32; Self::LEN] {
-        let Self { loss_scale, factor, decay, lerp, square, keep, rate, spread, eps } = *self;
-        [loss_scale, factor, decay, lerp, square, keep, rate, spread, eps]
+        let Self { profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps } = *self;
+        [profile.number(), loss_scale, factor, decay, lerp, square, keep, rate, spread, eps]
     }
 
     /// The step of these numbers, in the order of the fields.
-    pub fn from_array(numbers: [f32; Self::LEN]) -> Self {
-        let [loss_scale, factor, decay, lerp, square, keep, rate, spread, eps] = numbers;
-        Self { loss_scale, factor, decay, lerp, square, keep, rate, spread, eps }
-    }
-}
-
-/// The gradient of one step.
-#[derive(Debug, Clone, Copy)]
-pub enum Gradient<'a> {
-    /// All zeros, for which no bytes are needed: the moments decay and the parameters move all the same.
-    Zero,
-    /// float32
-    F32(&'a [f32]),
-    /// bfloat16
-    Bf16(&'a [bf16]),
-}
-
-impl<'a> Gradient<'a> {
-    fn covers(&self, len: usize) -> bool {
-        match self {
-            Self::Zero => true,
-            Self::F32(values) => values.len() == len,
-            Self::Bf16(values) => values.len() == len,
-        }
+    ///
+    /// # Errors
+    /// [`crate::error::Error::Invalid`] when the first one is no profile's.
+    pub fn from_array(numbers: [f32; Self::LEN]) -> Result<Self> {
+        let [profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps] = numbers;
+        let profile = Profile::numbered(profile, &Profile::ALL)?;
+        Ok(Self { profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps })
     }
 }
 
 /// Applies the steps in their order: the same bits as one call for each, in one pass over the memory.
 ///
 /// `p` are the parameters, `m` and `v` the first and second moment. A step that the trainer skipped, since a gradient
-/// was infinite, is no step: it is left out here.
+/// was infinite, is no step: it is left out here. Under [`Profile::TorchCpuFused`] the arrays are a whole parameter, as
+/// its last elements are stepped in another way.
 ///
 /// ```
 /// use evermoe::cpu::{AdamWOptions, AdamWStep, Gradient, Serial, adamw};
@@ -172,150 +216,61 @@ pub fn adamw(
     steps: &[(AdamWStep, Gradient<'_>)],
     pool: &impl Parallel,
 ) {
-    let len = p.len();
-    assert!(m.len() == len && v.len() == len && steps.iter().all(|(_, gradient)| gradient.covers(len)));
-    let update = update_for_this_processor();
-    let (p, m, v) = (Disjoint::new(p), Disjoint::new(m), Disjoint::new(v));
-    pool.run(len.div_ceil(BLOCK), GRAIN_BLOCKS, &|blocks| {
-        let _subnormals = KeepSubnormals::new();
-        for block in blocks {
-            let range = block * BLOCK..len.min((block + 1) * BLOCK);
-            // SAFETY: each range of blocks is given to one thread.
-            let state = unsafe { [p.part(range.clone()), m.part(range.clone()), v.part(range.clone())] };
-            // SAFETY: chosen for the processor that this runs on.
-            unsafe { update(state, range, steps) };
-        }
-    });
+    apply_steps([p, m, v], steps, pool);
 }
 
-// ---- one block --------------------------------------------------------------------------------
-
-/// Applies all steps to a block of `[p, m, v]`, whose elements are `range` of the gradients'.
-type Update = unsafe fn([&mut [f32]; 3], Range<usize>, &[(AdamWStep, Gradient<'_>)]);
-
-/// Every variant gives the same bits: `mul_add` is rounded once, with the instruction or without.
-fn update_for_this_processor() -> Update {
-    #[cfg(target_arch = "x86_64")]
-    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-        return update_avx2;
+impl Step<3> for AdamWStep {
+    fn scaling(&self) -> Scaling {
+        Scaling::of(self.loss_scale, self.factor)
     }
-    update_portable
-}
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn update_avx2(state: [&mut [f32]; 3], range: Range<usize>, steps: &[(AdamWStep, Gradient<'_>)]) {
-    update_block(state, range, steps);
-}
+    fn profile(&self) -> Profile {
+        self.profile
+    }
 
-fn update_portable(state: [&mut [f32]; 3], range: Range<usize>, steps: &[(AdamWStep, Gradient<'_>)]) {
-    update_block(state, range, steps);
-}
-
-#[inline(always)]
-fn update_block([p, m, v]: [&mut [f32]; 3], range: Range<usize>, steps: &[(AdamWStep, Gradient<'_>)]) {
-    for (step, gradient) in steps {
-        match gradient {
-            Gradient::Zero => update_step(step, p, m, v, &ZEROS[..range.len()], |g| g),
-            Gradient::F32(values) => update_step(step, p, m, v, &values[range.clone()], |g| g),
-            Gradient::Bf16(values) => update_step(step, p, m, v, &values[range.clone()], |g: bf16| {
-                f32::from_bits(u32::from(g.to_bits()) << 16)
+    #[inline(always)]
+    fn update<G: Copy>(
+        &self,
+        state: [&mut [f32]; 3],
+        gradient: &[G],
+        widen: impl Fn(G) -> f32,
+        in_tail: bool,
+    ) {
+        let Self { decay, lerp, square, keep, rate, spread, eps, .. } = *self;
+        let (near, slope) = (lerp < 0.5, if lerp < 0.5 { lerp } else { -(1.0 - lerp) });
+        // From the end that is nearer: m, or g.
+        let first_moment = |m: f32, g: f32| slope.mul_add(g - m, if near { m } else { g });
+        let denominator = |v: f32| v.sqrt() / spread + eps;
+        match self.profile {
+            Profile::TorchCpuFused if in_tail => for_each(state, gradient, |[p, m, v], g| {
+                let g = widen(g);
+                let (m, v) = (first_moment(m, g), v.mul_add(keep, square * g * g));
+                [p * decay - rate * m / denominator(v), m, v]
+            }),
+            Profile::Evermoe | Profile::TorchCpuFused => for_each(state, gradient, |[p, m, v], g| {
+                let g = widen(g);
+                let (m, v) = (first_moment(m, g), (square * g).mul_add(g, v * keep));
+                [p * decay - rate * m / denominator(v), m, v]
+            }),
+            Profile::TorchCudaFused => for_each(state, gradient, |[p, m, v], g| {
+                let g = widen(g);
+                let p = if decay.to_bits() == 0 { p } else { p.mul_add(decay, p) };
+                let m = m.mul_add(lerp, g.mul_add(-lerp, g));
+                let v = v.mul_add(keep, (g * g).mul_add(-keep, g * g));
+                [p - rate * m / denominator(v), m, v]
+            }),
+            Profile::TorchCudaForeach => for_each(state, gradient, |[p, m, v], g| {
+                let g = widen(g);
+                let (m, v) = (first_moment(m, g), (g * g).mul_add(square, v * keep));
+                [(m / denominator(v)).mul_add(-rate, p * decay), m, v]
             }),
         }
     }
 }
 
-/// Division and multiplication by 1 change no bit: they are left out.
-#[inline(always)]
-fn update_step<G: Copy>(
-    step: &AdamWStep,
-    p: &mut [f32],
-    m: &mut [f32],
-    v: &mut [f32],
-    gradient: &[G],
-    widen: impl Fn(G) -> f32,
-) {
-    let plain = step.loss_scale == 1.0 && step.factor == 1.0;
-    match (plain, step.lerp < 0.5) {
-        (true, true) => update_elements(step, p, m, v, gradient, widen, move |m, _| m),
-        (true, false) => update_elements(step, p, m, v, gradient, widen, move |_, g| g),
-        (false, near) => {
-            let scaled = |g: G| widen(g) / step.loss_scale * step.factor;
-            update_elements(step, p, m, v, gradient, scaled, move |m, g| if near { m } else { g });
-        }
-    }
-}
-
-/// `anchor` is the end that the first moment's interpolation starts from: `m`, or `g` where that is nearer.
-#[inline(always)]
-fn update_elements<G: Copy>(
-    step: &AdamWStep,
-    p: &mut [f32],
-    m: &mut [f32],
-    v: &mut [f32],
-    gradient: &[G],
-    widen: impl Fn(G) -> f32,
-    anchor: impl Fn(f32, f32) -> f32,
-) {
-    let AdamWStep { decay, lerp, square, keep, rate, spread, eps, .. } = *step;
-    let slope = if lerp < 0.5 { lerp } else { -(1.0 - lerp) };
-    for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(gradient) {
-        let g = widen(g);
-        let first = slope.mul_add(g - *m, anchor(*m, g));
-        let second = (square * g).mul_add(g, *v * keep);
-        let moved = *p * decay - rate * first / (second.sqrt() / spread + eps);
-        // Loads before stores: the arrays often lie at the same offset of their pages, which looks like an overlap.
-        (*p, *m, *v) = (moved, first, second);
-    }
-}
-
-// ---- the processor's mode ---------------------------------------------------------------------
-
-/// Puts this thread's floats into the mode that Rust assumes and the recipe needs (to nearest, subnormals kept, nothing
-/// trapped), until dropped: `torch.set_flush_denormal`, or a library built with fast math, may have changed it.
-struct KeepSubnormals {
-    #[cfg(target_arch = "x86_64")]
-    before: u32,
-}
-
-#[cfg(target_arch = "x86_64")]
-impl KeepSubnormals {
-    const DEFAULT: u32 = 0x1f80;
-
-    fn new() -> Self {
-        let mut before = 0_u32;
-        // SAFETY: stores the control register to a place of its size.
-        unsafe {
-            std::arch::asm!("stmxcsr [{}]", in(reg) &raw mut before, options(nostack, preserves_flags))
-        };
-        Self::set(Self::DEFAULT);
-        Self { before }
-    }
-
-    fn set(mode: u32) {
-        // SAFETY: loads the control register from a place of its size; no reserved bit is set.
-        unsafe {
-            std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack, preserves_flags))
-        };
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-impl Drop for KeepSubnormals {
-    fn drop(&mut self) {
-        Self::set(self.before);
-    }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-impl KeepSubnormals {
-    fn new() -> Self {
-        Self {}
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::steps::{Update, update_for_this_processor, update_portable};
     use super::*;
 
     const LEN: usize = 1003;
@@ -330,41 +285,30 @@ mod tests {
         values.iter().map(|value| if value.is_nan() { 0x7fc0_0000 } else { value.to_bits() }).collect()
     }
 
-    fn run(update: Update) -> [Vec<u32>; 3] {
+    fn run(profile: Profile, update: Update<3, AdamWStep>) -> [Vec<u32>; 3] {
         let options =
             AdamWOptions { lr: 0.3, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, maximize: false };
         let gradient = any_bits(9);
-        let steps = [
-            (AdamWStep::new(&options, 1, 1.0, 1.0).unwrap(), Gradient::F32(&gradient)),
-            (AdamWStep::new(&options, 2, 3.0, 0.7).unwrap(), Gradient::F32(&gradient)),
-        ];
+        let powers = (profile == Profile::TorchCudaFused).then_some([0.5, 0.75]);
+        let step =
+            |t, scale, clip| AdamWStep::with_profile(profile, &options, t, powers, scale, clip).unwrap();
+        let steps =
+            [(step(1, 1.0, 1.0), Gradient::F32(&gradient)), (step(2, 3.0, 0.7), Gradient::F32(&gradient))];
         let (mut p, mut m) = (any_bits(1), any_bits(2));
         let mut v: Vec<f32> = any_bits(3).iter().map(|value| value.abs()).collect();
         // SAFETY: a variant for this processor.
-        unsafe { update([&mut p, &mut m, &mut v], 0..LEN, &steps) };
+        unsafe { update([&mut p, &mut m, &mut v], 0..LEN, LEN - LEN % 8, &steps) };
         [bits(&p), bits(&m), bits(&v)]
     }
 
     #[test]
     fn variants_give_the_same_bits() {
-        assert_eq!(run(update_for_this_processor()), run(update_portable));
-    }
-
-    #[cfg(target_arch = "x86_64")]
-    #[test]
-    fn subnormals_are_kept_and_the_mode_comes_back() {
-        const FLUSH: u32 = KeepSubnormals::DEFAULT | 0x8040;
-        let subnormal = f32::from_bits(0x0000_4001);
-        let options =
-            AdamWOptions { lr: 0.5, betas: [0.5, 0.5], eps: 1.0, weight_decay: 0.0, maximize: false };
-        let step = AdamWStep::new(&options, 1, 1.0, 1.0).unwrap();
-        let (mut p, mut m, mut v) = ([subnormal], [subnormal], [0.0]);
-        KeepSubnormals::set(FLUSH);
-        super::super::adamw(&mut p, &mut m, &mut v, &[(step, Gradient::Zero)], &super::super::Serial);
-        let after = KeepSubnormals::new().before;
-        KeepSubnormals::set(KeepSubnormals::DEFAULT);
-        assert_eq!(after, FLUSH);
-        // Half of an odd subnormal, to nearest even; then p loses that moment: rate is 1, the denominator too.
-        assert_eq!((m[0].to_bits(), p[0].to_bits()), (0x0000_2000, 0x0000_2001));
+        for profile in Profile::ALL {
+            assert_eq!(
+                run(profile, update_for_this_processor()),
+                run(profile, update_portable),
+                "{profile:?}"
+            );
+        }
     }
 }

@@ -3,40 +3,29 @@
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Columns that are widened at a time: the float32 copies stay in the first-level cache.
-pub(super) const BLOCK: usize = 256;
-
 /// A row's element type. Arithmetic is in float32; storing rounds once, to nearest even.
 pub trait Float: Copy + Send + Sync + 'static {
     /// Zero.
     const ZERO: Self;
 
-    /// The block as float32: itself, or widened into `scratch`. At most 256 elements.
-    fn widen<'a>(block: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32];
+    /// The elements as float32.
+    fn wide<const N: usize>(block: &[Self; N]) -> [f32; N];
 
-    /// Calls `update` with each element of `sums` and the block's element as float32.
-    #[inline(always)]
-    fn update(block: &[Self], sums: &mut [f32], update: impl Fn(&mut f32, f32)) {
-        let mut scratch = [0.0; BLOCK];
-        let block = Self::widen(block, &mut scratch);
-        sums.iter_mut().zip(block).for_each(|(sum, &value)| update(sum, value));
-    }
-
-    /// Stores float32 values, rounded.
-    fn narrow(values: &[f32], block: &mut [Self]);
+    /// Float32 values, rounded.
+    fn narrow<const N: usize>(values: &[f32; N]) -> [Self; N];
 }
 
 impl Float for f32 {
     const ZERO: Self = 0.0;
 
     #[inline(always)]
-    fn widen<'a>(block: &'a [Self], _scratch: &'a mut [f32]) -> &'a [f32] {
-        block
+    fn wide<const N: usize>(block: &[Self; N]) -> [f32; N] {
+        *block
     }
 
     #[inline(always)]
-    fn narrow(values: &[f32], block: &mut [Self]) {
-        block.copy_from_slice(values);
+    fn narrow<const N: usize>(values: &[f32; N]) -> [Self; N] {
+        *values
     }
 }
 
@@ -44,24 +33,17 @@ impl Float for bf16 {
     const ZERO: Self = Self::ZERO;
 
     #[inline(always)]
-    fn widen<'a>(block: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
-        let scratch = &mut scratch[..block.len()];
-        for (value, half) in scratch.iter_mut().zip(block) {
-            *value = f32::from_bits(u32::from(half.to_bits()) << 16);
+    fn wide<const N: usize>(block: &[Self; N]) -> [f32; N] {
+        let mut wide = [0.0; N];
+        for (wide, half) in wide.iter_mut().zip(block) {
+            *wide = f32::from_bits(u32::from(half.to_bits()) << 16);
         }
-        scratch
-    }
-
-    /// Without a detour through memory, which would be half of the work.
-    #[inline(always)]
-    fn update(block: &[Self], sums: &mut [f32], update: impl Fn(&mut f32, f32)) {
-        for (sum, half) in sums.iter_mut().zip(block) {
-            update(sum, f32::from_bits(u32::from(half.to_bits()) << 16));
-        }
+        wide
     }
 
     #[inline(always)]
-    fn narrow(values: &[f32], block: &mut [Self]) {
+    fn narrow<const N: usize>(values: &[f32; N]) -> [Self; N] {
+        let mut block = [Self::ZERO; N];
         for (half, &value) in block.iter_mut().zip(values) {
             // Without branches, so that it is vectorised; the same result as `bf16::from_f32`.
             let bits = value.to_bits();
@@ -69,6 +51,7 @@ impl Float for bf16 {
             let quiet_nan = bits >> 16 | 0x40;
             *half = Self::from_bits(if value.is_nan() { quiet_nan } else { rounded } as u16);
         }
+        block
     }
 }
 
@@ -76,15 +59,17 @@ impl Float for f16 {
     const ZERO: Self = Self::ZERO;
 
     #[inline(always)]
-    fn widen<'a>(block: &'a [Self], scratch: &'a mut [f32]) -> &'a [f32] {
-        let scratch = &mut scratch[..block.len()];
-        block.convert_to_f32_slice(scratch);
-        scratch
+    fn wide<const N: usize>(block: &[Self; N]) -> [f32; N] {
+        let mut wide = [0.0; N];
+        block.convert_to_f32_slice(&mut wide);
+        wide
     }
 
     #[inline(always)]
-    fn narrow(values: &[f32], block: &mut [Self]) {
+    fn narrow<const N: usize>(values: &[f32; N]) -> [Self; N] {
+        let mut block = [Self::ZERO; N];
         block.convert_from_f32_slice(values);
+        block
     }
 }
 
@@ -97,9 +82,7 @@ mod tests {
         #[test]
         fn bfloat16_rounds_as_half_does(bits: u32) {
             let value = f32::from_bits(bits);
-            let mut block = [bf16::ZERO];
-            bf16::narrow(&[value], &mut block);
-            prop_assert_eq!(block[0].to_bits(), bf16::from_f32(value).to_bits());
+            prop_assert_eq!(bf16::narrow(&[value])[0].to_bits(), bf16::from_f32(value).to_bits());
         }
     }
 }

@@ -2,18 +2,36 @@
 
 use super::parallel::{Disjoint, Parallel};
 use crate::error::{Error, Result};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// Ids that one task counts; a table of counts is kept per task.
-pub(super) const CHUNK_IDS: usize = 1 << 16;
+/// Ids that a thread should be given at least; waking another costs as much as counting so many.
+const MIN_CHUNK_IDS: usize = 1 << 14;
+/// Ids that a chunk's counts hold for certain.
+const MAX_CHUNK_IDS: usize = 1 << 31;
 /// Interleaved tables, so that equal neighbours do not wait for each other's store.
 const TABLES: usize = 4;
 
-/// An expert's id as the router writes it.
-pub trait Id: Copy + Send + Sync + 'static {
-    /// The id as a number.
+/// An expert's, slot's or row's number as tensors hold it, int32 or int64; -1 for none.
+pub trait Id: Copy + PartialEq + Send + Sync + 'static {
+    /// None.
+    const NONE: Self;
+    /// The largest number.
+    const MAX: usize;
+
+    /// The number, as it is.
     fn number(self) -> i64;
 
-    /// Bin of the id among `num_experts + 1`: 0 for unrouted (-1), `id + 1` for an expert. Ids out of range
+    /// Holds a number that is at most [`Id::MAX`].
+    fn new(number: usize) -> Self;
+
+    /// The number; nothing if it is negative.
+    #[inline(always)]
+    fn get(self) -> Option<usize> {
+        usize::try_from(self.number()).ok()
+    }
+
+    /// Bin of an expert among `num_experts + 1`: 0 for unrouted (-1), `id + 1` for an expert. Ids out of range
     /// give a number past the last bin.
     #[inline(always)]
     fn bin(self) -> usize {
@@ -22,16 +40,32 @@ pub trait Id: Copy + Send + Sync + 'static {
 }
 
 impl Id for i32 {
+    const NONE: Self = -1;
+    const MAX: usize = Self::MAX as usize;
+
     #[inline(always)]
     fn number(self) -> i64 {
         i64::from(self)
     }
+
+    #[inline(always)]
+    fn new(number: usize) -> Self {
+        number as Self
+    }
 }
 
 impl Id for i64 {
+    const NONE: Self = -1;
+    const MAX: usize = Self::MAX as usize;
+
     #[inline(always)]
     fn number(self) -> i64 {
         self
+    }
+
+    #[inline(always)]
+    fn new(number: usize) -> Self {
+        number as Self
     }
 }
 
@@ -42,10 +76,10 @@ impl Id for i64 {
 /// # Errors
 /// [`Error::Invalid`] when an id is neither -1 nor below `counts.len()`; it names the id.
 pub fn histogram<I: Id>(ids: &[I], counts: &mut [i64], pool: &impl Parallel) -> Result<()> {
-    let bins = counts.len() + 1;
-    let chunks = count_chunks(ids, counts.len(), pool)?;
+    let chunks = Chunks::new(ids.len(), pool.threads());
+    let tables = count_chunks(ids, counts.len(), chunks, chunks.count(), pool)?;
     counts.fill(0);
-    for chunk in chunks.chunks_exact(bins) {
+    for chunk in tables.chunks_exact(counts.len() + 1) {
         for (count, &here) in counts.iter_mut().zip(&chunk[1..]) {
             *count += i64::from(here);
         }
@@ -53,48 +87,69 @@ pub fn histogram<I: Id>(ids: &[I], counts: &mut [i64], pool: &impl Parallel) -> 
     Ok(())
 }
 
-/// Counts per chunk of [`CHUNK_IDS`] ids: `[num_chunks, num_experts + 1]`, bin 0 for unrouted ids.
-pub(super) fn count_chunks<I: Id>(ids: &[I], num_experts: usize, pool: &impl Parallel) -> Result<Vec<u32>> {
-    let bins = num_experts + 1;
-    let num_chunks = ids.len().div_ceil(CHUNK_IDS);
-    let mut tables = vec![0_u32; num_chunks * bins];
-    let shared = Disjoint::new(&mut tables);
-    pool.run(num_chunks, 1, &|chunks| {
-        let mut scratch = vec![0_u32; TABLES * (bins + 1)];
-        for chunk in chunks {
-            let first = chunk * CHUNK_IDS;
-            let ids = &ids[first..ids.len().min(first + CHUNK_IDS)];
-            // SAFETY: each chunk has its own part of the tables and is given to one thread.
-            count_into(ids, unsafe { shared.part(chunk * bins..(chunk + 1) * bins) }, &mut scratch);
-        }
-    });
-    let counted: u64 = tables.iter().map(|&count| u64::from(count)).sum();
-    if counted != ids.len() as u64 {
-        return Err(out_of_range(ids, num_experts));
-    }
-    Ok(tables)
+/// Ids cut into chunks of one size (the last may be shorter): one for each thread, where that pays.
+#[derive(Clone, Copy)]
+pub(super) struct Chunks {
+    len: usize,
+    size: usize,
 }
 
-/// Adds up one chunk. Ids out of range fall into a bin that is dropped, so the sum of `counts` tells of them.
-fn count_into<I: Id>(ids: &[I], counts: &mut [u32], scratch: &mut [u32]) {
-    let bins = counts.len();
-    scratch.fill(0);
+impl Chunks {
+    pub(super) fn new(len: usize, threads: usize) -> Self {
+        Self { len, size: len.div_ceil(threads.max(1)).clamp(MIN_CHUNK_IDS, MAX_CHUNK_IDS) }
+    }
+
+    pub(super) fn count(self) -> usize {
+        self.len.div_ceil(self.size)
+    }
+
+    pub(super) fn range(self, chunk: usize) -> Range<usize> {
+        chunk * self.size..self.len.min((chunk + 1) * self.size)
+    }
+}
+
+/// Counts of the first `num_counted` chunks: `[num_counted, num_experts + 1]`, bin 0 for unrouted ids.
+pub(super) fn count_chunks<I: Id>(
+    ids: &[I],
+    num_experts: usize,
+    chunks: Chunks,
+    num_counted: usize,
+    pool: &impl Parallel,
+) -> Result<Vec<u32>> {
+    let bins = num_experts + 1;
+    let mut counts = vec![0_u32; num_counted * bins];
+    let shared = Disjoint::new(&mut counts);
+    let all_in_range = AtomicBool::new(true);
+    pool.run(num_counted, 1, &|taken| {
+        let mut tables = vec![[0_u32; TABLES]; bins + 1];
+        for chunk in taken {
+            // SAFETY: each chunk has its own part of the counts and is given to one thread.
+            let counts = unsafe { shared.part(chunk * bins..(chunk + 1) * bins) };
+            if !count_into(&ids[chunks.range(chunk)], counts, &mut tables) {
+                all_in_range.store(false, Relaxed);
+            }
+        }
+    });
+    if all_in_range.into_inner() { Ok(counts) } else { Err(out_of_range(ids, num_experts)) }
+}
+
+/// Counts one chunk; false if an id is out of range. `tables` is one longer than `counts`: its last bin takes those.
+fn count_into<I: Id>(ids: &[I], counts: &mut [u32], tables: &mut [[u32; TABLES]]) -> bool {
+    let last = counts.len();
+    assert!(tables.len() == last + 1);
+    tables.fill([0; TABLES]);
     let quads = ids.chunks_exact(TABLES);
-    let (first, rest) = scratch.split_at_mut(bins + 1);
-    let (second, rest) = rest.split_at_mut(bins + 1);
-    let (third, fourth) = rest.split_at_mut(bins + 1);
     for id in quads.remainder() {
-        first[id.bin().min(bins)] += 1;
+        tables[id.bin().min(last)][0] += 1;
     }
     for quad in quads {
-        first[quad[0].bin().min(bins)] += 1;
-        second[quad[1].bin().min(bins)] += 1;
-        third[quad[2].bin().min(bins)] += 1;
-        fourth[quad[3].bin().min(bins)] += 1;
+        for (table, id) in quad.iter().enumerate() {
+            tables[id.bin().min(last)][table] += 1;
+        }
     }
-    for (bin, count) in counts.iter_mut().enumerate() {
-        *count = first[bin] + second[bin] + third[bin] + fourth[bin];
-    }
+    let sum = |table: &[u32; TABLES]| table.iter().sum();
+    counts.iter_mut().zip(&*tables).for_each(|(count, table)| *count = sum(table));
+    sum(&tables[last]) == 0
 }
 
 fn out_of_range<I: Id>(ids: &[I], num_experts: usize) -> Error {

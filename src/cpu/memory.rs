@@ -1,7 +1,5 @@
 //! Moving rows: prefetching the next one, and writing past the cache where the output would not stay in it.
 
-use super::float::Float;
-
 /// Outputs of at least so many bytes are written past the cache, as `memcpy` does with large blocks: the lines need
 /// not be read first, and what else is cached stays.
 pub(super) const STREAM_BYTES: usize = 16 << 20;
@@ -9,9 +7,9 @@ const LINE_BYTES: usize = 64;
 
 /// Asks for a row that will be read soon. Rows are scattered, so the processor cannot guess the next one.
 #[inline(always)]
-pub(super) fn prefetch<F: Float>(row: &[F]) {
+pub(super) fn prefetch<T>(row: &[T]) {
     #[cfg(target_arch = "x86_64")]
-    for line in row.chunks(LINE_BYTES / size_of::<F>()) {
+    for line in row.chunks(LINE_BYTES / size_of::<T>()) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a hint; SSE is part of x86-64.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) };
@@ -20,11 +18,17 @@ pub(super) fn prefetch<F: Float>(row: &[F]) {
     let _ = (row, LINE_BYTES);
 }
 
-/// Copies a row, past the cache if `stream` and the row consists of whole aligned vectors.
+/// Asks for the first 128 columns of a row's rest.
+#[inline(always)]
+pub(super) fn prefetch_line<T: Copy>(rest: &[T]) {
+    prefetch(&rest[..rest.len().min(128)]);
+}
+
+/// Copies a row or several, past the cache if `stream` and they consist of whole aligned vectors.
 ///
 /// After streaming, [`finish_stream`] comes before another thread may read.
 #[inline(always)]
-pub(super) fn copy<F: Float>(from: &[F], to: &mut [F], stream: bool) {
+pub(super) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
     assert_eq!(from.len(), to.len());
     #[cfg(target_arch = "x86_64")]
     if stream && size_of_val(to).is_multiple_of(LINE_BYTES) && to.as_ptr().addr().is_multiple_of(16) {

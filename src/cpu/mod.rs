@@ -6,7 +6,12 @@
 //! | `histogram` | tokens per expert |
 //! | `plan` | which row of the send buffer each slot of the routing takes: a stable counting sort |
 //! | `rows` | copies rows into the order of the plan, and combines them back |
-//! | `adamw` | the optimizer's step, with the same bits everywhere |
+//! | `exchange` | regroups rows that came from other ranks by expert, and back |
+//! | `adamw`, `sgd` | an optimizer's step, with the same bits everywhere |
+//! | `steps` | what they share: gradients, profiles, several steps in one pass |
+//! | `float_mode` | the processor's mode while they run |
+//! | `chunk_layout` | where the bytes of many tensors lie in a stream of chunks |
+//! | `chunks` | tensors to chunks and back, hashed on the way |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `buffers` | large results' memory, kept mapped from step to step |
 //! | `memory` | prefetching rows, and writing past the cache |
@@ -20,17 +25,29 @@
 
 mod adamw;
 mod buffers;
+mod chunk_layout;
+mod chunks;
+mod exchange;
 mod float;
+mod float_mode;
 mod histogram;
 mod memory;
 mod parallel;
 mod plan;
 mod rows;
+mod sgd;
+mod steps;
 
-pub use adamw::{AdamWOptions, AdamWStep, Gradient, adamw};
+pub use adamw::{AdamWOptions, AdamWStep, adamw};
 pub use buffers::{Buffer, Buffers, LEAST_BYTES};
+pub use chunk_layout::{BLOCK_BYTES, ChunkLayout, Piece};
+pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
+pub use exchange::regroup;
 pub use float::Float;
 pub use histogram::{Id, histogram};
 pub use parallel::{Parallel, Serial};
 pub use plan::{dispatch_plan, invert_positions};
-pub use rows::{Backward, Combine, DOT_LANES, permute, unpermute, unpermute_backward};
+pub use rows::{Backward, Combine, DOT_PARTIALS, permute, unpermute, unpermute_backward};
+pub(crate) use sgd::check_no_momentum;
+pub use sgd::{SgdOptions, SgdStep, sgd};
+pub use steps::{Gradient, Profile};

@@ -5,6 +5,11 @@ use std::ops::Range;
 
 /// Runs a body over `0..len`, in any cut and order, possibly on several threads at once.
 pub trait Parallel {
+    /// How many threads a loop is spread over.
+    fn threads(&self) -> usize {
+        1
+    }
+
     /// Calls `body` on ranges that together cover `0..len` once; a range holds about `grain` items or more.
     fn run(&self, len: usize, grain: usize, body: &(dyn Fn(Range<usize>) + Sync));
 }

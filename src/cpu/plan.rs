@@ -1,26 +1,40 @@
 //! Which row of the send buffer each slot takes: a stable counting sort by (destination rank, expert, slot).
+//!
+//! Each thread places one chunk of the slots. What earlier chunks hold of each expert is counted first; the last
+//! chunk is not, so that one thread alone reads the ids once: that the counts add up shows while placing.
 
-use super::histogram::{CHUNK_IDS, Id, count_chunks};
+use super::histogram::{Chunks, Id, count_chunks, histogram};
 use super::parallel::{Disjoint, Parallel};
 use crate::ensure;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
-/// Where the next slot of one expert goes.
-#[derive(Clone, Copy)]
+/// Ids whose rows are found before the first of them is stored.
+const BLOCK_IDS: usize = 512;
+
+/// Where the next slots of one expert go, in one segment.
+#[derive(Clone, Copy, Default)]
 struct Cursor {
-    next_row: i64,
-    /// First row that is no longer this rank's.
-    end_row: i64,
-    rank: usize,
+    next_row: u32,
+    end_row: u32,
+}
+
+/// The cursors of one chunk, by [`Id::bin`]. Those of bin 0 and of the last bin, which takes ids out of range, hold
+/// no rows.
+struct Cursors {
+    at: Vec<Cursor>,
+    /// The rank of each expert's cursor.
+    ranks: Vec<usize>,
 }
 
 /// The send buffer cut into one segment per (rank, expert), in that order.
 struct Segments<'a> {
     send_counts: &'a [i64],
     /// First row of segment `rank * num_experts + expert`.
-    first_rows: Vec<i64>,
+    first_rows: Vec<u32>,
     num_experts: usize,
     num_ranks: usize,
+    num_rows: usize,
 }
 
 /// Orders the slots by (destination rank, expert, slot): the first `send_counts[e, 0]` slots of expert `e` go
@@ -40,128 +54,215 @@ struct Segments<'a> {
 ///
 /// # Panics
 /// When the lengths do not match each other.
-pub fn dispatch_plan<I: Id>(
+pub fn dispatch_plan<I: Id, P: Id>(
     ids: &[I],
     send_counts: &[i64],
     num_experts: usize,
-    row_ids: &mut [i64],
-    positions: &mut [i64],
+    row_ids: &mut [P],
+    positions: &mut [P],
     pool: &impl Parallel,
 ) -> Result<()> {
     assert!(row_ids.len() == ids.len() && positions.len() == ids.len());
     ensure!(ids.len() < u32::MAX as usize, "ids: expected fewer than 2**32 slots, got {}", ids.len());
-    let mut chunk_counts = count_chunks(ids, num_experts, pool)?;
-    let bins = num_experts + 1;
-    let totals = start_occurrences(&mut chunk_counts, bins);
-    let segments = Segments::new(send_counts, num_experts, &totals)?;
+    check_slots::<P>("row_ids", ids.len())?;
+    let chunks = Chunks::new(ids.len(), pool.threads());
+    let mut earlier = count_chunks(ids, num_experts, chunks, chunks.count().saturating_sub(1), pool)?;
+    let totals = start_occurrences(&mut earlier, num_experts + 1);
+    let Some(segments) = Segments::new(send_counts, num_experts, ids.len()) else {
+        return Err(wrong_counts(ids, send_counts, num_experts, pool));
+    };
+    let skips = |chunk: usize| match chunk + 1 == chunks.count() {
+        true => &totals[1..],
+        false => &earlier[chunk * (num_experts + 1) + 1..][..num_experts],
+    };
 
-    let num_rows: u64 = totals[1..].iter().sum();
-    row_ids[num_rows as usize..].fill(-1);
-    let (row_ids, positions) = (Disjoint::new(row_ids), Disjoint::new(positions));
-    pool.run(ids.len().div_ceil(CHUNK_IDS), 1, &|chunks| {
-        for chunk in chunks {
-            let first = chunk * CHUNK_IDS;
-            let ids = &ids[first..ids.len().min(first + CHUNK_IDS)];
-            let mut cursors = segments.cursors(&chunk_counts[chunk * bins + 1..(chunk + 1) * bins]);
+    let (num_placed, complete) = (AtomicUsize::new(0), AtomicBool::new(true));
+    let (all_row_ids, all_positions) = (Disjoint::new(row_ids), Disjoint::new(positions));
+    pool.run(chunks.count(), 1, &|taken| {
+        for chunk in taken {
+            let range = chunks.range(chunk);
             // SAFETY: each chunk of slots is given to one thread.
-            let positions = unsafe { positions.part(first..first + ids.len()) };
-            segments.place(ids, first, &mut cursors, positions, &row_ids);
+            let positions = unsafe { all_positions.part(range.clone()) };
+            let placed = segments.cursors(skips(chunk)).and_then(|mut cursors| {
+                segments.place(&ids[range.clone()], range.start, &mut cursors, positions, &all_row_ids)
+            });
+            match placed {
+                Some(placed) => _ = num_placed.fetch_add(placed, Relaxed),
+                None => complete.store(false, Relaxed),
+            }
         }
     });
+    // No expert has more slots than its counts say; in sum there are as many: so no expert has fewer.
+    if !complete.into_inner() || num_placed.into_inner() != segments.num_rows {
+        return Err(wrong_counts(ids, send_counts, num_experts, pool));
+    }
+    row_ids[segments.num_rows..].fill(P::NONE);
+    Ok(())
+}
+
+fn check_slots<I: Id>(name: &str, num_slots: usize) -> Result<()> {
+    ensure!(num_slots <= I::MAX, "{name}: expected int64 for {num_slots} slots, got int32");
     Ok(())
 }
 
 /// Replaces the counts of each chunk by the number of equal ids in earlier chunks; returns the totals.
 ///
 /// Example, 1 expert: counts `[[0, 2], [1, 3]]` (bins: unrouted, expert 0) become `[[0, 0], [0, 2]]`, totals `[1, 5]`.
-fn start_occurrences(chunk_counts: &mut [u32], bins: usize) -> Vec<u64> {
-    let mut totals = vec![0_u64; bins];
+fn start_occurrences(chunk_counts: &mut [u32], bins: usize) -> Vec<u32> {
+    let mut totals = vec![0_u32; bins];
     for chunk in chunk_counts.chunks_exact_mut(bins) {
         for (total, count) in totals.iter_mut().zip(chunk) {
-            let here = u64::from(*count);
-            *count = *total as u32;
-            *total += here;
+            *total += std::mem::replace(count, *total);
         }
     }
     totals
 }
 
+/// Says what is wrong with ids or counts that [`dispatch_plan`] could not place.
+#[cold]
+fn wrong_counts<I: Id>(ids: &[I], send_counts: &[i64], num_experts: usize, pool: &impl Parallel) -> Error {
+    let mut slots_of = vec![0; num_experts];
+    if let Err(error) = histogram(ids, &mut slots_of, pool) {
+        return error;
+    }
+    let num_ranks = send_counts.len() / num_experts.max(1);
+    for (expert, slots) in slots_of.into_iter().enumerate() {
+        let counts = &send_counts[expert * num_ranks..][..num_ranks];
+        if let Some(negative) = counts.iter().find(|&&count| count < 0) {
+            return Error::Invalid(format!("send_counts[{expert}] holds {negative}: expected 0 or more"));
+        }
+        let sum: i128 = counts.iter().map(|&count| i128::from(count)).sum();
+        if sum != i128::from(slots) {
+            return Error::Invalid(format!(
+                "send_counts of expert {expert} add up to {sum}: expected {slots}, the number of ids that name it"
+            ));
+        }
+    }
+    Error::Runtime(
+        "ids or send_counts changed while dispatch_plan ran: expected tensors that stay as they are".into(),
+    )
+}
+
 impl<'a> Segments<'a> {
-    /// `totals[e + 1]` is the number of slots of expert `e`.
-    fn new(send_counts: &'a [i64], num_experts: usize, totals: &[u64]) -> Result<Self> {
+    /// Nothing if a count is negative, or there are more rows than slots.
+    fn new(send_counts: &'a [i64], num_experts: usize, num_slots: usize) -> Option<Self> {
         let num_ranks = send_counts.len().checked_div(num_experts).unwrap_or(0);
         assert_eq!(send_counts.len(), num_experts * num_ranks);
-        for (expert, &slots) in totals[1..].iter().enumerate() {
-            let counts = &send_counts[expert * num_ranks..(expert + 1) * num_ranks];
-            let sum: i128 = counts.iter().map(|&count| i128::from(count)).sum();
-            let negative = counts.iter().find(|&&count| count < 0);
-            ensure!(
-                negative.is_none(),
-                "send_counts[{expert}] holds {}: expected 0 or more",
-                negative.unwrap()
-            );
-            ensure!(
-                sum == i128::from(slots),
-                "send_counts of expert {expert} add up to {sum}: expected {slots}, the number of ids that name it"
-            );
-        }
         let mut first_rows = Vec::with_capacity(send_counts.len());
         let mut row = 0;
         for rank in 0..num_ranks {
             for expert in 0..num_experts {
-                first_rows.push(row);
-                row += send_counts[expert * num_ranks + rank];
+                first_rows.push(row as u32);
+                let count = usize::try_from(send_counts[expert * num_ranks + rank]).ok()?;
+                row = Some(row + count).filter(|&row| count <= num_slots && row <= num_slots)?;
             }
         }
-        Ok(Self { send_counts, first_rows, num_experts, num_ranks })
+        Some(Self { send_counts, first_rows, num_experts, num_ranks, num_rows: row })
     }
 
     fn segment(&self, expert: usize, rank: usize) -> Cursor {
         let next_row = self.first_rows[rank * self.num_experts + expert];
-        Cursor { next_row, end_row: next_row + self.send_counts[expert * self.num_ranks + rank], rank }
+        Cursor { next_row, end_row: next_row + self.send_counts[expert * self.num_ranks + rank] as u32 }
     }
 
-    /// One cursor per expert, past the first `skip[e]` of its slots.
-    fn cursors(&self, skip: &[u32]) -> Vec<Cursor> {
-        let at = |(expert, &skip): (usize, &u32)| {
-            let mut left = i64::from(skip);
-            let mut cursor = self.segment(expert, 0);
-            while left > cursor.end_row - cursor.next_row {
-                left -= cursor.end_row - cursor.next_row;
-                cursor = self.segment(expert, cursor.rank + 1);
+    /// Cursors past the first `skips[e]` slots of each expert; nothing if an expert has no so many.
+    fn cursors(&self, skips: &[u32]) -> Option<Cursors> {
+        // Room at the end, so that another thread's cursors lie on cache lines of their own.
+        let mut at = Vec::with_capacity(self.num_experts + 2 + 16);
+        at.resize(self.num_experts + 2, Cursor::default());
+        let mut cursors = Cursors { at, ranks: vec![0; self.num_experts] };
+        if self.num_ranks == 0 {
+            return Some(cursors);
+        }
+        for (expert, &skip) in skips.iter().enumerate() {
+            cursors.at[expert + 1] = self.segment(expert, 0);
+            let mut left = skip;
+            loop {
+                let cursor = &mut cursors.at[expert + 1];
+                let step = left.min(cursor.end_row - cursor.next_row);
+                cursor.next_row += step;
+                left -= step;
+                if left == 0 {
+                    break;
+                }
+                self.next_rank(cursor, &mut cursors.ranks[expert], expert)?;
             }
-            cursor.next_row += left;
-            cursor
-        };
-        if self.num_ranks == 0 { Vec::new() } else { skip.iter().enumerate().map(at).collect() }
+        }
+        Some(cursors)
     }
 
-    /// Gives each id of a chunk its row. The chunk's first slot is `first`.
-    fn place<I: Id>(
+    /// Moves an expert's cursor to its next segment that holds rows; nothing if there is none.
+    fn next_rank(&self, cursor: &mut Cursor, rank: &mut usize, expert: usize) -> Option<()> {
+        while *rank + 1 < self.num_ranks {
+            *rank += 1;
+            *cursor = self.segment(expert, *rank);
+            if cursor.next_row < cursor.end_row {
+                return Some(());
+            }
+        }
+        None
+    }
+
+    /// Gives each id of a chunk its row. The chunk's first slot is `first`. Returns how many rows were given; nothing if
+    /// an expert had none left, or an id was out of range.
+    fn place<I: Id, P: Id>(
         &self,
         ids: &[I],
         first: usize,
-        cursors: &mut [Cursor],
-        positions: &mut [i64],
-        row_ids: &Disjoint<'_, i64>,
-    ) {
-        for (index, (id, position)) in ids.iter().zip(positions).enumerate() {
-            let bin = id.bin();
-            if bin == 0 {
-                *position = -1;
-                continue;
+        cursors: &mut Cursors,
+        positions: &mut [P],
+        row_ids: &Disjoint<'_, P>,
+    ) -> Option<usize> {
+        let mut num_unrouted = 0;
+        let blocks = ids.chunks(BLOCK_IDS).zip(positions.chunks_mut(BLOCK_IDS));
+        for (block, (ids, positions)) in blocks.enumerate() {
+            num_unrouted += self.find_rows(ids, cursors, positions)?;
+            let first = first + block * BLOCK_IDS;
+            let store = |index: usize, position: P| {
+                if let Some(row) = position.get() {
+                    // SAFETY: segments are disjoint and end before the number of slots; a chunk's cursors start where
+                    // those of the chunk before it end, so every row is taken once.
+                    unsafe { row_ids.store(row, P::new(first + index)) };
+                }
+            };
+            let (quads, rest) = positions.as_chunks::<4>();
+            for (quad, positions) in quads.iter().enumerate() {
+                (0..4).for_each(|index| store(4 * quad + index, positions[index]));
             }
-            let cursor = &mut cursors[bin - 1];
-            while cursor.next_row == cursor.end_row {
-                *cursor = self.segment(bin - 1, cursor.rank + 1);
-            }
-            let row = cursor.next_row;
-            cursor.next_row += 1;
-            *position = row;
-            // SAFETY: the counts add up to the slots of each expert, so segments are disjoint, below the number of
-            // slots, and every row is taken once, over all chunks.
-            unsafe { row_ids.store(row as usize, (first + index) as i64) };
+            let start = 4 * quads.len();
+            rest.iter().enumerate().for_each(|(index, &position)| store(start + index, position));
         }
+        Some(ids.len() - num_unrouted)
+    }
+
+    /// The first half of [`Segments::place`], for one block: the row of each id. Storing to `row_ids` at once would make
+    /// every cursor wait for the address of the store before it. Returns how many ids are unrouted.
+    #[inline(always)]
+    fn find_rows<I: Id, P: Id>(
+        &self,
+        ids: &[I],
+        cursors: &mut Cursors,
+        positions: &mut [P],
+    ) -> Option<usize> {
+        let (at, ranks) = (&mut cursors.at[..], &mut cursors.ranks[..]);
+        let last = ranks.len() + 1;
+        assert!(at.len() == last + 1);
+        let mut num_unrouted = 0;
+        for (id, position) in ids.iter().zip(positions) {
+            let bin = id.bin().min(last);
+            let cursor = &mut at[bin];
+            if cursor.next_row == cursor.end_row {
+                if bin == 0 {
+                    num_unrouted += 1;
+                    *position = P::NONE;
+                    continue;
+                }
+                self.next_rank(cursor, ranks.get_mut(bin - 1)?, bin - 1)?;
+            }
+            *position = P::new(cursor.next_row as usize);
+            cursor.next_row += 1;
+        }
+        Some(num_unrouted)
     }
 }
 
@@ -172,15 +273,17 @@ impl<'a> Segments<'a> {
 /// Example: `positions = [2, -1, 0]`, 3 rows: `row_ids = [2, -1, 0]`; 2 rows: `row_ids = [2, -1]`.
 ///
 /// # Errors
-/// [`crate::error::Error::Invalid`] when two slots name one row.
-pub fn invert_positions(positions: &[i64], row_ids: &mut [i64]) -> Result<()> {
-    row_ids.fill(-1);
+/// [`crate::error::Error::Invalid`] when two slots name one row, or a slot's number does not fit.
+pub fn invert_positions<I: Id>(positions: &[I], row_ids: &mut [I]) -> Result<()> {
+    check_slots::<I>("positions", positions.len())?;
+    row_ids.fill(I::NONE);
     for (slot, &position) in positions.iter().enumerate() {
-        if let Ok(row) = usize::try_from(position)
+        if let Some(row) = position.get()
             && let Some(place) = row_ids.get_mut(row)
         {
-            ensure!(*place < 0, "positions name row {row} twice: for slot {} and slot {slot}", *place);
-            *place = slot as i64;
+            let before = place.number();
+            ensure!(before < 0, "positions name row {row} twice: for slot {before} and slot {slot}");
+            *place = I::new(slot);
         }
     }
     Ok(())
@@ -192,9 +295,26 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
+    /// Three threads' chunks, the last one first.
+    struct Three;
+
+    impl Parallel for Three {
+        fn threads(&self) -> usize {
+            3
+        }
+
+        fn run(&self, len: usize, _grain: usize, body: &(dyn Fn(std::ops::Range<usize>) + Sync)) {
+            (0..len).rev().for_each(|item| body(item..item + 1));
+        }
+    }
+
     fn plan(ids: &[i64], send_counts: &[i64], num_experts: usize) -> Result<(Vec<i64>, Vec<i64>)> {
         let (mut row_ids, mut positions) = (vec![9; ids.len()], vec![9; ids.len()]);
         dispatch_plan(ids, send_counts, num_experts, &mut row_ids, &mut positions, &Serial)?;
+        let (mut narrow_rows, mut narrow_positions) = (vec![9_i32; ids.len()], vec![9_i32; ids.len()]);
+        dispatch_plan(ids, send_counts, num_experts, &mut narrow_rows, &mut narrow_positions, &Three)?;
+        assert!(narrow_rows.iter().map(|&slot| i64::from(slot)).eq(row_ids.iter().copied()));
+        assert!(narrow_positions.iter().map(|&row| i64::from(row)).eq(positions.iter().copied()));
         Ok((row_ids, positions))
     }
 
@@ -216,9 +336,23 @@ mod tests {
 
     #[test]
     fn works_across_chunks() {
-        let num_slots = 2 * CHUNK_IDS + 17;
+        let num_slots = (2 << 14) + 17;
         let ids: Vec<i64> = (0..num_slots as i64).map(|slot| slot * slot % 5 - 1).collect();
         check(&ids, 4, 3);
+        let (mut row_ids, mut positions) = (vec![0; num_slots], vec![0; num_slots]);
+        let mut refused = |ids: &[i64], counts: &[i64]| {
+            let result = dispatch_plan(ids, counts, 4, &mut row_ids, &mut positions, &Three);
+            result.unwrap_err().to_string()
+        };
+        let counts = [0, 1, 2, 3].map(|expert| ids.iter().filter(|&&id| id == expert).count() as i64);
+        let moved = [counts[0] + 1, counts[1] - 1, counts[2], counts[3]];
+        assert!(refused(&ids, &moved).contains("send_counts of expert 0"));
+        assert!(refused(&ids, &[0, 0, 0, num_slots as i64]).contains("send_counts of expert 0"));
+        for bad in [0, num_slots - 1] {
+            let mut ids = ids.clone();
+            ids[bad] = 4;
+            assert!(refused(&ids, &counts).contains(&format!("ids[{bad}]")));
+        }
     }
 
     #[test]

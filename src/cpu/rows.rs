@@ -1,26 +1,31 @@
 //! Copies rows into the order of a plan, and combines them back.
 
-use super::float::{BLOCK, Float};
-use super::memory::{STREAM_BYTES, copy, finish_stream, prefetch};
+use super::float::Float;
+use super::histogram::Id;
+use super::memory::{STREAM_BYTES, copy, finish_stream, prefetch, prefetch_line};
 use super::parallel::{Disjoint, Parallel};
 use super::plan::invert_positions;
 use crate::ensure;
 use crate::error::Result;
 use std::ops::Range;
 
-/// Partial sums of a dot product: column `c` is added to lane `c % DOT_LANES`, then the lanes are added as a
-/// tree. A warp of the CUDA kernel adds in the same order, so both give the same bits.
-pub const DOT_LANES: usize = 32;
+/// Partial sums of a dot product: column `c` is added to partial `c % DOT_PARTIALS`, then the partials are added as
+/// [`add_partials`] says. A warp of the CUDA kernel adds in the same order, so both give the same bits.
+pub const DOT_PARTIALS: usize = 256;
+/// Partials of one lane of that warp.
+const DOT_LANE: usize = 8;
+/// Columns that are handled at once: few enough for their sums to stay in registers, whole cache lines.
+const COLUMNS: usize = 128;
 /// Elements that a thread should be given at least.
 const GRAIN_ELEMENTS: usize = 1 << 16;
 
 /// What [`unpermute`] reads. `rows` is `[N, width]`, `positions` `[T, top_k]`, `weights` like `positions`.
 #[derive(Debug, Clone, Copy)]
-pub struct Combine<'a, F> {
+pub struct Combine<'a, F, I> {
     /// The rows, in the order of the plan.
     pub rows: &'a [F],
     /// The row of each slot; -1, or a row that the buffer does not hold: adds nothing.
-    pub positions: &'a [i64],
+    pub positions: &'a [I],
     /// The factor of each slot; absent: 1.
     pub weights: Option<&'a [f32]>,
     /// Columns of a row.
@@ -32,13 +37,13 @@ pub struct Combine<'a, F> {
 /// What [`unpermute_backward`] reads: `grad` is `[T, width]`, `rows` `[N, width]`, `positions` and `weights`
 /// `[T, top_k]`.
 #[derive(Debug, Clone, Copy)]
-pub struct Backward<'a, F> {
+pub struct Backward<'a, F, I> {
     /// Gradient of the combined tokens.
     pub grad: &'a [F],
     /// The rows that were combined.
     pub rows: &'a [F],
     /// The row of each slot, as in [`Combine`]; no row twice.
-    pub positions: &'a [i64],
+    pub positions: &'a [I],
     /// The factor of each slot.
     pub weights: &'a [f32],
     /// Columns of a row.
@@ -60,9 +65,9 @@ fn grain(width: usize) -> usize {
 ///
 /// # Panics
 /// When the lengths do not match each other.
-pub fn permute<F: Float>(
+pub fn permute<F: Float, I: Id>(
     x: &[F],
-    row_ids: &[i64],
+    row_ids: &[I],
     top_k: usize,
     width: usize,
     out: &mut [F],
@@ -76,7 +81,7 @@ pub fn permute<F: Float>(
     let stream = size_of_val(out) >= STREAM_BYTES;
     let out = Disjoint::new(out);
     let token = |row: usize| {
-        let slot = usize::try_from(*row_ids.get(row)?).ok()?;
+        let slot = row_ids.get(row)?.get()?;
         Some(&x[slot / top_k * width..][..width])
     };
     pool.run(row_ids.len(), grain(width), &|rows| {
@@ -109,7 +114,11 @@ pub fn permute<F: Float>(
 ///
 /// # Panics
 /// When the lengths do not match each other.
-pub fn unpermute<F: Float>(combine: &Combine<'_, F>, out: &mut [F], pool: &impl Parallel) -> Result<()> {
+pub fn unpermute<F: Float, I: Id>(
+    combine: &Combine<'_, F, I>,
+    out: &mut [F],
+    pool: &impl Parallel,
+) -> Result<()> {
     let Combine { rows, positions, weights, width, top_k } = *combine;
     if width == 0 || out.is_empty() {
         return Ok(());
@@ -121,8 +130,7 @@ pub fn unpermute<F: Float>(combine: &Combine<'_, F>, out: &mut [F], pool: &impl 
     assert!(out.len() / width * top_k == positions.len());
     assert!(weights.is_none_or(|weights| weights.len() == positions.len()));
     check_indices("positions", positions, (rows.len() / width).max(positions.len()), "rows")?;
-    // Narrowing into a block and streaming that pays later than streaming a plain copy.
-    let stream = size_of_val(out) >= 2 * STREAM_BYTES;
+    let stream = size_of_val(out) >= STREAM_BYTES;
     let out = Disjoint::new(out);
     pool.run(positions.len() / top_k, grain(width * top_k), &|tokens| {
         // SAFETY: each range of tokens is given to one thread.
@@ -137,50 +145,90 @@ pub fn unpermute<F: Float>(combine: &Combine<'_, F>, out: &mut [F], pool: &impl 
 }
 
 #[inline(always)]
-fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out: &mut [F], stream: bool) {
-    let Combine { rows, positions, weights, width, top_k } = *combine;
-    let num_rows = rows.len() / width;
-    let (mut sum, mut narrowed) = ([0_f32; BLOCK], [F::ZERO; BLOCK]);
+fn combine_tokens<F: Float, I: Id>(
+    combine: &Combine<'_, F, I>,
+    tokens: Range<usize>,
+    out: &mut [F],
+    stream: bool,
+) {
+    let Combine { weights, width, top_k, .. } = *combine;
+    let (mut terms, mut next) = (Vec::with_capacity(top_k), Vec::with_capacity(top_k));
+    combine.gather(tokens.start, &mut next);
     for (token, out) in tokens.zip(out.chunks_exact_mut(width)) {
-        let slots = token * top_k..(token + 1) * top_k;
-        let terms = || {
-            let weight = move |slot: usize| weights.map_or(1.0, |weights| weights[slot]);
-            let held = move |slot: usize| usize::try_from(positions[slot]).ok().filter(|&row| row < num_rows);
-            slots
-                .clone()
-                .filter_map(move |slot| held(slot).map(|row| (&rows[row * width..][..width], weight(slot))))
-        };
-        for &position in positions.iter().skip(slots.end).take(top_k) {
-            if let Some(row) = usize::try_from(position).ok().filter(|&row| row < num_rows) {
-                prefetch(&rows[row * width..][..width]);
+        std::mem::swap(&mut terms, &mut next);
+        combine.gather(token + 1, &mut next);
+        match terms[..] {
+            [] => out.fill(F::ZERO),
+            [(row, _)] if weights.is_none() => {
+                next.iter().for_each(|(row, _)| prefetch(row));
+                copy(row, out, stream);
             }
+            [first] => add_terms(first, [], &next, out, stream),
+            [first, second] => add_terms(first, [second], &next, out, stream),
+            [first, ref rest @ ..] => add_terms(first, rest.iter().copied(), &next, out, stream),
         }
-        if weights.is_none() && terms().count() == 1 {
-            out.copy_from_slice(terms().next().map_or(&[], |(row, _)| row));
-            continue;
+    }
+}
+
+/// A row and its weight.
+type Term<'a, F> = (&'a [F], f32);
+
+impl<'a, F: Float, I: Id> Combine<'a, F, I> {
+    /// Puts the rows that a token sums, in the order of its slots, with their weights; none past the last token.
+    #[inline(always)]
+    fn gather(&self, token: usize, terms: &mut Vec<Term<'a, F>>) {
+        let num_rows = self.rows.len() / self.width;
+        let positions = self.positions.iter().enumerate().skip(token * self.top_k).take(self.top_k);
+        terms.clear();
+        terms.extend(positions.filter_map(|(slot, position)| {
+            let row = position.get().filter(|&row| row < num_rows)?;
+            let weight = self.weights.map_or(1.0, |weights| weights[slot]);
+            Some((&self.rows[row * self.width..][..self.width], weight))
+        }));
+    }
+}
+
+/// Writes a sum of weighted rows, and asks for the same columns of the rows that come next.
+#[inline(always)]
+fn add_terms<'a, F: Float>(
+    first: Term<'a, F>,
+    rest: impl IntoIterator<Item = Term<'a, F>> + Clone,
+    next: &[Term<'a, F>],
+    out: &mut [F],
+    stream: bool,
+) {
+    for start in (0..out.len()).step_by(COLUMNS) {
+        next.iter().for_each(|(row, _)| prefetch_line(&row[start..]));
+        let mut sum = columns(first.0, start);
+        sum.iter_mut().for_each(|sum| *sum *= first.1);
+        for (row, weight) in rest.clone() {
+            let values = columns(row, start);
+            sum.iter_mut().zip(values).for_each(|(sum, value)| *sum += weight * value);
         }
-        for (block, out) in out.chunks_mut(BLOCK).enumerate() {
-            let columns = block * BLOCK..block * BLOCK + out.len();
-            let sum = &mut sum[..out.len()];
-            let mut started = false;
-            for (row, weight) in terms() {
-                let row = &row[columns.clone()];
-                match started {
-                    true => F::update(row, sum, |sum, value| *sum += weight * value),
-                    false => F::update(row, sum, |sum, value| *sum = weight * value),
-                }
-                started = true;
-            }
-            match started {
-                true if stream => {
-                    let narrowed = &mut narrowed[..out.len()];
-                    F::narrow(sum, narrowed);
-                    copy(narrowed, out, true);
-                }
-                true => F::narrow(sum, out),
-                false => out.fill(F::ZERO),
-            }
+        store_columns(&sum, start, out, stream);
+    }
+}
+
+/// Columns from `start` as float32; zeros past the end.
+#[inline(always)]
+fn columns<F: Float>(row: &[F], start: usize) -> [f32; COLUMNS] {
+    match row[start..].first_chunk() {
+        Some(whole) => F::wide(whole),
+        None => {
+            let mut part = [F::ZERO; COLUMNS];
+            part[..row.len() - start].copy_from_slice(&row[start..]);
+            F::wide(&part)
         }
+    }
+}
+
+/// Rounds and stores the columns from `start` that the row has.
+#[inline(always)]
+fn store_columns<F: Float>(values: &[f32; COLUMNS], start: usize, row: &mut [F], stream: bool) {
+    let narrow = F::narrow(values);
+    match row[start..].first_chunk_mut::<COLUMNS>() {
+        Some(whole) => copy(&narrow, whole, stream),
+        None => row[start..].iter_mut().zip(narrow).for_each(|(to, value)| *to = value),
     }
 }
 
@@ -195,8 +243,8 @@ fn combine_tokens<F: Float>(combine: &Combine<'_, F>, tokens: Range<usize>, out:
 ///
 /// # Panics
 /// When the lengths do not match each other.
-pub fn unpermute_backward<F: Float>(
-    backward: &Backward<'_, F>,
+pub fn unpermute_backward<F: Float, I: Id>(
+    backward: &Backward<'_, F, I>,
     grad_rows: &mut [F],
     grad_weights: &mut [f32],
     pool: &impl Parallel,
@@ -210,81 +258,79 @@ pub fn unpermute_backward<F: Float>(
         return Ok(());
     }
     assert!(grad.len() / width * top_k == positions.len());
-    let mut row_ids = vec![-1; rows.len() / width];
+    let mut row_ids = vec![I::NONE; rows.len() / width];
     check_indices("positions", positions, row_ids.len().max(positions.len()), "rows")?;
     invert_positions(positions, &mut row_ids)?;
+    let stream = size_of_val(grad_rows) >= STREAM_BYTES;
     let (grad_rows, grad_weights) = (Disjoint::new(grad_rows), Disjoint::new(grad_weights));
     pool.run(row_ids.len(), grain(width), &|range| {
         // SAFETY: each range of rows is given to one thread.
         let grad_rows = unsafe { grad_rows.part(range.start * width..range.end * width) };
         vectorised(
             #[inline(always)]
-            || backward_rows(backward, &row_ids, range.clone(), grad_rows, &grad_weights),
+            || backward_rows(backward, &row_ids, range.clone(), grad_rows, &grad_weights, stream),
         );
+        finish_stream();
     });
     Ok(())
 }
 
 #[inline(always)]
-fn backward_rows<F: Float>(
-    backward: &Backward<'_, F>,
-    row_ids: &[i64],
+fn backward_rows<F: Float, I: Id>(
+    backward: &Backward<'_, F, I>,
+    row_ids: &[I],
     range: Range<usize>,
     grad_rows: &mut [F],
     grad_weights: &Disjoint<'_, f32>,
+    stream: bool,
 ) {
     let Backward { grad, rows, weights, width, top_k, .. } = *backward;
-    let mut scratch = [[0_f32; BLOCK]; 3];
-    let [wide_grad, wide_row, scaled] = &mut scratch;
+    let slot_of = |row: usize| row_ids.get(row).and_then(|slot| slot.get());
+    let grad_of = |slot: usize| &grad[slot / top_k * width..][..width];
     for (index, out) in range.zip(grad_rows.chunks_exact_mut(width)) {
-        let Ok(slot) = usize::try_from(row_ids[index]) else {
+        let Some(slot) = slot_of(index) else {
             out.fill(F::ZERO);
             continue;
         };
-        if let Some(Ok(next)) = row_ids.get(index + 1).map(|&slot| usize::try_from(slot)) {
-            prefetch(&grad[next / top_k * width..][..width]);
-        }
-        let (grad, row) = (&grad[slot / top_k * width..][..width], &rows[index * width..][..width]);
-        let mut lanes = [0_f32; DOT_LANES];
-        for (block, out) in out.chunks_mut(BLOCK).enumerate() {
-            let columns = block * BLOCK..block * BLOCK + out.len();
-            let grad = F::widen(&grad[columns.clone()], wide_grad);
-            let row = F::widen(&row[columns], wide_row);
-            add_products(&mut lanes, grad, row);
-            let scaled = &mut scaled[..out.len()];
-            scaled.iter_mut().zip(grad).for_each(|(scaled, grad)| *scaled = weights[slot] * grad);
-            F::narrow(scaled, out);
+        let (grad, row) = (grad_of(slot), &rows[index * width..][..width]);
+        let next = slot_of(index + 1).map_or(row, grad_of);
+        let mut partials = [0_f32; DOT_PARTIALS];
+        for start in (0..width).step_by(COLUMNS) {
+            prefetch_line(&next[start..]);
+            let (mut grad, row) = (columns(grad, start), columns(row, start));
+            let partials = &mut partials[start % DOT_PARTIALS..][..COLUMNS];
+            for (partial, (grad, row)) in partials.iter_mut().zip(grad.iter().zip(row)) {
+                *partial += grad * row;
+            }
+            grad.iter_mut().for_each(|grad| *grad *= weights[slot]);
+            store_columns(&grad, start, out, stream);
         }
         // SAFETY: `invert_positions` gives each slot to one row at most, so this slot is written once.
-        unsafe { grad_weights.store(slot, add_lanes(lanes)) };
+        unsafe { grad_weights.store(slot, add_partials(partials)) };
     }
 }
 
-/// Adds the products of the columns to their lanes; a block starts at a multiple of the lanes.
+/// Adds the partials as a warp does: lane `l` those from `8 * l` to `8 * l + 7` (`p` with `p + 4`, then `p + 2`,
+/// `p + 1`), then lane `l` with lane `l + 16`, `l + 8`, 4, 2, 1.
+fn add_partials(partials: [f32; DOT_PARTIALS]) -> f32 {
+    let mut lanes = [0.0; DOT_PARTIALS / DOT_LANE];
+    for (lane, own) in lanes.iter_mut().zip(partials.as_chunks::<DOT_LANE>().0) {
+        *lane = add_tree(*own);
+    }
+    add_tree(lanes)
+}
+
+/// Adds the upper half to the lower one until one value is left. The length is a power of two.
 #[inline(always)]
-fn add_products(lanes: &mut [f32; DOT_LANES], left: &[f32], right: &[f32]) {
-    let (lefts, rights) = (left.chunks_exact(DOT_LANES), right.chunks_exact(DOT_LANES));
-    let rest = lefts.remainder().iter().zip(rights.remainder());
-    for (left, right) in lefts.zip(rights) {
-        for lane in 0..DOT_LANES {
-            lanes[lane] += left[lane] * right[lane];
-        }
-    }
-    for (lane, (left, right)) in lanes.iter_mut().zip(rest) {
-        *lane += left * right;
-    }
-}
-
-/// Adds the lanes as a warp does by exchanges: lane `l` with lane `l + 16`, then `l + 8`, 4, 2, 1.
-fn add_lanes(mut lanes: [f32; DOT_LANES]) -> f32 {
-    let mut half = DOT_LANES / 2;
+fn add_tree<const N: usize>(mut values: [f32; N]) -> f32 {
+    let mut half = N / 2;
     while half > 0 {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
+        for at in 0..half {
+            values[at] += values[at + half];
         }
         half /= 2;
     }
-    lanes[0]
+    values[0]
 }
 
 /// Runs a body compiled for AVX2 where the processor has it. Nothing is fused, so the bits are the same.
@@ -305,11 +351,11 @@ fn vectorised(body: impl FnOnce()) {
 }
 
 /// Refuses an index that is neither -1 nor below `limit`.
-fn check_indices(name: &str, indices: &[i64], limit: usize, what: &str) -> Result<()> {
-    let wrong = |index: i64| index.wrapping_add(1) as u64 > limit as u64;
+fn check_indices<I: Id>(name: &str, indices: &[I], limit: usize, what: &str) -> Result<()> {
+    let wrong = |index: I| index.bin() > limit;
     if indices.iter().fold(false, |any, &index| any | wrong(index)) {
         let at = indices.iter().position(|&index| wrong(index)).unwrap_or(0);
-        let value = indices[at];
+        let value = indices[at].number();
         ensure!(
             false,
             "{name}[{at}] (flattened) = {value} is out of range: expected -1 or one of {limit} {what}"
@@ -370,7 +416,56 @@ mod tests {
         assert!(unpermute_backward(&twice, &mut grad_rows, &mut grad_weights, &Serial).is_err());
     }
 
+    /// Numbers from -8 to 8 and a little more.
+    fn floats(count: usize, seed: u64) -> Vec<bf16> {
+        let mut state = seed | 1;
+        let mut draw = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            bf16::from_f32((state >> 40) as f32 / 1e6 - 8.0)
+        };
+        (0..count).map(|_| draw()).collect()
+    }
+
     proptest! {
+        #[test]
+        fn sums_are_in_the_order_of_the_slots(width in 1_usize..300, top_k in 1_usize..5, seed: u64) {
+            let rows = floats(width * top_k, seed);
+            let weights: Vec<f32> = floats(top_k, !seed).into_iter().map(f32::from).collect();
+            let positions: Vec<i32> = (0..top_k as i32).rev().collect();
+            let combine = Combine { rows: &rows, positions: &positions, weights: Some(&weights), width, top_k };
+            let mut out = vec![bf16::ZERO; width];
+            unpermute(&combine, &mut out, &Serial).unwrap();
+            for (column, out) in out.iter().enumerate() {
+                let term = |slot: usize| weights[slot] * f32::from(rows[(top_k - 1 - slot) * width + column]);
+                let sum = (1..top_k).fold(term(0), |sum, slot| sum + term(slot));
+                prop_assert_eq!(out.to_bits(), bf16::from_f32(sum).to_bits());
+            }
+        }
+
+        #[test]
+        fn dot_products_are_in_the_documented_order(width in 1_usize..1100, seed: u64) {
+            let (grad, rows) = (floats(width, seed), floats(width, !seed));
+            let backward =
+                Backward { grad: &grad, rows: &rows, positions: &[0_i32], weights: &[0.5], width, top_k: 1 };
+            let (mut grad_rows, mut dot) = (vec![bf16::ZERO; width], [0.0]);
+            unpermute_backward(&backward, &mut grad_rows, &mut dot, &Serial).unwrap();
+            let mut partials = [0.0_f32; 256];
+            for column in 0..width {
+                partials[column % 256] += f32::from(grad[column]) * f32::from(rows[column]);
+            }
+            for half in [4, 2, 1] {
+                for partial in (0..256).filter(|partial| partial % 8 < half) {
+                    partials[partial] += partials[partial + half];
+                }
+            }
+            for half in [16, 8, 4, 2, 1] {
+                for lane in 0..half {
+                    partials[8 * lane] += partials[8 * (lane + half)];
+                }
+            }
+            prop_assert_eq!(dot[0].to_bits(), partials[0].to_bits());
+        }
+
         #[test]
         fn one_row_without_a_weight_is_copied(bits in prop::collection::vec(any::<u16>(), 1..600)) {
             let row: Vec<bf16> = bits.iter().map(|&bits| bf16::from_bits(bits)).collect();

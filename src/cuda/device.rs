@@ -13,13 +13,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 const FATBINS: &[&[u8]] = &[
     include_bytes!(concat!(env!("OUT_DIR"), "/histogram.fatbin")),
     include_bytes!(concat!(env!("OUT_DIR"), "/dispatch.fatbin")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/exchange.fatbin")),
     include_bytes!(concat!(env!("OUT_DIR"), "/replay.fatbin")),
+    include_bytes!(concat!(env!("OUT_DIR"), "/copy.fatbin")),
 ];
 #[cfg(not(cuda_kernels))]
 const FATBINS: &[&[u8]] = &[];
 
 /// A device's context with the kernels loaded, for the life of the process.
-struct Device {
+pub(super) struct Device {
     context: Arc<CudaContext>,
     modules: Vec<Arc<CudaModule>>,
     functions: Mutex<HashMap<&'static str, CudaFunction>>,
@@ -47,7 +49,7 @@ impl std::fmt::Debug for Launcher {
     }
 }
 
-fn driver<T>(result: std::result::Result<T, DriverError>, call: &str) -> Result<T> {
+pub(super) fn driver<T>(result: std::result::Result<T, DriverError>, call: &str) -> Result<T> {
     result.map_err(|error| Error::Runtime(format!("CUDA: {call} failed: {error}")))
 }
 
@@ -61,10 +63,59 @@ impl Launcher {
     /// # Errors
     /// When the build has no kernels, or the driver cannot be loaded or refuses them.
     pub unsafe fn new(device: usize, stream: *mut c_void) -> Result<Self> {
-        let device = Device::get(device)?;
+        // SAFETY: by the caller's promise.
+        Ok(unsafe { Self::of(Device::get(device)?, stream) })
+    }
+
+    /// A launcher on a stream of a device that is open.
+    ///
+    /// # Safety
+    /// As of [`Launcher::new`].
+    pub(super) unsafe fn of(device: Arc<Device>, stream: *mut c_void) -> Self {
         // SAFETY: by the caller's promise.
         let stream = unsafe { device.context.wrap_borrowed_stream(stream.cast()) };
-        Ok(Self { device, stream })
+        Self { device, stream }
+    }
+
+    /// Whether the stream's work goes into a graph instead of to the device.
+    pub(super) fn is_capturing(&self) -> Result<bool> {
+        let _current = self.device.make_current()?;
+        let none = sys::CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: a live stream.
+        let status = unsafe { result::stream::is_capturing(self.stream.cu_stream()) };
+        Ok(driver(status, "cuStreamIsCapturing")? != none)
+    }
+
+    /// Copies from the host; page-locked memory is read later, in the stream's order, any other before this returns.
+    ///
+    /// # Safety
+    /// `from` and, on the device, `to` hold as many bytes; `to`, and page-locked `from`, stay as they are until the
+    /// stream has passed this point.
+    pub(super) unsafe fn copy_from_host(&self, from: *const u8, to: u64, num_bytes: usize) -> Result<()> {
+        let _current = self.device.make_current()?;
+        if num_bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: by the caller's promise; the context is current.
+        let status =
+            unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), num_bytes, self.stream.cu_stream()) };
+        driver(status.result(), "cuMemcpyHtoDAsync")
+    }
+
+    /// Copies to page-locked host memory, in the stream's order.
+    ///
+    /// # Safety
+    /// `from` holds `num_bytes` on the device and `to` on the host, until the stream has passed this point; meanwhile
+    /// nobody else uses those at `to`.
+    pub(super) unsafe fn copy_to_host(&self, from: u64, to: *mut u8, num_bytes: usize) -> Result<()> {
+        let _current = self.device.make_current()?;
+        if num_bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: by the caller's promise; the context is current. No slice: the bytes are the device's to write.
+        let status =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, num_bytes, self.stream.cu_stream()) };
+        driver(status.result(), "cuMemcpyDtoHAsync")
     }
 
     /// Sets bytes.
@@ -125,8 +176,39 @@ impl Launcher {
     }
 }
 
+/// The calling thread's context from before, which comes back at the end: it is torch's current device.
+#[must_use]
+pub(super) struct Current(Option<sys::CUcontext>);
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        if let Some(before) = self.0 {
+            // SAFETY: what was current before. It was fine then.
+            let _ = unsafe { result::ctx::set_current(before) };
+        }
+    }
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "cuda:{}", self.context.ordinal())
+    }
+}
+
 impl Device {
-    fn get(index: usize) -> Result<Arc<Self>> {
+    /// Makes the device's context the calling thread's, until the result is dropped.
+    pub(super) fn make_current(&self) -> Result<Current> {
+        let before = driver(result::ctx::get_current(), "cuCtxGetCurrent")?;
+        let mine = self.context.cu_ctx();
+        if before == Some(mine) {
+            return Ok(Current(None));
+        }
+        // SAFETY: the device's context, which lives as long as the process.
+        driver(unsafe { result::ctx::set_current(mine) }, "cuCtxSetCurrent")?;
+        Ok(Current(Some(before.unwrap_or(std::ptr::null_mut()))))
+    }
+
+    pub(super) fn get(index: usize) -> Result<Arc<Self>> {
         let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, device)) = devices.iter().find(|(known, _)| *known == index) {
             return Ok(device.clone());

@@ -6,10 +6,12 @@ use crate::error::{Error, Result};
 
 const WARP: usize = 32;
 const THREADS: usize = 256;
+/// Threads of a block, at most.
+const MAX_THREADS: usize = 1024;
 /// Blocks of a grid whose blocks take several items in turn.
 const MAX_BLOCKS: usize = 1 << 16;
-/// In step with `kTileSlots` of `kernels/dispatch.cu`.
-const TILE_SLOTS: usize = 512;
+/// Loads of a thread at once, in step with `kInFlight` of `kernels/common.cuh`.
+pub(super) const IN_FLIGHT: usize = 4;
 /// Counts per expert must fit into the shared memory that every GPU gives without asking.
 const MAX_EXPERTS: usize = 48 * 1024 / size_of::<u32>();
 
@@ -41,10 +43,12 @@ pub struct Plan {
     pub send_counts: u64,
     /// [`Plan::scratch_bytes`] bytes, aligned to 8
     pub scratch: u64,
-    /// `[num_slots]` int64, written
+    /// `[num_slots]` int32 or int64, written
     pub row_ids: u64,
-    /// `[num_slots]` int64, written
+    /// `[num_slots]` like `row_ids`, written
     pub positions: u64,
+    /// Whether `row_ids` and `positions` are int64.
+    pub wide: bool,
     /// Slots of the batch.
     pub num_slots: usize,
     /// Experts.
@@ -58,8 +62,10 @@ pub struct Plan {
 pub struct Permute {
     /// `[num_tokens, row_bytes]`
     pub x: u64,
-    /// `[num_rows]` int64
+    /// `[num_rows]` int32 or int64
     pub row_ids: u64,
+    /// Whether `row_ids` are int64.
+    pub wide: bool,
     /// `[num_rows, row_bytes]`, written
     pub out: u64,
     /// Rows.
@@ -77,8 +83,10 @@ pub struct Permute {
 pub struct Combine {
     /// `[num_rows, width]`
     pub rows: u64,
-    /// `[num_tokens, top_k]` int64
+    /// `[num_tokens, top_k]` int32 or int64
     pub positions: u64,
+    /// Whether `positions` are int64.
+    pub wide: bool,
     /// `[num_tokens, top_k]`, or 0 for none
     pub weights: u64,
     /// `[num_tokens, width]`, written
@@ -102,7 +110,7 @@ pub struct Combine {
 pub struct Backward {
     /// What the forward pass read; its `out` is the gradient of its result.
     pub forward: Combine,
-    /// `[num_rows]` int64, written
+    /// `[num_rows]` like `positions`, written
     pub row_ids: u64,
     /// `[num_rows, width]`, written
     pub grad_rows: u64,
@@ -111,14 +119,14 @@ pub struct Backward {
 }
 
 impl Plan {
-    /// Bytes of the counts per tile, and of the starts and ends of the segments.
+    /// Bytes of the counts per tile, at most 2 a slot (of whole tiles), and of the starts and ends of the segments.
     pub fn scratch_bytes(num_slots: usize, num_experts: usize, num_ranks: usize) -> usize {
-        let tile_counts = num_slots.div_ceil(TILE_SLOTS) * num_experts * size_of::<u32>();
+        let tile_counts = num_slots.div_ceil(tile_slots(num_experts)) * num_experts * size_of::<u32>();
         tile_counts.next_multiple_of(8) + 2 * num_experts * num_ranks * size_of::<i64>()
     }
 }
 
-fn check_experts(num_experts: usize) -> Result<()> {
+pub(super) fn check_experts(num_experts: usize) -> Result<()> {
     ensure!(
         num_experts <= MAX_EXPERTS,
         "num_experts: expected at most {MAX_EXPERTS} on CUDA, got {num_experts}"
@@ -126,52 +134,30 @@ fn check_experts(num_experts: usize) -> Result<()> {
     Ok(())
 }
 
-/// A grid over items that blocks take in turn, each with a thread per part of an item.
-fn grid(items: usize, parts: usize) -> Grid {
-    let threads = parts.next_multiple_of(WARP).clamp(WARP, THREADS);
-    Grid { blocks: items.min(MAX_BLOCKS), threads, shared_bytes: 0 }
+/// Slots of a tile, in step with the function of this name in `kernels/dispatch.cu`.
+fn tile_slots(num_experts: usize) -> usize {
+    (2 * num_experts).next_power_of_two().max(512)
 }
 
-fn aligned(addresses: &[u64]) -> bool {
-    addresses.iter().all(|address| address.is_multiple_of(16))
+fn index_bytes(wide: bool) -> usize {
+    if wide { size_of::<i64>() } else { size_of::<i32>() }
+}
+
+/// A grid of one thread per item, or of threads that take several in turn.
+fn grid(items: usize) -> Grid {
+    Grid { blocks: items.div_ceil(THREADS).clamp(1, MAX_BLOCKS), threads: THREADS, shared_bytes: 0 }
+}
+
+/// A grid for rows that groups of threads take, some at a time; see `RowGroup` in `kernels/common.cuh`.
+pub(super) fn row_grid(num_rows: usize, row_bytes: usize, at_once: usize) -> Grid {
+    const UNIT_BYTES: usize = 16;
+    let group = row_bytes.div_ceil(UNIT_BYTES).next_power_of_two().min(THREADS);
+    grid(num_rows.div_ceil(at_once) * group)
 }
 
 // "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
 // anything else, which lives until the stream has passed the launches.
 impl Launcher {
-    /// `counts[e]` = how many ids are `e`; ids out of range are not counted.
-    ///
-    /// # Safety
-    /// The addresses hold the stated numbers of elements: `ids` int32 or int64, `counts` int64.
-    ///
-    /// # Errors
-    /// More experts than shared memory holds, or the driver's.
-    pub unsafe fn histogram(
-        &self,
-        ids: u64,
-        wide_ids: bool,
-        counts: u64,
-        num_slots: usize,
-        num_experts: usize,
-    ) -> Result<()> {
-        check_experts(num_experts)?;
-        // SAFETY: by the caller's promise.
-        unsafe { self.fill(counts, 0, num_experts * size_of::<i64>())? };
-        if num_slots == 0 {
-            return Ok(());
-        }
-        // Enough ids for each block to pay for clearing and adding its counts.
-        let per_block = THREADS * 4 + num_experts * 4;
-        let grid = Grid {
-            blocks: num_slots.div_ceil(per_block).min(1024),
-            threads: THREADS,
-            shared_bytes: num_experts * size_of::<u32>(),
-        };
-        let name = if wide_ids { "expert_histogram_i64" } else { "expert_histogram_i32" };
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
-        unsafe { self.launch(name, grid, &[ids, counts, num_slots as u64, num_experts as u64]) }
-    }
-
     /// The plan of a dispatch: see `kernels/dispatch.cu`.
     ///
     /// # Safety
@@ -180,22 +166,35 @@ impl Launcher {
     /// # Errors
     /// More experts or slots than the kernels handle, or the driver's.
     pub unsafe fn dispatch_plan(&self, plan: &Plan) -> Result<()> {
-        const SEGMENT_THREADS: usize = 1024;
-        let Plan { ids, send_counts, scratch, row_ids, positions, num_slots, num_experts, num_ranks, .. } =
-            *plan;
+        let Plan {
+            ids,
+            send_counts,
+            scratch,
+            row_ids,
+            positions,
+            wide,
+            num_slots,
+            num_experts,
+            num_ranks,
+            ..
+        } = *plan;
         check_experts(num_experts)?;
         ensure!(num_slots <= u32::MAX as usize, "ids: expected fewer than 2**32 slots, got {num_slots}");
         if num_slots == 0 {
             return Ok(());
         }
-        let num_tiles = num_slots.div_ceil(TILE_SLOTS);
+        let num_tiles = num_slots.div_ceil(tile_slots(num_experts));
         let tile_counts = scratch;
         let ends = scratch + (num_tiles * num_experts * size_of::<u32>()).next_multiple_of(8) as u64;
         let first_rows = ends + (num_experts * num_ranks * size_of::<i64>()) as u64;
         let (slots, experts, ranks) = (num_slots as u64, num_experts as u64, num_ranks as u64);
         let tiles = Grid { blocks: num_tiles, threads: WARP, shared_bytes: num_experts * size_of::<u32>() };
-        let segments =
-            Grid { blocks: 1, threads: SEGMENT_THREADS, shared_bytes: SEGMENT_THREADS * size_of::<i64>() };
+        let starts = Grid {
+            blocks: num_experts.div_ceil(WARP),
+            threads: MAX_THREADS,
+            shared_bytes: MAX_THREADS * size_of::<u32>(),
+        };
+        let segments = Grid { blocks: 1, threads: MAX_THREADS, shared_bytes: MAX_THREADS * size_of::<i64>() };
         let (count, place) = if plan.wide_ids {
             ("plan_count_i64", "plan_place_i64")
         } else {
@@ -203,11 +202,12 @@ impl Launcher {
         };
         // SAFETY: by the caller's promise; the kernels' arguments in their order.
         unsafe {
-            self.fill(row_ids, 0xff, num_slots * size_of::<i64>())?;
+            self.fill(row_ids, 0xff, num_slots * index_bytes(wide))?;
             self.launch(count, tiles, &[ids, tile_counts, slots, experts])?;
-            let arguments = [send_counts, tile_counts, ends, first_rows, num_tiles as u64, experts, ranks];
-            self.launch("plan_segments", segments, &arguments)?;
-            let arguments = [ids, tile_counts, ends, first_rows, row_ids, positions, slots, experts, ranks];
+            self.launch("plan_starts", starts, &[tile_counts, num_tiles as u64, experts])?;
+            self.launch("plan_segments", segments, &[send_counts, ends, first_rows, experts, ranks])?;
+            let addresses = [ids, tile_counts, ends, first_rows, row_ids, positions];
+            let arguments = [&addresses[..], &[u64::from(wide), slots, experts, ranks]].concat();
             self.launch(place, tiles, &arguments)
         }
     }
@@ -215,7 +215,7 @@ impl Launcher {
     /// `row_ids[positions[s]] = s`, -1 where no slot is.
     ///
     /// # Safety
-    /// The addresses hold the stated numbers of int64.
+    /// The addresses hold the stated numbers of int64 if `wide`, else of int32.
     ///
     /// # Errors
     /// The driver's.
@@ -223,21 +223,18 @@ impl Launcher {
         &self,
         positions: u64,
         row_ids: u64,
+        wide: bool,
         num_slots: usize,
         num_rows: usize,
     ) -> Result<()> {
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
         unsafe {
-            self.fill(row_ids, 0xff, num_rows * size_of::<i64>())?;
+            self.fill(row_ids, 0xff, num_rows * index_bytes(wide))?;
             if num_slots == 0 || num_rows == 0 {
                 return Ok(());
             }
-            let grid = Grid {
-                blocks: num_slots.div_ceil(THREADS).min(MAX_BLOCKS),
-                threads: THREADS,
-                shared_bytes: 0,
-            };
-            self.launch("invert_positions", grid, &[positions, row_ids, num_slots as u64, num_rows as u64])
+            let arguments = [positions, row_ids, u64::from(wide), num_slots as u64, num_rows as u64];
+            self.launch("invert_positions", grid(num_slots), &arguments)
         }
     }
 
@@ -249,7 +246,7 @@ impl Launcher {
     /// # Errors
     /// The driver's.
     pub unsafe fn permute(&self, permute: &Permute) -> Result<()> {
-        let Permute { x, row_ids, out, num_rows, row_bytes, num_tokens, top_k } = *permute;
+        let Permute { x, row_ids, wide, out, num_rows, row_bytes, num_tokens, top_k } = *permute;
         ensure!(
             row_bytes.is_multiple_of(2) && top_k > 0,
             "permute: expected rows of even size and top_k above 0"
@@ -257,15 +254,10 @@ impl Launcher {
         if num_rows == 0 || row_bytes == 0 {
             return Ok(());
         }
-        let (name, unit) = if row_bytes.is_multiple_of(16) && aligned(&[x, out]) {
-            ("permute_16", 16)
-        } else {
-            ("permute_2", 2)
-        };
-        let units = row_bytes / unit;
-        let arguments = [x, row_ids, out, num_rows as u64, units as u64, num_tokens as u64, top_k as u64];
+        let sizes = [num_rows, row_bytes, num_tokens, top_k].map(|size| size as u64);
+        let arguments = [&[x, row_ids, out, u64::from(wide)], &sizes[..]].concat();
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
-        unsafe { self.launch(name, grid(num_rows, units), &arguments) }
+        unsafe { self.launch("permute", row_grid(num_rows, row_bytes, IN_FLIGHT), &arguments) }
     }
 
     /// The weighted sum of each token's rows.
@@ -276,16 +268,21 @@ impl Launcher {
     /// # Errors
     /// A pair of types without a kernel, or the driver's.
     pub unsafe fn unpermute(&self, combine: &Combine) -> Result<()> {
-        let Combine { rows, positions, weights, out, num_tokens, top_k, num_rows, width, .. } = *combine;
+        let Combine { rows, positions, wide, weights, out, num_tokens, top_k, num_rows, width, .. } =
+            *combine;
         if num_tokens == 0 || width == 0 {
             return Ok(());
         }
-        let whole = (width * combine.row_type.bytes()).is_multiple_of(16) && aligned(&[rows, out]);
-        let (name, at_once) = combine.kernel(whole)?;
-        let sizes = [num_tokens as u64, top_k as u64, num_rows as u64, width as u64];
-        let arguments = [rows, positions, weights, out, sizes[0], sizes[1], sizes[2], sizes[3]];
+        let row_bytes = width * combine.row_type.bytes();
+        if top_k == 0 {
+            // SAFETY: by the caller's promise.
+            return unsafe { self.fill(out, 0, num_tokens * row_bytes) };
+        }
+        let sizes = [num_tokens, top_k, num_rows, width].map(|size| size as u64);
+        let arguments = [&[rows, positions, weights, out, u64::from(wide)], &sizes[..]].concat();
+        let grid = row_grid(num_tokens, row_bytes, IN_FLIGHT.div_ceil(top_k));
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
-        unsafe { self.launch(name, grid(num_tokens, width.div_ceil(at_once)), &arguments) }
+        unsafe { self.launch(combine.kernels()?.forward, grid, &arguments) }
     }
 
     /// The gradients of the weighted sum.
@@ -296,61 +293,57 @@ impl Launcher {
     /// # Errors
     /// A pair of types without a kernel, or the driver's.
     pub unsafe fn unpermute_backward(&self, backward: &Backward) -> Result<()> {
-        let Combine { rows, positions, weights, out: grad, num_tokens, top_k, num_rows, width, .. } =
+        let Combine { rows, positions, wide, weights, out: grad, num_tokens, top_k, num_rows, width, .. } =
             backward.forward;
         let Backward { row_ids, grad_rows, grad_weights, .. } = *backward;
         let num_slots = num_tokens * top_k;
-        let name = backward.forward.backward_kernel()?;
+        let name = backward.forward.kernels()?.backward[usize::from(wide)];
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
         unsafe {
             self.fill(grad_weights, 0, num_slots * backward.forward.weight_type.bytes())?;
-            self.invert_positions(positions, row_ids, num_slots, num_rows)?;
+            self.invert_positions(positions, row_ids, wide, num_slots, num_rows)?;
             if num_rows == 0 || width == 0 {
                 return Ok(());
             }
-            let warps = THREADS / WARP;
-            let grid =
-                Grid { blocks: num_rows.div_ceil(warps).min(MAX_BLOCKS), threads: THREADS, shared_bytes: 0 };
             // Without slots every row is zeroed, and top_k divides nothing.
             let sizes = [num_rows as u64, width as u64, num_slots as u64, top_k.max(1) as u64];
             let addresses = [grad, rows, row_ids, weights, grad_rows, grad_weights];
-            self.launch(name, grid, &[&addresses[..], &sizes[..]].concat())
+            self.launch(name, grid(num_rows * WARP), &[&addresses[..], &sizes[..]].concat())
         }
     }
 }
 
-impl Combine {
-    /// The kernel, and the columns that one thread takes at once.
-    fn kernel(&self, whole: bool) -> Result<(&'static str, usize)> {
-        use FloatType::{Bf16, F16, F32};
-        Ok(match (self.row_type, self.weight_type, whole) {
-            (F32, F32, true) => ("unpermute_f32_f32_4", 4),
-            (F32, F32, false) => ("unpermute_f32_f32_1", 1),
-            (Bf16, F32, true) => ("unpermute_bf16_f32_8", 8),
-            (Bf16, F32, false) => ("unpermute_bf16_f32_1", 1),
-            (Bf16, Bf16, true) => ("unpermute_bf16_bf16_8", 8),
-            (Bf16, Bf16, false) => ("unpermute_bf16_bf16_1", 1),
-            (F16, F32, true) => ("unpermute_f16_f32_8", 8),
-            (F16, F32, false) => ("unpermute_f16_f32_1", 1),
-            (F16, F16, true) => ("unpermute_f16_f16_8", 8),
-            (F16, F16, false) => ("unpermute_f16_f16_1", 1),
-            (rows, weights, _) => return Err(no_kernel(rows, weights)),
-        })
-    }
-
-    fn backward_kernel(&self) -> Result<&'static str> {
-        use FloatType::{Bf16, F16, F32};
-        Ok(match (self.row_type, self.weight_type) {
-            (F32, F32) => "unpermute_backward_f32_f32",
-            (Bf16, F32) => "unpermute_backward_bf16_f32",
-            (Bf16, Bf16) => "unpermute_backward_bf16_bf16",
-            (F16, F32) => "unpermute_backward_f16_f32",
-            (F16, F16) => "unpermute_backward_f16_f16",
-            (rows, weights) => return Err(no_kernel(rows, weights)),
-        })
-    }
+/// Kernels for one pair of types.
+struct Kernels {
+    forward: &'static str,
+    /// For int32 and for int64 row ids.
+    backward: [&'static str; 2],
 }
 
-fn no_kernel(rows: FloatType, weights: FloatType) -> Error {
-    Error::Invalid(format!("no kernel for rows of {rows:?} with weights of {weights:?}"))
+macro_rules! kernels {
+    ($types:literal) => {
+        Kernels {
+            forward: concat!("unpermute_", $types),
+            backward: [
+                concat!("unpermute_backward_", $types, "_i32"),
+                concat!("unpermute_backward_", $types, "_i64"),
+            ],
+        }
+    };
+}
+
+impl Combine {
+    fn kernels(&self) -> Result<Kernels> {
+        use FloatType::{Bf16, F16, F32};
+        match (self.row_type, self.weight_type) {
+            (F32, F32) => Ok(kernels!("f32_f32")),
+            (Bf16, F32) => Ok(kernels!("bf16_f32")),
+            (Bf16, Bf16) => Ok(kernels!("bf16_bf16")),
+            (F16, F32) => Ok(kernels!("f16_f32")),
+            (F16, F16) => Ok(kernels!("f16_f16")),
+            (rows, weights) => {
+                Err(Error::Invalid(format!("no kernel for rows of {rows:?} with weights of {weights:?}")))
+            }
+        }
+    }
 }

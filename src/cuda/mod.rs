@@ -1,15 +1,28 @@
 //! The kernels of `kernels/` through the CUDA driver API, which is loaded at run time.
 //!
 //! Knows nothing of torch: a [`Launcher`] is a device and somebody's stream, and its methods take device addresses
-//! and sizes. Every launch is checked here first; nothing waits for the device.
+//! and sizes. Every launch is checked here first; nothing waits for the device, but where it says so.
+//! [`ChunkCopier`] has streams of its own, and page-locked host memory.
 
-mod adamw;
+mod chunks;
+mod copier;
 mod device;
+mod exchange;
+mod histogram;
 mod launch;
+mod pinned;
+mod streams;
 
-pub use adamw::{AdamW, GradientAt};
+pub use chunks::{ChunkRange, Span};
+pub use copier::{ChunkCopier, Slots};
+mod optim;
+
 pub use device::Launcher;
+pub use exchange::{Regroup, SplitTokens};
+pub use histogram::LayerIds;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
+pub use optim::{AdamW, GradientAt, Sgd};
+pub use pinned::PinnedBuffer;
 
 /// Whether this build holds compiled kernels (`build.rs` found an nvcc).
 pub fn has_kernels() -> bool {

@@ -3,17 +3,20 @@
 //! Every rank knows all counts (one all-gather) and the replica matrix, so every rank computes the same whole table
 //! of every expert and reads its own row (what it sends) and column (what it receives) from it: no second exchange.
 //!
-//! [`split_tokens`] is the face; [`split_expert`] is the arithmetic of one expert; [`imbalance`] says how even the work is.
+//! [`split_tokens`] is the face; [`split_expert`] is the arithmetic of one expert; [`imbalance`] says how even the work
+//! is, and [`LoadAverage`] how much of it there has been lately.
 
 mod balanced;
 mod expert;
 mod flow;
 mod imbalance;
+mod load;
 mod split;
 
 pub use expert::{Route, split_expert};
 pub(crate) use imbalance::check_load;
 pub use imbalance::imbalance;
+pub use load::LoadAverage;
 pub use split::{Split, split_tokens};
 
 /// How the tokens of an expert are shared by the ranks that hold it.

@@ -1,5 +1,7 @@
 //! The extension module `evermoe._native`: converts, releases the GIL, calls. No decisions.
 
+#[cfg(feature = "cuda")]
+mod chunks;
 mod error;
 mod ops;
 mod planning;
@@ -9,6 +11,8 @@ use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    #[cfg(feature = "cuda")]
+    chunks::register(module)?;
     ops::register(module)?;
     planning::register(module)?;
     snapshot::register(module)

@@ -1,6 +1,6 @@
 //! Python face of the torch ops, and the numbers of an optimizer's step.
 
-use crate::cpu::{AdamWOptions, AdamWStep};
+use crate::cpu::{AdamWOptions, AdamWStep, Profile, SgdOptions, SgdStep};
 use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 
@@ -33,7 +33,7 @@ fn cpu_cache_bytes() -> usize {
 
 /// The numbers of one step of AdamW, in the order of `AdamWStep`'s fields; each is a float32.
 #[pyfunction]
-#[pyo3(signature = (*, t, lr, betas, eps, weight_decay, maximize, loss_scale, clip))]
+#[pyo3(signature = (*, t, lr, betas, eps, weight_decay, maximize, loss_scale, clip, profile, powers))]
 #[allow(clippy::too_many_arguments)]
 fn adamw_step(
     t: i64,
@@ -44,9 +44,33 @@ fn adamw_step(
     maximize: bool,
     loss_scale: f64,
     clip: f64,
+    profile: &str,
+    powers: Option<[f32; 2]>,
 ) -> PyResult<[f32; AdamWStep::LEN]> {
     let options = AdamWOptions { lr, betas, eps, weight_decay, maximize };
-    Ok(AdamWStep::new(&options, t, loss_scale, clip)?.to_array())
+    let profile = Profile::named(profile, &Profile::ALL)?;
+    Ok(AdamWStep::with_profile(profile, &options, t, powers, loss_scale, clip)?.to_array())
+}
+
+/// The numbers of one step of SGD, in the order of `SgdStep`'s fields; each is a float32.
+#[pyfunction]
+#[pyo3(signature = (*, is_first, lr, momentum, dampening, weight_decay, nesterov, maximize, loss_scale, clip, profile))]
+#[allow(clippy::too_many_arguments)]
+fn sgd_step(
+    is_first: bool,
+    lr: f64,
+    momentum: f64,
+    dampening: f64,
+    weight_decay: f64,
+    nesterov: bool,
+    maximize: bool,
+    loss_scale: f64,
+    clip: f64,
+    profile: &str,
+) -> PyResult<[f32; SgdStep::LEN]> {
+    let options = SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
+    let profile = Profile::named(profile, &SgdStep::PROFILES)?;
+    Ok(SgdStep::new(profile, &options, is_first, loss_scale, clip)?.to_array())
 }
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -54,5 +78,6 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(adamw_step, module)?)?;
     module.add_function(wrap_pyfunction!(set_cpu_cache_limit, module)?)?;
     module.add_function(wrap_pyfunction!(cpu_cache_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(sgd_step, module)?)?;
     module.add_function(wrap_pyfunction!(has_cuda_kernels, module)?)
 }

@@ -1,7 +1,8 @@
 //! Our policy: delay nothing, in as few steps as that takes.
 
 use super::baft;
-use super::pace::Pace;
+use super::pace::{Pace, total};
+use super::plan::MOST_CHUNKS;
 use super::request::Request;
 use super::rooms::Work;
 use super::stream::{Filled, stream};
@@ -13,9 +14,11 @@ use super::stream::{Filled, stream};
 /// happen to fit better, is tried too.
 pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
     let orders = work.orders();
-    let paces = Pace::candidates(request.link, request.memory);
-    let Some(first) = paces.first().copied() else { unreachable!("the full pace is always there") };
-    let streams = paces.into_iter().flat_map(|pace| orders.iter().map(move |loads| (pace, loads)));
+    let first = Pace::full(request.link, request.memory);
+    let few = |pace: &Pace| work.chunks(pace) <= MOST_CHUNKS;
+    let smaller = Pace::smaller(request.link, request.memory).into_iter().filter(few);
+    let paces = [first].into_iter().chain(smaller);
+    let streams = paces.flat_map(|pace| orders.iter().map(move |loads| (pace, loads)));
     let mut found: Vec<(Pace, Filled)> = streams
         .map(|(pace, loads)| {
             let mut filled = stream(loads, &work.rooms, &pace, request.max_steps);
@@ -41,5 +44,5 @@ pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
 
 /// Seconds of the rest for each step of a version.
 pub(super) fn delay(pace: &Pace, filled: &Filled) -> f64 {
-    filled.rest.iter().map(|load| pace.seconds(load.bytes)).sum::<f64>() / filled.steps.max(1) as f64
+    total(filled.rest.iter().map(|load| pace.seconds(load.bytes))) / filled.steps.max(1) as f64
 }

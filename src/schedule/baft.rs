@@ -1,6 +1,6 @@
 //! BAFT: each window takes the whole units that together have the most bytes.
 
-use super::knapsack::{Class, Item, denser, fill as choose};
+use super::knapsack::{Class, Item, MOST_BRANCHES, denser, fill as choose};
 use super::pace::{Pace, ROUNDING};
 use super::rooms::{Load, Room, Work};
 use super::stream::{Filled, Run};
@@ -12,7 +12,12 @@ struct Pool {
     classes: Vec<Class>,
     /// Loads of each class, the next one last.
     members: Vec<Vec<Load>>,
+    /// Classes of which nothing is left.
+    empty: usize,
 }
+
+/// Parts of a unit at most; what is beyond them is left over.
+const MOST_PARTS: usize = 1 << 16;
 
 /// Fills the rooms of up to `max_steps` equal steps. A unit that no room can take is cut to what the longest can.
 pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
@@ -21,19 +26,23 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
     for loads in &work.loads {
         let Some(first) = loads.first() else { continue };
         let longest = work.rooms[first.rooms].iter().map(|room| room.end - room.start).fold(0.0, f64::max);
-        pools.push(Pool::new(loads, longest, pace));
+        // No window takes two parts that are as large as the longest can take.
+        let most_parts = work.rooms[first.rooms].len().saturating_mul(max_steps).min(MOST_PARTS);
+        pools.push(Pool::new(loads, longest, most_parts, pace));
     }
     let mut order: Vec<(usize, Room)> = Vec::new();
     for (number, pool) in pools.iter().enumerate() {
         order.extend(work.rooms[pool.rooms].iter().map(|&room| (number, room)));
     }
     order.sort_by(|(a, first), (b, second)| first.start.total_cmp(&second.start).then(a.cmp(b)));
+    // A few windows are searched thoroughly, of a thousand each a little.
+    let branches = ((1 << 18) / order.len().max(1)).clamp(128, MOST_BRANCHES);
     for step in 0..max_steps {
         let before = filled.runs.len();
         let mut time = f64::NEG_INFINITY;
         for &(number, room) in &order {
             let mut start = room.start.max(time);
-            for load in pools[number].take(room.end - start + ROUNDING) {
+            for load in pools[number].take(room.end - start + ROUNDING, branches) {
                 filled.runs.push(Run { step, window: room.window, start, load });
                 start += pace.seconds(load.bytes);
                 filled.steps = step + 1;
@@ -50,7 +59,7 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
 }
 
 impl Pool {
-    fn new(loads: &[Load], longest: f64, pace: &Pace) -> Self {
+    fn new(loads: &[Load], longest: f64, most_parts: usize, pace: &Pace) -> Self {
         let mut parts: Vec<(Item, Load)> = Vec::new();
         for &load in loads {
             let most = if pace.seconds(load.bytes) > longest + ROUNDING {
@@ -58,11 +67,13 @@ impl Pool {
             } else {
                 load.bytes
             };
-            // Where not one byte fits, all of it is left over.
-            let most = if most == 0 { load.bytes } else { most };
+            // Where not one byte fits, all of it is left over; so is what the windows have no room for anyway.
+            let mut parts_left = if most > 0 && most < load.bytes { most_parts } else { 0 };
             let mut rest = load;
             while rest.bytes > 0 {
-                let (part, others) = rest.split(most.min(rest.bytes));
+                let bytes = if parts_left > 0 { most.min(rest.bytes) } else { rest.bytes };
+                parts_left = parts_left.saturating_sub(1);
+                let (part, others) = rest.split(bytes);
                 parts.push((Item { seconds: pace.seconds(part.bytes), bytes: part.bytes }, part));
                 rest = others;
             }
@@ -71,7 +82,7 @@ impl Pool {
         parts.sort_by(|(a, one), (b, other)| {
             denser(a, b).then((other.unit, other.offset).cmp(&(one.unit, one.offset)))
         });
-        let mut pool = Self { rooms: loads[0].rooms, classes: Vec::new(), members: Vec::new() };
+        let mut pool = Self { rooms: loads[0].rooms, classes: Vec::new(), members: Vec::new(), empty: 0 };
         for alike in parts.chunk_by(|(a, _), (b, _)| a == b) {
             pool.classes.push(Class { item: alike[0].0, count: alike.len() });
             pool.members.push(alike.iter().map(|(_, load)| *load).collect());
@@ -84,15 +95,24 @@ impl Pool {
     }
 
     /// Takes out the loads that together have the most bytes within so many seconds.
-    fn take(&mut self, seconds: f64) -> Vec<Load> {
-        if self.classes.iter().all(|class| class.count == 0 || class.item.seconds > seconds) {
+    fn take(&mut self, seconds: f64, branches: usize) -> Vec<Load> {
+        let left = self.classes.iter().filter(|class| class.count > 0);
+        let smallest = left.map(|class| class.item.seconds).fold(f64::INFINITY, f64::min);
+        if smallest > seconds {
             return Vec::new();
         }
         let mut taken = Vec::new();
-        for (place, count) in choose(&self.classes, seconds).into_iter().enumerate() {
+        for (place, count) in choose(&self.classes, seconds, smallest, branches) {
             self.classes[place].count -= count;
+            self.empty += usize::from(self.classes[place].count == 0);
             let left = self.members[place].len() - count;
             taken.extend(self.members[place].drain(left..).rev());
+        }
+        // Not each time: there may be thousands of classes and of windows.
+        if 8 * self.empty >= self.classes.len() {
+            self.empty = 0;
+            self.members.retain(|members| !members.is_empty());
+            self.classes.retain(|class| class.count > 0);
         }
         taken
     }

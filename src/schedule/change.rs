@@ -1,5 +1,6 @@
 //! Whether windows still are what they were.
 
+use super::pace::total;
 use super::span::{Resource, Step, check};
 use super::windows::{Aligned, Anchor, Window, Windows, measure};
 use crate::ensure;
@@ -122,8 +123,7 @@ fn resized(before: &[Window], now: &[Window], allowed: f64) -> Option<Change> {
             let change = Change::Window { resource, anchor: anchor.clone(), before: was, now: is };
             see((is - was).abs() - jitter - allowed, change);
         }
-        let [was, is] =
-            [&old, &new].map(|windows| windows.values().map(|window| window.expected).sum::<f64>());
+        let [was, is] = [&old, &new].map(|windows| total(windows.values().map(|window| window.expected)));
         let jitter: f64 = old.values().map(|window| window.jitter).sum();
         see((is - was).abs() - jitter - allowed, Change::Total { resource, before: was, now: is });
     }

@@ -17,8 +17,8 @@ pub(super) struct Class {
     pub(super) count: usize,
 }
 
-/// Branches that are tried for one window; a few distinct sizes, which is what models have, need far fewer.
-const MOST_BRANCHES: usize = 1 << 12;
+/// Branches that are tried at most; a few distinct sizes, which is what models have, need far fewer.
+pub(super) const MOST_BRANCHES: usize = 1 << 12;
 
 /// Positions, ascending, of the items that together have the most bytes within so many seconds.
 ///
@@ -38,9 +38,9 @@ pub fn best_subset(items: &[Item], seconds: f64) -> Vec<usize> {
     let members: Vec<&[usize]> = alike.collect();
     let classes: Vec<Class> =
         members.iter().map(|members| Class { item: items[members[0]], count: members.len() }).collect();
-    let taken = fill(&classes, seconds);
+    let taken = fill(&classes, seconds, 0.0, MOST_BRANCHES);
     let mut chosen: Vec<usize> =
-        members.iter().zip(taken).flat_map(|(members, count)| members[..count].iter().copied()).collect();
+        taken.into_iter().flat_map(|(place, count)| members[place][..count].iter().copied()).collect();
     chosen.sort_unstable();
     chosen
 }
@@ -51,21 +51,24 @@ pub(super) fn denser(a: &Item, b: &Item) -> std::cmp::Ordering {
     density(b).total_cmp(&density(a)).then(b.bytes.cmp(&a.bytes)).then(a.seconds.total_cmp(&b.seconds))
 }
 
-/// How many of each class; the classes are in the order of [`denser`].
-pub(super) fn fill(classes: &[Class], seconds: f64) -> Vec<usize> {
-    let mut search =
-        Search { classes, taken: Vec::new(), best: Vec::new(), most: 0, branches: MOST_BRANCHES };
+/// Positions of classes and how many of each; the classes are in the order of [`denser`], `smallest` is the least of
+/// their seconds.
+pub(super) fn fill(classes: &[Class], seconds: f64, smallest: f64, branches: usize) -> Vec<(usize, usize)> {
+    let mut search = Search { classes, taken: Vec::new(), best: Vec::new(), most: 0, branches };
     search.descend(seconds, 0);
     let mut best = search.best;
-    best.resize(classes.len(), 0);
     let used: f64 = classes.iter().zip(&best).map(|(class, &count)| class.item.seconds * count as f64).sum();
     let mut left = seconds - used;
-    for (class, taken) in classes.iter().zip(&mut best) {
-        let more = class.fitting(left).min(class.count - *taken);
-        *taken += more;
+    for (place, class) in classes.iter().enumerate() {
+        if left < smallest {
+            break;
+        }
+        best.resize(best.len().max(place + 1), 0);
+        let more = class.fitting(left).min(class.count - best[place]);
+        best[place] += more;
         left -= more as f64 * class.item.seconds;
     }
-    best
+    best.into_iter().enumerate().filter(|(_, count)| *count > 0).collect()
 }
 
 impl Class {
@@ -112,7 +115,10 @@ impl Search<'_> {
             self.branches -= 1;
             self.taken.push(count);
             let used = count as f64 * class.item.seconds;
-            self.descend(seconds - used, bytes + count as u64 * class.item.bytes);
+            self.descend(
+                seconds - used,
+                bytes.saturating_add((count as u64).saturating_mul(class.item.bytes)),
+            );
             self.taken.pop();
         }
     }

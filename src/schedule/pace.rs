@@ -15,6 +15,11 @@ use super::request::{Link, Memory};
 /// Sums of seconds are rounded: what is over by less than a picosecond fits.
 pub(super) const ROUNDING: f64 = 1e-12;
 
+/// The sum; of nothing it is 0, where `sum` has −0.
+pub(super) fn total(seconds: impl Iterator<Item = f64>) -> f64 {
+    seconds.fold(0.0, |sum, next| sum + next)
+}
+
 /// The size of chunks and the seconds from the start of one to the earliest start of the next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
@@ -44,16 +49,16 @@ impl Pace {
         Self { link, most, least, serial: None }
     }
 
-    /// All that `auto` tries. Where drains count, small chunks and a serial pace use windows that are too short for the
-    /// pipelined pace of full ones.
-    pub(super) fn candidates(link: Link, memory: Memory) -> Vec<Self> {
-        let full = memory.bytes / memory.buffers;
-        let mut paces = vec![Self::full(link, memory)];
-        if memory.drain.is_some() && memory.buffers > 1 {
-            let smaller = (1..=4).map(|halvings| full >> halvings).filter(|&most| most > 0);
-            paces.extend(smaller.map(|most| Self::pipelined(link, memory, most)));
-            paces.push(Self { link, most: full, least: 0.0, serial: memory.drain });
+    /// What `auto` tries besides: where drains count, small chunks and a serial pace use windows that are too short for
+    /// the pipelined pace of full ones.
+    pub(super) fn smaller(link: Link, memory: Memory) -> Vec<Self> {
+        if memory.drain.is_none() || memory.buffers == 1 {
+            return Vec::new();
         }
+        let full = memory.bytes / memory.buffers;
+        let sizes = (1..=4).map(|halvings| full >> halvings).filter(|&most| most > 0);
+        let mut paces: Vec<Self> = sizes.map(|most| Self::pipelined(link, memory, most)).collect();
+        paces.push(Self { link, most: full, least: 0.0, serial: memory.drain });
         paces
     }
 

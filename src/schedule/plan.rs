@@ -1,6 +1,6 @@
 //! The chunk plan: which part of which unit goes where in which window, and why.
 
-use super::pace::Pace;
+use super::pace::{Pace, total};
 use super::request::{MOST_STEPS, Policy, Request};
 use super::rooms::{Load, Work};
 use super::stream::{Filled, stream};
@@ -88,7 +88,7 @@ pub struct ChunkPlan {
 }
 
 /// More chunks than this would be no plan.
-const MOST_CHUNKS: u64 = 1 << 22;
+pub(super) const MOST_CHUNKS: u64 = 1 << 22;
 
 /// Plans the transfers of one version.
 ///
@@ -128,8 +128,7 @@ pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
     request.check()?;
     let work = Work::new(request);
     let full = Pace::full(request.link, request.memory);
-    let chunks = work.loads.iter().flatten().map(|load| full.chunks(load.bytes));
-    let chunks = chunks.fold(0_u64, u64::saturating_add);
+    let chunks = work.chunks(&full);
     ensure!(
         chunks <= MOST_CHUNKS,
         "memory: sub-buffers of {} bytes make {chunks} chunks of a version; expected at most {MOST_CHUNKS}: larger or \
@@ -177,14 +176,14 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace) -> Filled {
 
 /// Seconds of the sender's windows in a step.
 fn window_seconds(request: &Request<'_>) -> f64 {
-    request.windows.of(request.resource).map(|(_, window)| window.seconds).sum()
+    total(request.windows.of(request.resource).map(|(_, window)| window.seconds))
 }
 
 fn reason(request: &Request<'_>, work: &Work, pace: &Pace, filled: &Filled) -> Reason {
     let steps = filled.steps.max(1);
     let available = window_seconds(request);
     let fits = filled.rest.is_empty();
-    let outside: f64 = filled.rest.iter().map(|load| pace.seconds(load.bytes)).sum();
+    let outside = total(filled.rest.iter().map(|load| pace.seconds(load.bytes)));
     let delay_seconds = match request.policy {
         // Compute hides what it lasts long enough for.
         Policy::Moetion => (outside - (request.windows.step_seconds - available).max(0.0)).max(0.0),
@@ -206,7 +205,7 @@ fn reason(request: &Request<'_>, work: &Work, pace: &Pace, filled: &Filled) -> R
         steps_per_version: steps,
         steps_in_windows,
         delay_seconds,
-        used_seconds: filled.runs.iter().map(|run| transfer(&run.load)).sum(),
+        used_seconds: total(filled.runs.iter().map(|run| transfer(&run.load))),
         available_seconds: available * steps as f64,
         bytes: filled.loads().map(|load| load.bytes).sum(),
         outside_bytes: filled.rest.iter().map(|load| load.bytes).sum(),

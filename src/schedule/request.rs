@@ -74,7 +74,8 @@ pub struct Receiver {
 pub enum Policy {
     /// Gemini (SOSP'23): in order, as much as fits; the rest runs after the last window.
     Gemini,
-    /// BAFT: for each window the whole units that together have the most bytes; the rest runs after the last window.
+    /// BAFT: for each window the whole units that together have the most bytes, as [`best_subset`](super::best_subset)
+    /// finds them; a unit that no window can take is cut. The rest runs after the last window.
     Baft,
     /// MoEtion: the part of the chunks for which the windows have time; the rest runs beside compute.
     Moetion,
@@ -151,7 +152,9 @@ impl Request<'_> {
 
     fn check_pieces(&self) -> Result<()> {
         let mut units = HashSet::new();
-        for Piece { unit, destinations, .. } in self.pieces {
+        let mut all = 0_u128;
+        for Piece { unit, bytes, destinations } in self.pieces {
+            all += u128::from(*bytes) * destinations.len() as u128;
             ensure!(units.insert(unit), "pieces: unit {unit:?} is there twice");
             ensure!(!destinations.is_empty(), "pieces: unit {unit:?} has no destination");
             let ranks: HashSet<usize> = destinations.iter().copied().collect();
@@ -160,6 +163,10 @@ impl Request<'_> {
                 "pieces: unit {unit:?} has a destination twice: {destinations:?}"
             );
         }
+        ensure!(
+            all <= u128::from(u64::MAX),
+            "pieces: expected fewer than 2^64 bytes for all destinations together, got {all}"
+        );
         Ok(())
     }
 

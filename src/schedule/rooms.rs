@@ -1,5 +1,6 @@
 //! Where chunks to a destination may be: windows of both ends, and what has to go there.
 
+use super::pace::Pace;
 use super::request::{Receiver, Request};
 use std::collections::HashMap;
 
@@ -57,6 +58,11 @@ impl Work {
             }
         }
         Self { rooms, loads }
+    }
+
+    /// Chunks of all loads, but for those that windows cut.
+    pub(super) fn chunks(&self, pace: &Pace) -> u64 {
+        self.loads.iter().flatten().map(|load| pace.chunks(load.bytes)).fold(0, u64::saturating_add)
     }
 
     /// All loads, destination after destination.

@@ -125,6 +125,7 @@ symbols! {
         fn torch_list_size(ListHandle, *mut usize) -> Status;
         fn torch_list_get_item(ListHandle, usize, *mut StableValue) -> Status;
         fn torch_delete_list(ListHandle) -> Status;
+        fn torch_get_num_threads(*mut u32) -> Status;
         fn torch_parallel_for(i64, i64, i64, LoopBody, *mut c_void) -> Status;
         fn aoti_torch_delete_tensor_object(TensorHandle) -> Status;
         fn aoti_torch_empty_strided(i64, *const i64, *const i64, i32, i32, i32, *mut TensorHandle) -> Status;
@@ -144,6 +145,8 @@ symbols! {
         fn aoti_torch_delete_device_guard(GuardHandle) -> Status;
         fn aoti_torch_device_type_cpu() -> i32;
         fn aoti_torch_device_type_cuda() -> i32;
+        fn aoti_torch_dtype_element_size(i32) -> usize;
+        fn aoti_torch_dtype_uint8() -> i32;
         fn aoti_torch_dtype_int32() -> i32;
         fn aoti_torch_dtype_int64() -> i32;
         fn aoti_torch_dtype_float32() -> i32;

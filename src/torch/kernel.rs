@@ -34,6 +34,12 @@ impl Argument for i64 {
     }
 }
 
+impl Argument for bool {
+    unsafe fn take(value: StableValue) -> Self {
+        value as u8 != 0
+    }
+}
+
 /// `T?` in a schema: null, or a box on C++'s heap that holds the value.
 impl<T: Argument> Argument for Option<T> {
     unsafe fn take(value: StableValue) -> Self {
@@ -151,6 +157,7 @@ kernel!(2: A 0, B 1);
 kernel!(3: A 0, B 1, C 2);
 kernel!(4: A 0, B 1, C 2, D 3);
 kernel!(5: A 0, B 1, C 2, D 3, E 4);
+kernel!(6: A 0, B 1, C 2, D 3, E 4, G 5);
 
 thread_local! {
     /// The message of this thread's last failure; torch copies it when it throws.

@@ -107,6 +107,13 @@ unsafe extern "C" fn run_range(begin: i64, end: i64, context: *mut c_void) {
 }
 
 impl Parallel for TorchPool {
+    fn threads(&self) -> usize {
+        let mut threads = 1;
+        // SAFETY: a place for the number; the call cannot fail.
+        unsafe { (symbols().torch_get_num_threads)(&mut threads) };
+        threads as usize
+    }
+
     fn run(&self, len: usize, grain: usize, body: &(dyn Fn(Range<usize>) + Sync)) {
         if len <= grain {
             if len > 0 {

@@ -10,16 +10,22 @@
 //! | `kernel` | arguments and results of kernels; errors and panics become Python's `RuntimeError` |
 //! | `library` | registration with torch's dispatcher, and torch's thread pool |
 //! | `ops` | the ops: schemas, checks, and the call to `cpu` or `cuda` |
-//! | `adamw` | the optimizer's op |
+//! | `histogram` | the ops that count tokens per expert |
+//! | `exchange` | the ops for what crosses ranks: the split of tokens, and the regrouping of rows |
+//! | `chunks` | the ops between tensors and chunks |
+//! | `optim` | the optimizers' ops |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
-mod adamw;
+mod chunks;
+mod exchange;
 mod ffi;
+mod histogram;
 mod kernel;
 mod library;
 #[cfg(feature = "cuda")]
 mod on_cuda;
 mod ops;
+mod optim;
 mod tensor;
 
 pub use ops::{cpu_cache_bytes, register_ops, set_cpu_cache_limit};

@@ -2,8 +2,11 @@
 
 use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
-use crate::cpu::AdamWStep;
-use crate::cuda::{AdamW, Backward, Combine, FloatType, GradientAt, Launcher, Permute, Plan};
+use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout, SgdStep};
+use crate::cuda::{
+    AdamW, Backward, ChunkRange, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan, Regroup,
+    Sgd, Span, SplitTokens,
+};
 use crate::error::{Error, Result};
 
 /// Makes a device torch's current one until dropped. (The driver API changes the thread's current context, which is
@@ -65,13 +68,11 @@ fn size(tensor: &Tensor, dim: usize) -> usize {
 // In each function: the op has checked shapes, dtypes, devices and overlap and made the tensors contiguous. Torch's
 // allocator reuses their memory in stream order, so they and the scratch may be dropped when the launches are queued.
 
-pub(super) fn histogram(ids: &Tensor, counts: &mut Tensor) -> Result<()> {
-    launch(ids, |launcher| {
-        // SAFETY: see above.
-        unsafe {
-            launcher.histogram(address(ids), is_wide(ids), address(counts), ids.numel(), counts.numel())
-        }
-    })
+pub(super) fn histograms(layers: &[Tensor], num_experts: usize, counts: &mut Tensor) -> Result<()> {
+    let ids = |ids: &Tensor| LayerIds { ids: address(ids), wide_ids: is_wide(ids), num_slots: ids.numel() };
+    let ids: Vec<_> = layers.iter().map(ids).collect();
+    // SAFETY: see above.
+    launch(counts, |launcher| unsafe { launcher.histograms(&ids, address(counts), num_experts) })
 }
 
 pub(super) fn dispatch_plan(
@@ -90,6 +91,7 @@ pub(super) fn dispatch_plan(
         scratch: address(&scratch),
         row_ids: address(row_ids),
         positions: address(positions),
+        wide: is_wide(positions),
         num_slots,
         num_experts,
         num_ranks,
@@ -105,6 +107,7 @@ pub(super) fn invert_positions(positions: &Tensor, row_ids: &mut Tensor) -> Resu
             launcher.invert_positions(
                 address(positions),
                 address(row_ids),
+                is_wide(positions),
                 positions.numel(),
                 row_ids.numel(),
             )
@@ -116,6 +119,7 @@ pub(super) fn permute(x: &Tensor, row_ids: &Tensor, top_k: i64, out: &mut Tensor
     let permute = Permute {
         x: address(x),
         row_ids: address(row_ids),
+        wide: is_wide(row_ids),
         out: address(out),
         num_rows: size(row_ids, 0),
         row_bytes: size(x, 1) * x.dtype().bytes(),
@@ -130,6 +134,7 @@ fn combine(rows: &Tensor, positions: &Tensor, weights: Option<&Tensor>, out: &Te
     Combine {
         rows: address(rows),
         positions: address(positions),
+        wide: is_wide(positions),
         weights: weights.map_or(0, address),
         out: address(out),
         row_type: float_type(rows),
@@ -157,7 +162,7 @@ pub(super) fn unpermute_backward(
     grad_rows: &mut Tensor,
     grad_weights: &mut Tensor,
 ) -> Result<()> {
-    let row_ids = Tensor::empty(&[size(rows, 0) as i64], Dtype::Int64, rows)?;
+    let row_ids = Tensor::empty(&[size(rows, 0) as i64], positions.dtype(), rows)?;
     let backward = Backward {
         forward: combine(rows, positions, Some(weights), grad),
         row_ids: address(&row_ids),
@@ -173,14 +178,132 @@ pub(super) fn adamw(
     gradients: &[Option<Tensor>],
     steps: &[AdamWStep],
 ) -> Result<()> {
+    let steps = pair(steps, gradients);
+    let [p_at, m_at, v_at] = [p, m, v].map(address);
+    let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
+    // SAFETY: see above; the op's caller gives p, m and v to be written.
+    launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
+}
+
+pub(super) fn sgd(
+    p: &Tensor,
+    buffer: Option<&Tensor>,
+    gradients: &[Option<Tensor>],
+    steps: &[SgdStep],
+) -> Result<()> {
+    let steps = pair(steps, gradients);
+    let sgd = Sgd { p: address(p), buffer: buffer.map(address), num_elements: p.numel(), steps: &steps };
+    // SAFETY: see above; the op's caller gives p and the buffer to be written.
+    launch(p, |launcher| unsafe { launcher.sgd(&sgd) })
+}
+
+/// Each step with where its gradient is.
+fn pair<S: Copy>(steps: &[S], gradients: &[Option<Tensor>]) -> Vec<(S, GradientAt)> {
     let gradients = gradients.iter().map(|gradient| match gradient {
         None => GradientAt::Zero,
         Some(gradient) if gradient.dtype() == Dtype::Bfloat16 => GradientAt::Bf16(address(gradient)),
         Some(gradient) => GradientAt::F32(address(gradient)),
     });
-    let steps: Vec<_> = steps.iter().copied().zip(gradients).collect();
-    let [p_at, m_at, v_at] = [p, m, v].map(address);
-    let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
-    // SAFETY: see above; the op's caller gives p, m and v to be written.
-    launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
+    steps.iter().copied().zip(gradients).collect()
+}
+
+pub(super) fn regroup(rows: &Tensor, counts: &Tensor, inverse: bool, out: &mut Tensor) -> Result<()> {
+    let [sources, experts] = [size(counts, 0), size(counts, 1)];
+    let scratch = Tensor::empty(&[Regroup::scratch_words(sources, experts) as i64], Dtype::Int64, rows)?;
+    let regroup = Regroup {
+        rows: address(rows),
+        counts: address(counts),
+        scratch: address(&scratch),
+        out: address(out),
+        num_rows: size(rows, 0),
+        row_bytes: size(rows, 1) * rows.dtype().bytes(),
+        num_sources: sources,
+        num_experts: experts,
+        inverse,
+    };
+    // SAFETY: see above.
+    launch(rows, |launcher| unsafe { launcher.regroup(&regroup) })
+}
+
+pub(super) fn split_tokens(
+    counts: &Tensor,
+    replicas: &Tensor,
+    rank: usize,
+    send: &mut Tensor,
+    receive: &mut Tensor,
+) -> Result<()> {
+    let split = SplitTokens {
+        tokens: address(counts),
+        replicas: address(replicas),
+        send: address(send),
+        receive: address(receive),
+        num_experts: size(counts, 0),
+        num_ranks: size(counts, 1),
+        rank,
+    };
+    // SAFETY: see above.
+    launch(counts, |launcher| unsafe { launcher.split_tokens(&split) })
+}
+
+/// Calls `body` with a launcher and the chunks from `first_chunk` on; the table of tensors is on the device by then.
+fn with_chunks(
+    layout: &ChunkLayout,
+    first_chunk: usize,
+    tensors: &[Tensor],
+    [chunks, hashes]: [&Tensor; 2],
+    body: impl FnOnce(&Launcher, &ChunkRange) -> Result<()>,
+) -> Result<()> {
+    let table = Span::table(layout, &tensors.iter().map(address).collect::<Vec<_>>());
+    let words = (table.len() * size_of::<Span>() / size_of::<i64>()) as i64;
+    let spans = Tensor::empty(&[words], Dtype::Int64, chunks)?;
+    let range = ChunkRange {
+        spans: address(&spans),
+        num_spans: table.len(),
+        first_byte: first_chunk * layout.chunk_bytes(),
+        num_blocks: chunks.numel() / BLOCK_BYTES,
+        chunks: address(chunks),
+        hashes: address(hashes),
+    };
+    launch(chunks, |launcher| {
+        // SAFETY: see above; the scratch has room for the table.
+        unsafe { launcher.upload_spans(&table, range.spans)? };
+        body(launcher, &range)
+    })
+}
+
+pub(super) fn pack_chunks(
+    layout: &ChunkLayout,
+    first_chunk: usize,
+    tensors: &[Tensor],
+    chunks: &Tensor,
+    hashes: &Tensor,
+) -> Result<()> {
+    // SAFETY: see above.
+    with_chunks(layout, first_chunk, tensors, [chunks, hashes], |launcher, range| unsafe {
+        launcher.pack_chunks(range)
+    })
+}
+
+pub(super) fn unpack_chunks(
+    layout: &ChunkLayout,
+    first_chunk: usize,
+    chunks: &Tensor,
+    hashes: &Tensor,
+    tensors: &[Tensor],
+    wrong: &Tensor,
+) -> Result<()> {
+    with_chunks(layout, first_chunk, tensors, [chunks, hashes], |launcher, range| {
+        // SAFETY: see above; the op's caller gives the tensors to be written.
+        unsafe {
+            launcher.clear_wrong(address(wrong), wrong.numel())?;
+            launcher.unpack_chunks(range, address(wrong), layout.chunk_bytes() / BLOCK_BYTES)
+        }
+    })
+}
+
+pub(super) fn hash_blocks(chunks: &Tensor, hashes: &Tensor) -> Result<()> {
+    launch(chunks, |launcher| {
+        // SAFETY: see above.
+        unsafe { launcher.hash_blocks(address(chunks), chunks.numel() / BLOCK_BYTES, address(hashes)) }
+    })
 }

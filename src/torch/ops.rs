@@ -3,11 +3,14 @@
 //! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
-use super::adamw::adamw_;
+use super::chunks::{hash_blocks, pack_chunks, unpack_chunks};
+use super::exchange::{regroup, regroup_out, split_tokens};
 use super::ffi;
+use super::histogram::{expert_histogram, expert_histograms};
 use super::library::{Op, TorchPool, define, implement};
-use super::tensor::{BUFFERS, Device, Dtype, Element, Tensor};
-use crate::cpu::{self, Backward, Combine, Float};
+use super::optim::{adamw_, sgd_};
+use super::tensor::{BUFFERS, Device, Dtype, Tensor};
+use crate::cpu::{self, Backward, Combine, Float as _};
 use crate::ensure;
 use crate::error::{Error, Result};
 use half::{bf16, f16};
@@ -15,9 +18,10 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 9] {
+fn table() -> [Op; 18] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
+        Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),
         Op::new("dispatch_plan", "(Tensor ids, Tensor send_counts) -> (Tensor, Tensor)", dispatch_plan),
         Op::new("invert_positions", "(Tensor positions, SymInt num_rows) -> Tensor", invert_positions),
         Op::new("permute", "(Tensor x, Tensor row_ids, SymInt top_k) -> Tensor", permute),
@@ -33,11 +37,40 @@ fn table() -> [Op; 9] {
             "(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
             unpermute_backward,
         ),
+        Op::new("regroup", "(Tensor rows, Tensor counts, bool inverse) -> Tensor", regroup),
+        Op::new(
+            "regroup_out",
+            "(Tensor rows, Tensor counts, bool inverse, Tensor(a!) out) -> ()",
+            regroup_out,
+        ),
+        Op::new(
+            "split_tokens",
+            "(Tensor counts, Tensor replicas, SymInt rank) -> (Tensor, Tensor)",
+            split_tokens,
+        ),
+        Op::new(
+            "unpermute_backward_out",
+            "(Tensor grad, Tensor rows, Tensor positions, Tensor weights, Tensor(a!) grad_rows, \
+             Tensor(b!) grad_weights) -> ()",
+            unpermute_backward_out,
+        ),
         Op::new(
             "adamw_",
             "(Tensor(a!) p, Tensor(b!) m, Tensor(c!) v, Tensor?[] gradients, Tensor steps) -> ()",
             adamw_,
         ),
+        Op::new(
+            "pack_chunks",
+            "(Tensor[] tensors, SymInt first_chunk, Tensor(a!) chunks, Tensor(b!) hashes) -> ()",
+            pack_chunks,
+        ),
+        Op::new(
+            "unpack_chunks",
+            "(Tensor chunks, Tensor hashes, SymInt first_chunk, Tensor(a!)[] tensors, Tensor(b!) wrong) -> ()",
+            unpack_chunks,
+        ),
+        Op::new("hash_blocks", "(Tensor chunks, Tensor(a!) hashes) -> ()", hash_blocks),
+        Op::new("sgd_", "(Tensor(a!) p, Tensor(b!)? buffer, Tensor?[] gradients, Tensor steps) -> ()", sgd_),
     ]
 }
 
@@ -88,46 +121,44 @@ pub(super) use on_cuda;
 macro_rules! with_dtype {
     ($dtype:expr, $T:ident in [$($variant:ident = $type:ty),*] => $body:expr) => {
         match $dtype {
-            $(Dtype::$variant => { type $T = $type; $body })*
-            other => Err(Error::Invalid(format!("no kernel for {other}"))),
+            $($crate::torch::tensor::Dtype::$variant => { type $T = $type; $body })*
+            other => Err($crate::error::Error::Invalid(format!("no kernel for {other}"))),
         }
     };
 }
+pub(super) use with_dtype;
 
-fn expert_histogram(ids: Tensor, num_experts: i64) -> Result<Tensor> {
-    /// The table of counts must stay small.
-    const MAX_EXPERTS: i64 = 1 << 20;
-    check_ids(&ids)?;
-    ensure!(
-        (1..=MAX_EXPERTS).contains(&num_experts),
-        "num_experts: expected 1 to {MAX_EXPERTS}, got {num_experts}"
-    );
-    let ids = ids.contiguous()?;
-    let mut counts = Tensor::empty(&[num_experts], Dtype::Int64, &ids)?;
-    if ids.device() == Device::Cpu {
-        let out = counts.slice_mut()?;
-        with_dtype!(ids.dtype(), I in [Int32 = i32, Int64 = i64] => cpu::histogram::<I>(ids.slice()?, out, &TorchPool))?;
-    } else {
-        on_cuda!(histogram(&ids, &mut counts))?;
-    }
-    Ok(counts)
+/// Evaluates an expression with `$I` bound to the integer type of a checked tensor of ids, row ids or positions.
+macro_rules! with_ids {
+    ($tensor:expr, $I:ident => $body:expr) => {
+        with_dtype!($tensor.dtype(), $I in [Int32 = i32, Int64 = i64] => $body)
+    };
+}
+
+/// Evaluates an expression with `$F` bound to the float type of a checked tensor of rows or weights.
+macro_rules! with_rows {
+    ($tensor:expr, $F:ident => $body:expr) => {
+        with_dtype!($tensor.dtype(), $F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => $body)
+    };
 }
 
 fn dispatch_plan(ids: Tensor, send_counts: Tensor) -> Result<(Tensor, Tensor)> {
-    check_ids(&ids)?;
+    check_ids("ids", &ids)?;
     let [tokens, top_k] = shape("ids", "[T, K]", &ids)?;
     let [num_experts, num_ranks] = shape("send_counts", "[E, R]", &send_counts)?;
     check_int64("send_counts", &send_counts)?;
     check_device("send_counts", &send_counts, &ids)?;
     ensure!(num_experts > 0 && num_ranks > 0, "send_counts: expected at least one expert and one rank");
     let (ids, send_counts) = (ids.contiguous()?, send_counts.contiguous()?);
-    let mut row_ids = Tensor::empty(&[tokens * top_k], Dtype::Int64, &ids)?;
-    let mut positions = Tensor::empty(&[tokens, top_k], Dtype::Int64, &ids)?;
+    let dtype = if tokens * top_k <= i64::from(i32::MAX) { Dtype::Int32 } else { Dtype::Int64 };
+    let mut row_ids = Tensor::empty(&[tokens * top_k], dtype, &ids)?;
+    let mut positions = Tensor::empty(&[tokens, top_k], dtype, &ids)?;
     if ids.device() == Device::Cpu {
-        let (row_ids, positions) = (row_ids.slice_mut()?, positions.slice_mut()?);
         let (counts, experts) = (send_counts.slice()?, num_experts as usize);
-        with_dtype!(ids.dtype(), I in [Int32 = i32, Int64 = i64] =>
-            cpu::dispatch_plan::<I>(ids.slice()?, counts, experts, row_ids, positions, &TorchPool))?;
+        with_ids!(ids, I => with_ids!(row_ids, P => {
+            let (row_ids, positions) = (row_ids.slice_mut::<P>()?, positions.slice_mut()?);
+            cpu::dispatch_plan::<I, P>(ids.slice()?, counts, experts, row_ids, positions, &TorchPool)
+        }))?;
     } else {
         on_cuda!(dispatch_plan(&ids, &send_counts, &mut row_ids, &mut positions))?;
     }
@@ -135,12 +166,12 @@ fn dispatch_plan(ids: Tensor, send_counts: Tensor) -> Result<(Tensor, Tensor)> {
 }
 
 fn invert_positions(positions: Tensor, num_rows: i64) -> Result<Tensor> {
-    check_int64("positions", &positions)?;
+    check_ids("positions", &positions)?;
     ensure!(num_rows >= 0, "num_rows: expected 0 or more, got {num_rows}");
     let positions = positions.contiguous()?;
-    let mut row_ids = Tensor::empty(&[num_rows], Dtype::Int64, &positions)?;
+    let mut row_ids = Tensor::empty(&[num_rows], positions.dtype(), &positions)?;
     if positions.device() == Device::Cpu {
-        cpu::invert_positions(positions.slice()?, row_ids.slice_mut()?)?;
+        with_ids!(positions, I => cpu::invert_positions::<I>(positions.slice()?, row_ids.slice_mut()?))?;
     } else {
         on_cuda!(invert_positions(&positions, &mut row_ids))?;
     }
@@ -158,7 +189,7 @@ fn permute(x: Tensor, row_ids: Tensor, top_k: i64) -> Result<Tensor> {
 fn permute_out(x: Tensor, row_ids: Tensor, top_k: i64, mut out: Tensor) -> Result<()> {
     let [_, width] = shape("x", "[T, H]", &x)?;
     let [num_rows] = shape("row_ids", "[N]", &row_ids)?;
-    check_out(&out, [num_rows, width], &x)?;
+    check_out("out", &out, [num_rows, width], &x)?;
     permute_into(x, row_ids, top_k, &mut out)?;
     out.bump_version()
 }
@@ -166,7 +197,7 @@ fn permute_out(x: Tensor, row_ids: Tensor, top_k: i64, mut out: Tensor) -> Resul
 fn permute_into(x: Tensor, row_ids: Tensor, top_k: i64, out: &mut Tensor) -> Result<()> {
     check_rows("x", &x)?;
     let [_, width] = shape("x", "[T, H]", &x)?;
-    check_int64("row_ids", &row_ids)?;
+    check_ids("row_ids", &row_ids)?;
     check_device("row_ids", &row_ids, &x)?;
     ensure!(top_k >= 1, "top_k: expected 1 or more, got {top_k}");
     let (x, row_ids) = (x.contiguous()?, row_ids.contiguous()?);
@@ -174,9 +205,10 @@ fn permute_into(x: Tensor, row_ids: Tensor, top_k: i64, out: &mut Tensor) -> Res
     if x.device() != Device::Cpu {
         return on_cuda!(permute(&x, &row_ids, top_k, out));
     }
-    let (ids, top_k, width) = (row_ids.slice()?, top_k as usize, width as usize);
-    with_dtype!(x.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] =>
-        cpu::permute::<F>(x.slice()?, ids, top_k, width, out.slice_mut()?, &TorchPool))
+    let (top_k, width) = (top_k as usize, width as usize);
+    with_ids!(row_ids, I => with_rows!(x, F => {
+        cpu::permute::<F, I>(x.slice()?, row_ids.slice()?, top_k, width, out.slice_mut()?, &TorchPool)
+    }))
 }
 
 fn unpermute(rows: Tensor, positions: Tensor, weights: Option<Tensor>) -> Result<Tensor> {
@@ -190,7 +222,7 @@ fn unpermute(rows: Tensor, positions: Tensor, weights: Option<Tensor>) -> Result
 fn unpermute_out(rows: Tensor, positions: Tensor, weights: Option<Tensor>, mut out: Tensor) -> Result<()> {
     let [_, width] = shape("rows", "[N, H]", &rows)?;
     let [tokens, _] = shape("positions", "[T, K]", &positions)?;
-    check_out(&out, [tokens, width], &rows)?;
+    check_out("out", &out, [tokens, width], &rows)?;
     unpermute_into(rows, positions, weights, &mut out)?;
     out.bump_version()
 }
@@ -199,7 +231,7 @@ fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out:
     check_rows("rows", &rows)?;
     let ([_, width], [_, top_k]) =
         (shape("rows", "[N, H]", &rows)?, shape("positions", "[T, K]", &positions)?);
-    check_int64("positions", &positions)?;
+    check_ids("positions", &positions)?;
     check_device("positions", &positions, &rows)?;
     if let Some(weights) = &weights {
         check_weights(weights, &positions, &rows)?;
@@ -213,8 +245,8 @@ fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out:
         return on_cuda!(unpermute(&rows, &positions, weights.as_ref(), out));
     }
     let weights = weights.as_ref().map(as_float32).transpose()?;
-    with_dtype!(rows.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => {
-        let combine = Combine::<F> {
+    with_ids!(positions, I => with_rows!(rows, F => {
+        let combine = Combine::<F, I> {
             rows: rows.slice()?,
             positions: positions.slice()?,
             weights: weights.as_deref(),
@@ -222,7 +254,7 @@ fn unpermute_into(rows: Tensor, positions: Tensor, weights: Option<Tensor>, out:
             top_k: top_k as usize,
         };
         cpu::unpermute(&combine, out.slice_mut()?, &TorchPool)
-    })
+    }))
 }
 
 fn unpermute_backward(
@@ -231,8 +263,36 @@ fn unpermute_backward(
     positions: Tensor,
     weights: Tensor,
 ) -> Result<(Tensor, Tensor)> {
+    let mut grad_rows = Tensor::empty(&shape::<2>("rows", "[N, H]", &rows)?, rows.dtype(), &rows)?;
+    let [tokens, top_k] = shape("positions", "[T, K]", &positions)?;
+    let mut grad_weights = Tensor::empty(&[tokens, top_k], weights.dtype(), &rows)?;
+    unpermute_backward_into([grad, rows, positions, weights], &mut grad_rows, &mut grad_weights)?;
+    Ok((grad_rows, grad_weights))
+}
+
+fn unpermute_backward_out(
+    grad: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+    mut grad_rows: Tensor,
+    mut grad_weights: Tensor,
+) -> Result<()> {
+    check_out("grad_rows", &grad_rows, shape("rows", "[N, H]", &rows)?, &rows)?;
+    check_out("grad_weights", &grad_weights, shape("positions", "[T, K]", &positions)?, &weights)?;
+    check_disjoint("grad_weights", &grad_weights, &[("grad_rows", &grad_rows)])?;
+    unpermute_backward_into([grad, rows, positions, weights], &mut grad_rows, &mut grad_weights)?;
+    grad_rows.bump_version()?;
+    grad_weights.bump_version()
+}
+
+fn unpermute_backward_into(
+    [grad, rows, positions, weights]: [Tensor; 4],
+    grad_rows: &mut Tensor,
+    grad_weights: &mut Tensor,
+) -> Result<()> {
     check_rows("rows", &rows)?;
-    let ([num_rows, width], [tokens, top_k]) =
+    let ([_, width], [tokens, top_k]) =
         (shape("rows", "[N, H]", &rows)?, shape("positions", "[T, K]", &positions)?);
     ensure!(
         grad.sizes() == [tokens, width] && grad.dtype() == rows.dtype(),
@@ -241,67 +301,57 @@ fn unpermute_backward(
         grad.dtype(),
         grad.sizes()
     );
-    check_int64("positions", &positions)?;
+    check_ids("positions", &positions)?;
     check_device("grad", &grad, &rows)?;
     check_device("positions", &positions, &rows)?;
     check_weights(&weights, &positions, &rows)?;
     let (grad, rows) = (grad.contiguous()?, rows.contiguous()?);
     let (positions, weights) = (positions.contiguous()?, weights.contiguous()?);
-    let mut grad_rows = Tensor::empty(&[num_rows, width], rows.dtype(), &rows)?;
-    let mut grad_weights = Tensor::empty(&[tokens, top_k], weights.dtype(), &rows)?;
+    let inputs = [("grad", &grad), ("rows", &rows), ("positions", &positions), ("weights", &weights)];
+    check_disjoint("grad_rows", grad_rows, &inputs)?;
+    check_disjoint("grad_weights", grad_weights, &inputs)?;
     if rows.device() != Device::Cpu {
-        on_cuda!(unpermute_backward(
-            [&grad, &rows, &positions, &weights],
-            &mut grad_rows,
-            &mut grad_weights
-        ))?;
-        return Ok((grad_rows, grad_weights));
+        return on_cuda!(unpermute_backward([&grad, &rows, &positions, &weights], grad_rows, grad_weights));
     }
     let wide = as_float32(&weights)?;
     let mut wide_grad = vec![0.0; wide.len()];
-    with_dtype!(rows.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => {
+    with_ids!(positions, I => with_rows!(rows, F => {
         let (width, top_k) = (width as usize, top_k as usize);
         let (grad, rows, positions) = (grad.slice()?, rows.slice()?, positions.slice()?);
-        let backward = Backward::<F> { grad, rows, positions, weights: &wide, width, top_k };
+        let backward = Backward::<F, I> { grad, rows, positions, weights: &wide, width, top_k };
         cpu::unpermute_backward(&backward, grad_rows.slice_mut()?, &mut wide_grad, &TorchPool)
-    })?;
-    with_dtype!(weights.dtype(), F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => {
-        F::narrow(&wide_grad, grad_weights.slice_mut()?);
+    }))?;
+    with_rows!(weights, F => {
+        let narrowed = wide_grad.iter().map(|&value| F::narrow(&[value])[0]);
+        grad_weights.slice_mut::<F>()?.iter_mut().zip(narrowed).for_each(|(to, value)| *to = value);
         Ok(())
-    })?;
-    Ok((grad_rows, grad_weights))
+    })
 }
 
 /// Weights as float32: the tensor's own, or widened.
 fn as_float32(weights: &Tensor) -> Result<Cow<'_, [f32]>> {
-    fn widened<F: Float + Element>(weights: &Tensor) -> Result<Cow<'_, [f32]>> {
-        let mut wide = vec![0.0; weights.numel()];
-        for (block, wide) in weights.slice::<F>()?.chunks(256).zip(wide.chunks_mut(256)) {
-            F::widen(block, wide);
-        }
-        Ok(Cow::Owned(wide))
-    }
     match weights.dtype() {
         Dtype::Float32 => Ok(Cow::Borrowed(weights.slice()?)),
-        Dtype::Bfloat16 => widened::<bf16>(weights),
-        _ => widened::<f16>(weights),
+        _ => with_rows!(weights, F => {
+            Ok(Cow::Owned(weights.slice::<F>()?.iter().map(|&weight| F::wide(&[weight])[0]).collect()))
+        }),
     }
 }
 
 // ---- checks -----------------------------------------------------------------------------------
 
-fn shape<const DIM: usize>(name: &str, expected: &str, tensor: &Tensor) -> Result<[i64; DIM]> {
+pub(super) fn shape<const DIM: usize>(name: &str, expected: &str, tensor: &Tensor) -> Result<[i64; DIM]> {
     let sizes = tensor.sizes();
     sizes.try_into().map_err(|_| Error::Invalid(format!("{name}: expected shape {expected}, got {sizes:?}")))
 }
 
-fn check_ids(ids: &Tensor) -> Result<()> {
-    let dtype = ids.dtype();
-    ensure!(matches!(dtype, Dtype::Int32 | Dtype::Int64), "ids: expected int32 or int64, got {dtype}");
+pub(super) fn check_ids(name: &str, tensor: &Tensor) -> Result<()> {
+    let dtype = tensor.dtype();
+    ensure!(matches!(dtype, Dtype::Int32 | Dtype::Int64), "{name}: expected int32 or int64, got {dtype}");
     Ok(())
 }
 
-fn check_int64(name: &str, tensor: &Tensor) -> Result<()> {
+pub(super) fn check_int64(name: &str, tensor: &Tensor) -> Result<()> {
     ensure!(tensor.dtype() == Dtype::Int64, "{name}: expected int64, got {}", tensor.dtype());
     Ok(())
 }
@@ -335,16 +385,16 @@ fn check_weights(weights: &Tensor, positions: &Tensor, rows: &Tensor) -> Result<
     check_device("weights", weights, rows)
 }
 
-fn check_out(out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
+pub(super) fn check_out(name: &str, out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
     ensure!(
         out.sizes() == sizes && out.dtype() == like.dtype(),
-        "out: expected {} of shape {sizes:?}, got {} of shape {:?}",
+        "{name}: expected {} of shape {sizes:?}, got {} of shape {:?}",
         like.dtype(),
         out.dtype(),
         out.sizes()
     );
-    ensure!(out.is_contiguous(), "out: expected a contiguous tensor");
-    check_device("out", out, like)
+    ensure!(out.is_contiguous(), "{name}: expected a contiguous tensor");
+    check_device(name, out, like)
 }
 
 pub(super) fn check_disjoint(out_name: &str, out: &Tensor, inputs: &[(&str, &Tensor)]) -> Result<()> {

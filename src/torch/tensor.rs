@@ -18,6 +18,7 @@ const MAX_DIM: usize = 16;
 /// Element types that the ops know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dtype {
+    Uint8,
     Int32,
     Int64,
     Float32,
@@ -29,7 +30,7 @@ pub(super) enum Dtype {
 
 impl Dtype {
     fn from_code(code: i32) -> Self {
-        let known = [Self::Int32, Self::Int64, Self::Float32, Self::Bfloat16, Self::Float16];
+        let known = [Self::Uint8, Self::Int32, Self::Int64, Self::Float32, Self::Bfloat16, Self::Float16];
         known.into_iter().find(|dtype| dtype.code() == code).unwrap_or(Self::Other(code))
     }
 
@@ -38,6 +39,7 @@ impl Dtype {
         // SAFETY: functions without arguments that return a constant.
         unsafe {
             match self {
+                Self::Uint8 => (symbols.aoti_torch_dtype_uint8)(),
                 Self::Int32 => (symbols.aoti_torch_dtype_int32)(),
                 Self::Int64 => (symbols.aoti_torch_dtype_int64)(),
                 Self::Float32 => (symbols.aoti_torch_dtype_float32)(),
@@ -48,13 +50,15 @@ impl Dtype {
         }
     }
 
-    /// Bytes of one element of a known type.
+    /// Bytes of one element.
     pub(super) fn bytes(self) -> usize {
         match self {
+            Self::Uint8 => 1,
             Self::Bfloat16 | Self::Float16 => 2,
             Self::Int32 | Self::Float32 => 4,
             Self::Int64 => 8,
-            Self::Other(_) => 0,
+            // SAFETY: a number that torch gave for a type.
+            Self::Other(code) => unsafe { (symbols().aoti_torch_dtype_element_size)(code) },
         }
     }
 }
@@ -62,6 +66,7 @@ impl Dtype {
 impl std::fmt::Display for Dtype {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let name = match self {
+            Self::Uint8 => "uint8",
             Self::Int32 => "int32",
             Self::Int64 => "int64",
             Self::Float32 => "float32",
@@ -69,7 +74,6 @@ impl std::fmt::Display for Dtype {
             Self::Float16 => "float16",
             Self::Other(1) => "int8",
             Self::Other(2) => "int16",
-            Self::Other(0) => "uint8",
             Self::Other(7) => "float64",
             Self::Other(11) => "bool",
             Self::Other(code) => return write!(f, "dtype number {code}"),
@@ -83,6 +87,9 @@ pub(super) trait Element: Copy + 'static {
     const DTYPE: Dtype;
 }
 
+impl Element for u8 {
+    const DTYPE: Dtype = Dtype::Uint8;
+}
 impl Element for i32 {
     const DTYPE: Dtype = Dtype::Int32;
 }
@@ -303,18 +310,43 @@ impl Tensor {
         Ok(unsafe { std::slice::from_raw_parts_mut(start, self.numel()) })
     }
 
-    fn host_address<T: Element>(&self) -> Result<*mut T> {
-        ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
-        ensure!(self.dtype() == T::DTYPE, "expected {}, got {}", T::DTYPE, self.dtype());
-        ensure!(self.is_contiguous(), "expected a contiguous tensor");
-        // Torch gives null where there are no elements; slices want an address all the same.
-        Ok(NonNull::new(self.address().cast()).unwrap_or(NonNull::dangling()).as_ptr())
+    /// The bytes of a contiguous CPU tensor of any type; as [`Tensor::slice`].
+    pub(super) fn bytes(&self) -> Result<&[u8]> {
+        let start = self.host_bytes()?;
+        // SAFETY: contiguous, on the host (checked), not null, alive as long as the tensor; every byte is a u8.
+        Ok(unsafe { std::slice::from_raw_parts(start, self.num_bytes()) })
     }
 
-    /// Addresses that a contiguous tensor of a known type covers.
+    /// The bytes, to be written; as [`Tensor::slice_mut`].
+    pub(super) fn bytes_mut(&mut self) -> Result<&mut [u8]> {
+        let start = self.host_bytes()?;
+        // SAFETY: as above; this value is the op's only way to the bytes.
+        Ok(unsafe { std::slice::from_raw_parts_mut(start, self.num_bytes()) })
+    }
+
+    fn host_address<T: Element>(&self) -> Result<*mut T> {
+        ensure!(self.dtype() == T::DTYPE, "expected {}, got {}", T::DTYPE, self.dtype());
+        self.host_bytes().map(|start| start.cast())
+    }
+
+    fn host_bytes(&self) -> Result<*mut u8> {
+        ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
+        ensure!(self.is_contiguous(), "expected a contiguous tensor");
+        // Torch gives null where there are no elements; slices want an address all the same.
+        // One alignment serves every type.
+        let none = NonNull::<u128>::dangling().cast();
+        Ok(NonNull::new(self.address().cast()).unwrap_or(none).as_ptr())
+    }
+
+    /// Bytes of the elements.
+    pub(super) fn num_bytes(&self) -> usize {
+        self.numel() * self.dtype().bytes()
+    }
+
+    /// Addresses that a contiguous tensor covers.
     pub(super) fn address_range(&self) -> Range<usize> {
         let start = self.address() as usize;
-        start..start + self.numel() * self.dtype().bytes()
+        start..start + self.num_bytes()
     }
 
     /// Tells autograd that the elements change; the dispatcher does not do so for ops registered through C.
@@ -322,15 +354,31 @@ impl Tensor {
     /// An in-place no-op on an empty view does it: views share the counter.
     pub(super) fn bump_version(&self) -> Result<()> {
         let dim = self.dim() as usize;
-        ensure!((1..=MAX_DIM).contains(&dim), "out: expected 1 to {MAX_DIM} dimensions, got {dim}");
+        ensure!(dim <= MAX_DIM, "out: expected at most {MAX_DIM} dimensions, got {dim}");
+        let _no_grad = NoGrad::new();
+        if dim == 0 {
+            return self.with_a_dimension()?.bump_version();
+        }
         let (sizes, strides) = ([0_i64; MAX_DIM], [1_i64; MAX_DIM]);
         let mut view = std::ptr::null_mut();
-        let _no_grad = NoGrad::new();
         // SAFETY: as_strided reads as many sizes and strides as the tensor has dimensions.
         let status =
             unsafe { (symbols().aoti_torch_as_strided)(self.0, sizes.as_ptr(), strides.as_ptr(), &mut view) };
         check(status, "torch.as_strided")?;
         Self(view).zero()
+    }
+
+    /// A view of shape `[1]` of a tensor without dimensions.
+    fn with_a_dimension(&self) -> Result<Self> {
+        let (mut again, strides) = (std::ptr::null_mut(), std::ptr::null());
+        // SAFETY: as many sizes and strides as the tensor has dimensions: none are read.
+        let status = unsafe { (symbols().aoti_torch_as_strided)(self.0, strides, strides, &mut again) };
+        check(status, "torch.as_strided")?;
+        const FIRST: StableValue = 0;
+        let mut stack = [again as StableValue, FIRST];
+        call(c"aten::unsqueeze", &mut stack)?;
+        // SAFETY: the call consumed its argument and left an owned tensor.
+        Ok(unsafe { Self::from_raw(stack[0] as TensorHandle) })
     }
 }
 

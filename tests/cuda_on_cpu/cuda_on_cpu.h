@@ -28,6 +28,7 @@
 #define __shared__ static thread_local
 
 // ---- the launch: kernels are called as cuLaunchKernel does, with an address for each parameter ---
+#define EVERMOE_UNCHECKED __attribute__((no_sanitize("thread", "undefined")))
 namespace emulator {
 struct Kernel {
   const char* name;
@@ -42,10 +43,10 @@ struct Registered { explicit Registered(const Kernel& kernel); };
 template <class Function> struct Parameters;
 template <class... P> struct Parameters<void(P...)> {
   static constexpr size_t kSizes[] = {sizeof(P)..., 0};
-  template <size_t... I> static void call(void (*function)(P...), void** arguments, std::index_sequence<I...>) {
+  template <size_t... I> EVERMOE_UNCHECKED static void call(void (*function)(P...), void** arguments, std::index_sequence<I...>) {
     function(*static_cast<std::remove_cv_t<P>*>(arguments[I])...);
   }
-  static void call(const Kernel& kernel, void** arguments) {
+  EVERMOE_UNCHECKED static void call(const Kernel& kernel, void** arguments) {
     call(reinterpret_cast<void (*)(P...)>(kernel.function), arguments, std::index_sequence_for<P...>{});
   }
   static Kernel kernel(const char* name, unsigned max_threads, void (*function)(P...)) {

@@ -2,6 +2,7 @@
 // until they wait for each other. Found in every build: barriers that not all threads reach, deadlocks, launches
 // past the limits, and results that depend on the order of threads or on shared memory that nobody wrote.
 #include "emulator.h"
+#include <link.h>
 #include <sys/mman.h>
 #include <cstdarg>
 #include <cstdio>
@@ -66,6 +67,9 @@ const Kernel* kernel;
 void** arguments;
 std::vector<Thread> threads;
 std::vector<unsigned char> shared;
+unsigned char* fixed_shared;  // the __shared__ variables of all kernels, thread-local memory of this library
+size_t fixed_shared_bytes;
+thread_local unsigned char in_fixed_shared;
 std::vector<unsigned char*> idle_stacks;
 void* scheduler_top;
 std::string error;
@@ -98,6 +102,7 @@ void run_thread(unsigned t) {
   if (thread.state == kFresh) thread.fiber = new_fiber(t);
   thread.state = kReady;
   threadIdx.x = t;
+  if (kChecked) check_thread(thread.fiber.stack, kStackBytes);
   switch_stacks(&scheduler_top, thread.fiber.top);
   if (thread.state == kDone) idle_stacks.push_back(thread.fiber.stack);
 }
@@ -111,6 +116,7 @@ bool release_warp(Thread* warp, unsigned lane) {
     if (o.state != kAtWarp || o.line != first.line || o.mask != first.mask || strcmp(o.call, first.call)) return false;
     took |= 1u << other;
   }
+  if (kChecked && !first.got) check_sync_warp(unsigned(warp - threads.data()) / kWarp, took);
   for (unsigned other = 0; other < kWarp; ++other) {
     if (!(took >> other & 1)) continue;
     for (unsigned from = 0; warp[other].got && from < kWarp; ++from) warp[other].got[from] = warp[from].mine;
@@ -129,6 +135,7 @@ bool release_block() {
   for (const Thread& t : threads)
     if (t.state != kAtBlock || t.line != threads[0].line) return false;
   for (Thread& t : threads) t.state = kReady;
+  if (kChecked) check_sync_block();
   return true;
 }
 // Who waits where, a line for each run of threads that wait for the same.
@@ -148,7 +155,9 @@ std::string stuck() {
 void run_block(int order, std::mt19937& random) {
   std::fill(shared.begin(), shared.end() - kCanaryBytes, kPoison);
   std::fill(shared.end() - kCanaryBytes, shared.end(), kCanary);
+  std::fill_n(fixed_shared, fixed_shared_bytes, kPoison);
   for (Thread& t : threads) t.state = kFresh;
+  if (kChecked) check_block();
   std::vector<unsigned> turns(threads.size());
   std::iota(turns.begin(), turns.end(), 0u);
   if (order == 1) std::reverse(turns.begin(), turns.end());
@@ -168,18 +177,22 @@ void run_block(int order, std::mt19937& random) {
   if (std::any_of(shared.end() - kCanaryBytes, shared.end(), [](unsigned char byte) { return byte != kCanary; }))
     error = "a write past the end of shared memory";
 }
-// Why the driver would refuse the launch, or null.
-const char* over_limits(const Kernel& k, unsigned blocks, unsigned block_threads, size_t shared_bytes) {
-  if (!blocks || blocks > kMaxBlocks) return "the grid is empty or has more than 2**31 - 1 blocks";
-  if (!block_threads || block_threads > kMaxThreads) return "a block has 1 to 1024 threads";
-  if (block_threads > k.max_threads) return "more threads in a block than the kernel's __launch_bounds__";
-  if (block_threads % kWarp) return "blocks are whole warps here";
-  return shared_bytes > kMaxShared ? "more than 227 KiB of shared memory" : nullptr;
+int find_fixed_shared(dl_phdr_info* info, size_t, void*) {
+  const auto* const here = static_cast<unsigned char*>(info->dlpi_tls_data);
+  for (int i = 0; here && i < info->dlpi_phnum; ++i) {
+    const size_t bytes = info->dlpi_phdr[i].p_memsz;
+    if (info->dlpi_phdr[i].p_type != PT_TLS || &in_fixed_shared < here || &in_fixed_shared >= here + bytes) continue;
+    fixed_shared = static_cast<unsigned char*>(info->dlpi_tls_data);
+    fixed_shared_bytes = bytes;
+  }
+  return 0;
 }
-void run_blocks(int order) {
+// Order 1 is backwards; a shuffle of blocks would show no more, as none runs beside another.
+void run_blocks(unsigned first, int order) {
   std::mt19937 random(order);
-  for (unsigned block = 0; block < gridDim.x && error.empty(); ++block) {
-    blockIdx.x = order == 1 ? gridDim.x - 1 - block : block;
+  const unsigned count = gridDim.x - first;
+  for (unsigned block = 0; block < count && error.empty(); ++block) {
+    blockIdx.x = first + (order == 1 ? count - 1 - block : block);
     run_block(order, random);
   }
 }
@@ -192,6 +205,13 @@ const Kernel* find_kernel(const char* name) {
     if (!strcmp(k.name, name)) return &k;
   return nullptr;
 }
+const char* over_limits(const Kernel& k, unsigned first, unsigned blocks, unsigned block_threads, size_t shared_bytes) {
+  if (first >= blocks || blocks > kMaxBlocks) return "the grid is empty or has more than 2**31 - 1 blocks";
+  if (!block_threads || block_threads > kMaxThreads) return "a block has 1 to 1024 threads";
+  if (block_threads > k.max_threads) return "more threads in a block than the kernel's __launch_bounds__";
+  if (block_threads % kWarp) return "blocks are whole warps here";
+  return shared_bytes > kMaxShared ? "more than 227 KiB of shared memory" : nullptr;
+}
 void fail(const char* format, ...) {
   char text[700];
   va_list values;
@@ -202,9 +222,10 @@ void fail(const char* format, ...) {
   leave();
   abort();  // the launch has ended
 }
-const char* launch(const Kernel& k, unsigned blocks, unsigned block_threads, size_t shared_bytes, void** values, int order) {
+const char* launch(const Kernel& k, unsigned first_block, unsigned blocks, unsigned block_threads, size_t shared_bytes,
+                   void** values, int order) {
   const std::lock_guard<std::mutex> hold(one_launch);
-  if (const char* limit = over_limits(k, blocks, block_threads, shared_bytes)) return limit;
+  if (const char* limit = over_limits(k, first_block, blocks, block_threads, shared_bytes)) return limit;
   kernel = &k;
   arguments = values;
   error.clear();
@@ -212,7 +233,10 @@ const char* launch(const Kernel& k, unsigned blocks, unsigned block_threads, siz
   threads.resize(block_threads);
   blockDim.x = block_threads;
   gridDim.x = blocks;
-  run_blocks(order);
+  dl_iterate_phdr(find_fixed_shared, nullptr);
+  if (kChecked) check_launch(shared.data(), shared_bytes, fixed_shared, fixed_shared_bytes);
+  run_blocks(first_block, order);
+  if (kChecked) check_end();
   if (error.empty()) return nullptr;
   for (const Thread& t : threads)  // stopped half-way
     if (t.state != kFresh && t.state != kDone) idle_stacks.push_back(t.fiber.stack);
@@ -244,16 +268,24 @@ unsigned emulated_sync_warp(const char* call, int line, unsigned mask, uint64_t 
   leave();
   return me.took;
 }
-void emulated_atomic_read(const void* place, void* old, size_t size) { memcpy(old, place, size); }
+void emulated_atomic_read(const void* place, void* old, size_t size) {
+  if (kChecked) check_atomic(place, size, __builtin_return_address(0));
+  memcpy(old, place, size);
+}
 void emulated_atomic_write(void* place, const void* now, size_t size) { memcpy(place, now, size); }
 
-// For tests/kernels.py: null, or what went wrong; the sizes of a kernel's parameters, then 0, or null.
-extern "C" const char* emulated_launch(const char* name, unsigned blocks, unsigned block_threads, size_t shared_bytes,
-                                       void** values, int order) {
+// For tests/kernels.py: null, or what went wrong; the sizes of a kernel's parameters, then 0, or null; its
+// launch bounds.
+extern "C" const char* emulated_launch(const char* name, unsigned first_block, unsigned blocks, unsigned block_threads,
+                                       size_t shared_bytes, void** values, int order) {
   const Kernel* const found = find_kernel(name);
-  return found ? launch(*found, blocks, block_threads, shared_bytes, values, order) : "no such kernel";
+  return found ? launch(*found, first_block, blocks, block_threads, shared_bytes, values, order) : "no such kernel";
 }
 extern "C" const size_t* emulated_parameters(const char* name) {
   const Kernel* const found = find_kernel(name);
   return found ? found->sizes : nullptr;
+}
+extern "C" unsigned emulated_max_threads(const char* name) {
+  const Kernel* const found = find_kernel(name);
+  return found ? found->max_threads : 0;
 }

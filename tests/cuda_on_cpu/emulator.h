@@ -4,9 +4,27 @@
 
 namespace emulator {
 const Kernel* find_kernel(const char* name);
-// Runs the blocks one after the other. Order: 0 forward, 1 reverse, else the seed of a shuffle that is drawn anew at
-// every round. Null, or what went wrong, kept until the next launch. One launch at a time.
-const char* launch(const Kernel& kernel, unsigned blocks, unsigned threads, size_t shared_bytes, void** arguments, int order);
+// Why the driver would refuse a launch, or null.
+const char* over_limits(const Kernel& kernel, unsigned first_block, unsigned blocks, unsigned threads, size_t shared_bytes);
+// Runs the blocks of a grid from the first one on, one after the other. Order of threads: 0 forward, 1 reverse, else the
+// seed of a shuffle that is drawn anew at every round. Null, or what went wrong, kept until the next launch. One launch
+// at a time.
+const char* launch(const Kernel& kernel, unsigned first_block, unsigned blocks, unsigned threads, size_t shared_bytes,
+                   void** arguments, int order);
 // Ends the launch from within a kernel.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// What checks.cpp must know, in a build with CHECKED=1.
+#ifdef EVERMOE_CHECKED
+constexpr bool kChecked = true;
+#else
+constexpr bool kChecked = false;
+#endif
+void check_launch(const void* dynamic, size_t dynamic_bytes, const void* fixed, size_t fixed_bytes);
+void check_block();
+void check_thread(const void* stack, size_t bytes);
+void check_sync_block();
+void check_sync_warp(unsigned warp, unsigned mask);
+void check_atomic(const void* place, size_t size, void* pc);
+void check_end();
 }  // namespace emulator

@@ -1,7 +1,7 @@
 """Planners: pure functions of plain numbers, the same on every rank that has the same numbers.
 
 Shapes: E experts, N nodes or ranks, L layers. A wrong argument is a ValueError that names it; nothing here
-communicates, reads a clock or draws a random number.
+communicates, reads a clock or draws a random number. When to copy is a module of its own, `evermoe.planning.schedule`.
 """
 
 from evermoe.planning.copies import (
@@ -13,6 +13,7 @@ from evermoe.planning.copies import (
 )
 from evermoe.planning.dispatch import SPLITS, SplitPolicy, imbalance, split_tokens
 from evermoe.planning.ledger import Starvation, TokenLedger
+from evermoe.planning.load import LoadAverage
 from evermoe.planning.migrate import Migration, migrate
 from evermoe.planning.placement import POLICIES, FewerReplicas, Placement, PlacementPolicy, Reason, allocate, place
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
@@ -25,6 +26,7 @@ __all__ = [
     "SPLITS",
     "CopySize",
     "FewerReplicas",
+    "LoadAverage",
     "Migration",
     "ModelSize",
     "Placement",

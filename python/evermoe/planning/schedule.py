@@ -374,12 +374,11 @@ def plan_chunks(
     Raises:
         ValueError: a field that is out of range, a unit twice or without destination, or more than 2^22 chunks.
     """
-    rows = []
-    for unit, nbytes, destinations in pieces:
-        [name] = names("pieces: unit", [unit])
-        rows.append(
-            (name, count(f"pieces: bytes of {name}", nbytes), counts(f"pieces: destinations of {name}", destinations))
-        )
+    rows = [
+        (unit, count("pieces: bytes", nbytes), counts("pieces: destinations", destinations))
+        for (unit, nbytes, destinations) in pieces
+    ]
+    names("pieces: unit", [unit for unit, _, _ in rows])
     drain = None if memory.drain is None else _link("memory.drain", memory.drain)
     ends = [
         (

@@ -1,18 +1,23 @@
-"""AdamW against torch's, and against a loop that reads and writes the same memory and does no more, in one run.
+"""AdamW and SGD against torch's, and against loops that read and write the same memory and do no more, in one run.
 
-    python benches/bench_adamw.py [--device cuda] [--json PATH] [--elements 8388608] [--threads 1 2] [--seconds 5]
+    python benches/bench_optim.py [--device cuda] [--json PATH] [--elements 8388608] [--threads 1 2] [--seconds 10]
 
-"limit" is `p += g; m += g; v += g` in one compiled loop: as a step, it reads four arrays and writes three. The
-candidates take turns, so that a slow moment of the machine hits all of them; figures are medians. "GB/s" counts each
-array that is read or written once; "of limit" compares it with the loop's. Of a batch of 8 steps, the memory of p, m
-and v is read and written once, so its steps can be quicker than the limit of a single one.
+"limit" is `p += g; m += g; v += g` in one compiled loop: as a step of AdamW, it reads four arrays and writes three;
+"SGD limit" has one array less. The candidates take turns, so that a slow moment of the machine hits all of them. On
+the CPU, where others may take the machine's time, a figure is the lowest tenth's, and with one thread it is that
+thread's own time; on CUDA it is the median. "of limit" compares the steps per second with the loop's; "GB/s" counts
+each array that is read or written once. Of a batch of 8 steps, the memory of p, m and v is read and written once, so
+its steps can be quicker than the limit of a single one; "8 of zeros" is near to what the arithmetic alone takes, which
+is mostly two divisions and a root.
 """
 
 import argparse
 import json
 import platform
+import time
 
 import torch
+import torch._inductor.config
 from bench_ops import measure
 
 from evermoe import ops
@@ -35,11 +40,32 @@ def limit_loop(p, m, v, g):
     v += g
 
 
-def torch_step(elements, device, **kind):
+@torch.compile
+def sgd_limit_loop(p, buffer, g):
+    """The same of SGD with momentum."""
+    p += g
+    buffer += g
+
+
+def lowest_tenth(functions, seconds):
+    """Microseconds of each function, on the CPU: of the thread itself where there is one."""
+    clock = time.thread_time_ns if torch.get_num_threads() == 1 else time.perf_counter_ns
+    for function in functions.values():  # compiled now
+        function()
+    times = {name: [] for name in functions}
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or len(times[next(iter(times))]) < 3:
+        for name, function in functions.items():
+            start = clock()
+            function()
+            times[name].append((clock() - start) / 1e3)
+    return {name: sorted(of_one)[len(of_one) // 10] for name, of_one in times.items()}
+
+
+def torch_step(elements, device, optimizer=torch.optim.AdamW, **kind):
     p, _, _ = state_of(elements, device)
     p.requires_grad_().grad = torch.full_like(p, 1e-3)
-    optimizer = torch.optim.AdamW([p], **kind)
-    return optimizer.step
+    return optimizer([p], **kind).step
 
 
 def benches(elements, device):
@@ -53,6 +79,9 @@ def benches(elements, device):
         return lambda: ops.adamw_(*state, gradients, steps[: len(gradients)])
 
     zeros = torch.zeros_like(wide)
+    p, buffer, _ = state_of(elements, device)
+    sgd_row = ops.sgd_step(is_first=False, lr=1e-3, momentum=0.9, weight_decay=1e-4)[None]
+    sgd = {"optimizer": torch.optim.SGD, "lr": 1e-3, "momentum": 0.9, "weight_decay": 1e-4}
     return {
         "limit": (lambda: limit_loop(*loop_state, zeros), 1, 28 * elements),
         "evermoe": (ours([wide]), 1, 28 * elements),
@@ -63,6 +92,9 @@ def benches(elements, device):
         "evermoe, batch of 8": (ours([wide.clone() for _ in range(BATCH)]), BATCH, (24 + 4 * BATCH) * elements),
         "evermoe, 8 in bf16": (ours([narrow.clone() for _ in range(BATCH)]), BATCH, (24 + 2 * BATCH) * elements),
         "evermoe, 8 of zeros": (ours([None] * BATCH), BATCH, 24 * elements),
+        "SGD limit": (lambda: sgd_limit_loop(*loop_state[:2], zeros), 1, 20 * elements),
+        "evermoe SGD": (lambda: ops.sgd_(p, buffer, [wide], sgd_row), 1, 20 * elements),
+        "torch SGD fused": (torch_step(elements, device, fused=True, **sgd), 1, 20 * elements),
     }
 
 
@@ -70,19 +102,22 @@ def run(arguments):
     """Yields one record per candidate and number of threads."""
     for threads in arguments.threads[:1] if arguments.device == "cuda" else arguments.threads:
         torch.set_num_threads(threads)
+        torch._dynamo.reset()
+        torch._inductor.config.cpp.threads = threads  # or the limit's loop keeps one thread
         candidates = benches(arguments.elements, arguments.device)
         functions = {name: function for name, (function, _, _) in candidates.items()}
-        times = measure(functions, arguments.seconds, arguments.device)
+        on_cuda = arguments.device == "cuda"
+        times = measure(functions, arguments.seconds, "cuda") if on_cuda else lowest_tenth(functions, arguments.seconds)
         for name, (_, steps, nbytes) in candidates.items():
             speed = nbytes / times[name] / 1e3
-            limit = candidates["limit"][2] / times["limit"] / 1e3
+            reference = "SGD limit" if "SGD" in name else "limit"
             rate = steps * arguments.elements / times[name]
             yield {
                 "threads": threads,
                 "name": name,
                 "microseconds": times[name],
                 "gigabytes_per_second": speed,
-                "of_limit": speed / limit,
+                "of_limit": steps * times[reference] / times[name],
                 "million_parameter_steps_per_second": rate,
             }
 
@@ -93,7 +128,7 @@ def main():
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--elements", type=int, default=1 << 23)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--seconds", type=float, default=5.0, help="per number of threads")
+    parser.add_argument("--seconds", type=float, default=10.0, help="per number of threads")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):

@@ -1,0 +1,264 @@
+// copy.cu -- scattered tensors <-> chunks of a fixed size, hashed on the way.
+//
+// The chunks are one stream of bytes, cut every chunk_bytes. Each tensor starts at a multiple of 16 of the stream; gaps
+// and the end are zero. Every 4096 bytes of it are a *block* with a hash, XXH3-64 (seed 0) as of the crate xxhash-rust.
+//
+// Example: tensors of 20 and 5 bytes, first_byte 0, one block:
+//   stream: tensor 0 in bytes 0..20, zeros in 20..32, tensor 1 in 32..37, zeros in 37..4096; hashes[0] = XXH3(stream).
+//
+// XXH3 of a block adds 64 stripes of 64 bytes to 8 accumulators. Accumulators 2q and 2q + 1 see only the bytes
+// 16q..16q + 16 of each stripe: four threads share a block, each with accesses of 16 bytes, and meet at the end.
+#include "common.cuh"
+
+constexpr size_t kBlockBytes = 4096;
+constexpr unsigned kStripes = 64;   // of a block
+constexpr unsigned kQuarters = 4;   // threads of a block
+constexpr unsigned kAtOnce = 8;     // loads in flight
+constexpr unsigned kKeys = 18;      // words of the secret that a thread uses
+
+// Where the bytes of a tensor are. In step with `Span` of src/cuda/chunks.rs.
+struct Span {
+  unsigned char* at;  // device, of any alignment
+  uint64_t start;     // in the stream, a multiple of 16; spans are in its order and do not overlap
+  uint64_t bytes;     // above 0
+};
+
+struct alignas(16) Unit { uint64_t low, high; };  // 16 bytes of the stream
+
+// ---- XXH3 ----------------------------------------------------------------------------------------
+constexpr uint64_t kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
+constexpr uint64_t kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F, kPrime64_3 = 0x165667B19E3779F9;
+constexpr uint64_t kPrime64_4 = 0x85EBCA77C2B2AE63, kPrime64_5 = 0x27D4EB2F165667C5;
+
+// The default secret as little-endian words, and where the accumulators start.
+__device__ const uint64_t kSecret[24] = {
+    0xbe4ba423396cfeb8, 0x1cad21f72c81017c, 0xdb979083e96dd4de, 0x1f67b3b7a4a44072,
+    0x78e5c0cc4ee679cb, 0x2172ffcc7dd05a82, 0x8e2443f7744608b8, 0x4c263a81e69035e0,
+    0xcb00c391bb52283c, 0xa32e531b8b65d088, 0x4ef90da297486471, 0xd8acdea946ef1938,
+    0x3f349ce33f76faa8, 0x1d4f0bc7c7bbdcf9, 0x3159b4cd4be0518a, 0x647378d9c97e9fc8,
+    0xc3ebd33483acc5ea, 0xeb6313faffa081c5, 0x49daf0b751dd0d17, 0x9e68d429265516d3,
+    0xfca1477d58be162b, 0xce31d07ad1b8f88f, 0x280416958f3acb45, 0x7e404bbbcafbd7af};
+__device__ const uint64_t kStart[8] = {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3,
+                                       kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1};
+
+__device__ inline uint64_t low_by_high(uint64_t value) { return (value & 0xffffffff) * (value >> 32); }
+
+// What one of the four threads of a block keeps.
+struct Lanes {
+  uint64_t key[kKeys];  // secret from byte 16 * quarter
+  uint64_t low, high;
+
+  __device__ explicit Lanes(unsigned quarter) {
+    for (unsigned i = 0; i < kKeys; ++i) key[i] = kSecret[2 * quarter + i];
+  }
+  __device__ void start(unsigned quarter) {
+    low = kStart[2 * quarter];
+    high = kStart[2 * quarter + 1];
+  }
+  // Bytes from..from + 8 of this thread's part of the secret.
+  __device__ uint64_t key_at(unsigned from) const {
+    return from % 8 ? key[from / 8] >> 8 * (from % 8) | key[from / 8 + 1] << (64 - 8 * (from % 8)) : key[from / 8];
+  }
+  __device__ void add(Unit unit, unsigned from) {
+    low += unit.high + low_by_high(unit.low ^ key_at(from));
+    high += unit.low + low_by_high(unit.high ^ key_at(from + 8));
+  }
+  // At the end of each 1024 bytes.
+  __device__ void scramble() {
+    low = (low ^ low >> 47 ^ key[16]) * kPrime32_1;
+    high = (high ^ high >> 47 ^ key[17]) * kPrime32_1;
+  }
+  // This thread's addend of the hash.
+  __device__ uint64_t part() const {
+    const uint64_t a = low ^ key_at(11), b = high ^ key_at(19);
+    return a * b ^ __umul64hi(a, b);
+  }
+};
+
+// The same in each of the four threads, which come together with the rest of their warp.
+__device__ inline uint64_t finish_hash(const Lanes& lanes) {
+  uint64_t sum = lanes.part();
+  sum += __shfl_xor_sync(kAllLanes, sum, 1);
+  sum += __shfl_xor_sync(kAllLanes, sum, 2);
+  sum += kBlockBytes * kPrime64_1;
+  sum = (sum ^ sum >> 37) * 0x165667919E3779F9;
+  return sum ^ sum >> 32;
+}
+
+// Hashes the units that `load` gives for each stripe, and passes them on.
+template <typename Load, typename Store>
+__device__ inline void hash_units(Lanes& lanes, unsigned quarter, Load load, Store store) {
+  lanes.start(quarter);
+#pragma unroll 1
+  for (unsigned kilobyte = 0; kilobyte < 4; ++kilobyte) {
+#pragma unroll
+    for (unsigned half = 0; half < 16; half += kAtOnce) {
+      Unit units[kAtOnce];
+#pragma unroll
+      for (unsigned i = 0; i < kAtOnce; ++i) units[i] = load(kilobyte * 16 + half + i);
+#pragma unroll
+      for (unsigned i = 0; i < kAtOnce; ++i) store(kilobyte * 16 + half + i, units[i]);
+#pragma unroll
+      for (unsigned i = 0; i < kAtOnce; ++i) {
+        // The last stripe of all has a place of its own in the secret.
+        if (half + i == 15 && kilobyte == 3) lanes.add(units[i], 121);
+        else lanes.add(units[i], 8 * (half + i));
+      }
+    }
+    if (kilobyte < 3) lanes.scramble();
+  }
+}
+
+// ---- tensors -------------------------------------------------------------------------------------
+// The first span that ends after a byte of the stream; num_spans if none does.
+__device__ inline size_t find_span(const Span* __restrict__ spans, size_t num_spans, uint64_t byte) {
+  size_t low = 0, high = num_spans;
+  while (low < high) {
+    const size_t middle = low + (high - low) / 2;
+    if (spans[middle].start + spans[middle].bytes > byte) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+// The address of a byte of the stream where a whole block is a tensor's, aligned to 16; else null.
+__device__ inline unsigned char* whole_block(const Span* __restrict__ spans, size_t num_spans, size_t span, uint64_t block) {
+  if (span == num_spans) return nullptr;
+  const Span here = spans[span];
+  if (here.start > block || here.start + here.bytes < block + kBlockBytes) return nullptr;
+  unsigned char* const at = here.at + (block - here.start);
+  return reinterpret_cast<uintptr_t>(at) % 16 ? nullptr : at;
+}
+
+// Up to 16 bytes at any alignment, zeros after them.
+__device__ inline Unit load_bytes(const unsigned char* at, uint64_t bytes) {
+  if (bytes >= 16 && reinterpret_cast<uintptr_t>(at) % 16 == 0) return *reinterpret_cast<const Unit*>(at);
+  if (bytes >= 16 && reinterpret_cast<uintptr_t>(at) % 4 == 0) {
+    const auto words = reinterpret_cast<const uint32_t*>(at);
+    return {words[0] | static_cast<uint64_t>(words[1]) << 32, words[2] | static_cast<uint64_t>(words[3]) << 32};
+  }
+  Unit unit = {0, 0};
+  for (unsigned i = 0; i < 16; ++i) {
+    const uint64_t byte = i < bytes ? at[i] : 0;
+    if (i < 8) unit.low |= byte << 8 * i;
+    else unit.high |= byte << 8 * (i - 8);
+  }
+  return unit;
+}
+
+__device__ inline void store_bytes(unsigned char* at, uint64_t bytes, Unit unit) {
+  if (bytes >= 16 && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+    *reinterpret_cast<Unit*>(at) = unit;
+  } else if (bytes >= 16 && reinterpret_cast<uintptr_t>(at) % 4 == 0) {
+    const auto words = reinterpret_cast<uint32_t*>(at);
+    words[0] = static_cast<uint32_t>(unit.low);
+    words[1] = static_cast<uint32_t>(unit.low >> 32);
+    words[2] = static_cast<uint32_t>(unit.high);
+    words[3] = static_cast<uint32_t>(unit.high >> 32);
+  } else {
+    for (unsigned i = 0; i < 16 && i < bytes; ++i)
+      at[i] = static_cast<unsigned char>((i < 8 ? unit.low >> 8 * i : unit.high >> 8 * (i - 8)) & 0xff);
+  }
+}
+
+// Walks on to the span that holds the unit at `byte`, or that comes after it, and says how many of its bytes are there.
+__device__ inline uint64_t bytes_here(const Span* __restrict__ spans, size_t num_spans, size_t& span, uint64_t byte) {
+  while (span < num_spans && spans[span].start + spans[span].bytes <= byte) ++span;
+  if (span == num_spans || spans[span].start > byte) return 0;
+  return spans[span].start + spans[span].bytes - byte;
+}
+
+// ---- kernels -------------------------------------------------------------------------------------
+// Calls body(block, quarter, lanes) with whole warps; a block of num_blocks stands for none.
+template <typename Body>
+__device__ inline void for_blocks(size_t num_blocks, Body body) {
+  const unsigned quarter = threadIdx.x % kQuarters;
+  Lanes lanes(quarter);
+  // All lanes of a warp make the same number of turns, as they exchange values.
+  const size_t at_once = num_threads() / kQuarters, mine = global_thread() / kQuarters;
+  const size_t warp_first = mine - threadIdx.x % kWarp / kQuarters;
+  for (size_t first = warp_first; first < num_blocks; first += at_once) {
+    const size_t block = first + threadIdx.x % kWarp / kQuarters;
+    body(block < num_blocks ? block : num_blocks, quarter, lanes);
+  }
+}
+
+// Launch: 1-D grid of any size, blockDim.x 32 or 64.
+extern "C" __global__ __launch_bounds__(64) void pack_chunks(const Span* __restrict__ spans,   // [num_spans]                device
+                                       size_t num_spans,
+                                       uint64_t first_byte,              // of the stream, a multiple of 4096
+                                       size_t num_blocks,
+                                       unsigned char* __restrict__ chunks,  // [num_blocks * 4096]     device, aligned to 16
+                                       uint64_t* __restrict__ hashes) {     // [num_blocks]            device
+  for_blocks(num_blocks, [=](size_t block, unsigned quarter, Lanes& lanes) {
+    if (block < num_blocks) {
+      const uint64_t byte = first_byte + block * kBlockBytes;
+      Unit* const out = reinterpret_cast<Unit*>(chunks + block * kBlockBytes) + quarter;
+      const auto store = [=](unsigned stripe, Unit unit) { out[stripe * kQuarters] = unit; };
+      size_t span = find_span(spans, num_spans, byte);
+      if (const unsigned char* const whole = whole_block(spans, num_spans, span, byte)) {
+        const Unit* const in = reinterpret_cast<const Unit*>(whole) + quarter;
+        hash_units(lanes, quarter, [=](unsigned stripe) { return in[stripe * kQuarters]; }, store);
+      } else {
+        const auto load = [&](unsigned stripe) -> Unit {
+          const uint64_t here = byte + stripe * 64 + quarter * 16;
+          const uint64_t bytes = bytes_here(spans, num_spans, span, here);
+          return bytes ? load_bytes(spans[span].at + (here - spans[span].start), bytes) : Unit{0, 0};
+        };
+        hash_units(lanes, quarter, load, store);
+      }
+    }
+    const uint64_t hash = finish_hash(lanes);
+    if (block < num_blocks && quarter == 0) hashes[block] = hash;
+  });
+}
+
+// Launch: as pack_chunks.
+extern "C" __global__ __launch_bounds__(64) void hash_blocks(const unsigned char* __restrict__ chunks,  // [num_blocks * 4096]  device, aligned to 16
+                                       size_t num_blocks,
+                                       uint64_t* __restrict__ hashes) {           // [num_blocks]         device
+  for_blocks(num_blocks, [=](size_t block, unsigned quarter, Lanes& lanes) {
+    if (block < num_blocks) {
+      const Unit* const in = reinterpret_cast<const Unit*>(chunks + block * kBlockBytes) + quarter;
+      hash_units(lanes, quarter, [=](unsigned stripe) { return in[stripe * kQuarters]; }, [](unsigned, Unit) {});
+    }
+    const uint64_t hash = finish_hash(lanes);
+    if (block < num_blocks && quarter == 0) hashes[block] = hash;
+  });
+}
+
+// A block whose hash is not the expected one is counted and writes nothing: it is read again, from the cache, only when
+// it has been found right. Launch: as pack_chunks.
+extern "C" __global__ __launch_bounds__(64) void unpack_chunks(const Span* __restrict__ spans,   // [num_spans]              device
+                                         size_t num_spans,
+                                         uint64_t first_byte,              // of the stream, a multiple of 4096
+                                         size_t num_blocks,
+                                         const unsigned char* __restrict__ chunks,  // [num_blocks * 4096]  device, aligned to 16
+                                         const uint64_t* __restrict__ hashes,       // [num_blocks]         device
+                                         unsigned long long* __restrict__ wrong,    // [chunks]             device, added to
+                                         size_t chunk_blocks) {
+  for_blocks(num_blocks, [=](size_t block, unsigned quarter, Lanes& lanes) {
+    const Unit* const in = reinterpret_cast<const Unit*>(chunks + block * kBlockBytes) + quarter;
+    if (block < num_blocks)
+      hash_units(lanes, quarter, [=](unsigned stripe) { return in[stripe * kQuarters]; }, [](unsigned, Unit) {});
+    const uint64_t hash = finish_hash(lanes);
+    if (block == num_blocks) return;
+    if (hash != hashes[block]) {
+      if (quarter == 0) atomicAdd(&wrong[block / chunk_blocks], 1ull);
+      return;
+    }
+    const uint64_t byte = first_byte + block * kBlockBytes;
+    size_t span = find_span(spans, num_spans, byte);
+    if (unsigned char* const whole = whole_block(spans, num_spans, span, byte)) {
+      Unit* const out = reinterpret_cast<Unit*>(whole) + quarter;
+#pragma unroll 8
+      for (unsigned stripe = 0; stripe < kStripes; ++stripe) out[stripe * kQuarters] = in[stripe * kQuarters];
+      return;
+    }
+    for (unsigned stripe = 0; stripe < kStripes; ++stripe) {
+      const uint64_t here = byte + stripe * 64 + quarter * 16;
+      const uint64_t bytes = bytes_here(spans, num_spans, span, here);
+      if (bytes) store_bytes(spans[span].at + (here - spans[span].start), bytes, in[stripe * kQuarters]);
+    }
+  });
+}

@@ -1,0 +1,281 @@
+//! What the optimizers share: gradients, profiles, and steps that are applied block by block.
+
+use super::float_mode::KeepSubnormals;
+use super::parallel::{Disjoint, Parallel};
+use crate::ensure;
+use crate::error::{Error, Result};
+use half::bf16;
+use std::array;
+use std::ops::Range;
+
+/// Elements that take all steps before the next ones do: they stay in the first-level cache.
+const BLOCK: usize = 2048;
+/// Blocks that a thread should be given at least.
+const GRAIN_BLOCKS: usize = 32;
+/// Elements that torch's CPU loops take at once; what is left at the end goes through another loop.
+const TORCH_LANES: usize = 8;
+static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
+
+/// Whose arithmetic a step follows, bit for bit.
+///
+/// The same formula, evaluated in another order or with other roundings, gives other bits: a step is repeated exactly
+/// only under the profile of the optimizer that took it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Profile {
+    /// This library's: one formula for every element.
+    Evermoe,
+    /// `fused=True` on an x86 CPU: the library's, but for the last `numel % 8` elements of a parameter.
+    TorchCpuFused,
+    /// `fused=True` on CUDA, as of torch 2.11.
+    TorchCudaFused,
+    /// `foreach=True` on CUDA, the default there.
+    TorchCudaForeach,
+}
+
+impl Profile {
+    /// All of them; a profile's number is its place.
+    pub const ALL: [Self; 4] =
+        [Self::Evermoe, Self::TorchCpuFused, Self::TorchCudaFused, Self::TorchCudaForeach];
+
+    /// The name by which users say it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Evermoe => "evermoe",
+            Self::TorchCpuFused => "torch_cpu_fused",
+            Self::TorchCudaFused => "torch_cuda_fused",
+            Self::TorchCudaForeach => "torch_cuda_foreach",
+        }
+    }
+
+    /// The profile of a name, one of `among`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when none of them has the name.
+    pub fn named(name: &str, among: &[Self]) -> Result<Self> {
+        among.iter().copied().find(|profile| profile.name() == name).ok_or_else(|| {
+            let names: Vec<_> = among.iter().map(|profile| profile.name()).collect();
+            Error::Invalid(format!("profile: expected one of {}, got {name:?}", names.join(", ")))
+        })
+    }
+
+    /// The number that stands for it in the numbers of a step.
+    pub fn number(self) -> f32 {
+        self as u8 as f32
+    }
+
+    /// The profile of a step's number, one of `among`.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when none of them has the number.
+    pub fn numbered(number: f32, among: &[Self]) -> Result<Self> {
+        among.iter().copied().find(|profile| profile.number() == number).ok_or_else(|| {
+            Error::Invalid(format!(
+                "steps: expected rows that begin with the number of a profile of this optimizer, got {number}; \
+                 rows come from the function of the optimizer's steps"
+            ))
+        })
+    }
+}
+
+/// The gradient of one step.
+#[derive(Debug, Clone, Copy)]
+pub enum Gradient<'a> {
+    /// All zeros, for which no bytes are needed: the state decays and the parameters move all the same.
+    Zero,
+    /// float32
+    F32(&'a [f32]),
+    /// bfloat16
+    Bf16(&'a [bf16]),
+}
+
+impl Gradient<'_> {
+    fn covers(&self, len: usize) -> bool {
+        match self {
+            Self::Zero => true,
+            Self::F32(values) => values.len() == len,
+            Self::Bf16(values) => values.len() == len,
+        }
+    }
+}
+
+/// What every step does to its gradient first.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Scaling {
+    loss_scale: f32,
+    factor: f32,
+}
+
+impl Scaling {
+    pub(super) fn of(loss_scale: f32, factor: f32) -> Self {
+        Self { loss_scale, factor }
+    }
+
+    /// The two numbers rounded to float32, or what is wrong with them.
+    pub(super) fn checked(loss_scale: f64, clip: f64, maximize: bool) -> Result<Self> {
+        check_option("clip", clip)?;
+        ensure!(
+            (loss_scale as f32) > 0.0 && (loss_scale as f32).is_finite(),
+            "loss_scale: expected a positive finite number, got {loss_scale}"
+        );
+        Ok(Self { loss_scale: loss_scale as f32, factor: if maximize { -clip } else { clip } as f32 })
+    }
+
+    pub(super) fn numbers(self) -> [f32; 2] {
+        [self.loss_scale, self.factor]
+    }
+}
+
+/// Refuses what no option of an optimizer can be.
+pub(super) fn check_option(name: &str, value: f64) -> Result<()> {
+    ensure!(
+        value >= 0.0 && (value as f32).is_finite(),
+        "{name}: expected a finite number of 0 or more, got {value}"
+    );
+    Ok(())
+}
+
+/// A step of an optimizer that keeps `N` arrays: the parameters, and its state of each.
+pub(super) trait Step<const N: usize>: Copy + Sync {
+    fn scaling(&self) -> Scaling;
+
+    fn profile(&self) -> Profile;
+
+    /// Updates elements with [`for_each`]; `in_tail` are those that torch's CPU loops leave to the end.
+    fn update<G: Copy>(
+        &self,
+        state: [&mut [f32]; N],
+        gradient: &[G],
+        widen: impl Fn(G) -> f32,
+        in_tail: bool,
+    );
+}
+
+/// Applies the steps in their order, in one pass over the memory.
+pub(super) fn apply_steps<const N: usize, S: Step<N>>(
+    state: [&mut [f32]; N],
+    steps: &[(S, Gradient<'_>)],
+    pool: &impl Parallel,
+) {
+    let len = state[0].len();
+    assert!(
+        state.iter().all(|values| values.len() == len)
+            && steps.iter().all(|(_, gradient)| gradient.covers(len)),
+        "arrays of one length"
+    );
+    let update = update_for_this_processor::<N, S>();
+    let state = state.map(Disjoint::new);
+    pool.run(len.div_ceil(BLOCK), GRAIN_BLOCKS, &|blocks| {
+        let _subnormals = KeepSubnormals::new();
+        for block in blocks {
+            let range = block * BLOCK..len.min((block + 1) * BLOCK);
+            let body = (len - len % TORCH_LANES).saturating_sub(range.start).min(range.len());
+            // SAFETY: each range of blocks is given to one thread.
+            let state = array::from_fn(|index| unsafe { state[index].part(range.clone()) });
+            // SAFETY: chosen for the processor that this runs on.
+            unsafe { update(state, range, body, steps) };
+        }
+    });
+}
+
+/// Applies all steps to a block of the state, whose elements are the range of the gradients'; the first ones, as many
+/// as said, are before torch's tail.
+pub(super) type Update<const N: usize, S> =
+    unsafe fn([&mut [f32]; N], Range<usize>, usize, &[(S, Gradient<'_>)]);
+
+/// Every variant gives the same bits: `mul_add` is rounded once, with the instruction or without.
+pub(super) fn update_for_this_processor<const N: usize, S: Step<N>>() -> Update<N, S> {
+    #[cfg(target_arch = "x86_64")]
+    if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+        return update_avx2;
+    }
+    update_portable
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+unsafe fn update_avx2<const N: usize, S: Step<N>>(
+    state: [&mut [f32]; N],
+    range: Range<usize>,
+    body: usize,
+    steps: &[(S, Gradient<'_>)],
+) {
+    update_block(state, range, body, steps);
+}
+
+pub(super) fn update_portable<const N: usize, S: Step<N>>(
+    state: [&mut [f32]; N],
+    range: Range<usize>,
+    body: usize,
+    steps: &[(S, Gradient<'_>)],
+) {
+    update_block(state, range, body, steps);
+}
+
+#[inline(always)]
+fn update_block<const N: usize, S: Step<N>>(
+    mut state: [&mut [f32]; N],
+    range: Range<usize>,
+    body: usize,
+    steps: &[(S, Gradient<'_>)],
+) {
+    for (step, gradient) in steps {
+        let state = state.each_mut().map(|values| &mut **values);
+        match gradient {
+            Gradient::Zero => update_both(step, state, &ZEROS[..range.len()], body, |g| g),
+            Gradient::F32(values) => update_both(step, state, &values[range.clone()], body, |g| g),
+            Gradient::Bf16(values) => update_both(step, state, &values[range.clone()], body, |g: bf16| {
+                f32::from_bits(u32::from(g.to_bits()) << 16)
+            }),
+        }
+    }
+}
+
+/// Division and multiplication by 1 change no bit: they are left out.
+#[inline(always)]
+fn update_both<const N: usize, S: Step<N>, G: Copy>(
+    step: &S,
+    state: [&mut [f32]; N],
+    gradient: &[G],
+    body: usize,
+    widen: impl Fn(G) -> f32,
+) {
+    let Scaling { loss_scale, factor } = step.scaling();
+    if loss_scale == 1.0 && factor == 1.0 {
+        update_body_and_tail(step, state, gradient, body, widen);
+    } else {
+        update_body_and_tail(step, state, gradient, body, |g| widen(g) / loss_scale * factor);
+    }
+}
+
+#[inline(always)]
+fn update_body_and_tail<const N: usize, S: Step<N>, G: Copy>(
+    step: &S,
+    mut state: [&mut [f32]; N],
+    gradient: &[G],
+    body: usize,
+    widen: impl Fn(G) -> f32,
+) {
+    if step.profile() != Profile::TorchCpuFused || body == gradient.len() {
+        return step.update(state, gradient, widen, false);
+    }
+    step.update(state.each_mut().map(|values| &mut values[..body]), &gradient[..body], &widen, false);
+    step.update(state.map(|values| &mut values[body..]), &gradient[body..], widen, true);
+}
+
+/// Replaces the `N` values of each element by those that `next` makes of them and of its gradient.
+#[inline(always)]
+pub(super) fn for_each<const N: usize, G: Copy>(
+    state: [&mut [f32]; N],
+    gradient: &[G],
+    next: impl Fn([f32; N], G) -> [f32; N],
+) {
+    let len = gradient.len();
+    let mut state = state.map(|values| &mut values[..len]);
+    for index in 0..len {
+        // Loads before stores: the arrays often lie at the same offset of their pages, which looks like an overlap.
+        let after = next(array::from_fn(|array| state[array][index]), gradient[index]);
+        for (values, after) in state.iter_mut().zip(after) {
+            values[index] = after;
+        }
+    }
+}

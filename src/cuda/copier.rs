@@ -1,0 +1,367 @@
+//! Tensors to page-locked host memory, in chunks, beside torch's stream; and back.
+//!
+//! ```text
+//! torch   …step──●ready                     ●(released: may overwrite the tensors)──next step…
+//! pack             └pack 0─●full  pack 1─●full  (slot 0 free?) pack 2 …─●released
+//! copy                       └D2H 0─●done, free  D2H 1─●done, free …
+//! host                                 └reads chunk 0 …
+//! ```
+//!
+//! Work goes through slots of device memory, a *group* of chunks at a time: small chunks share a slot, so that each
+//! transfer is large enough to pay for itself. `restore` is the same from right to left.
+
+use super::chunks::{ChunkRange, Span};
+use super::device::{Device, Launcher};
+use super::pinned::PinnedBuffer;
+use super::streams::{CopyStream, Event};
+use crate::cpu::{BLOCK_BYTES, ChunkLayout};
+use crate::ensure;
+use crate::error::{Error, Result};
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+const WORD: usize = size_of::<u64>();
+
+/// The device memory through which chunks go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slots {
+    /// How many transfers may be on their way at once.
+    pub count: usize,
+    /// Bytes of a transfer: a chunk at least, and several where they are smaller.
+    pub bytes: usize,
+}
+
+impl Default for Slots {
+    /// 3 of 4 MiB, which is long enough to hide what starting a transfer takes.
+    fn default() -> Self {
+        Self { count: 3, bytes: 4 << 20 }
+    }
+}
+
+/// Device memory for one group of chunks, and its hashes behind it.
+#[derive(Debug)]
+struct Slot {
+    at: u64,
+    /// The group is in it.
+    full: Event,
+    /// The next group may come.
+    free: Event,
+}
+
+/// Where a copier's device memory is divided.
+#[derive(Debug, Clone, Copy)]
+struct Workspace {
+    num_spans: usize,
+    num_chunks: usize,
+    chunk_bytes: usize,
+    slot_chunks: usize,
+    num_slots: usize,
+}
+
+impl Workspace {
+    fn new(layout: &ChunkLayout, slots: Slots) -> Result<Self> {
+        ensure!((1..=1024).contains(&slots.count), "slots: expected 1 to 1024, got {}", slots.count);
+        let (num_chunks, chunk_bytes) = (layout.num_chunks(), layout.chunk_bytes());
+        let slot_chunks = (slots.bytes / chunk_bytes).clamp(1, num_chunks.max(1));
+        let num_spans = layout.sizes().iter().filter(|&&bytes| bytes > 0).count();
+        let num_slots = slots.count.min(num_chunks.div_ceil(slot_chunks));
+        Ok(Self { num_spans, num_chunks, chunk_bytes, slot_chunks, num_slots })
+    }
+
+    fn hashes_of_chunk(&self) -> usize {
+        self.chunk_bytes / BLOCK_BYTES
+    }
+
+    /// Chunks and hashes of a slot; a multiple of 16.
+    fn slot_bytes(&self) -> usize {
+        self.slot_chunks * (self.chunk_bytes + (self.hashes_of_chunk() * WORD).next_multiple_of(16))
+    }
+
+    /// Slots, then the table of tensors, then the counts of wrong blocks.
+    fn spans_at(&self) -> usize {
+        self.num_slots * self.slot_bytes()
+    }
+
+    fn wrong_at(&self) -> usize {
+        self.spans_at() + self.num_spans * size_of::<Span>()
+    }
+
+    fn bytes(&self) -> usize {
+        self.wrong_at() + self.num_chunks * WORD
+    }
+}
+
+/// Copies the same tensors to the same host memory, time and again.
+#[derive(Debug)]
+pub struct ChunkCopier {
+    // Dropped in this order: the streams first, which wait for all that is queued.
+    pack: CopyStream,
+    copy: CopyStream,
+    slots: Vec<Slot>,
+    /// One for each group: its last transfer is over.
+    done: Vec<Event>,
+    /// Torch's stream has come so far.
+    ready: Event,
+    /// The tensors are no longer read or written.
+    released: Event,
+    chunks: PinnedBuffer,
+    /// Hashes, then counts of wrong blocks.
+    hashes: PinnedBuffer,
+    layout: ChunkLayout,
+    workspace: Workspace,
+    start: u64,
+    /// The slot that is next; held while work is queued.
+    queue: Mutex<usize>,
+    device: std::sync::Arc<Device>,
+}
+
+impl ChunkCopier {
+    /// Bytes of device memory that a copier needs.
+    ///
+    /// # Errors
+    /// No slots, or more than 1024.
+    pub fn workspace_bytes(layout: &ChunkLayout, slots: Slots) -> Result<usize> {
+        Ok(Workspace::new(layout, slots)?.bytes())
+    }
+
+    /// A copier of the tensors at `addresses` on a device. `chunks` is the host memory to use, or new one is made.
+    ///
+    /// # Safety
+    /// `workspace` is the address of [`ChunkCopier::workspace_bytes`] of device memory, aligned to 16; it and the tensors
+    /// live as long as the copier, and nothing overlaps. `stream`, torch's current one, may use both now.
+    ///
+    /// # Errors
+    /// Lengths that do not fit the layout, a build without kernels, or the driver's.
+    pub unsafe fn new(
+        device: usize,
+        stream: *mut c_void,
+        layout: ChunkLayout,
+        addresses: &[u64],
+        workspace: u64,
+        slots: Slots,
+        chunks: Option<PinnedBuffer>,
+    ) -> Result<Self> {
+        let parts = Workspace::new(&layout, slots)?;
+        let num_tensors = layout.sizes().len();
+        ensure!(addresses.len() == num_tensors, "tensors: expected {num_tensors}, got {}", addresses.len());
+        ensure!(workspace.is_multiple_of(16), "workspace: expected memory aligned to 16 bytes");
+        let bytes = parts.num_chunks * parts.chunk_bytes;
+        let chunks = chunks.map_or_else(|| PinnedBuffer::new(device, bytes), Ok)?;
+        ensure!(chunks.len() == bytes, "chunks: expected {bytes} bytes of host memory, got {}", chunks.len());
+        let words = parts.num_chunks * (parts.hashes_of_chunk() + 1);
+        let hashes = PinnedBuffer::new(device, words * WORD)?;
+        let device = Device::get(device)?;
+        let _current = device.make_current()?;
+        let slot = |index| {
+            let at = workspace + (index * parts.slot_bytes()) as u64;
+            Ok(Slot { at, full: Event::new(&device)?, free: Event::new(&device)? })
+        };
+        let groups = parts.num_chunks.div_ceil(parts.slot_chunks);
+        let copier = Self {
+            pack: CopyStream::new(&device)?,
+            copy: CopyStream::new(&device)?,
+            slots: (0..parts.num_slots).map(slot).collect::<Result<_>>()?,
+            done: (0..groups).map(|_| Event::new(&device)).collect::<Result<_>>()?,
+            ready: Event::new(&device)?,
+            released: Event::new(&device)?,
+            chunks,
+            hashes,
+            workspace: parts,
+            start: workspace,
+            queue: Mutex::new(0),
+            device: device.clone(),
+            layout,
+        };
+        let table = Span::table(&copier.layout, addresses);
+        // SAFETY: by the caller's promise; the workspace has room for the table, and our streams come after it.
+        unsafe {
+            Launcher::of(device.clone(), stream).upload_spans(&table, workspace + parts.spans_at() as u64)?;
+            copier.follow(stream)?;
+            copier.ready.before(copier.copy.raw())?;
+        }
+        Ok(copier)
+    }
+
+    /// What is where in the chunks.
+    pub fn layout(&self) -> &ChunkLayout {
+        &self.layout
+    }
+
+    /// `[num_chunks, chunk_bytes]` bytes on the host. A chunk changes until [`ChunkCopier::is_done`].
+    pub fn chunks(&self) -> *mut u8 {
+        self.chunks.as_ptr()
+    }
+
+    /// `[num_chunks, chunk_bytes / 4096]` int64 on the host, as for [`ChunkCopier::chunks`].
+    pub fn hashes(&self) -> *mut i64 {
+        self.hashes.as_ptr().cast()
+    }
+
+    /// `[num_chunks]` int64 on the host: wrong blocks of each chunk that was restored, as for [`ChunkCopier::chunks`].
+    pub fn wrong(&self) -> *mut i64 {
+        self.hashes().wrapping_add(self.workspace.num_chunks * self.workspace.hashes_of_chunk())
+    }
+
+    /// Starts to copy chunks to the host, as the tensors are when `stream` has done what it has been given so far.
+    /// Returns at once.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the device, or null. Whoever writes the tensors later comes after
+    /// [`ChunkCopier::release`]; nobody uses these chunks on the host until they are done.
+    ///
+    /// # Errors
+    /// A range beyond the chunks, or the driver's.
+    pub unsafe fn save(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
+        // SAFETY: by the caller's promise and that of `new`.
+        unsafe { self.transfer(stream, chunks, Self::save_group) }
+    }
+
+    /// Starts to copy chunks from the host into the tensors, when `stream` has done what it has been given so far.
+    /// Blocks with a wrong hash are counted and not written. Returns at once.
+    ///
+    /// # Safety
+    /// As of [`ChunkCopier::save`]; whoever uses the tensors later comes after [`ChunkCopier::release`].
+    ///
+    /// # Errors
+    /// As of [`ChunkCopier::save`].
+    pub unsafe fn restore(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
+        // SAFETY: by the caller's promise and that of `new`.
+        unsafe { self.transfer(stream, chunks, Self::restore_group) }
+    }
+
+    /// What `stream` gets from now on waits until the tensors are no longer used by what was started. Returns at once.
+    ///
+    /// # Safety
+    /// `stream` is a live stream of the device, or null.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub unsafe fn release(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: by the caller's promise.
+        unsafe { self.released.before(stream) }
+    }
+
+    /// Whether all that was started for a chunk is over: the host may use it. (Small chunks that share a transfer are
+    /// done together.)
+    ///
+    /// # Errors
+    /// A chunk that there is not, or what went wrong on the device.
+    pub fn is_done(&self, chunk: usize) -> Result<bool> {
+        self.event_of(chunk)?.is_done()
+    }
+
+    /// Blocks the calling thread until [`ChunkCopier::is_done`].
+    ///
+    /// # Errors
+    /// As of [`ChunkCopier::is_done`].
+    pub fn wait(&self, chunk: usize) -> Result<()> {
+        self.event_of(chunk)?.wait()
+    }
+
+    fn event_of(&self, chunk: usize) -> Result<&Event> {
+        let Workspace { num_chunks, slot_chunks, .. } = self.workspace;
+        let beyond = || Error::Invalid(format!("chunk: expected less than {num_chunks}, got {chunk}"));
+        self.done.get(chunk / slot_chunks).filter(|_| chunk < num_chunks).ok_or_else(beyond)
+    }
+
+    /// The tensors are used only after what `stream` has been given so far.
+    unsafe fn follow(&self, stream: *mut c_void) -> Result<()> {
+        // SAFETY: by the callers' promises; our own streams live.
+        unsafe {
+            self.ready.record(stream)?;
+            self.ready.before(self.pack.raw())
+        }
+    }
+
+    unsafe fn transfer(
+        &self,
+        stream: *mut c_void,
+        chunks: Range<usize>,
+        group: unsafe fn(&Self, &Slot, Range<usize>) -> Result<()>,
+    ) -> Result<()> {
+        let Workspace { num_chunks, slot_chunks, .. } = self.workspace;
+        ensure!(
+            chunks.start <= chunks.end && chunks.end <= num_chunks,
+            "chunks: expected a range within 0..{num_chunks}, got {chunks:?}"
+        );
+        let mut next = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let _current = self.device.make_current()?;
+        // SAFETY: by the caller's promise.
+        unsafe { self.follow(stream)? };
+        let mut first = chunks.start;
+        while first < chunks.end {
+            let end = ((first / slot_chunks + 1) * slot_chunks).min(chunks.end);
+            // SAFETY: as above; the slot's events order its uses.
+            unsafe { group(self, &self.slots[*next], first..end)? };
+            *next = (*next + 1) % self.slots.len();
+            first = end;
+        }
+        // SAFETY: a live stream.
+        unsafe { self.released.record(self.pack.raw()) }
+    }
+
+    unsafe fn save_group(&self, slot: &Slot, chunks: Range<usize>) -> Result<()> {
+        let range = self.range(slot, &chunks);
+        let (pack, copy) = (self.pack.launcher(), self.copy.launcher());
+        let host = self.host(&chunks);
+        // SAFETY: the range lies in the slot and on the host (`range`, `host`), which the events keep for this group.
+        unsafe {
+            slot.free.before(self.pack.raw())?;
+            pack.pack_chunks(&range)?;
+            slot.full.record(self.pack.raw())?;
+            slot.full.before(self.copy.raw())?;
+            copy.copy_to_host(range.chunks, host.chunks, range.num_blocks * BLOCK_BYTES)?;
+            copy.copy_to_host(range.hashes, host.hashes.cast(), range.num_blocks * WORD)?;
+            slot.free.record(self.copy.raw())?;
+            self.done[chunks.start / self.workspace.slot_chunks].record(self.copy.raw())
+        }
+    }
+
+    unsafe fn restore_group(&self, slot: &Slot, chunks: Range<usize>) -> Result<()> {
+        let range = self.range(slot, &chunks);
+        let (pack, copy) = (self.pack.launcher(), self.copy.launcher());
+        let host = self.host(&chunks);
+        let wrong = self.start + (self.workspace.wrong_at() + chunks.start * WORD) as u64;
+        // SAFETY: as in `save_group`.
+        unsafe {
+            slot.free.before(self.copy.raw())?;
+            copy.copy_from_host(host.chunks, range.chunks, range.num_blocks * BLOCK_BYTES)?;
+            copy.copy_from_host(host.hashes.cast(), range.hashes, range.num_blocks * WORD)?;
+            slot.full.record(self.copy.raw())?;
+            slot.full.before(self.pack.raw())?;
+            pack.clear_wrong(wrong, chunks.len())?;
+            pack.unpack_chunks(&range, wrong, self.workspace.hashes_of_chunk())?;
+            slot.free.record(self.pack.raw())?;
+            pack.copy_to_host(wrong, self.wrong().add(chunks.start).cast(), chunks.len() * WORD)?;
+            self.done[chunks.start / self.workspace.slot_chunks].record(self.pack.raw())
+        }
+    }
+
+    /// The part of the stream that a group is, in a slot.
+    fn range(&self, slot: &Slot, chunks: &Range<usize>) -> ChunkRange {
+        let Workspace { chunk_bytes, slot_chunks, num_spans, .. } = self.workspace;
+        ChunkRange {
+            spans: self.start + self.workspace.spans_at() as u64,
+            num_spans,
+            first_byte: chunks.start * chunk_bytes,
+            num_blocks: chunks.len() * self.workspace.hashes_of_chunk(),
+            chunks: slot.at,
+            hashes: slot.at + (slot_chunks * chunk_bytes) as u64,
+        }
+    }
+
+    fn host(&self, chunks: &Range<usize>) -> Host {
+        let Workspace { chunk_bytes, .. } = self.workspace;
+        Host {
+            chunks: self.chunks().wrapping_add(chunks.start * chunk_bytes),
+            hashes: self.hashes().wrapping_add(chunks.start * self.workspace.hashes_of_chunk()),
+        }
+    }
+}
+
+/// A group on the host.
+struct Host {
+    chunks: *mut u8,
+    hashes: *mut i64,
+}

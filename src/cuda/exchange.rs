@@ -1,0 +1,131 @@
+//! Launching what crosses ranks: the split of tokens, and the regrouping of rows.
+
+use super::device::{Grid, Launcher};
+use super::launch::{IN_FLIGHT, row_grid};
+use crate::ensure;
+use crate::error::Result;
+
+const WARP: usize = 32;
+/// In step with `Holder` of `kernels/exchange.cu`.
+const HOLDER_BYTES: usize = 64;
+/// `Source`s and sums of a warp there.
+const WARP_BYTES: usize = WARP * (16 + 8);
+/// Holders must fit into the shared memory that every GPU gives without asking.
+const MAX_RANKS: usize = (48 * 1024 - WARP_BYTES) / HOLDER_BYTES - 1;
+
+/// Arguments of [`Launcher::regroup`].
+#[derive(Debug, Clone, Copy)]
+pub struct Regroup {
+    /// `[num_rows, row_bytes]`
+    pub rows: u64,
+    /// `[num_sources, num_experts]` int64
+    pub counts: u64,
+    /// [`Regroup::scratch_words`] int64
+    pub scratch: u64,
+    /// `[num_rows, row_bytes]`, written
+    pub out: u64,
+    /// Rows.
+    pub num_rows: usize,
+    /// Bytes of a row: even.
+    pub row_bytes: usize,
+    /// Ranks that the rows come from.
+    pub num_sources: usize,
+    /// Experts of this rank.
+    pub num_experts: usize,
+    /// From (expert, source) to (source, expert).
+    pub inverse: bool,
+}
+
+impl Regroup {
+    /// Words of the first rows of the segments, in both orders, with an end each.
+    pub fn scratch_words(num_sources: usize, num_experts: usize) -> usize {
+        2 * (num_sources * num_experts + 1)
+    }
+}
+
+/// Arguments of [`Launcher::split_tokens`].
+#[derive(Debug, Clone, Copy)]
+pub struct SplitTokens {
+    /// `[num_experts, num_ranks]` int64
+    pub tokens: u64,
+    /// `[num_ranks, num_experts]` int64
+    pub replicas: u64,
+    /// `[num_experts, num_ranks]` int64, written
+    pub send: u64,
+    /// `[num_ranks, num_experts]` int64, written
+    pub receive: u64,
+    /// Experts.
+    pub num_experts: usize,
+    /// Ranks.
+    pub num_ranks: usize,
+    /// Whose part is written.
+    pub rank: usize,
+}
+
+// "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
+// anything else, which lives until the stream has passed the launches.
+impl Launcher {
+    /// Copies rows from the order of (source, expert) to that of (expert, source), or back. Rows past the counts become
+    /// zeros, and negative counts are zeros.
+    ///
+    /// # Safety
+    /// The addresses hold what [`Regroup`] states.
+    ///
+    /// # Errors
+    /// Rows of odd bytes, or the driver's.
+    pub unsafe fn regroup(&self, regroup: &Regroup) -> Result<()> {
+        const SCAN_THREADS: usize = 1024;
+        let Regroup { rows, counts, scratch, out, num_rows, row_bytes, num_sources, num_experts, .. } =
+            *regroup;
+        ensure!(row_bytes.is_multiple_of(2), "regroup: expected rows of even size, got {row_bytes} bytes");
+        if num_rows == 0 || row_bytes == 0 {
+            return Ok(());
+        }
+        let (sources, experts) = (num_sources as u64, num_experts as u64);
+        let (by_source, by_expert) = (scratch, scratch + (sources * experts + 1) * size_of::<i64>() as u64);
+        let scan = Grid { blocks: 1, threads: SCAN_THREADS, shared_bytes: SCAN_THREADS * size_of::<i64>() };
+        let order = match regroup.inverse {
+            false => [by_source, by_expert, sources, experts],
+            true => [by_expert, by_source, experts, sources],
+        };
+        let [from, to, inner, outer] = order;
+        let arguments = [rows, from, to, out, num_rows as u64, row_bytes as u64, inner, outer];
+        // SAFETY: by the caller's promise; the kernels' arguments in their order.
+        unsafe {
+            self.launch("regroup_starts", scan, &[counts, by_source, by_expert, sources, experts])?;
+            self.launch("regroup", row_grid(num_rows, row_bytes, IN_FLIGHT), &arguments)
+        }
+    }
+
+    /// What a rank sends and receives: the integers of [`crate::dispatch::split_tokens`] with `Policy::Even`. An expert that
+    /// it refuses sends nothing.
+    ///
+    /// # Safety
+    /// The addresses hold what [`SplitTokens`] states.
+    ///
+    /// # Errors
+    /// More ranks than shared memory holds, or the driver's.
+    pub unsafe fn split_tokens(&self, split: &SplitTokens) -> Result<()> {
+        let SplitTokens { tokens, replicas, send, receive, num_experts, num_ranks, rank } = *split;
+        ensure!(
+            num_ranks <= MAX_RANKS,
+            "counts: expected at most {MAX_RANKS} ranks on CUDA, got {num_ranks}; split the tokens on the CPU"
+        );
+        let num_bytes = num_experts * num_ranks * size_of::<i64>();
+        let grid = Grid {
+            blocks: num_experts,
+            threads: WARP,
+            shared_bytes: (num_ranks + 1) * HOLDER_BYTES + WARP_BYTES,
+        };
+        let arguments = [tokens, replicas, send, receive, num_experts as u64, num_ranks as u64, rank as u64];
+        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        unsafe {
+            self.fill(send, 0, num_bytes)?;
+            self.fill(receive, 0, num_bytes)?;
+            if num_bytes == 0 {
+                return Ok(());
+            }
+            self.launch("split_tokens", grid, &arguments)
+        }
+    }
+}

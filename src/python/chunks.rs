@@ -1,0 +1,128 @@
+//! Python face of the copier between CUDA tensors and chunks in page-locked host memory.
+
+use crate::cpu::ChunkLayout;
+use crate::cuda;
+use crate::error::Error;
+use numpy::ndarray::ArrayView1;
+use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use std::ffi::c_void;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ChunkCopier>()
+}
+
+/// See `cuda::ChunkCopier`. Streams are those of `torch.cuda.Stream.cuda_stream`.
+#[pyclass(frozen, module = "evermoe._native")]
+struct ChunkCopier {
+    copier: cuda::ChunkCopier,
+    /// The tensors, the workspace and the host memory: dropped after the copier has waited for its streams.
+    _kept: Py<PyAny>,
+}
+
+fn stream(address: usize) -> *mut c_void {
+    address as *mut c_void
+}
+
+fn with_count(count: usize) -> cuda::Slots {
+    cuda::Slots { count, ..Default::default() }
+}
+
+#[pymethods]
+impl ChunkCopier {
+    #[staticmethod]
+    fn workspace_bytes(sizes: Vec<usize>, chunk_bytes: usize, slots: usize) -> PyResult<usize> {
+        Ok(cuda::ChunkCopier::workspace_bytes(&ChunkLayout::new(&sizes, chunk_bytes)?, with_count(slots))?)
+    }
+
+    #[new]
+    #[pyo3(signature = (device, current_stream, tensors, chunk_bytes, slots, workspace, host, kept))]
+    #[allow(clippy::too_many_arguments)]
+    fn new(
+        py: Python<'_>,
+        device: usize,
+        current_stream: usize,
+        tensors: Vec<(u64, usize)>,
+        chunk_bytes: usize,
+        slots: usize,
+        workspace: u64,
+        host: Option<&Bound<'_, PyArray1<u8>>>,
+        kept: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let (addresses, sizes): (Vec<_>, Vec<_>) = tensors.into_iter().unzip();
+        let layout = ChunkLayout::new(&sizes, chunk_bytes)?;
+        let host = host.filter(|host| host.len() > 0).map(|host| {
+            if !host.is_contiguous() {
+                return Err(Error::Invalid("host: expected contiguous bytes".into()));
+            }
+            // SAFETY: that many bytes, which `kept` keeps as long as the copier.
+            unsafe { cuda::PinnedBuffer::register(device, host.data(), host.len()) }
+        });
+        let host = host.transpose()?;
+        // SAFETY: `evermoe.chunks`, the one caller, passes the addresses of what it puts into `kept`.
+        let copier = py.detach(move || unsafe {
+            let current_stream = stream(current_stream);
+            cuda::ChunkCopier::new(
+                device,
+                current_stream,
+                layout,
+                &addresses,
+                workspace,
+                with_count(slots),
+                host,
+            )
+        })?;
+        Ok(Self { copier, _kept: kept })
+    }
+
+    fn chunks<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<u8>> {
+        let copier = &slf.get().copier;
+        let (start, len) = (copier.chunks(), copier.layout().num_chunks() * copier.layout().chunk_bytes());
+        view(start, len, slf)
+    }
+
+    fn hashes<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<i64>> {
+        let copier = &slf.get().copier;
+        let len = copier.layout().num_chunks() * copier.layout().chunk_bytes() / crate::cpu::BLOCK_BYTES;
+        view(copier.hashes(), len, slf)
+    }
+
+    fn wrong<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<i64>> {
+        let copier = &slf.get().copier;
+        view(copier.wrong(), copier.layout().num_chunks(), slf)
+    }
+
+    fn save(&self, py: Python<'_>, current_stream: usize, first: usize, end: usize) -> PyResult<()> {
+        // SAFETY: torch's streams live as long as the process; the caller calls `release` before it writes.
+        Ok(py.detach(|| unsafe { self.copier.save(stream(current_stream), first..end) })?)
+    }
+
+    fn restore(&self, py: Python<'_>, current_stream: usize, first: usize, end: usize) -> PyResult<()> {
+        // SAFETY: as above.
+        Ok(py.detach(|| unsafe { self.copier.restore(stream(current_stream), first..end) })?)
+    }
+
+    fn release(&self, current_stream: usize) -> PyResult<()> {
+        // SAFETY: as above.
+        Ok(unsafe { self.copier.release(stream(current_stream)) }?)
+    }
+
+    fn is_done(&self, chunk: usize) -> PyResult<bool> {
+        Ok(self.copier.is_done(chunk)?)
+    }
+
+    fn wait(&self, py: Python<'_>, chunk: usize) -> PyResult<()> {
+        Ok(py.detach(|| self.copier.wait(chunk))?)
+    }
+}
+
+/// An array over host memory of the copier, which it keeps alive.
+fn view<'py, T: numpy::Element>(
+    start: *const T,
+    len: usize,
+    copier: Bound<'py, ChunkCopier>,
+) -> Bound<'py, PyArray1<T>> {
+    // SAFETY: the memory is that long and lives as long as the copier, the array's base; the view itself is only read
+    // for its address and length.
+    unsafe { PyArray1::borrow_from_array(&ArrayView1::from_shape_ptr(len, start), copier.into_any()) }
+}

@@ -1,0 +1,251 @@
+//! Copies between tensors and chunks, on several streams, against the stand-in driver: a wait that is missing shows.
+//!
+//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+#![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
+
+use cudarc::driver::result::{self, stream::StreamKind};
+use cudarc::driver::sys;
+use driver::{Driver, EARLY, LATE, RANDOM, finish};
+use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
+use evermoe::cuda::{ChunkCopier, ChunkRange, Launcher, PinnedBuffer, Slots, Span};
+
+#[path = "cuda_on_cpu/driver.rs"]
+#[allow(dead_code, reason = "each test uses its part")]
+mod driver;
+
+/// Sizes of tensors, bytes of a chunk, slots and their bytes: nothing, less than a chunk, a slot used again and again,
+/// chunks that share a slot, a chunk that is larger than a slot.
+const CASES: [(&[usize], usize, [usize; 2]); 5] = [
+    (&[], 4096, [2, 4096]),
+    (&[5, 0, 4091], 8192, [3, 4 << 20]),
+    (&[20_003, 17, 7000], 4096, [1, 4096]),
+    (&[30_000, 3, 9999], 4096, [2, 3 * 4096]),
+    (&[40_000, 50_001], 16_384, [2, 100]),
+];
+
+fn at<T>(values: &[T]) -> u64 {
+    values.as_ptr() as u64
+}
+
+fn at_mut<T>(values: &mut [T]) -> u64 {
+    values.as_mut_ptr() as u64
+}
+
+// One test: there is one driver in a process.
+#[test]
+fn copies_agree_with_the_cpu() {
+    let Some(driver) = Driver::load() else { return };
+    let launcher = driver.launcher();
+    // Torch's stream, as it were.
+    let stream = result::stream::create(StreamKind::NonBlocking).unwrap();
+    for (sizes, chunk_bytes, [count, bytes]) in CASES {
+        driver.set_policy(LATE);
+        launches(&launcher, sizes, chunk_bytes);
+        for policy in [LATE, EARLY, RANDOM] {
+            driver.set_policy(policy);
+            for with_arena in [false, true] {
+                there_and_back(stream, sizes, chunk_bytes, Slots { count, bytes }, with_arena);
+            }
+        }
+    }
+    driver.set_policy(EARLY);
+    let (expected, got) = save_while_overwritten(stream, false);
+    assert_ne!(got, expected, "the test would not notice if `release` did nothing");
+    let (expected, got) = save_while_overwritten(stream, true);
+    assert_eq!(got, expected);
+}
+
+/// Tensors at odd addresses, and what they should become.
+struct Packed {
+    layout: ChunkLayout,
+    tensors: Vec<Vec<u8>>,
+    chunks: Vec<u8>,
+    hashes: Vec<i64>,
+}
+
+impl Packed {
+    fn new(sizes: &[usize], chunk_bytes: usize) -> Self {
+        let layout = ChunkLayout::new(sizes, chunk_bytes).unwrap();
+        let tensors: Vec<Vec<u8>> =
+            sizes.iter().map(|&size| (0..=size).map(|i| (i * 7 + i / 255 + size) as u8).collect()).collect();
+        let (mut chunks, mut hashes) = (vec![0xee; layout.num_chunks() * chunk_bytes], vec![]);
+        hashes.resize(chunks.len() / BLOCK_BYTES, 0);
+        let slices: Vec<&[u8]> = tensors.iter().map(|tensor| &tensor[1..]).collect();
+        cpu::pack_chunks(&layout, 0, &slices, &mut chunks, &mut hashes, &Serial).unwrap();
+        Self { layout, tensors, chunks, hashes }
+    }
+
+    fn addresses(&mut self) -> Vec<u64> {
+        self.tensors.iter_mut().map(|tensor| at_mut(&mut tensor[1..])).collect()
+    }
+}
+
+/// An address that is a multiple of 16, with room for as many bytes.
+fn aligned(memory: &mut Vec<u128>, bytes: usize) -> u64 {
+    memory.resize(bytes.div_ceil(16) + 1, 0x5a5a);
+    at_mut(memory)
+}
+
+fn launches(launcher: &Launcher, sizes: &[usize], chunk_bytes: usize) {
+    let mut packed = Packed::new(sizes, chunk_bytes);
+    let addresses = packed.addresses();
+    let table = Span::table(&packed.layout, &addresses);
+    let (mut spans, mut memory, mut hashes) =
+        (vec![Span { at: 0, start: 0, bytes: 0 }; table.len()], vec![], vec![7_i64; packed.hashes.len()]);
+    let chunks = aligned(&mut memory, packed.chunks.len());
+    let mut wrong = vec![7_i64; packed.layout.num_chunks()];
+    let range = ChunkRange {
+        spans: at_mut(&mut spans),
+        num_spans: table.len(),
+        first_byte: 0,
+        num_blocks: packed.hashes.len(),
+        chunks,
+        hashes: at_mut(&mut hashes),
+    };
+    // SAFETY: memory of the stated lengths; what they are used for is waited for.
+    unsafe {
+        launcher.upload_spans(&table, range.spans).unwrap();
+        launcher.pack_chunks(&range).unwrap();
+        launcher.hash_blocks(chunks, range.num_blocks, at_mut(&mut hashes)).unwrap();
+        launcher.clear_wrong(at(&wrong), wrong.len()).unwrap();
+        launcher.unpack_chunks(&range, at_mut(&mut wrong), chunk_bytes / BLOCK_BYTES).unwrap();
+        let unaligned = ChunkRange { chunks: chunks + 8, ..range };
+        finish();
+        assert!(launcher.pack_chunks(&unaligned).unwrap_err().to_string().contains("aligned to 16"));
+    }
+    // SAFETY: as many bytes as were written.
+    let written = unsafe { std::slice::from_raw_parts(chunks as *const u8, packed.chunks.len()) };
+    assert!(written == packed.chunks && hashes == packed.hashes);
+    assert!(wrong.iter().all(|&count| count == 0));
+    assert_eq!(memory.last(), Some(&0x5a5a), "a write past the chunks");
+}
+
+/// A copier of the tensors of `packed` whose bytes arrive late, on `stream`.
+struct Copying {
+    packed: Packed,
+    source: Vec<Vec<u8>>,
+    addresses: Vec<u64>,
+    memory: Vec<u128>,
+    arena: Vec<u8>,
+    stream: sys::CUstream,
+}
+
+impl Copying {
+    fn new(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize) -> Self {
+        let mut packed = Packed::new(sizes, chunk_bytes);
+        let source: Vec<Vec<u8>> = packed.tensors.iter().map(|tensor| tensor[1..].to_vec()).collect();
+        let addresses = packed.addresses();
+        let arena = vec![0; packed.chunks.len()];
+        Self { packed, source, addresses, memory: vec![], arena, stream }
+    }
+
+    fn copier(&mut self, slots: Slots, with_arena: bool) -> ChunkCopier {
+        let layout = self.packed.layout.clone();
+        let bytes = ChunkCopier::workspace_bytes(&layout, slots).unwrap();
+        let workspace = aligned(&mut self.memory, bytes);
+        // SAFETY: memory of the stated lengths, which the tests keep longer than the copier.
+        unsafe {
+            let host = (with_arena && !self.arena.is_empty())
+                .then(|| PinnedBuffer::register(0, self.arena.as_mut_ptr(), self.arena.len()).unwrap());
+            ChunkCopier::new(0, self.stream.cast(), layout, &self.addresses, workspace, slots, host).unwrap()
+        }
+    }
+
+    /// Puts the tensors' values on the stream.
+    fn set(&self) {
+        for (&address, bytes) in
+            self.addresses.iter().zip(&self.source).filter(|(_, bytes)| !bytes.is_empty())
+        {
+            // SAFETY: the tensors live; what is not page-locked is read before the call returns.
+            unsafe { result::memcpy_htod_async(address, bytes, self.stream) }.unwrap();
+        }
+    }
+
+    /// Overwrites the tensors on the stream.
+    fn clear(&self) {
+        for (&address, bytes) in
+            self.addresses.iter().zip(&self.source).filter(|(_, bytes)| !bytes.is_empty())
+        {
+            // SAFETY: the tensors live.
+            unsafe { result::memset_d8_async(address, 0xcc, bytes.len(), self.stream) }.unwrap();
+        }
+    }
+
+    /// What the tensors hold when the stream has come to this point.
+    fn read(&self) -> Vec<Vec<u8>> {
+        let mut tensors: Vec<Vec<u8>> = self.source.iter().map(|bytes| vec![0; bytes.len()]).collect();
+        for (&address, bytes) in
+            self.addresses.iter().zip(&mut tensors).filter(|(_, bytes)| !bytes.is_empty())
+        {
+            // SAFETY: the tensors live; what is not page-locked is written before the call returns.
+            unsafe { result::memcpy_dtoh_async(bytes, address, self.stream) }.unwrap();
+        }
+        tensors
+    }
+}
+
+/// Saves in two ranges, while the source arrives late and is overwritten behind `release`; restores it; finds a fault.
+fn there_and_back(
+    stream: sys::CUstream,
+    sizes: &[usize],
+    chunk_bytes: usize,
+    slots: Slots,
+    with_arena: bool,
+) {
+    let mut copying = Copying::new(stream, sizes, chunk_bytes);
+    let copier = copying.copier(slots, with_arena);
+    let torch = stream.cast();
+    let (packed, num_chunks) = (&copying.packed, copying.packed.layout.num_chunks());
+    // SAFETY: a live stream, and chunks of this copier; what is read has been waited for.
+    unsafe {
+        for _ in 0..2 {
+            copying.set();
+            copier.save(torch, 0..num_chunks / 2).unwrap();
+            copier.save(torch, num_chunks / 2..num_chunks).unwrap();
+            copier.release(torch).unwrap();
+            copying.clear();
+            for chunk in 0..num_chunks {
+                copier.wait(chunk).unwrap();
+                assert!(copier.is_done(chunk).unwrap());
+            }
+            assert!(std::slice::from_raw_parts(copier.chunks(), packed.chunks.len()) == packed.chunks);
+            assert!(std::slice::from_raw_parts(copier.hashes(), packed.hashes.len()) == packed.hashes);
+        }
+        copier.restore(torch, 0..num_chunks).unwrap();
+        copier.release(torch).unwrap();
+        assert!(copying.read() == copying.source);
+        let wrong = |chunk| {
+            copier.wait(chunk).unwrap();
+            copier.wrong().add(chunk).read()
+        };
+        assert!((0..num_chunks).all(|chunk| wrong(chunk) == 0));
+        if let Some(last) = num_chunks.checked_sub(1) {
+            *copier.chunks().add(last * chunk_bytes) ^= 1;
+            copier.restore(torch, last..num_chunks).unwrap();
+            assert_eq!(wrong(last), 1);
+        }
+        let beyond = copier.save(torch, 0..num_chunks + 1).unwrap_err().to_string();
+        assert!(beyond.contains("expected a range within"), "{beyond}");
+    }
+    assert!(copier.is_done(num_chunks).unwrap_err().to_string().contains("expected less than"));
+    drop(copier);
+    assert_eq!(copying.memory.last(), Some(&0x5a5a), "a write past the workspace");
+}
+
+/// The chunks that should come, and those that come.
+fn save_while_overwritten(stream: sys::CUstream, with_release: bool) -> (Vec<u8>, Vec<u8>) {
+    let mut copying = Copying::new(stream, &[30_000, 3, 9999], 4096);
+    let copier = copying.copier(Slots { count: 2, bytes: 4096 }, false);
+    copying.set();
+    // SAFETY: as in `there_and_back`; bytes that change while they are copied are bytes all the same.
+    unsafe {
+        copier.save(stream.cast(), 0..copying.packed.layout.num_chunks()).unwrap();
+        if with_release {
+            copier.release(stream.cast()).unwrap();
+        }
+        copying.clear();
+        (0..copying.packed.layout.num_chunks()).for_each(|chunk| copier.wait(chunk).unwrap());
+        let chunks = std::slice::from_raw_parts(copier.chunks(), copying.packed.chunks.len()).to_vec();
+        (copying.packed.chunks.clone(), chunks)
+    }
+}

@@ -1,0 +1,136 @@
+// streams.cpp -- TEST ONLY. See streams.h.
+#include "streams.h"
+#include <algorithm>
+#include <deque>
+#include <memory>
+#include <random>
+#include <vector>
+
+namespace streams {
+namespace {
+struct Work {
+  std::function<int()> run;
+  HostRange host;
+  Point after;
+};
+}  // namespace
+struct Stream {
+  bool waits_for_default = true, is_open = true;
+  std::deque<Work> works;
+  uint64_t asked = 0, ran = 0, last_asked = 0;
+};
+
+namespace {
+std::vector<std::unique_ptr<Stream>> all;  // the default one first; they live on, as points may name them
+uint64_t num_asked;
+int policy, first_error;
+std::mt19937 random_numbers;
+
+Stream* default_stream() {
+  if (all.empty()) all.emplace_back(new Stream);
+  return all.front().get();
+}
+bool can_run(const Stream& stream) { return !stream.works.empty() && is_passed(stream.works.front().after); }
+void run_first(Stream& stream) {
+  const Work work = std::move(stream.works.front());
+  stream.works.pop_front();
+  const int error = work.run && !first_error ? work.run() : 0;
+  if (error) first_error = error;
+  ++stream.ran;
+}
+void put(Stream* stream, Work work) {
+  stream->works.push_back(std::move(work));
+  ++stream->asked;
+  stream->last_asked = ++num_asked;
+}
+void put_wait(Stream* stream, Point point) {
+  if (!is_passed(point)) put(stream, {nullptr, {}, point});
+}
+// The default stream waits for the others, and they for it, where they are not said not to.
+void join(Stream* stream) {
+  Stream* const first = default_stream();
+  if (stream != first && stream->waits_for_default) put_wait(stream, {first, first->asked});
+  if (stream != first) return;
+  for (const auto& other : all)
+    if (other.get() != first && other->waits_for_default) put_wait(first, {other.get(), other->asked});
+}
+// What the point needs, and no more. A work waits for such as were asked before it, so that this ends.
+void run_needed(Point point) {
+  while (!is_passed(point)) {
+    const Point after = point.stream->works.front().after;
+    run_needed(after);
+    run_first(*point.stream);
+  }
+}
+// Whatever can run without a work of `but`, the stream that was asked last first.
+void run_others(const Stream* but) {
+  std::vector<Stream*> order;
+  for (const auto& stream : all)
+    if (stream.get() != but) order.push_back(stream.get());
+  std::sort(order.begin(), order.end(), [](auto* a, auto* b) { return a->last_asked > b->last_asked; });
+  for (bool moved = true; moved;) {
+    moved = false;
+    for (Stream* stream : order)
+      for (; can_run(*stream); moved = true) run_first(*stream);
+  }
+}
+void run_at_random(Point point) {
+  while (!is_passed(point)) {
+    Stream& stream = *all[random_numbers() % all.size()];
+    if (can_run(stream)) run_first(stream);
+  }
+}
+}  // namespace
+
+void set_policy(int chosen) {
+  policy = chosen;
+  random_numbers.seed(unsigned(chosen));
+}
+Stream* create(bool waits_for_default) {
+  default_stream();
+  all.emplace_back(new Stream);
+  all.back()->waits_for_default = waits_for_default;
+  return all.back().get();
+}
+void destroy(Stream* stream) { stream->is_open = false; }
+Stream* of_handle(void* handle) {
+  Stream* const first = default_stream();
+  if (uintptr_t(handle) <= 1) return first;
+  for (const auto& stream : all)
+    if (stream.get() == handle && stream->is_open) return stream.get();
+  return nullptr;
+}
+void ask(Stream* stream, std::function<int()> work, HostRange host) {
+  join(stream);
+  put(stream, {std::move(work), host, {}});
+}
+void ask_to_wait(Stream* stream, Point point) { put_wait(stream, point); }
+Point end_of(Stream* stream) {
+  join(stream);
+  return {stream, stream->asked};
+}
+bool is_passed(Point point) { return !point.stream || point.stream->ran >= point.position; }
+void run_until(Point point) {
+  if (is_passed(point)) return;
+  if (policy == kEarly) run_others(point.stream);
+  if (policy >= kRandom) run_at_random(point);
+  run_needed(point);
+}
+void run_one(Stream* stream) {
+  if (can_run(*stream)) return run_first(*stream);
+  if (!stream->works.empty()) run_one(stream->works.front().after.stream);
+}
+void run_all() {
+  if (policy != kLate) run_others(nullptr);
+  for (const auto& stream : all) run_needed(end_of(stream.get()));
+}
+bool is_used(HostRange host) {
+  const auto* const begin = static_cast<const char*>(host.begin);
+  const auto overlaps = [&](const Work& work) {
+    const auto* const other = static_cast<const char*>(work.host.begin);
+    return work.host.bytes && other < begin + host.bytes && begin < other + work.host.bytes;
+  };
+  return std::any_of(all.begin(), all.end(), [&](const auto& s) { return std::any_of(s->works.begin(), s->works.end(), overlaps); });
+}
+int error() { return first_error; }
+}  // namespace streams

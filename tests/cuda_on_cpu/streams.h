@@ -1,0 +1,43 @@
+// streams.h -- TEST ONLY. Streams of the stand-in driver: queues whose work runs as late, or in an order as unlucky, as
+// CUDA allows, so that a wait that is missing shows in the results.
+//
+// Example: a kernel on stream A, a copy of its result on stream B, no wait between them. Synchronizing B runs the copy
+// alone under kLate, and synchronizing A runs the copy first under kEarly: both copy what was there before.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace streams {
+struct Stream;
+enum Policy {
+  kLate,    // work runs when something waits for it, and nothing else does
+  kEarly,   // before it, whatever else may run does, the stream that was asked last first
+  kRandom,  // and from here on a seed: works of all streams in random order
+};
+// A point in a stream: it is passed when the first `position` works have run.
+struct Point {
+  Stream* stream = nullptr;
+  uint64_t position = 0;
+};
+// Memory of the host that a work uses.
+struct HostRange {
+  const void* begin = nullptr;
+  size_t bytes = 0;
+};
+
+void set_policy(int policy);
+// A stream that waits for the default one, and the other way round, unless it is said not to.
+Stream* create(bool waits_for_default);
+void destroy(Stream* stream);          // its work still runs
+Stream* of_handle(void* handle);       // null if there is none: null and 1 are the default stream
+void ask(Stream* stream, std::function<int()> work, HostRange host = {});
+void ask_to_wait(Stream* stream, Point point);
+Point end_of(Stream* stream);           // with what the default stream makes it wait for
+bool is_passed(Point point);
+void run_until(Point point);
+void run_one(Stream* stream);          // if there is work that need not wait
+void run_all();
+bool is_used(HostRange host);          // by work that has not run
+int error();                           // of the work that has run: the first, for good
+}  // namespace streams

@@ -1,0 +1,148 @@
+//! Does the stand-in driver show that a wait between two streams is missing?
+//!
+//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+#![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
+
+use cudarc::driver::result::{self, stream::StreamKind};
+use cudarc::driver::sys;
+use driver::{Driver, EARLY, LATE, RANDOM};
+use evermoe::cuda::LayerIds;
+use std::ffi::c_void;
+use std::ptr;
+
+#[path = "cuda_on_cpu/driver.rs"]
+#[allow(dead_code, reason = "each test uses its part")]
+mod driver;
+
+const IDS: [i32; 7] = [0, 2, 2, 1, 2, -1, 0];
+const COUNTS: [i64; 3] = [2, 1, 3];
+const BYTES: usize = size_of_val(&COUNTS);
+
+/// A stream of its own, device memory, pinned memory of the host, an event.
+struct Gear {
+    compute: sys::CUstream,
+    copies: sys::CUstream,
+    event: sys::CUevent,
+    ids: u64,
+    counts: u64,
+    pinned: *mut c_void,
+}
+
+impl Gear {
+    fn new() -> Self {
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
+        // SAFETY: the driver is loaded; sizes are not zero.
+        unsafe {
+            Self {
+                compute: result::stream::create(StreamKind::NonBlocking).unwrap(),
+                copies: result::stream::create(StreamKind::NonBlocking).unwrap(),
+                event: result::event::create(flags).unwrap(),
+                ids: result::malloc_sync(size_of_val(&IDS)).unwrap(),
+                counts: result::malloc_sync(BYTES).unwrap(),
+                pinned: result::malloc_host(BYTES, 0).unwrap(),
+            }
+        }
+    }
+
+    /// Counts on one stream, copies on another; then waits for the streams in the order given.
+    fn count_and_copy(&self, driver: &Driver, with_wait: bool, copies_first: bool) -> Vec<i64> {
+        let launcher = driver.launcher_on(self.compute);
+        // SAFETY: memory of the stated sizes, which lives until both streams are synchronized.
+        unsafe {
+            result::memset_d8_async(self.counts, 0xff, BYTES, self.compute).unwrap();
+            result::memcpy_htod_async(self.ids, &IDS, self.compute).unwrap();
+            let layer = LayerIds { ids: self.ids, wide_ids: false, num_slots: IDS.len() };
+            launcher.histograms(&[layer], self.counts, COUNTS.len()).unwrap();
+            result::event::record(self.event, self.compute).unwrap();
+            if with_wait {
+                let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+                result::stream::wait_event(self.copies, self.event, flags).unwrap();
+            }
+            let host = std::slice::from_raw_parts_mut(self.pinned.cast::<i64>(), COUNTS.len());
+            result::memcpy_dtoh_async(host, self.counts, self.copies).unwrap();
+            assert!(result::free_host(self.pinned).is_err(), "given back while a copy needs it");
+            let order = if copies_first { [self.copies, self.compute] } else { [self.compute, self.copies] };
+            for stream in order {
+                result::stream::synchronize(stream).unwrap();
+            }
+            host.to_vec()
+        }
+    }
+}
+
+impl Drop for Gear {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, unused from here on.
+        unsafe {
+            result::event::destroy(self.event).unwrap();
+            result::free_sync(self.ids).unwrap();
+            result::free_sync(self.counts).unwrap();
+            result::free_host(self.pinned).unwrap();
+            result::stream::destroy(self.compute).unwrap();
+            result::stream::destroy(self.copies).unwrap();
+        }
+    }
+}
+
+// One test: there is one driver in a process.
+#[test]
+fn a_missing_wait_shows() {
+    let Some(driver) = Driver::load() else { return };
+    for policy in [LATE, EARLY, RANDOM, RANDOM + 1, RANDOM + 2] {
+        driver.set_policy(policy);
+        for copies_first in [true, false] {
+            assert_eq!(Gear::new().count_and_copy(&driver, true, copies_first), COUNTS, "policy {policy}");
+        }
+    }
+    for (policy, copies_first) in [(LATE, true), (EARLY, false)] {
+        driver.set_policy(policy);
+        let stale = Gear::new().count_and_copy(&driver, false, copies_first);
+        assert_ne!(stale, COUNTS, "policy {policy}");
+    }
+    questions_let_work_run(&driver);
+    the_default_stream_waits(&driver);
+    a_copy_past_the_end_fails(&driver);
+}
+
+/// An event is not there before its work is, and asking for it again and again ends.
+fn questions_let_work_run(driver: &Driver) {
+    driver.set_policy(LATE);
+    let gear = Gear::new();
+    // SAFETY: memory of the stated sizes, which lives until the event is there.
+    unsafe {
+        result::event::query(gear.event).expect("never recorded: nothing to wait for");
+        result::memset_d8_async(gear.counts, 1, BYTES, gear.compute).unwrap();
+        result::event::record(gear.event, gear.compute).unwrap();
+        let busy = result::event::query(gear.event).unwrap_err();
+        assert_eq!(busy.0, sys::CUresult::CUDA_ERROR_NOT_READY);
+        assert!((0..9).any(|_| result::event::query(gear.event).is_ok()));
+    }
+}
+
+/// The default stream waits for streams that are not told to be apart, and only for those.
+fn the_default_stream_waits(driver: &Driver) {
+    driver.set_policy(LATE);
+    let gear = Gear::new();
+    for (kind, expected) in [(StreamKind::Default, 7), (StreamKind::NonBlocking, 1)] {
+        let mut host = [0_u8; BYTES];
+        // SAFETY: memory of the stated sizes; host memory that is not pinned is written before the call returns.
+        unsafe {
+            let other = result::stream::create(kind).unwrap();
+            result::memset_d8_async(gear.counts, 1, BYTES, ptr::null_mut()).unwrap();
+            result::stream::synchronize(ptr::null_mut()).unwrap();
+            result::memset_d8_async(gear.counts, 7, BYTES, other).unwrap();
+            result::memcpy_dtoh_async(&mut host, gear.counts, ptr::null_mut()).unwrap();
+            result::stream::synchronize(other).unwrap();
+            result::stream::destroy(other).unwrap();
+        }
+        assert_eq!(host, [expected; BYTES]);
+    }
+}
+
+fn a_copy_past_the_end_fails(driver: &Driver) {
+    driver.set_policy(LATE);
+    let gear = Gear::new();
+    // SAFETY: refused before anything is touched.
+    let refused = unsafe { result::memset_d8_async(gear.counts, 0, BYTES + 1, gear.compute) };
+    assert_eq!(refused.unwrap_err().0, sys::CUresult::CUDA_ERROR_INVALID_VALUE);
+}
