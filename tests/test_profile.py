@@ -88,6 +88,39 @@ def test_a_model_that_is_used_in_parts():
     assert names(profiler.recorded[0]) == ["forward blocks.0", "forward blocks.1", "forward head", "backward"]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_models_stay_whole_graphs(in_place):
+    from evermoe.profile import network
+
+    class Casting(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.to(torch.float64).to(torch.float32))
+
+    model, graphs = nn.Sequential(Casting(8, 8), nn.Tanh()), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(4, 8)
+    expected = model(x)
+    torch._dynamo.reset()
+    if in_place:
+        model.compile(backend=backend, fullgraph=True)
+        compiled = model
+    else:
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with Profiler(compiled) as profiler:
+        network.attach_copies(profiler._recorder, profiler._patches)
+        for _ in profiler.steps(range(2)):
+            assert torch.equal(compiled(x), expected)
+            compiled(x).sum().backward()
+    assert torch.equal(compiled(x), expected)
+    assert len(graphs) <= 2  # the second where the hooks are gone
+    forwards = [] if in_place else ["forward", "forward"]
+    assert names(profiler.recorded[1]) == [*forwards, "backward"]
+
+
 def test_only_the_latest_steps_are_kept():
     with Profiler(keep=3) as profiler:
         for _ in range(7):

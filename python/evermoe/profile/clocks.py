@@ -41,19 +41,24 @@ class Clock:
         self.device = device
         self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
         self._anchor: tuple[Event, float] | None = None
-        if device.type == "cuda":
-            self.anchor()
+        self._on_gpu = device.type == "cuda"
+        self.anchor()
 
     def anchor(self) -> None:
         """Waits for the current stream and notes the time of an event on both clocks. Nothing without a GPU."""
-        if self.device.type == "cuda":
+        if self._on_gpu:
             event = self._record()
             event.synchronize()
             self._anchor = (event, float(time.perf_counter_ns()))
 
     def mark(self, device: torch.device | None = None) -> Mark:
         """Now: on the stream, if the device (by default this clock's) is a GPU, else on the host."""
-        return self._record() if (device or self.device).type == "cuda" else time.perf_counter_ns()
+        on_gpu = self._on_gpu if device is None else device.type == "cuda"
+        return self._record() if on_gpu else time.perf_counter_ns()
+
+    def is_capturing(self) -> bool:
+        """Whether the stream records a CUDA graph, where marks would be nodes of the graph."""
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _record(self) -> Event:
         event = self._new_event()

@@ -29,7 +29,8 @@ def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The module and its children, and instead of containers, which are never called, what they contain."""
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         yield name, module
-    if not name or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+    whole = name or hasattr(module, "_orig_mod")  # what torch.compile returns is called as a whole
+    if not whole or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         for child_name, child in module.named_children():
             yield from _parts(child, f"{name}.{child_name}".lstrip("."))
 
@@ -38,12 +39,14 @@ def _attach_forward(recorder: Recorder, patches: Patches, module: nn.Module, nam
     open_spans: list[OpenSpan | None] = []  # a module may call itself
 
     def before(*_: Any) -> None:
-        open_spans.append(recorder.begin(name, "forward", "compute"))
+        if not torch.compiler.is_compiling():  # a graph that torch.compile traces stays as it would be
+            open_spans.append(recorder.begin(name, "forward", "compute"))
 
     def after(*_: Any) -> None:
-        span = open_spans.pop() if open_spans else None
-        if span is not None:
-            recorder.close(span)
+        if not torch.compiler.is_compiling():
+            span = open_spans.pop() if open_spans else None
+            if span is not None:
+                recorder.close(span)
 
     patches.add(module.register_forward_pre_hook(before, prepend=True).remove)
     patches.add(module.register_forward_hook(after, always_call=True).remove)

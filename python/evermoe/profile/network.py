@@ -28,6 +28,8 @@ from evermoe.planning.schedule import Kind
 from evermoe.profile.patches import Patches
 from evermoe.profile.recorder import OpenSpan, Recorder
 
+_CPU = torch.device("cpu")
+
 COLLECTIVES = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
@@ -164,6 +166,8 @@ def _follow(recorder: Recorder, work: Any, spans: Sequence[OpenSpan]) -> None:
             recorder.end(span)
         return
     recorder.follow(work, spans)
+    if spans[0].kind != "collective" and spans[0].device == _CPU:
+        return  # gloo's have no future, and the exception that says so costs as much as ten spans
     try:
         future = work.get_future()
     except (RuntimeError, NotImplementedError):
@@ -240,7 +244,7 @@ def attach_copies(recorder: Recorder, patches: Patches) -> None:
 def _copied(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not recorder.on:
+        if torch.compiler.is_compiling() or not recorder.on:
             return original(tensor, *arguments, **keywords)
         start = recorder.clock.mark()
         result = original(tensor, *arguments, **keywords)

@@ -16,7 +16,7 @@ from evermoe.profile.clocks import Clock, Mark
 from evermoe.profile.memory import free_device_bytes, free_host_bytes
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class OpenSpan:
     """A span as it is recorded; `end` is None until it is over."""
 
@@ -87,10 +87,10 @@ class Recorder:
 
         With the span, `leave` must be called in the same thread, and `end` at some time.
         """
-        step = self._step
-        if not self.on or step is None or resource in self._inside():
+        step, inside = self._step, self._inside()
+        if not self.on or step is None or resource in inside or self.clock.is_capturing():
             return None
-        self._inside().add(resource)
+        inside.add(resource)
         span = OpenSpan(name, kind, resource, bytes, peers, device, self.clock.mark(device))
         step.spans.append(span)
         return span
