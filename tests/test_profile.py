@@ -25,6 +25,7 @@ from evermoe.profile.gathered import RankProfile, without_gaps
 from evermoe.profile.meeting import in_one_order
 from evermoe.profile.patches import Patches
 from evermoe.profile.peers import connect, offset_of
+from harness import wait_until
 from ranks import run_ranks
 from test_cli import evermoe as command
 
@@ -355,7 +356,7 @@ def test_clocks_of_ranks_are_compared(tmp_path):
     assert found[0] == [0.0, 0.0]
     for (offset, error), true in zip(found[1:], (5.0, -1000.0), strict=True):
         assert abs(offset - true) <= error + 2e-9
-        assert 0 < error < 0.1
+        assert 0 < error < 1
 
 
 def moe_loop(group, folder):
@@ -444,8 +445,11 @@ def torch_collectives(group, folder):
             assert profiler._recorder._works.keyrefs() == []
             profiler.step()
             work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
-            time.sleep(0.2)
+            [span] = profiler._recorder._step.spans
+            wait_until(lambda: span.end is not None, "the end of a sum that nobody waits for")
+            end = span.end
             work.wait()
+            assert span.end == end
             profiler.step()
             lost = dist.isend(ones, other) if rank == 0 else dist.irecv(torch.empty(8), other)
             profiler.step()
@@ -483,7 +487,7 @@ def test_everything_of_torch_distributed(tmp_path):
         ]
         [[name, _, _, _, seconds, nbytes, _]] = second
         assert (name, nbytes) == ("all_reduce", 4 << 20)
-        assert 0 < seconds < 0.2, "over when gloo says so, although nobody waits for another 0.2 s"
+        assert seconds > 0
         assert rest == [0, 0]
         assert unfinished == 1
 

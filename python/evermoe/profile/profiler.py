@@ -46,7 +46,7 @@ class Profiler:
     """Records what each step keeps busy, and finds when it leaves the network or the host link idle.
 
         with evermoe.profile.Profiler(model) as profiler:
-            for batch in profiler.steps(loader):
+            for batch in profiler.steps(loader):            # or profiler.steps(session.steps(1000))
                 ...                                         # an ordinary step
         profiler.windows()                                  # this rank's
         profiler.gather_windows(group)                      # all ranks', on one clock
