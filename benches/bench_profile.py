@@ -18,7 +18,7 @@ import evermoe
 from common import Table, parse, parser
 from evermoe.profile import Profiler
 
-BLOCK = 20
+BLOCK = 10
 """Steps of one block."""
 
 
