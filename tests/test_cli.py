@@ -22,7 +22,8 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     run = ["--workers", "3", "--steps", "16", "--kill", "1@5", "--join", "8", "--baseline-steps", "6"]
     done = evermoe(
-        *("demo", *run, *SMALL, "--data", str(text), "--json", "out.json", "--plot", "out.png", "--trace", "trace.json"),
+        *("demo", *run, *SMALL, "--data", str(text)),
+        *("--json", "out.json", "--plot", "out.png", "--trace", "trace.json"),
         folder=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,8 +2,8 @@
 
 With `--events FILE` every session event is appended there as a line of JSON; `--die-at STEP` makes the worker SIGKILL
 itself in mid-step, between forward and backward (or, when the session recovers just before that step, in the middle of
-that recovery); `--spare` loads everything and waits for a line on standard input before it joins; `--trace` writes what its last steps
-kept busy.
+that recovery); `--spare` loads everything and waits for a line on standard input before it joins; `--trace`
+writes what its last steps kept busy.
 """
 
 from __future__ import annotations
