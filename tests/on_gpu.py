@@ -27,6 +27,7 @@ BENCHES = {
     "ops": ["--tokens", "8192", "65536", "--hidden", "1024", "4096", "--experts", "8", "256", "--seconds", "0.3"],
     "optim": ["--elements", str(1 << 28), "--seconds", "2"],
     "copies": [],
+    "profile": [],
     "layer": ["--tokens", "16384", "--hidden", "2048", "--intermediate", "1024", "--seconds", "2"],
 }
 KERNELS = ("adamw", "expert_histogram", "hash", "invert", "pack", "permute", "plan", "regroup", "sgd", "split", "un")

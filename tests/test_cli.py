@@ -22,7 +22,9 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
     run = ["--workers", "3", "--steps", "16", "--kill", "1@5", "--join", "8", "--baseline-steps", "6"]
     done = evermoe(
-        "demo", *run, *SMALL, "--data", str(text), "--json", "out.json", "--plot", "out.png", folder=tmp_path
+        *("demo", *run, *SMALL, "--data", str(text)),
+        *("--json", "out.json", "--plot", "out.png", "--trace", "trace.json"),
+        folder=tmp_path,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "worker 1 is killed in the middle of step 5" in done.stdout
@@ -36,6 +38,10 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     assert (episode["killed"], episode["step"], episode["members"]) == ([1], 5, 2)
     assert set(episode["seconds"]) == {"detect", "agree", "rebuild", "fetch", "verify", "repeat"}
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for rank in range(3):  # two survivors and the one who joined
+        names = {event["name"] for event in events if event["pid"] == rank}
+        assert {"forward", "backward", "optimizer AdamW", "all_to_all", "all_reduce", "window"} <= names
 
 
 def test_demo_fails_when_too_much_is_lost(tmp_path):

@@ -1,6 +1,6 @@
 """evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`."""
 
-from evermoe import ops, optim, replay
+from evermoe import ops, optim, profile, replay
 from evermoe.checkpoint import load_weights
 from evermoe.config import SessionConfig
 from evermoe.data import ElasticSampler, Share
@@ -32,5 +32,6 @@ __all__ = [
     "moe_layers",
     "ops",
     "optim",
+    "profile",
     "replay",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe info`."""
+"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe trace`, `evermoe info`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    trace = commands.add_parser("trace", help="merge the traces of several ranks into one, for ui.perfetto.dev")
+    trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
+    trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
     if command == "demo":
         from evermoe.demo.drive import add_arguments
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = parser(given[0] if given else None).parse_args(given)
-        return {"demo": _demo, "plan": _plan, "run": _run, "info": _info}[options.command](options)
+        return {"demo": _demo, "plan": _plan, "run": _run, "trace": _trace, "info": _info}[options.command](options)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("rich", "matplotlib"):
             raise
@@ -86,6 +89,14 @@ def _run(options: argparse.Namespace) -> int:
     name = options.job or Path(options.program[0]).stem
     job = Job(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
     return run(job, options.workers, options.restarts)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from evermoe.profile.files import merge_files
+
+    ranks = merge_files(options.files, options.out)
+    print(f"{options.out}: ranks {', '.join(map(str, ranks))}; open it in https://ui.perfetto.dev")
+    return 0
 
 
 def _info(options: argparse.Namespace) -> int:

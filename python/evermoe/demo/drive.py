@@ -25,6 +25,7 @@ from evermoe.demo.summary import PHASES, Event, summarise
 from evermoe.demo.train import add_arguments as add_worker_arguments
 from evermoe.launch import Job, LaunchError, Worker
 from evermoe.plots import plot_run
+from evermoe.profile.files import merge_files
 
 START_LIMIT = 180.0
 """Seconds that the workers may take to start Python and build the model."""
@@ -60,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     results = parser.add_argument_group("results")
     results.add_argument("--json", metavar="PATH", help="write the summary as JSON")
     results.add_argument("--plot", metavar="PATH", default="evermoe-demo.png", help="picture of the run (%(default)s)")
+    results.add_argument(
+        "--trace", metavar="PATH", help="a trace of the last steps of all workers, for ui.perfetto.dev"
+    )
     results.add_argument("--events", metavar="DIR", help="keep the workers' events and logs here")
     results.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
 
@@ -185,6 +189,7 @@ class Run:
                 f"node-{index:02d}",
                 "--events",
                 str(self.folder / f"events-{index}.jsonl"),
+                *(["--trace", str(self.folder / f"trace-{index}.json")] if self.options.trace else []),
                 *extra,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -307,6 +312,8 @@ def main(options: argparse.Namespace) -> int:
         join = None if options.no_join else options.join
         run = Run(options, folder / "run", console=console, title="evermoe")
         events = run.go(kills, join, options.steps, options.copies)
+        if options.trace:
+            merge_files(sorted(run.folder.glob("trace-*.json")), options.trace)
     except LaunchError as error:
         console.print(f"[red]demo failed:[/] {error}", markup=True)
         return 1
@@ -352,6 +359,8 @@ def _print(console: Console, result: Mapping[str, Any], options: argparse.Namesp
         without, overhead = result["step_seconds_without_copies"], result["copy_overhead"]
         facts.add_row("", f"a step of the run without copies, just before: {without:.3f} s, so {overhead:+.1%}")
     facts.add_row("picture", options.plot)
+    if options.trace:
+        facts.add_row("trace", f"{options.trace}, for https://ui.perfetto.dev")
     console.print(facts)
     if result["ok"]:
         console.print("[bold green]passed:[/] no step lost, every digest matched, the loss fell")

@@ -2,7 +2,8 @@
 
 With `--events FILE` every session event is appended there as a line of JSON; `--die-at STEP` makes the worker SIGKILL
 itself in mid-step, between forward and backward (or, when the session recovers just before that step, in the middle of
-that recovery); `--spare` loads everything and waits for a line on standard input before it joins.
+that recovery); `--spare` loads everything and waits for a line on standard input before it joins; `--trace`
+writes what its last steps kept busy.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.planning import POLICIES
+from evermoe.profile import Profiler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="evermoe.demo.train", description=__doc__.split("\n", 1)[0])
     add_arguments(parser)
     parser.add_argument("--events", metavar="FILE", help="append events as JSON lines")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace of this worker's latest steps")
     parser.add_argument("--die-at", type=int, metavar="STEP", help="SIGKILL this process in mid-step")
     parser.add_argument("--spare", action="store_true", help="wait for a line on standard input before joining")
     options = parser.parse_args(arguments)
@@ -124,14 +127,21 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         checkpoint_every=options.checkpoint_every,
     )
     reporter.session = session
+    profiler = Profiler(model)
+    if options.trace:
+        profiler.attach()
     reporter.write("ready", {"pid": os.getpid(), "parameters": sum(p.numel() for p in model.parameters())})
     if options.spare and not sys.stdin.readline():
         return
-    for step in session.steps(options.steps):
+    for step in profiler.steps(session.steps(options.steps)):
         with step:
             loss = model.loss(corpus[step.indices].to(device))
             reporter.strike(step.number, "step")
             step.backward(loss)
+    profiler.detach()
+    if options.trace:
+        profiler.rank = session.group.rank
+        profiler.write_trace(options.trace)
     if reporter.out is None and session.group.rank == 0:
         print(f"{session.step} steps, loss {session.loss:.3f}, {len(session.reports) - 1} changes of membership")
 

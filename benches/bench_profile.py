@@ -1,0 +1,132 @@
+"""A training step with and without the profiler, in turns in one run: what recording costs.
+
+Steps without and with it take turns; a ratio is the median over the rounds, so that a slow moment hits both. Steps are
+small, as what a span costs does not depend on how long it is: the microseconds of the training thread's own processor
+time per span are what counts for larger ones.
+"""
+
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import evermoe
+from common import Table, parse, parser
+from evermoe.profile import Profiler
+
+BLOCK = 10
+"""Steps of one block."""
+
+
+def main():
+    made = parser(__doc__, seconds=6.0, threads=(1,))
+    made.add_argument("--hidden", type=int, default=256)
+    made.add_argument("--microbatches", type=int, default=4)
+    arguments = parse(made)
+    columns = {
+        "loop": "<22",
+        "ranks": "5d",
+        "step us": "10.0f",
+        "spans": "6d",
+        "ratio": "7.3f",
+        "cpu us per span": "15.1f",
+    }
+    table = Table("A step with the profiler, against the same one without", columns)
+    table.add(loop="MoE layer", ranks=1, **measure(*moe_step(arguments)))
+    if arguments.device == "cpu":
+        for ranks in (2, 4):
+            table.add(loop="pipeline, 1F1B, gloo", ranks=ranks, **run_pipeline(arguments, ranks))
+    table.write(arguments)
+
+
+def measure(step, seconds, model=None, agree=lambda more: more):
+    """Median time of a step, spans of one, and the ratio with the profiler to without."""
+    plain, profiled = [], []
+    profiler = Profiler(model)
+    block(step)
+    end = time.perf_counter() + seconds
+    while agree(time.perf_counter() < end) or len(plain) < 5:
+        plain.append(block(step))
+        with profiler:
+            profiled.append(block(step, profiler.step))
+    spans = len(profiler.recorded[-1].step.spans)
+    ratio = statistics.median(with_it / without for (without, _), (with_it, _) in zip(plain, profiled, strict=True))
+    cpu = statistics.median(with_it - without for (_, without), (_, with_it) in zip(plain, profiled, strict=True))
+    micros = statistics.median(wall for wall, _ in plain) * 1e6
+    return {"step us": micros, "spans": spans, "ratio": ratio, "cpu us per span": cpu / spans * 1e6}
+
+
+def block(step, after=lambda: None):
+    """Median seconds of a step, on the wall and of this thread's processor time."""
+    wall, cpu = [], []
+    for _ in range(BLOCK):
+        start, used = time.perf_counter(), time.thread_time()
+        step()
+        after()
+        wall.append(time.perf_counter() - start)
+        cpu.append(time.thread_time() - used)
+    return statistics.median(wall), statistics.median(cpu)
+
+
+def moe_step(arguments):
+    """A step of one MoE layer and its optimizer."""
+    torch.set_num_threads(arguments.threads[0])
+    torch.manual_seed(0)
+    layer = evermoe.MoE(arguments.hidden, 2 * arguments.hidden, num_experts=8, device=arguments.device)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    x = torch.randn(512, arguments.hidden, device=arguments.device)
+
+    def step():
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    return step, arguments.seconds, layer
+
+
+def run_pipeline(arguments, ranks):
+    """The first stage's figures."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        queue = context.SimpleQueue()
+        mp.spawn(pipeline, (arguments, ranks, folder, queue), nprocs=ranks)
+        return queue.get()
+
+
+def pipeline(rank, arguments, ranks, folder, queue):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    module = nn.Sequential(nn.Linear(arguments.hidden, arguments.hidden), nn.Tanh())
+    rows = torch.randn(64 * arguments.microbatches, arguments.hidden)
+    example = rows[:64]
+    stage = PipelineStage(module, rank, ranks, torch.device("cpu"), input_args=(example,), output_args=(example,))
+    schedule = Schedule1F1B(stage, arguments.microbatches, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def step():
+        optimizer.zero_grad()
+        schedule.step(*([rows] if rank == 0 else []), **({"target": rows} if rank == ranks - 1 else {}))
+        optimizer.step()
+
+    def agree(more):
+        votes = torch.tensor([int(more)])
+        dist.broadcast(votes, 0)
+        return bool(votes)
+
+    found = measure(step, arguments.seconds, agree=agree)
+    if rank == 0:
+        queue.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""What a training step keeps busy, and when it leaves the network and the host link idle.
+
+    hooks and wrapped methods ─ spans of each step ─ windows of this rank ─ windows of all ranks on one clock ─ traces
+
+`Profiler` records with CUDA events on a GPU and a monotonic clock on the CPU, for plain loops, for a `Session`, and
+for the schedules of `torch.distributed.pipelining`, without a change to the model. What the windows are good for is
+in `evermoe.planning.schedule`.
+"""
+
+from evermoe.profile.gathered import GatheredProfile
+from evermoe.profile.meeting import meet
+from evermoe.profile.peers import ClockOffset, clock_offset
+from evermoe.profile.profiler import Profiler
+from evermoe.profile.recorder import Recorded
+
+__all__ = ["ClockOffset", "GatheredProfile", "Profiler", "Recorded", "clock_offset", "meet"]

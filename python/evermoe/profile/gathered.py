@@ -1,0 +1,124 @@
+"""The profiles of all ranks together."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from evermoe.errors import CorruptCopy
+from evermoe.planning.schedule import (
+    ChunkPlan,
+    Receiver,
+    Span,
+    Step,
+    Windows,
+    chrome_trace,
+    find_windows,
+    merge_traces,
+)
+from evermoe.profile.meeting import in_one_order, meet
+from evermoe.profile.recorder import Recorded
+
+
+class RankProfile(NamedTuple):
+    """What one rank recorded."""
+
+    recorded: Sequence[Recorded]
+    """Its steps; here `start` is on the clock that all ranks share."""
+    clock_error: float
+    """Seconds by which that may be off."""
+
+    def to_bytes(self) -> bytes:
+        """All of it, as compressed JSON."""
+        rows = [
+            [r.number, r.start, r.step.seconds, r.step.spans, r.free_device_bytes, r.free_host_bytes]
+            for r in self.recorded
+        ]
+        return zlib.compress(json.dumps({"steps": rows, "clock_error": self.clock_error}).encode(), 1)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankProfile:
+        """What `to_bytes` made.
+
+        Raises:
+            CorruptCopy: it is not that.
+        """
+        try:
+            fields = json.loads(zlib.decompress(data))
+            recorded = [
+                Recorded(number, start, Step(seconds, [Span(*span) for span in spans]), device, host)
+                for number, start, seconds, spans, device, host in fields["steps"]
+            ]
+            return cls(recorded, float(fields["clock_error"]))
+        except (zlib.error, ValueError, KeyError, TypeError) as error:
+            raise CorruptCopy(f"the profile of a rank: expected what RankProfile.to_bytes makes; {error}") from None
+
+
+class GatheredProfile:
+    """Steps and windows of all ranks on one clock, the same on each; from `Profiler.gather_windows`.
+
+    Transfers are there from when their last member had begun (see `evermoe.profile.meeting`), so that the windows of
+    a rank that waits for a peer are as wide as its network is idle.
+    """
+
+    def __init__(self, profiles: Sequence[RankProfile], *, quantile: float, gamma: float) -> None:
+        numbers = set.intersection(*({r.number for r in profile.recorded} for profile in profiles))
+        if not numbers:
+            raise ValueError(
+                "gather_windows: the ranks have no step in common; call profiler.step() on each of them after each step"
+            )
+        recorded = [[r for r in profile.recorded if r.number in numbers] for profile in profiles]
+        self.starts: list[list[float]] = [[r.start for r in rows] for rows in recorded]
+        """By rank, when each step started: seconds of the shared clock."""
+        met = [meet([r.step for r in rows], [r.start for r in rows]) for rows in zip(*recorded, strict=True)]
+        self.steps: list[list[Step]] = [in_one_order(steps) for steps in zip(*met, strict=True)]
+        """By rank, the steps that all ranks have."""
+        self.windows: list[Windows] = [find_windows(steps, gamma=gamma, quantile=quantile) for steps in self.steps]
+        """By rank."""
+        self.clock_errors: list[float] = [profile.clock_error for profile in profiles]
+        """By rank: seconds by which its times may be off against those of rank 0."""
+        self.free_device_bytes: list[int | None] = [_lowest([r.free_device_bytes for r in rows]) for rows in recorded]
+        """By rank: the least free device memory of all these steps; None without a GPU."""
+        self.free_host_bytes: list[int | None] = [_lowest([r.free_host_bytes for r in rows]) for rows in recorded]
+        """By rank: the least available host memory."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks."""
+        return len(self.steps)
+
+    def receiver(self, sender: int, rank: int) -> Receiver:
+        """`rank` as a destination of `sender`, for `plan_chunks`: its windows, and how much later its step starts."""
+        differences = [theirs - mine for mine, theirs in zip(self.starts[sender], self.starts[rank], strict=True)]
+        return Receiver(rank, self.windows[rank], statistics.median(differences))
+
+    def trace(self, plans: Sequence[ChunkPlan | None] = ()) -> str:
+        """All ranks in one trace, in Chrome's trace event format; see `evermoe.planning.schedule.chrome_trace`.
+
+        Args:
+            plans: by rank, what it copies when.
+
+        Raises:
+            ValueError: plans that are not one for each rank, or not made from these windows.
+        """
+        if plans and len(plans) != self.size:
+            raise ValueError(f"plans: expected one for each of {self.size} ranks, got {len(plans)}")
+        each = []
+        for rank, (steps, starts) in enumerate(zip(self.steps, self.starts, strict=True)):
+            plan = plans[rank] if plans else None
+            each.append(chrome_trace(without_gaps(steps, starts), self.windows[rank], plan, rank=rank, start=starts[0]))
+        return merge_traces(each)
+
+
+def without_gaps(steps: Sequence[Step], starts: Sequence[float]) -> list[Step]:
+    """The steps, each as long as until the next one starts: what was not recorded in between is idle time."""
+    ends = [*starts[1:], starts[-1] + steps[-1].seconds]
+    return [Step(end - start, step.spans) for step, start, end in zip(steps, starts, ends, strict=True)]
+
+
+def _lowest(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return min(known, default=None)

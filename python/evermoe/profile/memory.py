@@ -1,0 +1,25 @@
+"""How much memory is free."""
+
+from __future__ import annotations
+
+import torch
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Memory of the GPU that no process has taken; None without one.
+
+    Once a step is enough: torch's allocator keeps what it has taken, so that this is also the lowest of the step.
+    """
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
+
+
+def free_host_bytes() -> int | None:
+    """Memory of the host that programs can get without swapping; None where the system does not say."""
+    try:
+        with open("/proc/meminfo", "rb") as file:
+            for line in file:
+                if line.startswith(b"MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None

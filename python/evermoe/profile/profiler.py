@@ -1,0 +1,272 @@
+"""The profiler itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evermoe.elastic import Group
+from evermoe.planning.schedule import (
+    Change,
+    ChunkPlan,
+    Kind,
+    Resource,
+    Step,
+    Windows,
+    chrome_trace,
+    find_windows,
+    has_changed,
+)
+from evermoe.profile import compute, network
+from evermoe.profile.clocks import Clock
+from evermoe.profile.files import write_whole
+from evermoe.profile.gathered import GatheredProfile, RankProfile, without_gaps
+from evermoe.profile.patches import Patches
+from evermoe.profile.peers import clock_offset, connect
+from evermoe.profile.recorder import Recorded, Recorder
+
+T = TypeVar("T")
+
+KEEP = 20
+"""Steps that windows rest on by default."""
+WEEK = 604800.0
+"""Seconds; traces count from the last full week since 1970, as microseconds since 1970 would lose nanoseconds."""
+
+
+class Profiler:
+    """Records what each step keeps busy, and finds when it leaves the network or the host link idle.
+
+        with evermoe.profile.Profiler(model) as profiler:
+            for batch in profiler.steps(loader):            # or profiler.steps(session.steps(1000))
+                ...                                         # an ordinary step
+        profiler.windows()                                  # this rank's
+        profiler.gather_windows(group)                      # all ranks', on one clock
+        profiler.write_trace("rank0.json")                  # for ui.perfetto.dev
+
+    Recorded are: forward of the model, or of each microbatch of pipeline stages; backward; the optimizers; what
+    `evermoe` and `torch.distributed` send, receive and reduce, with bytes and peers; copies between host and GPU. Times
+    are those of the GPU's streams where the work is on a GPU, else of the host's monotonic clock. The model, its
+    results and its gradients stay the same; what is wrapped while attached is put back by `detach`. One profiler at
+    a time per process.
+
+    Args:
+        model: for the spans of its forward; not needed for stages of `torch.distributed.pipelining`.
+        device: whose stream computes; default: the model's, else the current GPU if CUDA is in use, else the CPU.
+        keep: steps that are kept, the latest.
+        rank: of the spans' peers; default: that of `torch.distributed` if it is initialised, else 0. `gather_windows`
+            learns it from the group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        device: torch.device | str | None = None,
+        keep: int = KEEP,
+        rank: int | None = None,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"Profiler: expected keep >= 1, got {keep}")
+        if rank is None:
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.model, self.rank = model, rank
+        self._to_shared = time.time() % WEEK - time.perf_counter_ns() / 1e9
+        """Seconds from the host's monotonic clock to that of traces: the time of this host, or once asked of rank 0."""
+        self._recorder = Recorder(Clock(_device(model, device)), keep)
+        self._patches = Patches()
+        self._baseline: tuple[Windows, int] | None = None
+
+    # ---- while training
+
+    def attach(self) -> Profiler:
+        """Begins to record, with a new step; what was recorded before is forgotten. Nothing if it is attached."""
+        if self._recorder.on:
+            return self
+        recorder, patches = self._recorder, self._patches
+        try:
+            if self.model is not None:
+                compute.attach_model(recorder, patches, self.model)
+            compute.attach_backward(recorder, patches)
+            compute.attach_optimizers(recorder, patches)
+            compute.attach_pipelines(recorder, patches)
+            network.attach_group(recorder, patches)
+            if dist.is_available():
+                network.attach_torch(recorder, patches)
+            if recorder.clock.device.type == "cuda":
+                network.attach_copies(recorder, patches)
+        except BaseException:
+            patches.undo()
+            raise
+        recorder.start()
+        return self
+
+    def detach(self) -> None:
+        """Puts back all that was wrapped. The step that runs is not kept; the steps before it are."""
+        self._recorder.stop()
+        self._patches.undo()
+
+    def __enter__(self) -> Profiler:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def step(self) -> None:
+        """A step is over, and the next one begins. The same number of times on each rank."""
+        if self._recorder.on:
+            compute.attach_pipelines(self._recorder, self._patches)  # if stages are there by now
+        self._recorder.next_step()
+
+    def steps(self, batches: Iterable[T]) -> Iterator[T]:
+        """The same items; each begins a step, which ends when the next one is asked for."""
+        if self._recorder.on:
+            self._recorder.restart_step()
+        for batch in batches:
+            yield batch
+            self.step()
+
+    @contextmanager
+    def span(
+        self, name: str, kind: Kind, resource: Resource, *, bytes: int = 0, peers: Sequence[int] = ()
+    ) -> Iterator[None]:
+        """Records a block of the user's own, such as a transfer that is not torch's.
+
+        Args:
+            name: the same in every step.
+            kind: what it does.
+            resource: what it keeps busy.
+            bytes: how many it moves.
+            peers: ranks at the other end.
+        """
+        found = self._recorder.begin(name, kind, resource, bytes, peers)
+        try:
+            yield
+        finally:
+            if found is not None:
+                self._recorder.close(found)
+
+    # ---- what was found
+
+    @property
+    def recorded(self) -> list[Recorded]:
+        """The latest steps, oldest first, with their number, start, spans and free memory."""
+        return self._recorder.steps()
+
+    @property
+    def unfinished(self) -> int:
+        """Transfers that were left out, because nobody had waited for them one step later."""
+        return self._recorder.unfinished
+
+    def windows(self, *, quantile: float = 0.1, gamma: float = 0.9) -> Windows:
+        """The idle windows of this rank, by itself: here a receive is busy from when it was posted.
+
+        From now on `changed` compares with these steps. See `evermoe.planning.schedule.find_windows`.
+
+        Raises:
+            ValueError: no step is over yet, or options out of range.
+        """
+        recorded = self._steps_or_error("windows")
+        found = find_windows([r.step for r in recorded], quantile=quantile, gamma=gamma)
+        self._baseline = (found, recorded[-1].number)
+        return found
+
+    def gather_windows(
+        self, group: Group | dist.ProcessGroup | None = None, *, quantile: float = 0.1, gamma: float = 0.9
+    ) -> GatheredProfile:
+        """Steps and windows of all ranks on one clock. Collective; every rank gets the same.
+
+        Clocks are compared by round trips with rank 0 (`evermoe.profile.peers.clock_offset`); half of the quickest
+        one bounds the error. From now on traces are on that clock, and `changed` compares with these steps.
+
+        Args:
+            group: who takes part; None is the default group of `torch.distributed`.
+            quantile: see `evermoe.planning.schedule.find_windows`.
+            gamma: see there.
+
+        Raises:
+            ValueError: no group, or the ranks have no step in common.
+            PeerLost: of a session's group.
+        """
+        peers = connect(group)
+        on, self._recorder.on = self._recorder.on, False
+        try:
+            self._recorder.clock.anchor()
+            offset = clock_offset(peers)
+            of_rank_0 = json.loads(peers.all_gather_bytes(json.dumps(self._to_shared).encode())[0])
+            self.rank, self._to_shared = peers.rank, of_rank_0 + offset.seconds
+            shared = [r._replace(start=r.start + self._to_shared) for r in self.recorded]
+            mine = RankProfile(shared, offset.error).to_bytes()
+            profiles = [RankProfile.from_bytes(each) for each in peers.all_gather_bytes(mine)]
+        finally:
+            self._recorder.on = on
+        found = GatheredProfile(profiles, quantile=quantile, gamma=gamma)
+        self.windows(quantile=quantile, gamma=gamma)
+        return found
+
+    def changed(self, *, latest: int = 5, tolerance: float = 0.01) -> Change | None:
+        """What the latest steps do otherwise than those of `windows` or `gather_windows`; None if nothing.
+
+        Then find windows again, and plan anew.
+
+        Args:
+            latest: steps to look at; until there are so many new ones, the answer is None.
+            tolerance: part of a step that does not matter.
+
+        Raises:
+            ValueError: windows were not found yet.
+        """
+        if self._baseline is None:
+            raise ValueError("changed: expected a call of windows() or gather_windows() before")
+        windows, last = self._baseline
+        new = [r.step for r in self.recorded if r.number > last]
+        return has_changed(windows, new[-latest:], tolerance=tolerance) if len(new) >= latest else None
+
+    def write_trace(self, path: str | Path, *, plan: ChunkPlan | None = None) -> None:
+        """Writes this rank's steps and windows in Chrome's trace event format; `evermoe trace` merges such files.
+
+        Times are the time of day, after `gather_windows` that of rank 0. For all ranks at once, with transfers from
+        when they really began: `gather_windows(...).trace()`.
+
+        Args:
+            path: the file; it is replaced as a whole.
+            plan: of `plan_chunks` with this rank's windows, to show its chunks.
+
+        Raises:
+            ValueError: no step is over yet.
+        """
+        recorded = self._steps_or_error("write_trace")
+        steps: list[Step] = [r.step for r in recorded]
+        starts = [r.start + self._to_shared for r in recorded]
+        windows = find_windows(steps)
+        write_whole(path, chrome_trace(without_gaps(steps, starts), windows, plan, rank=self.rank, start=starts[0]))
+
+    def _steps_or_error(self, who: str) -> list[Recorded]:
+        recorded = self.recorded
+        if not recorded:
+            raise ValueError(
+                f"{who}: no step is over yet; call profiler.step() after each, or loop over profiler.steps()"
+            )
+        return recorded
+
+
+def _device(model: nn.Module | None, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        found = torch.device(device)
+    else:
+        parameter = None if model is None else next(model.parameters(), None)
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        found = parameter.device if parameter is not None else torch.device("cuda" if in_use else "cpu")
+    if found.type == "cuda" and found.index is None:
+        found = torch.device("cuda", torch.cuda.current_device())
+    return found
