@@ -162,7 +162,8 @@ class MoE(nn.Module):
         kind = rows_NH.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weights.dtype
         rows_NH = rows_NH.to(dtype)
-        parts = self.weights.to(dtype).split([rows * columns for rows, columns in self.matrices] + [self.row_padding], 1)
+        sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
+        parts = self.weights.to(dtype).split(sizes, 1)
         matrices = [part.unflatten(1, shape) for part, shape in zip(parts, self.matrices, strict=False)]
         multiply = self._multiply_at_once if self._is_aligned(dtype) else self._multiply_one_by_one
         inner_NI = self.activation(multiply(rows_NH, matrices[0], counts_e))
