@@ -127,8 +127,8 @@ fn code(fault: &Fault) -> &'static str {
 #[pyclass(frozen, module = "evermoe._native")]
 struct ReplayLog(Mutex<replay::Log>);
 
-/// What became of a record: code, unit, message, (steps of the unit, the state's bytes as words).
-type Received<'py> = (&'static str, Option<usize>, String, Option<(u64, Bound<'py, PyArray1<f32>>)>);
+/// What became of a record: code, unit, message, the state's bytes as words.
+type Received<'py> = (&'static str, Option<usize>, String, Option<Bound<'py, PyArray1<f32>>>);
 /// Epoch, version, steps of the unit, numbers, gradients, bytes.
 type Taken<'py> = (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize);
 
@@ -155,8 +155,8 @@ impl ReplayLog {
             Ok(Accepted::Logged { unit }) => ("ok", Some(unit), String::new(), None),
             Ok(Accepted::Duplicate { unit }) => ("duplicate", Some(unit), String::new(), None),
             Ok(Accepted::ApplyNow { unit }) => ("apply_now", Some(unit), String::new(), None),
-            Ok(Accepted::State { unit, t, words }) => {
-                ("state", Some(unit), String::new(), Some((t, words.into_pyarray(py))))
+            Ok(Accepted::State { unit, words }) => {
+                ("state", Some(unit), String::new(), Some(words.into_pyarray(py)))
             }
             Err((unit, fault)) => (code(&fault), unit, fault.to_string(), None),
         })
@@ -184,6 +184,10 @@ impl ReplayLog {
 
     fn applied(&self, py: Python<'_>, unit: usize, epoch: u64, version: u64, nbytes: usize) -> bool {
         py.detach(|| self.lock().applied(unit, epoch, version, nbytes))
+    }
+
+    fn installed(&self, py: Python<'_>, unit: usize) {
+        py.detach(|| self.lock().installed(unit));
     }
 
     fn forget(&self, py: Python<'_>, unit: usize) {

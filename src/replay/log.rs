@@ -81,12 +81,10 @@ pub enum Accepted {
         /// Its unit's place.
         unit: usize,
     },
-    /// It is the unit's full state, from which the log goes on: replace the unit's state by it.
+    /// It is the unit's full state: replace the unit's by it, then call [`Log::installed`].
     State {
         /// Its unit's place.
         unit: usize,
-        /// Steps that the unit has taken.
-        t: u64,
         /// The state's bytes, padded to whole words.
         words: Vec<f32>,
     },
@@ -239,11 +237,16 @@ impl Log {
         let bytes = record.header.payload_bytes;
         let mut words = vec![0.0_f32; bytes.div_ceil(4)];
         record.copy_payload(&mut bytes_of_mut(&mut words)[..bytes], pool)?;
-        self.clear(unit);
+        self.forget(unit);
         let own = &mut self.units[unit];
-        (own.version, own.newest) = (Some(record.header.step), record.header.step);
-        (own.checksum, own.broken) = (record.checksum(), false);
-        Ok(Accepted::State { unit, t: record.header.t, words })
+        (own.newest, own.checksum) = (record.header.step, record.checksum());
+        Ok(Accepted::State { unit, words })
+    }
+
+    /// Says that the state that came last is in its place: the log goes on from it.
+    pub fn installed(&mut self, unit: usize) {
+        let own = &mut self.units[unit];
+        (own.version, own.broken) = (Some(own.newest), false);
     }
 
     fn clear(&mut self, unit: usize) {
