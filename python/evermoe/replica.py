@@ -3,7 +3,7 @@
 A replica gets a unit's full state once. Then a record of each step (its numbers and the gradient, in the fewest bytes
 that give back its bits) is enough. It logs them within bounded memory and applies them in batches, beside the training:
 
-    sender = evermoe.replica.GradientSender(optimizer, units)       # on the trainer
+    sender = evermoe.sender.GradientSender(optimizer, units)        # on the trainer
     replica = evermoe.replica.Replica(layouts)                      # anywhere else, with sender.layouts()
 
     loss.backward(); optimizer.step()

@@ -275,7 +275,7 @@ impl Log {
     }
 
     /// Takes steps of a unit from the front: at most `max_steps` that change something, none after the trainer's step
-    /// `until`. None where there are none.
+    /// `until`. None where there are none. One batch of a unit at a time, until [`Log::applied`].
     pub fn take(&mut self, unit: usize, max_steps: usize, until: u64) -> Option<Batch> {
         let own = &mut self.units[unit];
         let start = own.version?;
