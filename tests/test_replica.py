@@ -1,5 +1,6 @@
 """Replicas equal their trainers bit for bit, and lost or damaged messages heal by a full state."""
 
+import copy
 import random
 import threading
 import warnings
@@ -17,6 +18,15 @@ from evermoe.units import Piece, Unit
 
 STEPS = 1000
 EXPERTS, WIDTH = 4, 1032
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The arrays are small, and the replica's thread works beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Trainer:
@@ -197,7 +207,7 @@ def test_log_is_bounded_when_the_thread_is_slow():
     trainer = Trainer(adamw)
     replica = Replica(trainer.sender.layouts(), log_bytes=30_000, kept_steps=0)
     deliver(replica, trainer, trainer.step())
-    stuck = replica._parts[0].lock  # the thread waits for it; so do only those who need this very parameter
+    stuck = replica._parts[1].lock  # the smallest: the thread waits for it, and nobody else has to
     held = threading.Event()
     release = threading.Event()
 
@@ -272,7 +282,7 @@ def test_state_that_is_changed_otherwise_is_sent_again():
                 with torch.no_grad():
                     trainer.weight.mul_(2)
             if step == 5:
-                trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+                trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
             messages = trainer.step()
             full = [message[5] == 3 for message in messages]
             assert full == ([True] * 6 if step in (0, 5) else [step == 3] + [False] * 5)

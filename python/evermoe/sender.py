@@ -282,7 +282,12 @@ class _Source:
             return record
         t = self._count(optimizer)
         size = seal_record(
-            self._record, kind="step", t=t, numbers=draft.numbers, payload=draft.payload, **about  # type: ignore[arg-type]
+            self._record,
+            kind="step",
+            t=t,
+            numbers=draft.numbers,
+            payload=draft.payload,
+            **about,  # type: ignore[arg-type]
         )
         return self._record[:size]
 
@@ -297,11 +302,15 @@ class _Source:
         kept = self._kept(optimizer)
         if self.rule is not None:
             # What the optimizer has not made yet starts from zeros.
-            empty = {name: torch.zeros(()) if name == "step" else torch.zeros_like(own) for name in self.rule.state_names}
+            empty = {
+                name: torch.zeros(()) if name == "step" else torch.zeros_like(own) for name in self.rule.state_names
+            }
             kept = {name: zeros if kept.get(name) is None else kept[name] for name, zeros in empty.items()}
         kept = {name: value for name, value in kept.items() if value is not None}
         for name, value in kept.items():
-            if not isinstance(value, Tensor) or (value.dim() > 0 and value.shape not in (own.shape, self.parameter.shape)):
+            if not isinstance(value, Tensor) or (
+                value.dim() > 0 and value.shape not in (own.shape, self.parameter.shape)
+            ):
                 raise UnsupportedState(
                     f"the optimizer keeps {name!r} of {self.record_name} as {type(value).__name__}; replicas hold tensors "
                     "of the parameter's shape and scalar tensors. Use an elementwise optimizer such as evermoe.optim.AdamW."
@@ -318,6 +327,13 @@ class _Source:
             part.copy_(tensor.reshape(-1).view(torch.uint8))
         t = self._count(optimizer)
         seal_record(
-            record, kind="full_state", name=self.record_name, step=step, t=t, elements=self.elements, numbers=[], payload=None
+            record,
+            kind="full_state",
+            name=self.record_name,
+            step=step,
+            t=t,
+            elements=self.elements,
+            numbers=[],
+            payload=None,
         )
         return record
