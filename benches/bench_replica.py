@@ -10,8 +10,8 @@ AdamW. The candidates take turns.
 
 import numpy as np
 import torch
-from common import Table, medians, parse, parser, ratio, take_turns
 
+from common import Table, medians, parse, parser, ratio, take_turns
 from evermoe import optim
 from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, encode_gradient, seal_record
 from evermoe.replica import Replica

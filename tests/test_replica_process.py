@@ -1,4 +1,4 @@
-"""A replica in a process of its own, fed by a socket: killed and started again, it asks for the full state and goes on."""
+"""A replica in a process of its own, fed by a socket: killed and started anew, it gets the full state and goes on."""
 
 import contextlib
 import socket

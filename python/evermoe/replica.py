@@ -18,7 +18,7 @@ that give back its bits) is enough. It logs them within bounded memory and appli
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -195,8 +195,8 @@ class Replica:
             message: one of `GradientSender.messages`.
 
         Returns:
-            What became of it. A damaged, missing, doubled or reordered message is no exception: the unit keeps the state
-            that it has, and follows no more steps until its full state comes.
+            What became of it. A damaged, missing or reordered message is no exception: the unit keeps the state that it
+            has, and follows no more steps until its full state comes.
 
         Raises:
             ValueError: the replica is closed.

@@ -32,12 +32,12 @@ class Row:
 class GradientSender:
     """Makes the messages that keep a `Replica` at the state of the trainer: the full state once, then records of steps.
 
-    Its hooks on `optimizer.step` encode the gradients right before the step, as the optimizer sees them, whatever reduced
-    or clipped them. After the step, `messages` returns what to send. A state that was changed by anything but a step (seen
-    by the tensors' version counters; assignments to `.data` have none) is sent in full.
+    Its hooks on `optimizer.step` encode the gradients right before the step, as the optimizer sees them, whatever
+    reduced or clipped them. After the step, `messages` returns what to send. A state that was changed by anything but a
+    step (seen by the tensors' version counters) is sent in full.
 
-    An optimizer whose arithmetic cannot be repeated (`evermoe.replay.calibrate`) is warned of once; its state is sent in
-    full after each step. So are parameters that are not float32, or not in the optimizer, where they have changed.
+    An optimizer whose arithmetic cannot be repeated (`evermoe.replay.calibrate`) is warned of once; its state is sent
+    in full after each step. So are parameters that are not float32, or not in the optimizer, where they have changed.
 
     Args:
         optimizer: after it got its parameters.
@@ -62,7 +62,7 @@ class GradientSender:
         names = {source.record_name for source in self._sources}
         if len(names) < len(self._sources):
             raise ValueError("units: two parameters have the same unit and name joined by '/'; rename one")
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         for source in self._sources:
             self._set_rule(source, groups.get(id(source.parameter)))
         self._last_step: int | None = None
@@ -85,7 +85,7 @@ class GradientSender:
         ]
 
     def request_full_state(self, unit: str | None = None) -> None:
-        """Sends the full state of a unit (None: of all) with the next messages; its other records would not be followed.
+        """Sends the full state of a unit (None: of all) with the next messages.
 
         Raises:
             KeyError: there is no such unit.
@@ -138,9 +138,11 @@ class GradientSender:
                 source.sent = None
             elif source.parameter.grad is not None:
                 t = source.next_step(optimizer)
-                key = id(source.rule.group), t
+                key = source.rule.group, t
                 if key not in numbers:
-                    numbers[key] = source.rule.numbers(t, source.parameter.device, loss_scale)
+                    group, device = optimizer.param_groups[source.rule.group], source.parameter.device
+                    row = source.rule.profile.numbers(group, t, device=device, loss_scale=loss_scale)
+                    numbers[key] = row.tolist()
                 source.encode(t, numbers[key])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -161,14 +163,14 @@ class GradientSender:
             warnings.warn(f"replicas get the full state after each step, not gradients: {error}", stacklevel=3)
             return None
 
-    def _set_rule(self, source: _Source, group: dict[str, Any] | None) -> None:
+    def _set_rule(self, source: _Source, group: int | None) -> None:
         if self._profile is None or group is None or source.parameter.dtype != torch.float32:
             return
         if source.row is not None and self._profile.arithmetic == "torch_cpu_fused" and source.elements % _TAIL:
             warnings.warn(
                 f"replicas get the full state of {source.record_name} after each step, not gradients: a row has "
-                f"{source.elements} elements, and torch's fused optimizer only steps rows alike whose size is a multiple "
-                f"of {_TAIL}; use evermoe.optim",
+                f"{source.elements} elements, and torch's fused optimizer only steps rows alike whose size is a "
+                f"multiple of {_TAIL}; use evermoe.optim",
                 stacklevel=3,
             )
             return
@@ -180,17 +182,14 @@ class _Rule:
     """How to repeat the steps of a parameter."""
 
     profile: Profile
-    group: dict[str, Any]
+    group: int
+    """Its place: `load_state_dict` replaces the groups themselves."""
 
-    def numbers(self, t: int, device: torch.device, loss_scale: float) -> list[float]:
-        row: list[float] = self.profile.numbers(self.group, t, device=device, loss_scale=loss_scale).tolist()
-        return row
-
-    @property
-    def state_names(self) -> list[str]:
+    def state_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """What the optimizer keeps of the parameter."""
         if self.profile.rule == "adamw":
             return ["exp_avg", "exp_avg_sq", "step"]
-        return ["momentum_buffer"] if self.group["momentum"] else []
+        return ["momentum_buffer"] if optimizer.param_groups[self.group]["momentum"] else []
 
 
 @dataclass
@@ -259,7 +258,7 @@ class _Source:
         self.draft = _Draft(t, numbers, encode_gradient(bits, numbers, self._record))
 
     def check_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
-        """After the optimizer's step: counts it, and sends the full state where the optimizer's count is another one."""
+        """After the optimizer's step: counts it; where the optimizer's count is another one, the full state is next."""
         took = self.draft is not None and not was_skipped
         if took:
             self._num_steps += 1
@@ -303,7 +302,8 @@ class _Source:
         if self.rule is not None:
             # What the optimizer has not made yet starts from zeros.
             empty = {
-                name: torch.zeros(()) if name == "step" else torch.zeros_like(own) for name in self.rule.state_names
+                name: torch.zeros(()) if name == "step" else torch.zeros_like(own)
+                for name in self.rule.state_names(optimizer)
             }
             kept = {name: zeros if kept.get(name) is None else kept[name] for name, zeros in empty.items()}
         kept = {name: value for name, value in kept.items() if value is not None}
@@ -312,8 +312,8 @@ class _Source:
                 value.dim() > 0 and value.shape not in (own.shape, self.parameter.shape)
             ):
                 raise UnsupportedState(
-                    f"the optimizer keeps {name!r} of {self.record_name} as {type(value).__name__}; replicas hold tensors "
-                    "of the parameter's shape and scalar tensors. Use an elementwise optimizer such as evermoe.optim.AdamW."
+                    f"the optimizer keeps {name!r} of {self.record_name} as {type(value).__name__}; replicas hold "
+                    "tensors of the parameter's shape and scalar tensors. Use evermoe.optim.AdamW, for example."
                 )
         return {self.name: own} | {f"{self.name}/{key}": self._own(value) for key, value in sorted(kept.items())}
 
