@@ -111,9 +111,7 @@ def main():
     sizes = f"T = {arguments.tokens}, H = {arguments.hidden}, I = {arguments.intermediate}"
     columns = {"threads": "d", "dtype": "10s", "E": "4d", "K": "4d", "evermoe ms": ".1f", "x experts": ".2f"}
     columns |= {"x transformers": ".2f", "x torchtitan": ".2f"}
-    table = Table(
-        f"layer, forward and backward: torch {torch.__version__}, {where(arguments.device)}, {sizes}", columns
-    )
+    table = Table(f"layer, forward and backward: torch {torch.__version__}, {where(arguments.device)}, {sizes}", columns)
     for threads in arguments.threads:
         torch.set_num_threads(threads)
         for dtype in arguments.dtypes:
