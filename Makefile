@@ -64,6 +64,7 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step w
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
 	$(BIN)/python benches/bench_optim.py
+	$(BIN)/python benches/bench_replica.py
 	$(BIN)/python benches/bench_session.py
 	$(BIN)/python benches/bench_profile.py
 

@@ -14,13 +14,14 @@
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
 //! | [`selection`] | pure: tokens at risk → which experts to copy now; who saves which part of the rest |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process |
+//! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
 //! | `cuda` | the kernels of `kernels/` through the driver API, loaded at run time |
 //! | [`torch`] | the stable C ABI of libtorch and the ops registered through it |
 //! | `python` | the extension module: convert, release the GIL, call; no decisions |
 //!
-//! Imports point one way: `error ← planners and cpu ← snapshot, cuda, torch ← python`; of the planners `placement` uses
-//! `dispatch`, and `schedule` uses `placement`.
+//! Imports point one way: `error ← planners and cpu ← replay, snapshot, cuda, torch ← python`; of the planners `placement`
+//! uses `dispatch`, and `schedule` uses `placement`.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
@@ -31,6 +32,7 @@ pub mod placement;
 #[cfg(feature = "python")]
 mod python;
 pub mod recovery;
+pub mod replay;
 pub mod schedule;
 pub mod selection;
 pub mod snapshot;

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PLANNERS: [&str; 5] = ["dispatch", "placement", "recovery", "schedule", "selection"];
+const PLANNERS: [&str; 6] = ["dispatch", "placement", "recovery", "replay", "schedule", "selection"];
 
 /// What a planner may not even mention: clocks, files, sockets, randomness, Python, CUDA, and the layers above.
 const IMPURE: [&str; 17] = [
@@ -27,7 +27,7 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 10] = [
+const LAYERS: [(&str, &[&str]); 11] = [
     ("error", &[]),
     ("dispatch", &["error"]),
     ("placement", &["error", "dispatch"]),
@@ -35,6 +35,7 @@ const LAYERS: [(&str, &[&str]); 10] = [
     ("schedule", &["error", "placement"]),
     ("selection", &["error"]),
     ("cpu", &["error"]),
+    ("replay", &["error", "cpu"]),
     ("snapshot", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),
     ("cuda", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),
     ("torch", &["error", "dispatch", "placement", "recovery", "selection", "cpu", "cuda"]),

@@ -290,3 +290,49 @@ def set_cpu_cache_limit(limit: int | None) -> None: ...
 def cpu_cache_bytes() -> int: ...
 
 # ---- end of ops -------------------------------------------------------------------------------
+
+# ---- replicas: src/python/replay.rs -----------------------------------------------------------
+
+RECORD_HEADER_BYTES: int
+
+_Payload = tuple[int, int, int]
+_Gradients = list[NDArray[np.float32] | NDArray[np.uint16] | None]
+# epoch, version, the unit's own count of steps, numbers, gradients, bytes
+_Batch = tuple[int, int, int | None, NDArray[np.float32], _Gradients, int]
+
+def encode_gradient(
+    gradient: NDArray[np.float32] | NDArray[np.uint16], numbers: list[float], record: NDArray[np.uint8]
+) -> _Payload:
+    """Write a gradient (float32, or bits of bfloat16) after a record's header; (encoding, bytes, digest)."""
+
+def seal_record(
+    record: NDArray[np.uint8],
+    *,
+    kind: str,
+    name: str,
+    step: int,
+    t: int,
+    elements: int,
+    numbers: list[float],
+    payload: _Payload | None,
+) -> int:
+    """Write the header of "step", "no_step", "skip_all" or "full_state"; returns the record's bytes."""
+
+class ReplayLog:
+    """A replica's records, until it repeats the steps; `evermoe.replica.Replica` drives it."""
+
+    def __init__(self, units: list[tuple[str, int, int]], limit_bytes: int) -> None: ...
+    def accept(self, record: NDArray[np.uint8]) -> tuple[str, int | None, str, NDArray[np.float32] | None]:
+        """(code, unit, message, the full state as words); code "state" asks for `installed` once it is in place."""
+    def take(self, unit: int, max_steps: int, until: int) -> _Batch | None: ...
+    def installed(self, unit: int) -> None: ...
+    def applied(self, unit: int, epoch: int, version: int, nbytes: int) -> bool: ...
+    def forget(self, unit: int) -> None: ...
+    def newest(self, unit: int) -> int | None: ...
+    def version(self, unit: int) -> int | None: ...
+    def needs_state(self, unit: int) -> bool: ...
+    def fullest(self) -> int | None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+# ---- end of replicas --------------------------------------------------------------------------

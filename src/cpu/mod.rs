@@ -45,6 +45,7 @@ pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
 pub use exchange::regroup;
 pub use float::Float;
 pub use histogram::{Id, histogram};
+pub(crate) use parallel::Disjoint;
 pub use parallel::{Parallel, Serial};
 pub use plan::{dispatch_plan, invert_positions};
 pub use rows::{Backward, Combine, DOT_PARTIALS, permute, unpermute, unpermute_backward};

@@ -27,7 +27,7 @@ impl Parallel for Serial {
 }
 
 /// A slice that the threads of a loop write, each its own elements.
-pub(super) struct Disjoint<'a, T> {
+pub(crate) struct Disjoint<'a, T> {
     start: *mut T,
     len: usize,
     slice: PhantomData<&'a mut [T]>,
@@ -39,7 +39,7 @@ unsafe impl<T: Send> Send for Disjoint<'_, T> {}
 unsafe impl<T: Send> Sync for Disjoint<'_, T> {}
 
 impl<'a, T> Disjoint<'a, T> {
-    pub(super) fn new(slice: &'a mut [T]) -> Self {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
         Self { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
     }
 
@@ -48,7 +48,7 @@ impl<'a, T> Disjoint<'a, T> {
     /// # Safety
     /// Nobody else uses an element of `range` while the result lives.
     #[allow(clippy::mut_from_ref)]
-    pub(super) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
+    pub(crate) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
         assert!(range.start <= range.end && range.end <= self.len);
         // SAFETY: inside the slice (just checked), and the caller's alone.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(range.start), range.len()) }
@@ -59,7 +59,7 @@ impl<'a, T> Disjoint<'a, T> {
     /// # Safety
     /// `index` is below the length, and nobody else uses the element during the call.
     #[inline(always)]
-    pub(super) unsafe fn store(&self, index: usize, value: T) {
+    pub(crate) unsafe fn store(&self, index: usize, value: T) {
         debug_assert!(index < self.len);
         // SAFETY: inside the slice and unshared, by the caller's promise.
         unsafe { self.start.add(index).write(value) }

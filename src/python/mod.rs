@@ -5,6 +5,7 @@ mod chunks;
 mod error;
 mod ops;
 mod planning;
+mod replay;
 mod snapshot;
 
 use pyo3::prelude::*;
@@ -15,5 +16,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     chunks::register(module)?;
     ops::register(module)?;
     planning::register(module)?;
+    replay::register(module)?;
     snapshot::register(module)
 }

@@ -87,7 +87,7 @@ fn c_string(text: &str) -> CString {
 
 /// Torch's own threads: no second pool beside it, and `torch.set_num_threads` is respected.
 #[derive(Clone, Copy)]
-pub(super) struct TorchPool;
+pub(crate) struct TorchPool;
 
 /// What a thread of a loop needs: the body, and a place for the first panic.
 struct Shared<'a> {

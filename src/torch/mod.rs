@@ -28,4 +28,6 @@ mod ops;
 mod optim;
 mod tensor;
 
+#[cfg(feature = "python")]
+pub(crate) use library::TorchPool;
 pub use ops::{cpu_cache_bytes, register_ops, set_cpu_cache_limit};

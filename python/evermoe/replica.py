@@ -1,0 +1,337 @@
+"""Replicas: the state of units that another process trains, kept current by repeating its steps.
+
+A replica gets a unit's full state once. Then a record of each step (its numbers and the gradient, in the fewest bytes
+that give back its bits) is enough. It logs them within bounded memory and applies them in batches, beside the training:
+
+    sender = evermoe.sender.GradientSender(optimizer, units)        # on the trainer
+    replica = evermoe.replica.Replica(layouts)                      # anywhere else, with sender.layouts()
+
+    loss.backward(); optimizer.step()
+    for message in sender.messages(step):                           # over any transport
+        received = replica.receive(message)
+        if received.needs_full_state:
+            sender.request_full_state(received.unit)                # comes with the next step
+
+    state = replica.catch_up("layers.0.experts.3", step)            # bit for bit what the trainer had after the step
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evermoe import ops
+from evermoe._native import ReplayLog, digest
+from evermoe.errors import EvermoeError
+from evermoe.units import Piece, Unit
+
+BATCH_STEPS = 8
+"""Steps that are applied in one pass over the memory."""
+KEPT_STEPS = 1
+"""Newest steps that wait: members that survive a failure may differ by one, and a step is not undone."""
+
+
+class ReplicaBehind(EvermoeError):
+    """A replica cannot be brought to the step; the message says why, and which steps it has."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What became of a message.
+
+    Attributes:
+        unit: the unit's name; None where the message does not say, as it is damaged.
+        code: "ok", or why not: "corrupt", "unknown_version", "wrong_unit", "wrong_size", "no_state", "gap",
+            "reordered", or "failed" where the steps could not be applied.
+        reason: the same in words; empty for "ok".
+    """
+
+    unit: str | None
+    code: str
+    reason: str
+
+    @property
+    def needs_full_state(self) -> bool:
+        """Whether the unit (all units, where it is None) follows no more steps until its full state comes."""
+        return self.code not in ("ok", "wrong_unit")
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """A unit's state after a step.
+
+    Attributes:
+        step: the trainer's step.
+        state: uint8 `[nbytes]` on the CPU, the unit's pieces one after the other; a copy.
+        digest: XXH3-64 of it, the same as the trainer's of these bytes.
+    """
+
+    step: int
+    state: Tensor
+    digest: int
+
+
+class _Part:
+    """One parameter of a unit (or a row of one), with its optimizer state: what one record is about."""
+
+    def __init__(self, unit: Unit, pieces: Sequence[Piece], device: torch.device) -> None:
+        self.unit, self.device = unit, device
+        self.pieces = Unit(part_name(unit.name, pieces[0].name), tuple(pieces))
+        self.elements = int(np.prod(pieces[0].shape, dtype=np.int64))
+        self.lock = threading.Lock()
+        self.state: Tensor | None = None
+        """uint8 `[nbytes]` on the device."""
+
+    @property
+    def name(self) -> str:
+        return self.pieces.name
+
+    def install(self, words: NDArray[np.float32]) -> None:
+        self.state = torch.from_numpy(words).view(torch.uint8)[: self.pieces.nbytes].to(self.device)
+
+    def apply(self, numbers: NDArray[np.float32], gradients: list[Any], t: int | None) -> None:
+        """Repeats steps in place.
+
+        Raises:
+            RuntimeError: the state is not that of the numbers' optimizer.
+        """
+        if self.state is None or not gradients:
+            return
+        steps = torch.from_numpy(numbers).view(len(gradients), -1)
+        views = {name.rpartition("/")[2]: view for name, view in self.pieces.tensors(self.state).items()}
+        p = views.pop(self.pieces.pieces[0].name.rpartition("/")[2]).view(-1)
+        flat = {name: view.view(-1) for name, view in views.items()}
+        received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
+        try:
+            if steps.shape[1] == 9:
+                ops.sgd_(p, flat.get("momentum_buffer"), received, steps)
+            else:
+                ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], received, steps)
+        except KeyError as error:
+            raise RuntimeError(f"{self.name}: a step of AdamW came for a state without {error}") from None
+        if "step" in flat and t is not None:
+            flat["step"].fill_(t)
+
+    def _gradient(self, gradient: NDArray[Any]) -> Tensor:
+        if gradient.dtype == np.uint16:
+            return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16).to(self.device)
+        return torch.from_numpy(gradient).to(self.device)
+
+
+def part_name(unit: str, parameter: str) -> str:
+    """What a record calls a parameter of a unit."""
+    return f"{unit}/{parameter}"
+
+
+def _parts(unit: Unit) -> list[list[Piece]]:
+    """A unit's pieces by parameter: `weight`, then those named `weight/…`.
+
+    Example: weight, weight/exp_avg, bias: `[[weight, weight/exp_avg], [bias]]`.
+    """
+    parts: list[list[Piece]] = []
+    for piece in unit.pieces:
+        if parts and piece.name.startswith(parts[-1][0].name + "/"):
+            parts[-1].append(piece)
+        else:
+            parts.append([piece])
+    return parts
+
+
+class Replica:
+    """Keeps the state of units current from the messages of a `GradientSender`.
+
+    Steps are applied by a thread of its own, some at a time; `receive` copies a message into the log and returns. Where
+    the log is full, `receive` applies some steps first. `close` ends the thread; also use it as a context manager.
+
+    Args:
+        units: name and layout of each unit, as `GradientSender.layouts` or `evermoe.units.TrainingState.units` list
+            them.
+        device: where the states are kept and steps are applied.
+        log_bytes: bound of the log; at least one float32 gradient of the largest parameter.
+        kept_steps: newest steps that are not applied until `catch_up` asks for them, so that it can also go to a step
+            before; fewer where the log is full.
+
+    Raises:
+        ValueError: a name is there twice, or `log_bytes` is too small.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        *,
+        device: torch.device | str = "cpu",
+        log_bytes: int = 1 << 30,
+        kept_steps: int = KEPT_STEPS,
+    ) -> None:
+        self._kept_steps = kept_steps
+        self._units: dict[str, list[int]] = {}
+        self._parts: list[_Part] = []
+        for unit in units:
+            if unit.name in self._units:
+                raise ValueError(f"units: {unit.name!r} is there twice; names must be unique")
+            first = len(self._parts)
+            self._parts += [_Part(unit, pieces, torch.device(device)) for pieces in _parts(unit)]
+            self._units[unit.name] = list(range(first, len(self._parts)))
+        self._log = ReplayLog([(part.name, part.elements, part.pieces.nbytes) for part in self._parts], log_bytes)
+        self._failures: dict[int, str] = {}
+        self._waiting = threading.Condition()
+        self._work: dict[int, None] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._apply_in_background, name="evermoe-replica", daemon=True)
+        self._thread.start()
+
+    def receive(self, message: bytes | bytearray | memoryview | NDArray[np.uint8]) -> Received:
+        """Takes over one message; its memory is the caller's again afterwards. For one thread at a time.
+
+        Args:
+            message: one of `GradientSender.messages`.
+
+        Returns:
+            What became of it. A damaged, missing or reordered message is no exception: the unit keeps the state that it
+            has, and follows no more steps until its full state comes.
+
+        Raises:
+            ValueError: the replica is closed.
+        """
+        if self._closed:
+            raise ValueError("replica: it is closed")
+        record = np.frombuffer(message, np.uint8)
+        while True:
+            code, index, reason, state = self._log.accept(record)
+            if code != "apply_now":
+                break
+            self._apply_some(self._log.fullest())
+        name = None if index is None else self._parts[index].unit.name
+        if index is not None and index in self._failures and code != "state":
+            return Received(name, "failed", self._failures[index])
+        if code == "state" and index is not None and state is not None:
+            self._install(index, state)
+        elif code == "ok" and index is not None:
+            self._wake(index)
+        return Received(name, "ok" if code in ("ok", "state", "duplicate") else code, reason)
+
+    def version(self, unit: str) -> int | None:
+        """The newest step of the trainer that the unit can be brought to; None before its full state came."""
+        newest = [self._log.newest(index) for index in self._units[unit]]
+        return None if None in newest else min(step for step in newest if step is not None)
+
+    def needs_full_state(self) -> list[str]:
+        """Units that follow no more steps until their full state comes."""
+        return [name for name, parts in self._units.items() if any(self._log.needs_state(part) for part in parts)]
+
+    @property
+    def log_nbytes(self) -> int:
+        """Bytes of the log now."""
+        return self._log.nbytes
+
+    def catch_up(self, unit: str, step: int | None = None) -> CaughtUp:
+        """Applies what is logged until a step, and returns the state.
+
+        Args:
+            unit: its name.
+            step: a step of the trainer; None for the newest.
+
+        Raises:
+            KeyError: there is no such unit.
+            ReplicaBehind: the step has not come, or steps after it were applied already.
+        """
+        indices = self._units[unit]
+        newest = self.version(unit)
+        if newest is None:
+            raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
+        step = newest if step is None else step
+        if step > newest:
+            raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
+        parts = []
+        for index in indices:
+            part = self._parts[index]
+            with part.lock:
+                while self._apply_locked(index, step):
+                    pass
+                version = self._log.version(index)
+                if version != step or part.state is None:
+                    raise ReplicaBehind(
+                        f"{unit}: it is at step {version}, and cannot go to {step}; "
+                        f"{self._failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
+                    )
+                parts.append(part.state.to("cpu", copy=True))
+        state = torch.cat(parts) if len(parts) > 1 else parts[0]
+        return CaughtUp(step, state, digest(state.numpy()))
+
+    def close(self) -> None:
+        """Ends the thread after the batch that it is at; what is logged stays and `catch_up` works. Twice is fine."""
+        with self._waiting:
+            self._closed = True
+            self._waiting.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- applying steps
+
+    def _install(self, index: int, words: NDArray[np.float32]) -> None:
+        with self._parts[index].lock:
+            self._parts[index].install(words)
+            self._log.installed(index)
+            self._failures.pop(index, None)
+
+    def _wake(self, index: int) -> None:
+        newest, version = self._log.newest(index), self._log.version(index)
+        if newest is None or version is None or newest - version < BATCH_STEPS + self._kept_steps:
+            return
+        with self._waiting:
+            self._work[index] = None
+            self._waiting.notify_all()
+
+    def _apply_in_background(self) -> None:
+        while True:
+            with self._waiting:
+                self._waiting.wait_for(lambda: self._work or self._closed)
+                if self._closed:
+                    return
+                index = next(iter(self._work))
+                del self._work[index]
+            newest = self._log.newest(index)
+            if newest is not None:
+                with self._parts[index].lock:
+                    self._apply_locked(index, newest - self._kept_steps)
+
+    def _apply_some(self, index: int | None) -> None:
+        """Makes room in the log: a batch of the unit that takes most of it."""
+        if index is None:  # all of it is being applied by the thread, which holds one of the locks
+            for part in self._parts:
+                with part.lock:
+                    pass
+            return
+        with self._parts[index].lock:
+            newest = self._log.newest(index)
+            if newest is not None and not self._apply_locked(index, newest - self._kept_steps):
+                self._apply_locked(index, newest)
+
+    def _apply_locked(self, index: int, until: int) -> bool:
+        """Applies one batch up to a step; whether there was one. The part's lock is the caller's."""
+        taken = self._log.take(index, BATCH_STEPS, max(until, 0))
+        if taken is None:
+            return False
+        epoch, version, t, numbers, gradients, nbytes = taken
+        try:
+            self._parts[index].apply(numbers, gradients, t)
+        except RuntimeError as error:
+            self._failures[index] = f"{self._parts[index].name}: {error}"
+            self._log.forget(index)
+        self._log.applied(index, epoch, version, nbytes)
+        return True

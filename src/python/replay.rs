@@ -1,0 +1,217 @@
+//! Python face of the records of steps, and of a replica's log of them.
+
+use crate::cpu::Gradient;
+use crate::error::{Error, Result};
+use crate::replay::{self, Accepted, Encoded, Fault, HEADER_BYTES, Header, Kind, Rule, Stored};
+use crate::snapshot::digest;
+use crate::torch::TorchPool;
+use half::bf16;
+use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadwriteArray1};
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("RECORD_HEADER_BYTES", HEADER_BYTES)?;
+    module.add_function(wrap_pyfunction!(encode_gradient, module)?)?;
+    module.add_function(wrap_pyfunction!(seal_record, module)?)?;
+    module.add_class::<ReplayLog>()
+}
+
+/// (encoding, bytes, digest) of a payload.
+type Payload = (u8, usize, u64);
+
+/// The bytes of an array that is written or read in place.
+fn contiguous() -> Error {
+    Error::Invalid("expected contiguous memory".into())
+}
+
+/// A gradient: float32, or the bits of bfloat16.
+#[derive(FromPyObject)]
+enum AnyGradient<'py> {
+    F32(PyReadonlyArray1<'py, f32>),
+    Bf16(PyReadonlyArray1<'py, u16>),
+}
+
+/// Writes a gradient into a record's memory, after the room for its header.
+#[pyfunction]
+fn encode_gradient(
+    py: Python<'_>,
+    gradient: AnyGradient<'_>,
+    numbers: Vec<f32>,
+    mut record: PyReadwriteArray1<'_, u8>,
+) -> PyResult<Payload> {
+    let (gradient, len) = match &gradient {
+        AnyGradient::F32(array) => {
+            let values = array.as_slice().map_err(|_| contiguous())?;
+            (Gradient::F32(values), values.len())
+        }
+        AnyGradient::Bf16(array) => {
+            let bits = array.as_slice().map_err(|_| contiguous())?;
+            // SAFETY: bfloat16 is its bits.
+            let values = unsafe { std::slice::from_raw_parts(bits.as_ptr().cast::<bf16>(), bits.len()) };
+            (Gradient::Bf16(values), values.len())
+        }
+    };
+    let bytes = record.as_slice_mut().map_err(|_| contiguous())?;
+    let payload = bytes.get_mut(HEADER_BYTES..).filter(|rest| rest.len() >= replay::most_payload_bytes(len));
+    let payload = payload.ok_or_else(|| {
+        Error::Invalid(format!("record: expected {HEADER_BYTES} bytes and {} more", 4 * len))
+    })?;
+    let any_zero = replay::ignores_sign_of_zero(&rule(&numbers)?);
+    let Encoded { encoding, payload_bytes, digest } =
+        py.detach(|| replay::encode_gradient(gradient, len, any_zero, payload, &TorchPool));
+    Ok((encoding as u8, payload_bytes, digest))
+}
+
+fn rule(numbers: &[f32]) -> Result<Rule> {
+    Rule::from_slice(numbers)
+        .ok_or_else(|| Error::Invalid(format!("numbers: expected 0, 9 or 10, got {}", numbers.len())))
+}
+
+/// Writes the header of a record whose payload is there, of `encode_gradient` (with its result), or as it is.
+#[pyfunction]
+#[pyo3(signature = (record, *, kind, name, step, t, elements, numbers, payload))]
+#[allow(clippy::too_many_arguments)]
+fn seal_record(
+    py: Python<'_>,
+    mut record: PyReadwriteArray1<'_, u8>,
+    kind: &str,
+    name: &str,
+    step: u64,
+    t: u64,
+    elements: usize,
+    numbers: Vec<f32>,
+    payload: Option<Payload>,
+) -> PyResult<usize> {
+    let kind = match kind {
+        "step" => Kind::Step,
+        "no_step" => Kind::NoStep,
+        "skip_all" => Kind::SkipAll,
+        "full_state" => Kind::FullState,
+        _ => return Err(Error::Invalid(format!("kind: got {kind:?}")).into()),
+    };
+    let bytes = record.as_slice_mut().map_err(|_| contiguous())?;
+    if bytes.len() < HEADER_BYTES {
+        return Err(Error::Invalid(format!("record: expected {HEADER_BYTES} bytes or more")).into());
+    }
+    let (head, rest) = bytes.split_at_mut(HEADER_BYTES);
+    let (encoding, payload_bytes, digest) =
+        payload.unwrap_or_else(|| (0, rest.len(), py.detach(|| Header::digest(rest, &TorchPool))));
+    let encoding = replay::Encoding::numbered(encoding)
+        .filter(|_| payload_bytes <= rest.len())
+        .ok_or_else(|| Error::Invalid("payload: expected what encode_gradient returned".into()))?;
+    let rule = rule(&numbers)?;
+    let header = Header { kind, encoding, rule, unit: id(name), step, t, elements, payload_bytes };
+    head.copy_from_slice(&header.seal(digest));
+    Ok(HEADER_BYTES + payload_bytes)
+}
+
+/// The number that stands for a unit in records.
+fn id(name: &str) -> u64 {
+    digest(name.as_bytes())
+}
+
+fn code(fault: &Fault) -> &'static str {
+    match fault {
+        Fault::Corrupt(_) => "corrupt",
+        Fault::UnknownVersion(_) => "unknown_version",
+        Fault::WrongUnit(_) => "wrong_unit",
+        Fault::WrongSize { .. } => "wrong_size",
+        Fault::NoState { .. } => "no_state",
+        Fault::Gap { .. } => "gap",
+        Fault::Reordered { .. } => "reordered",
+    }
+}
+
+/// A replica's records, until it repeats the steps; see `replay::Log`.
+#[pyclass(frozen, module = "evermoe._native")]
+struct ReplayLog(Mutex<replay::Log>);
+
+/// What became of a record: code, unit, message, the state's bytes as words.
+type Received<'py> = (&'static str, Option<usize>, String, Option<Bound<'py, PyArray1<f32>>>);
+/// Epoch, version, steps of the unit, numbers, gradients, bytes.
+type Taken<'py> = (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize);
+
+impl ReplayLog {
+    /// A panic in another thread leaves the log as it was between two calls, or with one record less.
+    fn lock(&self) -> MutexGuard<'_, replay::Log> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl ReplayLog {
+    #[new]
+    fn new(units: Vec<(String, usize, usize)>, limit_bytes: usize) -> PyResult<Self> {
+        let units: Vec<_> =
+            units.iter().map(|(name, elements, bytes)| (id(name), *elements, *bytes)).collect();
+        Ok(Self(Mutex::new(replay::Log::new(&units, limit_bytes)?)))
+    }
+
+    fn accept<'py>(&self, py: Python<'py>, record: PyReadonlyArray1<'_, u8>) -> PyResult<Received<'py>> {
+        let bytes = record.as_slice().map_err(|_| contiguous())?;
+        let accepted = py.detach(|| self.lock().accept(bytes, &TorchPool));
+        Ok(match accepted {
+            Ok(Accepted::Logged { unit }) => ("ok", Some(unit), String::new(), None),
+            Ok(Accepted::Duplicate { unit }) => ("duplicate", Some(unit), String::new(), None),
+            Ok(Accepted::ApplyNow { unit }) => ("apply_now", Some(unit), String::new(), None),
+            Ok(Accepted::State { unit, words }) => {
+                ("state", Some(unit), String::new(), Some(words.into_pyarray(py)))
+            }
+            Err((unit, fault)) => (code(&fault), unit, fault.to_string(), None),
+        })
+    }
+
+    fn take<'py>(
+        &self,
+        py: Python<'py>,
+        unit: usize,
+        max_steps: usize,
+        until: u64,
+    ) -> PyResult<Option<Taken<'py>>> {
+        let Some(batch) = py.detach(|| self.lock().take(unit, max_steps, until)) else { return Ok(None) };
+        let gradients = batch.gradients.into_iter().map(|gradient| match gradient {
+            None => None,
+            Some(Stored::F32(values)) => Some(values.into_pyarray(py).into_any()),
+            Some(Stored::Bf16(values)) => {
+                let bits: Vec<u16> = values.into_iter().map(bf16::to_bits).collect();
+                Some(bits.into_pyarray(py).into_any())
+            }
+        });
+        let numbers = batch.numbers.into_pyarray(py);
+        Ok(Some((batch.epoch, batch.version, batch.t, numbers, gradients.collect(), batch.bytes)))
+    }
+
+    fn applied(&self, py: Python<'_>, unit: usize, epoch: u64, version: u64, nbytes: usize) -> bool {
+        py.detach(|| self.lock().applied(unit, epoch, version, nbytes))
+    }
+
+    fn installed(&self, py: Python<'_>, unit: usize) {
+        py.detach(|| self.lock().installed(unit));
+    }
+
+    fn forget(&self, py: Python<'_>, unit: usize) {
+        py.detach(|| self.lock().forget(unit));
+    }
+
+    fn newest(&self, py: Python<'_>, unit: usize) -> Option<u64> {
+        py.detach(|| self.lock().newest(unit))
+    }
+
+    fn version(&self, py: Python<'_>, unit: usize) -> Option<u64> {
+        py.detach(|| self.lock().version(unit))
+    }
+
+    fn needs_state(&self, py: Python<'_>, unit: usize) -> bool {
+        py.detach(|| self.lock().needs_state(unit))
+    }
+
+    fn fullest(&self, py: Python<'_>) -> Option<usize> {
+        py.detach(|| self.lock().fullest())
+    }
+
+    #[getter]
+    fn nbytes(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.lock().bytes())
+    }
+}

@@ -1,0 +1,356 @@
+//! Records of many units, in order, in bounded memory, until their steps are repeated.
+//!
+//! ```text
+//! version of the state ─┬─ entry │ entry │ entry ─┬─ newest record      take: some entries from the front, as one batch
+//!                       └── steps that are logged ┘                     apply_now: no room for one more
+//! ```
+//!
+//! Steps of zero gradients, and steps in which nothing happened, take no memory but for their numbers; those in a row that
+//! are the same are one entry.
+
+use super::gradient::{Encoding, bytes_of_mut, expand};
+use super::record::{Fault, Header, Kind, Record, Rule};
+use crate::cpu::Parallel;
+use crate::ensure;
+use crate::error::Result;
+use half::bf16;
+use std::collections::{BTreeMap, VecDeque};
+
+pub use super::gradient::Dense as Stored;
+
+/// Units, and what is logged of each.
+#[derive(Debug)]
+pub struct Log {
+    places: BTreeMap<u64, usize>,
+    units: Vec<Unit>,
+    bytes: usize,
+    limit_bytes: usize,
+}
+
+#[derive(Debug, Default)]
+struct Unit {
+    elements: usize,
+    state_bytes: usize,
+    /// How often a full state came: entries of an earlier one are worth nothing.
+    epoch: u64,
+    /// The version of the state; none before the first one.
+    version: Option<u64>,
+    newest: u64,
+    /// Of the newest record, to tell it from another one of the same step.
+    checksum: u64,
+    /// A record was lost: what is logged holds, but nothing can follow it.
+    broken: bool,
+    entries: VecDeque<Entry>,
+    bytes: usize,
+}
+
+#[derive(Debug)]
+struct Entry {
+    /// The trainer's steps that it stands for.
+    count: u64,
+    /// The unit's own count of steps after the last of them.
+    t: u64,
+    rule: Rule,
+    gradient: Gradient,
+    /// What it counts for.
+    bytes: usize,
+}
+
+#[derive(Debug)]
+enum Gradient {
+    Zero,
+    Dense(Stored),
+    Blocks(Vec<u8>),
+}
+
+/// What became of a record.
+#[derive(Debug, PartialEq)]
+pub enum Accepted {
+    /// It is logged.
+    Logged {
+        /// Its unit's place.
+        unit: usize,
+    },
+    /// It was there already.
+    Duplicate {
+        /// Its unit's place.
+        unit: usize,
+    },
+    /// There is no room for it: apply some of what is logged, then offer it again.
+    ApplyNow {
+        /// Its unit's place.
+        unit: usize,
+    },
+    /// It is the unit's full state: replace the unit's by it, then call [`Log::installed`].
+    State {
+        /// Its unit's place.
+        unit: usize,
+        /// The state's bytes, padded to whole words.
+        words: Vec<f32>,
+    },
+}
+
+/// Some steps of a unit, to be applied in one pass.
+#[derive(Debug)]
+pub struct Batch {
+    /// For [`Log::applied`].
+    pub epoch: u64,
+    /// The unit's version after the batch.
+    pub version: u64,
+    /// The unit's own count of steps after it; none where it took none in the batch.
+    pub t: Option<u64>,
+    /// Numbers of the steps, all of one optimizer, one after the other; empty where nothing changes.
+    pub numbers: Vec<f32>,
+    /// A gradient for each; none for zeros.
+    pub gradients: Vec<Option<Stored>>,
+    /// Bytes that the log counts until [`Log::applied`].
+    pub bytes: usize,
+}
+
+impl Log {
+    /// An empty log of units: digest of the name, elements of the gradient, bytes of the full state.
+    ///
+    /// # Errors
+    /// Two units of one digest, or a limit that has no room for one gradient of the largest unit.
+    pub fn new(units: &[(u64, usize, usize)], limit_bytes: usize) -> Result<Self> {
+        let mut log = Self { places: BTreeMap::new(), units: Vec::new(), bytes: 0, limit_bytes };
+        for (place, &(id, elements, state_bytes)) in units.iter().enumerate() {
+            let twice = log.places.insert(id, place);
+            ensure!(twice.is_none(), "units: number {place} has the digest of another one; rename it");
+            let least = elements.saturating_mul(4).saturating_add(size_of::<Entry>());
+            ensure!(
+                least <= limit_bytes,
+                "log_bytes: expected {least} or more, room for one gradient of the largest unit, got {limit_bytes}"
+            );
+            log.units.push(Unit { elements, state_bytes, ..Unit::default() });
+        }
+        Ok(log)
+    }
+
+    /// Bytes of what is logged or being applied; never above the limit.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The newest step that a unit can be brought to; none without a state.
+    pub fn newest(&self, unit: usize) -> Option<u64> {
+        self.units[unit].version.map(|_| self.units[unit].newest)
+    }
+
+    /// The version of a unit's state; none without one.
+    pub fn version(&self, unit: usize) -> Option<u64> {
+        self.units[unit].version
+    }
+
+    /// Whether a unit needs its full state before it can follow further steps.
+    pub fn needs_state(&self, unit: usize) -> bool {
+        self.units[unit].broken || self.units[unit].version.is_none()
+    }
+
+    /// The unit of which most bytes are logged.
+    pub fn fullest(&self) -> Option<usize> {
+        (0..self.units.len())
+            .filter(|&unit| self.units[unit].bytes > 0)
+            .max_by_key(|&unit| self.units[unit].bytes)
+    }
+
+    /// Says that a unit's state is not what the log believes: nothing but a full state is accepted from now on.
+    pub fn forget(&mut self, unit: usize) {
+        self.clear(unit);
+        self.units[unit].version = None;
+    }
+
+    /// Takes a record over, or says what is wrong; its unit then waits for the full state.
+    ///
+    /// # Errors
+    /// The fault, and the unit where the record names one that is known.
+    pub fn accept(
+        &mut self,
+        bytes: &[u8],
+        pool: &dyn Parallel,
+    ) -> std::result::Result<Accepted, (Option<usize>, Fault)> {
+        let record = Record::parse(bytes).map_err(|fault| (self.named_in(bytes), fault))?;
+        let Some(&unit) = self.places.get(&record.header.unit) else {
+            return Err((None, Fault::WrongUnit(record.header.unit)));
+        };
+        self.accept_for(unit, &record, pool).map_err(|fault| {
+            self.units[unit].broken = true;
+            (Some(unit), fault)
+        })
+    }
+
+    /// The unit that a damaged record names, if any; it is taken to have lost a record.
+    fn named_in(&mut self, bytes: &[u8]) -> Option<usize> {
+        let id = bytes.get(8..16)?.first_chunk().map(|id| u64::from_le_bytes(*id))?;
+        let unit = *self.places.get(&id)?;
+        self.units[unit].broken = true;
+        Some(unit)
+    }
+
+    fn accept_for(
+        &mut self,
+        unit: usize,
+        record: &Record<'_>,
+        pool: &dyn Parallel,
+    ) -> std::result::Result<Accepted, Fault> {
+        let Header { kind, step, elements, payload_bytes, .. } = record.header;
+        let own = &self.units[unit];
+        let (expected, got) = match kind {
+            Kind::FullState => (own.state_bytes, payload_bytes),
+            _ => (own.elements, elements),
+        };
+        if expected != got {
+            // A size that does not fit may be a damaged one.
+            record.verify(pool)?;
+            return Err(Fault::WrongSize { expected, got });
+        }
+        if kind == Kind::FullState {
+            return self.accept_state(unit, record, pool);
+        }
+        let follows = own.version.is_some() && !own.broken;
+        let next = own.newest.saturating_add(1);
+        if !follows || step != next {
+            record.verify(pool)?;
+            return match step {
+                _ if !follows => Err(Fault::NoState { step }),
+                _ if step > next => Err(Fault::Gap { expected: next, got: step }),
+                _ if step == own.newest && record.checksum() == own.checksum => {
+                    Ok(Accepted::Duplicate { unit })
+                }
+                _ => Err(Fault::Reordered { expected: next, got: step }),
+            };
+        }
+        if self.bytes + cost(payload_bytes) > self.limit_bytes {
+            return Ok(Accepted::ApplyNow { unit });
+        }
+        let gradient = store(record, pool)?;
+        self.push(unit, record, gradient);
+        Ok(Accepted::Logged { unit })
+    }
+
+    fn accept_state(
+        &mut self,
+        unit: usize,
+        record: &Record<'_>,
+        pool: &dyn Parallel,
+    ) -> std::result::Result<Accepted, Fault> {
+        let bytes = record.header.payload_bytes;
+        let mut words = vec![0.0_f32; bytes.div_ceil(4)];
+        record.copy_payload(&mut bytes_of_mut(&mut words)[..bytes], pool)?;
+        self.forget(unit);
+        let own = &mut self.units[unit];
+        (own.newest, own.checksum) = (record.header.step, record.checksum());
+        Ok(Accepted::State { unit, words })
+    }
+
+    /// Says that the state that came last is in its place: the log goes on from it.
+    pub fn installed(&mut self, unit: usize) {
+        let own = &mut self.units[unit];
+        (own.version, own.broken) = (Some(own.newest), false);
+    }
+
+    fn clear(&mut self, unit: usize) {
+        let own = &mut self.units[unit];
+        own.entries.clear();
+        own.epoch += 1;
+        self.bytes -= own.bytes;
+        own.bytes = 0;
+    }
+
+    fn push(&mut self, unit: usize, record: &Record<'_>, gradient: Gradient) {
+        let Header { rule, step, t, payload_bytes, .. } = record.header;
+        let own = &mut self.units[unit];
+        (own.newest, own.checksum) = (step, record.checksum());
+        let same = own.entries.back_mut().filter(|last| {
+            matches!((&last.gradient, &gradient), (Gradient::Zero, Gradient::Zero)) && last.rule.same(&rule)
+        });
+        if let Some(last) = same {
+            (last.count, last.t) = (last.count + 1, t);
+            return;
+        }
+        let bytes = cost(payload_bytes);
+        own.entries.push_back(Entry { count: 1, t, rule, gradient, bytes });
+        own.bytes += bytes;
+        self.bytes += bytes;
+    }
+
+    /// Takes steps of a unit from the front: at most `max_steps` that change something, none after the trainer's step
+    /// `until`. None where there are none. One batch of a unit at a time, until [`Log::applied`].
+    pub fn take(&mut self, unit: usize, max_steps: usize, until: u64) -> Option<Batch> {
+        let own = &mut self.units[unit];
+        let start = own.version?;
+        let mut batch =
+            Batch { epoch: own.epoch, version: start, t: None, numbers: vec![], gradients: vec![], bytes: 0 };
+        while let Some(entry) = own.entries.front_mut() {
+            let row = entry.rule.as_slice();
+            let room = if row.is_empty() { u64::MAX } else { (max_steps - batch.gradients.len()) as u64 };
+            let other_rule = !row.is_empty()
+                && !batch.numbers.is_empty()
+                && batch.numbers.len() != row.len() * batch.gradients.len();
+            let count = entry.count.min(room).min(until.saturating_sub(batch.version));
+            if count == 0 || other_rule {
+                break;
+            }
+            batch.version += count;
+            if !row.is_empty() {
+                batch.t = Some(entry.t - (entry.count - count));
+            }
+            for _ in 0..if row.is_empty() { 0 } else { count } {
+                batch.numbers.extend_from_slice(row);
+                batch.gradients.push(match &mut entry.gradient {
+                    Gradient::Zero => None,
+                    Gradient::Blocks(payload) => Some(expand(payload, own.elements)),
+                    Gradient::Dense(stored) => Some(std::mem::replace(stored, Stored::F32(Vec::new()))),
+                });
+            }
+            entry.count -= count;
+            if entry.count == 0 {
+                batch.bytes += entry.bytes;
+                own.bytes -= entry.bytes;
+                own.entries.pop_front();
+            }
+        }
+        (batch.version > start).then_some(batch)
+    }
+
+    /// Says that a batch was applied: the state has its version, unless a full state came meanwhile (then false), and its
+    /// memory is free.
+    pub fn applied(&mut self, unit: usize, epoch: u64, version: u64, bytes: usize) -> bool {
+        self.bytes = self.bytes.saturating_sub(bytes);
+        let own = &mut self.units[unit];
+        if own.epoch != epoch || own.version.is_none() {
+            return false;
+        }
+        own.version = Some(version);
+        true
+    }
+}
+
+/// Bytes that an entry counts for.
+fn cost(payload_bytes: usize) -> usize {
+    payload_bytes + size_of::<Entry>()
+}
+
+/// A record's gradient in memory of its own.
+fn store(record: &Record<'_>, pool: &dyn Parallel) -> std::result::Result<Gradient, Fault> {
+    let elements = record.header.elements;
+    match record.header.encoding {
+        _ if record.header.kind != Kind::Step => record.verify(pool).map(|()| Gradient::Zero),
+        Encoding::Zero => record.verify(pool).map(|()| Gradient::Zero),
+        Encoding::F32 => {
+            let mut values = vec![0.0_f32; elements];
+            record.copy_payload(bytes_of_mut(&mut values), pool)?;
+            Ok(Gradient::Dense(Stored::F32(values)))
+        }
+        Encoding::Bf16 => {
+            let mut values = vec![bf16::ZERO; elements];
+            record.copy_payload(bytes_of_mut(&mut values), pool)?;
+            Ok(Gradient::Dense(Stored::Bf16(values)))
+        }
+        Encoding::Blocks => {
+            let mut payload = vec![0; record.payload.len()];
+            record.copy_payload(&mut payload, pool)?;
+            Ok(Gradient::Blocks(payload))
+        }
+    }
+}
