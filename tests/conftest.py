@@ -3,10 +3,16 @@
 import contextlib
 
 import pytest
+import torch
 
 from kernels import fast_kernels, fast_library, kernels, library
 
 __all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
+
+
+# Threads of small loops wait for each other by spinning: on a busy machine they take ten times as long as one. Tests
+# of several threads set their number.
+torch.set_num_threads(1)
 
 
 @pytest.fixture
