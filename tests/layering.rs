@@ -33,7 +33,7 @@ const LAYERS: [(&str, &[&str]); 10] = [
     ("placement", &["error", "dispatch"]),
     ("recovery", &["error"]),
     ("schedule", &["error", "placement"]),
-    ("selection", &["error"]),
+    ("selection", &["error", "placement", "schedule"]),
     ("cpu", &["error"]),
     ("snapshot", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),
     ("cuda", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),

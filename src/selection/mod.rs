@@ -10,6 +10,7 @@
 //! A [`Selection`] lists, for each layer, the experts to copy, ascending.
 
 mod budget;
+mod copies;
 mod json;
 mod ledger;
 mod load_aware;
@@ -18,6 +19,10 @@ mod shard;
 mod tokens;
 
 pub use budget::budget;
+pub use copies::{
+    CopyKind, CopyNode, CopyPlan, CopyReason, CopyRequest, CopyUnit, Holder, Limit, LossSurvival, NodeUse,
+    UnitChoice, choose_copies,
+};
 pub use ledger::{Starvation, TokenLedger};
 pub use load_aware::load_aware;
 pub use sequential::sequential;
