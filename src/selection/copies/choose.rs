@@ -16,7 +16,8 @@ use std::collections::BinaryHeap;
 /// train on gets, on further domains, what takes the fewest seconds of links: the gradients of each step (none if it is
 /// idle), or its state. Copies run in idle windows, and beyond them up to `budget` of a step. Where not all fit,
 /// expected lost tokens decide: greedily, along the convex hull of each unit's choices, the step that saves the most
-/// tokens for a second of links; then what is left is filled. A packing by size is tried too, and the better one taken.
+/// tokens for a second of links; then what is left is filled, and
+/// pairs of units exchange room while that helps. A packing by size is tried too, and the better one taken.
 ///
 /// Every transfer takes `alpha + bytes / beta` seconds of the network of both ends, and once of the sender's host link; a
 /// copy lies in host memory, or if replayed and there is no room in device memory, over the holder's host link. A snapshot
@@ -65,6 +66,7 @@ pub fn choose_copies(request: &CopyRequest<'_>) -> Result<CopyPlan> {
         let mut chooser = Chooser::new(request)?;
         chooser.by_saving();
         chooser.fill();
+        chooser.improve();
         chooser
     };
     if by_saving.quality().0 == 0 {
@@ -73,6 +75,7 @@ pub fn choose_copies(request: &CopyRequest<'_>) -> Result<CopyPlan> {
     let mut by_size = Chooser::new(request)?;
     by_size.by_size();
     by_size.fill();
+    by_size.improve();
     let (a, b) = (by_saving.quality(), by_size.quality());
     // All covered, or else the least expected loss.
     let better = (b.0 == 0).cmp(&(a.0 == 0)).then(a.1.total_cmp(&b.1)).then(a.0.cmp(&b.0));
@@ -80,21 +83,21 @@ pub fn choose_copies(request: &CopyRequest<'_>) -> Result<CopyPlan> {
 }
 
 /// A unit's choices, and the one that is made.
-struct Unit {
-    active: Vec<usize>,
-    sender: usize,
+pub(super) struct Unit {
+    pub(super) active: Vec<usize>,
+    pub(super) sender: usize,
     /// Nodes on fresh domains that should hold the copies, by `unit_copy_holders`.
-    preferred: Vec<usize>,
+    pub(super) preferred: Vec<usize>,
     /// Domains that should hold it besides the active ones.
-    missing: usize,
-    choices: Vec<Choice>,
-    kind: CopyKind,
-    holders: Vec<Holder>,
-    loss: f64,
+    pub(super) missing: usize,
+    pub(super) choices: Vec<Choice>,
+    pub(super) kind: CopyKind,
+    pub(super) holders: Vec<Holder>,
+    pub(super) loss: f64,
 }
 
 impl Unit {
-    fn covered(&self) -> bool {
+    pub(super) fn covered(&self) -> bool {
         self.missing == 0 || (self.holders.len() == self.missing && self.kind.period() == 1)
     }
 
@@ -130,12 +133,12 @@ impl PartialEq for Step {
 
 impl Eq for Step {}
 
-struct Chooser<'a> {
+pub(super) struct Chooser<'a> {
     request: &'a CopyRequest<'a>,
     risk: Risk<'a>,
-    domain: Vec<usize>,
+    pub(super) domain: Vec<usize>,
     room: Room<'a>,
-    units: Vec<Unit>,
+    pub(super) units: Vec<Unit>,
 }
 
 impl<'a> Chooser<'a> {
@@ -213,19 +216,39 @@ impl<'a> Chooser<'a> {
             (0..self.units.len()).filter(|&unit| !self.units[unit].covered()).collect();
         order.sort_by(|&a, &b| self.units[b].loss.total_cmp(&self.units[a].loss).then(a.cmp(&b)));
         for unit in order {
-            let mut choices = self.units[unit].choices.clone();
-            choices.sort_by(|a, b| b.covers.cmp(&a.covers).then(a.loss.total_cmp(&b.loss)));
-            for choice in choices {
-                let better = choice.covers || choice.loss < self.units[unit].loss;
-                if better && self.choose(unit, choice).is_ok() {
-                    break;
-                }
-            }
+            let choices = self.better(unit);
+            let _ = choices.into_iter().any(|choice| self.choose(unit, choice).is_ok());
         }
     }
 
-    /// Makes the choice in place of the last one, if there is room for it and it loses less or covers.
-    fn choose(&mut self, index: usize, choice: Choice) -> std::result::Result<(), Limit> {
+    /// A unit without any copy.
+    pub(super) fn clear(&mut self, index: usize) {
+        let request = &self.request.units[index];
+        let unit = &mut self.units[index];
+        self.room.remove(unit.sender, &unit.holders, Cost::new(self.request, request, unit.kind));
+        (unit.kind, unit.holders) = (CopyKind::Uncovered, Vec::new());
+        unit.loss = self.risk.loss(request, unit.kind, &unit.active, &[]);
+    }
+
+    pub(super) fn save(&self, index: usize) -> (CopyKind, Vec<Holder>, f64) {
+        let unit = &self.units[index];
+        (unit.kind, unit.holders.clone(), unit.loss)
+    }
+
+    /// What `save` gave, for which there is room.
+    pub(super) fn restore(&mut self, index: usize, saved: &(CopyKind, Vec<Holder>, f64)) {
+        self.clear(index);
+        let unit = &mut self.units[index];
+        (unit.kind, unit.holders, unit.loss) = saved.clone();
+        self.room.add(
+            unit.sender,
+            &unit.holders,
+            Cost::new(self.request, &self.request.units[index], unit.kind),
+        );
+    }
+
+    /// Makes the choice in place of the last one, if there is room for it.
+    pub(super) fn choose(&mut self, index: usize, choice: Choice) -> std::result::Result<(), Limit> {
         let request = &self.request.units[index];
         let Unit { sender, kind, .. } = self.units[index];
         let before = (Cost::new(self.request, request, kind), std::mem::take(&mut self.units[index].holders));

@@ -6,6 +6,7 @@
 //! ```
 
 mod choose;
+mod improve;
 mod options;
 mod plan;
 mod request;
