@@ -322,7 +322,7 @@ fn mixed_units_get_nearly_the_best() {
     }
     assert!(possible_cases > CASES / 10 && missed == 0, "missed {missed} of {possible_cases}");
     assert!(
-        exact > CASES * 3 / 4 && gaps < 0.01 && worst < 0.3,
+        exact > CASES * 3 / 4 && gaps < 0.01 && worst < 0.35,
         "{exact} exact, mean gap {gaps}, worst {worst}"
     );
 }

@@ -156,15 +156,15 @@ def choose_copies(
     state. Where not all fit, expected lost tokens (probability that all current holders fail in a step, times tokens,
     times steps lost) are made small: greedily by tokens saved for a second of links, then by exchanges of pairs.
 
-    A transfer takes `alpha + bytes / beta` seconds of the network at both ends and, once for all holders, of the sender's
-    host link. A replayed copy takes the state and `log_steps` gradients, in host memory or else over the holder's host
-    link in device memory; a snapshot, sent in `period` parts, takes the state twice in host memory.
+    A transfer takes `alpha + bytes / beta` seconds of the network at both ends and, once for all holders, of the
+    sender's host link. A replayed copy takes the state and `log_steps` gradients, in host memory or else over the
+    holder's host link in device memory; a snapshot, sent in `period` parts, takes the state twice in host memory.
 
         >>> nodes = [CopyNode(1e-4, domain, 4000, network_seconds=0.08, host_link_seconds=0.2) for domain in range(3)]
         >>> units = [
         ...     CopyUnit(1200, 200, active=[0, 1], tokens=64),
         ...     CopyUnit(1200, 200, active=[0], tokens=64),  # 200 bytes a step: 0.02 s
-        ...     CopyUnit(1200, 200, active=[2], tokens=64, replayable=False),  # 0.12 s are too much, every second step not
+        ...     CopyUnit(1200, 200, active=[2], tokens=64, replayable=False),  # 0.12 s: too much
         ... ]
         >>> plan = choose_copies(units, nodes, network=Link(0, 1e4), host_link=Link(0, 1e5), step_seconds=1.0)
         >>> [(unit.kind, unit.period, unit.bytes) for unit in plan.units]

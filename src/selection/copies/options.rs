@@ -86,7 +86,8 @@ pub(super) fn hull(choices: &[Choice], nothing: f64) -> Vec<(f64, Choice)> {
             extra if extra <= 0.0 => f64::INFINITY,
             extra => (loss - choice.loss) / extra,
         };
-        let better = choices.iter().filter(|choice| choice.loss < loss && choice.seconds >= seconds);
+        // Of equal ones the first, which is the last maximum in reverse.
+        let better = choices.iter().rev().filter(|choice| choice.loss < loss && choice.seconds >= seconds);
         let best = better.max_by(|a, b| saves(a).total_cmp(&saves(b)).then(b.loss.total_cmp(&a.loss)));
         let Some(best) = best else { return found };
         found.push((saves(best), *best));
