@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_older_and_says_why():
 
 def test_a_thousand_experts_on_many_nodes():
     units = [CopyUnit(14_000, 2000 * (expert % 5), [expert % 64], float(expert % 5)) for expert in range(1024)]
-    nodes = [CopyNode(1e-5, node // 4, 1 << 22, 0, 10.0, 10.0) for node in range(64)]
+    nodes = [CopyNode(1e-5, node // 4, 1 << 22, 0, 100.0, 100.0) for node in range(64)]
     plan = choose(units, nodes, copies=3)
     assert all(unit.covered for unit in plan.units)
     for choice in plan.units:
