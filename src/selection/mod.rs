@@ -4,6 +4,7 @@
 //! counts [layers, experts] of each step ─ TokenLedger ─ tokens at risk, checkpoints waited ─┐
 //!      ┌─ copied, or lost in a recovery ◄── experts to copy ◄── sequential, load_aware, budget ◄┘
 //!      └► portion of lost tokens (PLT) ─ Dynamic-K
+//! units, nodes, windows ─ choose_copies ─ how each unit is kept safe, on which nodes
 //! bytes of modules ─ shard_modules ─ which rank saves which part
 //! ```
 //!
