@@ -12,7 +12,7 @@
 //! | [`placement`] | pure: load → replicas → which rank holds which expert; who keeps whose copies |
 //! | [`recovery`] | pure: what survives → target version and transfers |
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
-//! | [`selection`] | pure: tokens at risk → which experts to copy now; who saves which part of the rest |
+//! | [`selection`] | pure: tokens at risk → which experts to copy now; how each unit is kept safe; who saves which part of the rest |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process |
 //! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
@@ -21,7 +21,7 @@
 //! | `python` | the extension module: convert, release the GIL, call; no decisions |
 //!
 //! Imports point one way: `error ← planners and cpu ← replay, snapshot, cuda, torch ← python`; of the planners `placement`
-//! uses `dispatch`, and `schedule` uses `placement`.
+//! uses `dispatch`, `schedule` uses `placement`, and `selection` uses both of these.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]

@@ -33,7 +33,7 @@ const LAYERS: [(&str, &[&str]); 11] = [
     ("placement", &["error", "dispatch"]),
     ("recovery", &["error"]),
     ("schedule", &["error", "placement"]),
-    ("selection", &["error"]),
+    ("selection", &["error", "placement", "schedule"]),
     ("cpu", &["error"]),
     ("replay", &["error", "cpu"]),
     ("snapshot", &["error", "dispatch", "placement", "recovery", "selection", "cpu"]),

@@ -49,8 +49,23 @@ def plans() -> list[str]:
         ledger.copied(chosen)
     said.append(ledger.to_json())
     said.append(repr(planning.shard_modules([900, 30, 411, 77], 3, [0, 500, 100])))
+    said += copies(rng)
     said += schedules(rng)
     return said
+
+
+def copies(rng: np.random.Generator) -> list[str]:
+    units = [
+        planning.CopyUnit(int(state), int(gradient), [int(rank)], float(tokens), bool(tokens % 3))
+        for state, gradient, rank, tokens in rng.integers(1, 99, (60, 4)) % [99, 20, 12, 99]
+    ]
+    nodes = [planning.CopyNode(1e-4, rank // 2, 400, 100, 0.1, 0.1) for rank in range(12)]
+    link = schedule.Link(1e-4, 900.0)
+    found = [
+        planning.choose_copies(units, nodes, network=link, host_link=link, step_seconds=1.0, copies=copies)
+        for copies in (2, 3)
+    ]
+    return [repr(plan) for plan in found]
 
 
 def schedules(rng: np.random.Generator) -> list[str]:

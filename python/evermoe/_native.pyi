@@ -54,6 +54,25 @@ def primaries(holders: list[list[int]], nbytes: list[int], ranks: int) -> list[i
 def unit_copy_holders(
     primaries: list[int], active: list[list[int]], nodes: list[str], copies: int
 ) -> list[list[int]]: ...
+def choose_copies(
+    units: list[tuple[int, int, list[int], float, bool]],
+    nodes: list[tuple[float, int, int, int, float, float]],
+    network: tuple[float, float],
+    host_link: tuple[float, float],
+    step_seconds: float,
+    copies: int,
+    budget: float,
+    max_period: int,
+    persist_period: int,
+    log_steps: int,
+) -> tuple[
+    list[tuple[str, int, int, list[tuple[int, str]], int, bool, int, float, str, str]],
+    list[tuple[int, int, float, float, int, int]],
+    float,
+    float,
+    list[tuple[int, tuple[float, float, int | None], tuple[float, float, int | None]]],
+    str,
+]: ...
 def recovery_plan(
     units: list[tuple[str, int]],
     holdings: list[list[tuple[str, int, int, str]]],

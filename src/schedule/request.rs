@@ -33,7 +33,7 @@ impl Link {
         self.alpha + bytes as f64 / self.beta
     }
 
-    fn check(&self, name: &str) -> Result<()> {
+    pub(crate) fn check(&self, name: &str) -> Result<()> {
         let Self { alpha, beta } = self;
         ensure!(
             alpha.is_finite() && *alpha >= 0.0,

@@ -4,12 +4,14 @@
 //! counts [layers, experts] of each step ─ TokenLedger ─ tokens at risk, checkpoints waited ─┐
 //!      ┌─ copied, or lost in a recovery ◄── experts to copy ◄── sequential, load_aware, budget ◄┘
 //!      └► portion of lost tokens (PLT) ─ Dynamic-K
+//! units, nodes, windows ─ choose_copies ─ how each unit is kept safe, on which nodes
 //! bytes of modules ─ shard_modules ─ which rank saves which part
 //! ```
 //!
 //! A [`Selection`] lists, for each layer, the experts to copy, ascending.
 
 mod budget;
+mod copies;
 mod json;
 mod ledger;
 mod load_aware;
@@ -18,6 +20,10 @@ mod shard;
 mod tokens;
 
 pub use budget::budget;
+pub use copies::{
+    CopyKind, CopyNode, CopyPlan, CopyReason, CopyRequest, CopyUnit, Holder, Limit, LossSurvival, NodeUse,
+    UnitChoice, choose_copies,
+};
 pub use ledger::{Starvation, TokenLedger};
 pub use load_aware::load_aware;
 pub use sequential::sequential;

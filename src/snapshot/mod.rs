@@ -14,6 +14,8 @@ mod arena;
 mod layout;
 mod mapping;
 mod state;
+mod triple;
 
 pub use arena::{Arena, digest};
 pub use layout::{Layout, Unit};
+pub use triple::{Event, Slot, TripleBuffer};

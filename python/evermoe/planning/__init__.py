@@ -4,6 +4,16 @@ Shapes: E experts, N nodes or ranks, L layers. A wrong argument is a ValueError 
 communicates, reads a clock or draws a random number. When to copy is a module of its own, `evermoe.planning.schedule`.
 """
 
+from evermoe.planning.choose_copies import (
+    CopyNode,
+    CopyPlan,
+    CopyUnit,
+    Holder,
+    LossSurvival,
+    NodeUse,
+    UnitChoice,
+    choose_copies,
+)
 from evermoe.planning.copies import (
     TrainingCopies,
     copy_holders,
@@ -16,6 +26,7 @@ from evermoe.planning.ledger import Starvation, TokenLedger
 from evermoe.planning.load import LoadAverage
 from evermoe.planning.migrate import Migration, migrate
 from evermoe.planning.placement import POLICIES, FewerReplicas, Placement, PlacementPolicy, Reason, allocate, place
+from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan
 from evermoe.planning.selection import select_experts, shard_modules
 from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
@@ -23,14 +34,24 @@ from evermoe.planning.survival import Survival, copy_recovery_probability, recov
 
 __all__ = [
     "POLICIES",
+    "PRESETS",
+    "PRESET_NAMES",
     "SPLITS",
+    "CopyNode",
+    "CopyPlan",
     "CopySize",
+    "CopyUnit",
     "FewerReplicas",
+    "Holder",
     "LoadAverage",
+    "LossSurvival",
     "Migration",
     "ModelSize",
+    "NodeUse",
     "Placement",
     "PlacementPolicy",
+    "Preset",
+    "PresetName",
     "Reason",
     "RecoveryPlan",
     "SplitPolicy",
@@ -38,8 +59,10 @@ __all__ = [
     "Survival",
     "TokenLedger",
     "TrainingCopies",
+    "UnitChoice",
     "allocate",
     "checkpoint_bytes",
+    "choose_copies",
     "copy_holders",
     "copy_recovery_probability",
     "imbalance",

@@ -1,5 +1,6 @@
 //! Python face of the planners: numpy arrays and names in, numpy arrays and names out. One file for each planner module.
 
+mod choose_copies;
 mod copies;
 mod dispatch;
 mod migrate;
@@ -14,6 +15,7 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArray
 use pyo3::prelude::*;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    choose_copies::register(module)?;
     copies::register(module)?;
     dispatch::register(module)?;
     migrate::register(module)?;
