@@ -29,6 +29,11 @@ def test_the_options_of_the_benches_exist(name):
     assert "skipped" in ran.stdout
 
 
+def test_the_limits_keep_each_command_under_eight_minutes():
+    assert on_gpu.TEST_SECONDS + len(on_gpu.CHECKS) * on_gpu.CHECK_SECONDS < 480
+    assert len(on_gpu.BENCHES) * on_gpu.BENCH_SECONDS < 480
+
+
 def test_the_results_of_a_run_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(on_gpu, "OUT", tmp_path)
     found = on_gpu.pytest(

@@ -133,8 +133,8 @@ class AdamW(_Optimizer):
 
     def _step_one(self, parameter: Tensor, gradient: Tensor, numbers: Tensor) -> None:
         state = self.state[parameter]
-        moments = _vector(state["exp_avg"]), _vector(state["exp_avg_sq"])
-        ops.adamw_(_vector(parameter), *moments, [_vector(gradient)], numbers)
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        ops.adamw_(parameter, *moments, [gradient], numbers)
         state["step"] += 1
 
 
@@ -188,14 +188,9 @@ class SGD(_Optimizer):
         buffer = state.get("momentum_buffer")
         if buffer is None and numbers[0, 4] != 0:  # its momentum
             buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        ops.sgd_(_vector(parameter), None if buffer is None else _vector(buffer), [_vector(gradient)], numbers)
+        ops.sgd_(parameter, buffer, [gradient], numbers)
         if buffer is not None:
             state["momentum_buffer"] = buffer
-
-
-def _vector(tensor: Tensor) -> Tensor:
-    """The tensor, or a view of it with a dimension: the op takes no number without one."""
-    return tensor if tensor.dim() else tensor.view(1)
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
