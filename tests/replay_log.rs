@@ -365,3 +365,53 @@ fn sign_of_zero_is_dropped_only_where_it_makes_no_difference() {
     }
     assert!(differs_where_it_may, "the states tell the signs apart somewhere");
 }
+
+fn newest_values(log: &mut Log, until: u64) -> Vec<(Vec<f32>, Option<Stored>)> {
+    let mut found = Vec::new();
+    while let Some(batch) = log.take(0, 1, until) {
+        assert!(log.applied(0, batch.epoch, batch.version, batch.bytes));
+        found.extend(batch.gradients.into_iter().map(|gradient| (batch.numbers.clone(), gradient)));
+    }
+    found
+}
+
+#[test]
+fn a_held_step_counts_only_when_it_is_released_and_with_its_clipping() {
+    let mut log = log_of(4, 1 << 16);
+    let before = log.bytes();
+    assert_eq!(log.hold(&step_record(1, &[1.0, 2.0, 3.0, 4.0]), &Serial), Ok(Accepted::Logged { unit: 0 }));
+    assert!(log.is_held(0) && log.bytes() > before);
+    assert_eq!(log.newest(0), Some(0));
+    assert!(log.take(0, 8, 9).is_none());
+    log.discard();
+    assert!(!log.is_held(0));
+    assert_eq!((log.bytes(), log.newest(0)), (before, Some(0)));
+    log.release(1.0); // of nothing
+    assert_eq!(log.newest(0), Some(0));
+
+    let again = step_record(1, &[0.1, 0.2, 0.3, 0.7]);
+    for _ in 0..2 {
+        assert_eq!(log.hold(&again, &Serial), Ok(Accepted::Logged { unit: 0 }));
+    }
+    log.release(0.25);
+    assert_eq!(log.newest(0), Some(1));
+    let [(numbers, gradient)] = &newest_values(&mut log, 9)[..] else { panic!("one step") };
+    assert_eq!((numbers[2], gradient), (0.25, &Some(Stored::F32(vec![0.1, 0.2, 0.3, 0.7]))));
+    assert_eq!(log.bytes(), before);
+    assert_eq!(log.hold(&again, &Serial), Ok(Accepted::Duplicate { unit: 0 }));
+}
+
+#[test]
+fn a_held_step_takes_room_and_a_full_state_ends_it() {
+    let record = step_record(1, &[1.0; 64]);
+    let mut log = log_of(64, 4 * 64 + 200);
+    assert_eq!(log.hold(&record, &Serial), Ok(Accepted::Logged { unit: 0 }));
+    assert_eq!(log.hold(&record, &Serial), Ok(Accepted::Logged { unit: 0 }));
+    assert!(log.fullest().is_none());
+    let state = state_record(1, 64, &[3; 12 * 64]);
+    assert!(matches!(log.hold(&state, &Serial), Ok(Accepted::State { unit: 0, .. })));
+    log.installed(0);
+    assert!(!log.is_held(0) && log.bytes() == 0);
+    log.release(1.0);
+    assert_eq!(log.newest(0), Some(1));
+}

@@ -17,6 +17,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -38,8 +39,18 @@ HEARTBEAT_SECONDS = 0.1
 """How often a member tells the Lighthouse that it lives."""
 RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
+_NEVER_SENT = 0x7FFF_FFFF
+"""Tag of no message."""
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
+
+
+def _ignore(name: str) -> None:
+    pass
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0] or "the group was aborted"
 
 
 class Group:
@@ -47,15 +58,23 @@ class Group:
 
     A fresh `Group()` has one member and needs no network. Every failure of a peer is raised as `PeerLost`, after
     this member's own sockets are closed; from then on every call raises `PeerLost` until the group is rebuilt.
-    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
+    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL. `is_shared`: threads may wait for transfers while
+    another one drops the group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
         self.rank = 0
         self.size = 1
         self._groups: dict[str, Any] = {}
         self._timeout = timedelta(0)
+        self._is_shared = is_shared
         self.broken: str | None = None
+        self.background: Group | None = None
+        """The same members, for the transfers of other threads; dropped and rebuilt with this group."""
+        self.on_begin: Callable[[str], None] = _ignore
+        """Is told the name of each collective before it begins."""
+        self.on_end: Callable[[str], None] = _ignore
+        """Is told the name of each collective after it has ended."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum of `tensor` over all members, in place; the same bits on every member."""
@@ -113,12 +132,32 @@ class Group:
 
         self._call("exchange", (sends or receives)[0][0], start)
 
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Begins to receive into a tensor on the CPU, which may be larger than what comes."""
+        return self._transfer("receive", lambda pg: pg.recv([tensor], source, tag))
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Transfer:
+        """Begins to send a tensor on the CPU; messages of one tag between two members keep their order."""
+        return self._transfer("send", lambda pg: pg.send([tensor], destination, tag))
+
+    def _transfer(self, name: str, start: Callable[[Any], Any]) -> Transfer:
+        if self.broken is not None:
+            raise PeerLost(f"{name} among {self.size} members failed: {self.broken}")
+        try:
+            return Transfer(self, name, start(self._groups["cpu"]))
+        except (RuntimeError, AssertionError) as error:
+            failure = _first_line(error)
+        self.drop(failure)
+        raise PeerLost(f"{name} among {self.size} members failed: {failure}")
+
     def _call(self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> torch.Tensor:
         if self.broken is None and self.size == 1:
             return tensor
         failure = self.broken
         if failure is None:
+            self.on_begin(name)
             failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
+            self.on_end(name)
         if failure is not None:  # outside any `except`: the collective's exception must not live on as a context
             self.drop(failure)
             raise PeerLost(f"{name} among {self.size} members failed: {failure}")
@@ -133,7 +172,7 @@ class Group:
             for work in works:  # gloo's point-to-point would wait as long as connecting may take
                 work.wait(self._timeout)
         except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
-            return str(error).split("\n", 1)[0] or "the group was aborted"
+            return _first_line(error)
         return None
 
     def is_whole(self) -> bool:
@@ -147,12 +186,29 @@ class Group:
     def drop(self, reason: str) -> None:
         """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
         self.broken = self.broken or reason
+        if self.background is not None:
+            self.background.drop(reason)
         for group in self._groups.values():
+            if self._is_shared:
+                self._end_waiting(group)
             group.abort(errored=False)
+
+    def _end_waiting(self, group: Any) -> None:
+        """Ends all threads' waits for transfers, here and at the peers.
+
+        Gloo has no call for that, and its sockets stay open while anybody waits. But a wait that times out closes them.
+        """
+        with suppress(RuntimeError, AssertionError):
+            if self.size > 1 and group._pg is not None:
+                never = group.recv([torch.empty(1)], (self.rank + 1) % self.size, _NEVER_SENT)
+                never.wait(timedelta(milliseconds=1))
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
         self.drop("the group is being rebuilt")
+        if self.background is not None:
+            shared = dist.PrefixStore("background", store)
+            self.background.rebuild(shared, rank, size, torch.device("cpu"), timeout)
         if not self._groups:
             self._groups["cpu"] = ProcessGroupGloo(timeout=timeout)
             if device.type == "cuda":
@@ -166,6 +222,30 @@ class Group:
                 group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
             self._groups["cpu"]._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
         self.broken = None
+
+
+class Transfer:
+    """A message between two members that is under way."""
+
+    def __init__(self, group: Group, name: str, work: Any) -> None:
+        self._group, self._name, self._work = group, name, work
+
+    def wait(self) -> None:
+        """Until the tensor was sent, or has arrived.
+
+        Raises:
+            PeerLost: the other member is gone or silent, or the group was dropped here.
+        """
+        work, self._work = self._work, None  # a work that lives keeps sockets open
+        failure = None
+        try:
+            work.wait(self._group._timeout)
+        except (RuntimeError, AssertionError) as error:
+            failure = _first_line(error)
+        del work
+        if failure is not None:
+            self._group.drop(failure)
+            raise PeerLost(f"{self._name} among {self._group.size} members failed: {failure}")
 
 
 @dataclass
@@ -203,6 +283,7 @@ class Membership:
         self.node = node
         self.identity = identity
         self.group = Group()
+        self.group.background = Group(is_shared=True)
         self.established = False
         """Set by the session: this member has state of the running job."""
         self.generation = 0

@@ -50,7 +50,7 @@ class Received:
     Attributes:
         unit: the unit's name; None where the message does not say, as it is damaged.
         code: "ok", or why not: "corrupt", "unknown_version", "wrong_unit", "wrong_size", "no_state", "gap",
-            "reordered", or "failed" where the steps could not be applied.
+            "reordered", "log_full" where held steps leave no room, or "failed" where the steps could not be applied.
         reason: the same in words; empty for "ok".
     """
 
@@ -188,11 +188,14 @@ class Replica:
         self._thread = threading.Thread(target=self._apply_in_background, name="evermoe-replica", daemon=True)
         self._thread.start()
 
-    def receive(self, message: bytes | bytearray | memoryview | NDArray[np.uint8]) -> Received:
+    def receive(
+        self, message: bytes | bytearray | memoryview | NDArray[np.uint8], *, hold: bool = False
+    ) -> Received:
         """Takes over one message; its memory is the caller's again afterwards. For one thread at a time.
 
         Args:
-            message: one of `GradientSender.messages`.
+            message: one of `GradientSender.messages` or `coming`.
+            hold: a step does not count before `release`, as the trainers have not agreed on it yet.
 
         Returns:
             What became of it. A damaged, missing or reordered message is no exception: the unit keeps the state that it
@@ -205,18 +208,32 @@ class Replica:
             raise ValueError("replica: it is closed")
         record = np.frombuffer(message, np.uint8)
         while True:
-            code, index, reason, state = self._log.accept(record)
+            code, index, reason, state = self._log.accept(record, hold)
             if code != "apply_now":
                 break
+            before = self._log.nbytes
             self._apply_some(self._log.fullest())
+            if hold and self._log.nbytes >= before:
+                code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"
+                break
         name = None if index is None else self._parts[index].unit.name
         if index is not None and index in self._failures and code != "state":
             return Received(name, "failed", self._failures[index])
         if code == "state" and index is not None and state is not None:
             self._install(index, state)
-        elif code == "ok" and index is not None:
+        elif code == "ok" and index is not None and not hold:
             self._wake(index)
         return Received(name, "ok" if code in ("ok", "state", "duplicate") else code, reason)
+
+    def release(self, *, clip: float = 1.0) -> None:
+        """The held steps count from now on, with gradients multiplied by `clip` before the optimizer saw them."""
+        self._log.release(clip)
+        for index in range(len(self._parts)):
+            self._wake(index)
+
+    def discard(self) -> None:
+        """The held steps will never be."""
+        self._log.discard()
 
     def version(self, unit: str) -> int | None:
         """The newest step of the trainer that the unit can be brought to; None before its full state came."""

@@ -148,9 +148,18 @@ impl ReplayLog {
         Ok(Self(Mutex::new(replay::Log::new(&units, limit_bytes)?)))
     }
 
-    fn accept<'py>(&self, py: Python<'py>, record: PyReadonlyArray1<'_, u8>) -> PyResult<Received<'py>> {
+    #[pyo3(signature = (record, hold = false))]
+    fn accept<'py>(
+        &self,
+        py: Python<'py>,
+        record: PyReadonlyArray1<'_, u8>,
+        hold: bool,
+    ) -> PyResult<Received<'py>> {
         let bytes = record.as_slice().map_err(|_| contiguous())?;
-        let accepted = py.detach(|| self.lock().accept(bytes, &TorchPool));
+        let accepted = py.detach(|| match hold {
+            true => self.lock().hold(bytes, &TorchPool),
+            false => self.lock().accept(bytes, &TorchPool),
+        });
         Ok(match accepted {
             Ok(Accepted::Logged { unit }) => ("ok", Some(unit), String::new(), None),
             Ok(Accepted::Duplicate { unit }) => ("duplicate", Some(unit), String::new(), None),
@@ -184,6 +193,18 @@ impl ReplayLog {
 
     fn applied(&self, py: Python<'_>, unit: usize, epoch: u64, version: u64, nbytes: usize) -> bool {
         py.detach(|| self.lock().applied(unit, epoch, version, nbytes))
+    }
+
+    fn release(&self, py: Python<'_>, clip: f32) {
+        py.detach(|| self.lock().release(clip));
+    }
+
+    fn discard(&self, py: Python<'_>) {
+        py.detach(|| self.lock().discard());
+    }
+
+    fn is_held(&self, py: Python<'_>, unit: usize) -> bool {
+        py.detach(|| self.lock().is_held(unit))
     }
 
     fn installed(&self, py: Python<'_>, unit: usize) {

@@ -18,6 +18,9 @@ use std::collections::{BTreeMap, VecDeque};
 
 pub use super::gradient::Dense as Stored;
 
+/// What is done with the step of a record: unit, header, checksum, gradient.
+type Keep = fn(&mut Log, usize, &Header, u64, Gradient);
+
 /// Units, and what is logged of each.
 #[derive(Debug)]
 pub struct Log {
@@ -41,7 +44,17 @@ struct Unit {
     /// A record was lost: what is logged holds, but nothing can follow it.
     broken: bool,
     entries: VecDeque<Entry>,
+    /// The step after the newest, which the trainers have not agreed on yet.
+    held: Option<Held>,
     bytes: usize,
+}
+
+/// A step that is there and whole, but may never be.
+#[derive(Debug)]
+struct Held {
+    header: Header,
+    checksum: u64,
+    gradient: Gradient,
 }
 
 #[derive(Debug)]
@@ -150,7 +163,7 @@ impl Log {
     /// The unit of which most bytes are logged.
     pub fn fullest(&self) -> Option<usize> {
         (0..self.units.len())
-            .filter(|&unit| self.units[unit].bytes > 0)
+            .filter(|&unit| !self.units[unit].entries.is_empty())
             .max_by_key(|&unit| self.units[unit].bytes)
     }
 
@@ -169,11 +182,23 @@ impl Log {
         bytes: &[u8],
         pool: &dyn Parallel,
     ) -> std::result::Result<Accepted, (Option<usize>, Fault)> {
+        self.accept_checked(bytes, pool, |log, unit, header, checksum, gradient| {
+            log.discard_unit(unit);
+            log.push(unit, header, checksum, gradient);
+        })
+    }
+
+    fn accept_checked(
+        &mut self,
+        bytes: &[u8],
+        pool: &dyn Parallel,
+        keep: Keep,
+    ) -> std::result::Result<Accepted, (Option<usize>, Fault)> {
         let record = Record::parse(bytes).map_err(|fault| (self.named_in(bytes), fault))?;
         let Some(&unit) = self.places.get(&record.header.unit) else {
             return Err((None, Fault::WrongUnit(record.header.unit)));
         };
-        self.accept_for(unit, &record, pool).map_err(|fault| {
+        self.accept_for(unit, &record, pool, keep).map_err(|fault| {
             self.units[unit].broken = true;
             (Some(unit), fault)
         })
@@ -187,11 +212,74 @@ impl Log {
         Some(unit)
     }
 
+    /// Like [`Log::accept`], but the step counts only from [`Log::release`] on, which may change its clipping; before
+    /// that [`Log::discard`] takes it back. A later record of the same step replaces it.
+    ///
+    /// # Errors
+    /// As of [`Log::accept`].
+    pub fn hold(
+        &mut self,
+        bytes: &[u8],
+        pool: &dyn Parallel,
+    ) -> std::result::Result<Accepted, (Option<usize>, Fault)> {
+        self.discard_of(bytes);
+        self.accept_checked(bytes, pool, Self::hold_back)
+    }
+
+    /// The trainers have agreed on the held steps, with gradients multiplied by `clip` before the optimizer saw them.
+    pub fn release(&mut self, clip: f32) {
+        for unit in 0..self.units.len() {
+            let Some(Held { mut header, checksum, gradient }) = self.units[unit].held.take() else { continue };
+            self.unhold(unit, header.payload_bytes);
+            header.rule = header.rule.clipped(clip);
+            self.push(unit, &header, checksum, gradient);
+        }
+    }
+
+    /// The held steps will never be.
+    pub fn discard(&mut self) {
+        for unit in 0..self.units.len() {
+            self.discard_unit(unit);
+        }
+    }
+
+    /// Whether a step of the unit is held.
+    pub fn is_held(&self, unit: usize) -> bool {
+        self.units[unit].held.is_some()
+    }
+
+    fn discard_of(&mut self, bytes: &[u8]) {
+        let id = bytes.get(8..16).and_then(|id| id.first_chunk()).map(|id| u64::from_le_bytes(*id));
+        if let Some(&unit) = id.and_then(|id| self.places.get(&id)) {
+            self.discard_unit(unit);
+        }
+    }
+
+    fn discard_unit(&mut self, unit: usize) {
+        if let Some(held) = self.units[unit].held.take() {
+            self.unhold(unit, held.header.payload_bytes);
+        }
+    }
+
+    fn unhold(&mut self, unit: usize, payload_bytes: usize) {
+        self.units[unit].bytes -= cost(payload_bytes);
+        self.bytes -= cost(payload_bytes);
+    }
+
+    fn hold_back(&mut self, unit: usize, header: &Header, checksum: u64, gradient: Gradient) {
+        let bytes = cost(header.payload_bytes);
+        let own = &mut self.units[unit];
+        own.held = Some(Held { header: *header, checksum, gradient });
+        own.bytes += bytes;
+        self.bytes += bytes;
+    }
+
     fn accept_for(
         &mut self,
         unit: usize,
         record: &Record<'_>,
         pool: &dyn Parallel,
+        keep: Keep,
     ) -> std::result::Result<Accepted, Fault> {
         let Header { kind, step, elements, payload_bytes, .. } = record.header;
         let own = &self.units[unit];
@@ -224,7 +312,7 @@ impl Log {
             return Ok(Accepted::ApplyNow { unit });
         }
         let gradient = store(record, pool)?;
-        self.push(unit, record, gradient);
+        keep(self, unit, &record.header, record.checksum(), gradient);
         Ok(Accepted::Logged { unit })
     }
 
@@ -252,15 +340,16 @@ impl Log {
     fn clear(&mut self, unit: usize) {
         let own = &mut self.units[unit];
         own.entries.clear();
+        own.held = None;
         own.epoch += 1;
         self.bytes -= own.bytes;
         own.bytes = 0;
     }
 
-    fn push(&mut self, unit: usize, record: &Record<'_>, gradient: Gradient) {
-        let Header { rule, step, t, payload_bytes, .. } = record.header;
+    fn push(&mut self, unit: usize, header: &Header, checksum: u64, gradient: Gradient) {
+        let Header { rule, step, t, payload_bytes, .. } = *header;
         let own = &mut self.units[unit];
-        (own.newest, own.checksum) = (step, record.checksum());
+        (own.newest, own.checksum) = (step, checksum);
         let same = own.entries.back_mut().filter(|last| {
             matches!((&last.gradient, &gradient), (Gradient::Zero, Gradient::Zero)) && last.rule.same(&rule)
         });

@@ -26,6 +26,8 @@ const FORMAT: u8 = 1;
 pub const HEADER_BYTES: usize = 96;
 const CHECKSUM_AT: usize = HEADER_BYTES - 8;
 const NUMBERS_AT: usize = 48;
+/// Place of the factor of gradients among the numbers of either optimizer.
+const FACTOR: usize = 2;
 
 /// What happened to a unit in a step of the trainer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -78,6 +80,19 @@ impl Rule {
             Self::AdamW(numbers) => numbers,
             Self::Sgd(numbers) => numbers,
         }
+    }
+
+    /// The numbers of the same step with gradients multiplied by `clip` in addition.
+    ///
+    /// Both optimizers' third number is what a gradient is multiplied by: 1, or −1 to maximize, where nothing was clipped.
+    #[must_use]
+    pub(super) fn clipped(mut self, clip: f32) -> Self {
+        match &mut self {
+            Self::None => {}
+            Self::AdamW(numbers) => numbers[FACTOR] *= clip,
+            Self::Sgd(numbers) => numbers[FACTOR] *= clip,
+        }
+        self
     }
 
     fn is_known(&self) -> bool {
