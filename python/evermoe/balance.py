@@ -24,6 +24,7 @@ def place_layers(
     previous: Mapping[str, np.ndarray],
     nodes: Sequence[str],
     config: SessionConfig,
+    boosts: Mapping[str, Sequence[float]] | None = None,
 ) -> Placement:
     """The placement of all layers for their load; the same on all ranks. May warn of `planning.FewerReplicas`.
 
@@ -33,27 +34,34 @@ def place_layers(
         previous: [R, E] of each layer, what each rank runs now.
         nodes: name of the node of each rank; ranks of one node fail together.
         config: slots, replicas and policy.
+        boosts: factors of the load of each layer's experts; None for none.
     """
     domains = _domains(nodes)
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
         fewest = -(-number // len(nodes))
-        slots = max(fewest, fewest + 1 if config.slots is None else config.slots)
-        load = np.array(row[:number], dtype=np.float64)
-        replicas = planning.allocate(load, len(nodes), slots, config.min_replicas)
-        placed = planning.place(replicas, len(nodes), slots, config.placement, load, previous[path], domains)
+        enough = max(fewest + 1, -(-number * min(config.replicas, len(nodes)) // len(nodes)))
+        slots = max(fewest, enough if config.slots is None else config.slots)
+        load = np.array(row[:number], dtype=np.float64) * (1.0 if boosts is None else np.array(boosts[path]))
+        replicas = planning.allocate(load, len(nodes), slots, config.replicas)
+        placed = planning.place(replicas, len(nodes), slots, config.placement_policy, load, previous[path], domains)
         placement[path] = placed.matrix
     return placement
 
 
-def is_worth_it(state: TrainingState, nodes: Sequence[str], config: SessionConfig) -> bool:
+def is_worth_it(
+    state: TrainingState,
+    nodes: Sequence[str],
+    config: SessionConfig,
+    boosts: Mapping[str, Sequence[float]] | None = None,
+) -> bool:
     """Whether the load has shifted so far that a new placement makes a layer much more even; the same on all ranks."""
     experts = {path: layer.num_experts for path, layer in state.layers.items()}
     previous = {path: layer.matrix_RE for path, layer in state.layers.items()}
     load_LE = state.load_LE.tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", planning.FewerReplicas)  # the recovery at the start has said it
-        planned = place_layers(experts, load_LE, previous, nodes, config)
+        planned = place_layers(experts, load_LE, previous, nodes, config, boosts)
     for row, (path, layer) in zip(load_LE, state.layers.items(), strict=True):
         load = row[: layer.num_experts]
         now, then = (planning.imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evermoe.planning import POLICIES, PlacementPolicy
+from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS, PlacementPolicy, PresetName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,16 +22,32 @@ class SessionConfig:
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
     members: int | None = None
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
+    preset: PresetName = "auto"
+    """How the state is kept safe: a name of `evermoe.planning.PRESETS`."""
     copies: int = 2
-    """Nodes that keep a copy of each unit's state after every step, the primary's own included; 0 for none."""
+    """Nodes that hold each unit's state after every step, those that train on it included; 0 for no copies."""
+    copy_budget: float = 0.01
+    """Share of a step that copies may take where they do not fit into idle time."""
+    local_every: int | None = None
+    """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: as few
+    as the budget allows. `gemini` and `baft` make them at every step."""
+    replay_log_bytes: int = 1 << 30
+    """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
+    experts_per_copy: int | None = None
+    """Experts of each layer that `pec` saves at a step (K); None: a quarter, or one."""
+    plt_limit: float = 1.0
+    """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
+    remote_bytes_per_step: int | None = None
+    """What `moetion` may send to peers in a step; None: an eighth of the experts' state."""
     memory_dir: str | None = None
     """Where named shared memory lives (EVERMOE_MEMORY_DIR; default /dev/shm)."""
     slots: int | None = None
     """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
-    min_replicas: int = 1
-    """Active replicas of each expert, where slots allow."""
-    placement: PlacementPolicy = "balanced"
-    """Which rank holds which expert: a policy of `evermoe.planning.place`. Ranks of one node fail together."""
+    min_replicas: int | None = None
+    """Active replicas of each expert, where slots allow; None for 1, and for `copies` with `lazarus`."""
+    placement: PlacementPolicy | None = None
+    """Which rank holds which expert: a policy of `evermoe.planning.place`; None: the preset's. Ranks of one node fail
+    together."""
     checkpoint_dir: str | Path | None = None
     """Folder for checkpoints on a file system that all members share; None for none."""
     checkpoint_every: int = 0
@@ -59,9 +75,20 @@ class SessionConfig:
             ("rebalance_every", 0),
             ("join_every", 1),
             ("min_replicas", 1),
+            ("local_every", 1),
+            ("replay_log_bytes", 1),
+            ("experts_per_copy", 1),
+            ("remote_bytes_per_step", 0),
         ):
-            if getattr(self, name) < least:
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
+        if self.preset not in PRESET_NAMES:
+            raise ValueError(f"Session: expected preset to be one of {', '.join(PRESET_NAMES)}, got {self.preset!r}")
+        if self.preset == "pec" and self.checkpoint_dir is None:
+            raise ValueError("Session: the preset pec saves to checkpoint_dir, a folder that all members share")
+        for name in ("copy_budget", "plt_limit"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"Session: expected 0 < {name} <= 1, got {getattr(self, name)}")
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
             raise ValueError("Session: lighthouse is set, so job must name the job, the same for all members")
         if self.rejoin_limit < 0:
@@ -71,15 +98,28 @@ class SessionConfig:
                 raise ValueError(f"Session: expected {name} > 0 seconds, got {getattr(self, name)}")
         if self.slots is not None and self.slots < 1:
             raise ValueError(f"Session: expected slots >= 1 or None, got {self.slots}")
-        if self.placement not in POLICIES:
+        if self.placement is not None and self.placement not in POLICIES:
             raise ValueError(f"Session: expected placement to be one of {', '.join(POLICIES)}, got {self.placement!r}")
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
 
     def shared(self) -> str:
         """The options that must be the same for all members, as text."""
-        names = ("copies", "slots", "min_replicas", "placement", "checkpoint_every", "join_every", "rebalance_every")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, "max_grad_norm"))
+        names = ("preset", "copies", "copy_budget", "local_every", "experts_per_copy", "plt_limit", "slots", "min_replicas")
+        more = ("placement", "checkpoint_every", "join_every", "rebalance_every", "max_grad_norm", "remote_bytes_per_step")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, *more))
+
+    @property
+    def replicas(self) -> int:
+        """Active replicas of each expert that are wanted."""
+        if self.min_replicas is not None:
+            return self.min_replicas
+        return max(1, self.copies) if self.preset == "lazarus" else 1
+
+    @property
+    def placement_policy(self) -> PlacementPolicy:
+        """Which rank holds which expert."""
+        return self.placement or PRESETS[self.preset].placement or "balanced"
 
     def rebalances_at(self, step: int) -> bool:
         """Whether the load is looked at before this step."""

@@ -1,15 +1,17 @@
-"""Copies of every unit in named shared memory: on its own node and on other nodes.
+"""Snapshots of units in named shared memory: on their own node and on other nodes.
 
 Each unit has one *primary*: the rank that writes its copies. Units with the same primary and the same other holders
 form a *bundle*; a bundle's bytes lie in one arena on each node that keeps it, with room for two versions. A primary
-writes its own arena, then sends those bytes, digests included, to the peers' arenas.
+captures its units in its own arena, then sends those bytes, digests included, to the peers' arenas; all of it in a
+courier's thread, beside training.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,10 +19,13 @@ import torch
 from torch import Tensor
 
 from evermoe._native import Arena
-from evermoe.elastic import Group
+from evermoe.courier import Courier, Parcel
 from evermoe.errors import CorruptCopy
 from evermoe.units import TrainingState
 
+FIRST_TAG = 16
+"""Of the messages of snapshots."""
+_TAGS_EACH = 4096
 _FILE = re.compile(r"^(\d{10})-.*\.arena$")
 
 
@@ -55,10 +60,76 @@ class StoredCopy:
 
 
 @dataclass
-class _Kept:
+class KeptArena:
+    """An arena of this node, for a bundle of the arrangement."""
+
+    number: int
+    """Of the bundle, the same on all its holders."""
     bundle: Bundle
     arena: Arena
     index: int = -1
+    """The buffer that is being written."""
+
+
+class Round:
+    """One version on its way into the memories of all holders, in the thread of a courier.
+
+    Nothing becomes visible before it is whole, and the version before it stays until then.
+    """
+
+    def __init__(self, store: CopyStore, version: int, courier: Courier, due: Collection[int] | None = None) -> None:
+        self.version = version
+        self._store, self._courier = store, courier
+        self._own = [kept for kept in store.own if due is None or kept.number in due]
+        self._peers = [kept for kept in store.peers if due is None or kept.number in due]
+        self._captured = threading.Event()
+        self.errand = courier.go(self._run)
+        """Its result: whether all copies that came match their digests."""
+
+    def wait_captured(self) -> None:
+        """Until the state may be changed: this version of it is in the arenas of its primaries."""
+        self._captured.wait()
+
+    def _run(self) -> bool:
+        try:
+            arriving = [self._courier.receive(parcel) for kept in self._peers for parcel in self._incoming(kept)]
+            for kept in self._own:
+                self._capture(kept)
+        finally:
+            self._captured.set()
+        self._courier.send(parcel for kept in self._own for parcel in self._outgoing(kept))
+        for transfer in arriving:
+            transfer.wait()
+        return all([self._is_whole(kept) for kept in self._peers])
+
+    def _capture(self, kept: KeptArena) -> None:
+        kept.index = kept.arena.begin(self.version)
+        data = torch.from_numpy(kept.arena.buffer(kept.index))
+        for name, offset, nbytes in kept.arena.units():
+            self._store.state.read(name, data[offset : offset + nbytes])
+        kept.arena.commit(kept.index)
+
+    def _incoming(self, kept: KeptArena) -> Iterator[Parcel]:
+        kept.index = kept.arena.begin(self.version)
+        return self._parcels(kept, kept.bundle.holders[0])
+
+    def _outgoing(self, kept: KeptArena) -> Iterator[Parcel]:
+        for holder in kept.bundle.holders[1:]:
+            yield from self._parcels(kept, holder)
+
+    def _parcels(self, kept: KeptArena, peer: int) -> Iterator[Parcel]:
+        data = torch.from_numpy(kept.arena.buffer(kept.index))
+        for place, start in enumerate(range(0, len(data), self._store.chunk_bytes)):
+            tag = FIRST_TAG + kept.number * _TAGS_EACH + place % _TAGS_EACH
+            yield Parcel(data[start : start + self._store.chunk_bytes], peer, tag)
+
+    @staticmethod
+    def _is_whole(kept: KeptArena) -> bool:
+        try:
+            kept.arena.commit_received(kept.index)
+        except CorruptCopy:
+            return False
+        return True
 
 
 @dataclass
@@ -70,8 +141,12 @@ class CopyStore:
 
     directory: Path
     state: TrainingState
-    _own: list[_Kept] = field(default_factory=list)
-    _peers: list[_Kept] = field(default_factory=list)
+    chunk_bytes: int = 1 << 20
+    """Size of a message."""
+    own: list[KeptArena] = field(default_factory=list)
+    """Arenas that this rank fills from its state."""
+    peers: list[KeptArena] = field(default_factory=list)
+    """Arenas that other ranks fill."""
 
     def newest_generation(self) -> int:
         """Of the arenas found in the directory; 0 when there is none."""
@@ -108,45 +183,15 @@ class CopyStore:
         Raises:
             OSError: the shared memory is too small; the message says how many bytes are needed and free.
         """
-        self._own, self._peers = [], []
+        self.own, self.peers = [], []
         for number, bundle in enumerate(arrangement):
             if rank not in bundle.holders:
                 continue
             path = self.directory / f"{generation:010d}-{number}-{member}.arena"
             meta = json.dumps({"generation": generation, "member": member, "layout": self.state.layout})
             units = [(name, self.state.by_name[name].nbytes) for name in bundle.units]
-            kept = _Kept(bundle, Arena.create(str(path), meta, units))
-            (self._own if bundle.holders[0] == rank else self._peers).append(kept)
-
-    def write(self, version: int, group: Group) -> bool:
-        """Copies every unit's state as `version`; collective. False when a received copy did not match its digests.
-
-        Nothing becomes visible before it is whole, and the version before it stays until then.
-        """
-        for kept in self._own:
-            kept.index = kept.arena.begin(version)
-            data = torch.from_numpy(kept.arena.buffer(kept.index))
-            for name, offset, nbytes in kept.arena.units():
-                self.state.read(name, data[offset : offset + nbytes])
-            kept.arena.commit(kept.index)
-        return self._exchange(version, group)
-
-    def _exchange(self, version: int, group: Group) -> bool:
-        sends, receives = [], []
-        for kept in self._own:
-            data = torch.from_numpy(kept.arena.buffer(kept.index))
-            sends += [(data, holder) for holder in kept.bundle.holders[1:]]
-        for kept in self._peers:
-            kept.index = kept.arena.begin(version)
-            receives.append((torch.from_numpy(kept.arena.buffer(kept.index)), kept.bundle.holders[0]))
-        group.exchange(sends, receives)
-        whole = True
-        for kept in self._peers:
-            try:
-                kept.arena.commit_received(kept.index)
-            except CorruptCopy:
-                whole = False
-        return whole
+            kept = KeptArena(number, bundle, Arena.create(str(path), meta, units))
+            (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
     def stored(self) -> Iterator[StoredCopy]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""
@@ -168,7 +213,7 @@ class CopyStore:
 
     def close(self, member: str) -> None:
         """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""
-        self._own, self._peers = [], []
+        self.own, self.peers = [], []
         for _, path in self._files():
             if path.name.endswith(f"-{member}.arena"):
                 path.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,8 @@ class GradientSender:
         optimizer: after it got its parameters.
         units: for each unit its parameters by name, whole or as a `Row`.
         profile: from `evermoe.replay.calibrate`; None to calibrate now.
+        is_hooked: False for one whose caller makes the messages before each step with `coming`, and tells it of the
+            step with `stepped`. It does not calibrate: without a profile it sends full states alone.
 
     Raises:
         ValueError: a name is used twice, or a row is not one.
@@ -54,9 +56,10 @@ class GradientSender:
         units: Mapping[str, Mapping[str, Tensor | Row]],
         *,
         profile: Profile | None = None,
+        is_hooked: bool = True,
     ) -> None:
         self._optimizer = optimizer
-        self._profile = profile or self._calibrate()
+        self._profile = self._calibrate() if profile is None and is_hooked else profile
         self._units = {unit: [_Source(unit, name, of) for name, of in named.items()] for unit, named in units.items()}
         self._sources = [source for sources in self._units.values() for source in sources]
         names = {source.record_name for source in self._sources}
@@ -68,10 +71,12 @@ class GradientSender:
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._hooks = []
+        if is_hooked:
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
 
     def layouts(self) -> list[Unit]:
         """Name and byte layout of each unit, for `Replica`; of an optimizer that is sent in full, after its first step.
@@ -116,6 +121,54 @@ class GradientSender:
         self._num_steps, self._was_skipped = 0, False
         return made
 
+    def coming(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        """Messages for `Replica.receive(hold=True)` of the step that comes, with the gradients that are there now.
+
+        The gradients may still be clipped before the optimizer sees them: `Replica.release` takes the factor. A unit
+        that replicas cannot follow is preceded by its full state, which is that of the step before.
+
+        Args:
+            step: number of the step that comes.
+            units: which; None for all.
+
+        Returns:
+            Unit and message, uint8. The memory of a message is used again by the next step's.
+
+        Raises:
+            KeyError: there is no such unit.
+            UnsupportedState: as of `layouts`.
+        """
+        numbers: dict[tuple[int, int], list[float]] = {}
+        for unit in self._units if units is None else units:
+            for source in self._units[unit]:
+                source.draft = None
+                if source.sent is None or source.sent != source.stamp(self._optimizer):
+                    yield unit, source.full_state(self._optimizer, step - 1)
+                if source.rule is not None:
+                    self._draft(source, numbers, 1.0)
+                    if source.sent is not None:
+                        source.coming, source.draft = source.draft, None
+                        yield unit, source.record(step, source.coming, source.count(self._optimizer))
+
+    def states(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        """Units and messages with their full state as it is now, after a step.
+
+        Raises:
+            KeyError, UnsupportedState: as of `coming`.
+        """
+        for unit in self._units if units is None else units:
+            for source in self._units[unit]:
+                yield unit, source.full_state(self._optimizer, step)
+
+    def stepped(self) -> None:
+        """The optimizer has taken the step of the last `coming`."""
+        for source in self._sources:
+            if source.coming is not None:
+                source.draft, source.coming = source.coming, None
+                source.check_step(self._optimizer, False)
+                source.draft = None
+                source.sent = source.sent and source.stamp(self._optimizer)
+
     def close(self) -> None:
         """Takes its hooks off the optimizer. Twice is fine."""
         for hook in self._hooks:
@@ -136,14 +189,19 @@ class GradientSender:
                 source.sent = None
             if source.sent is None or source.sent != source.stamp(optimizer):
                 source.sent = None
-            elif source.parameter.grad is not None:
-                t = source.next_step(optimizer)
-                key = source.rule.group, t
-                if key not in numbers:
-                    group, device = optimizer.param_groups[source.rule.group], source.parameter.device
-                    row = source.rule.profile.numbers(group, t, device=device, loss_scale=loss_scale)
-                    numbers[key] = row.tolist()
-                source.encode(t, numbers[key])
+            else:
+                self._draft(source, numbers, loss_scale)
+
+    def _draft(self, source: _Source, numbers: dict[tuple[int, int], list[float]], loss_scale: float) -> None:
+        if source.rule is None or source.parameter.grad is None:
+            return
+        t = source.next_step(self._optimizer)
+        key = source.rule.group, t
+        if key not in numbers:
+            group, device = self._optimizer.param_groups[source.rule.group], source.parameter.device
+            row = source.rule.profile.numbers(group, t, device=device, loss_scale=loss_scale)
+            numbers[key] = row.tolist()
+        source.encode(t, numbers[key])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._num_steps += 1
@@ -216,6 +274,8 @@ class _Source:
         self.elements = self._own(self.parameter).numel()
         self.rule: _Rule | None = None
         self.draft: _Draft | None = None
+        self.coming: _Draft | None = None
+        """Of a step that was told by `GradientSender.coming`, but not taken yet."""
         self.sent: tuple[Any, ...] | None = None
         """Stamp of the state that replicas can follow; None: the full state comes next."""
         self._num_steps = 0
@@ -234,7 +294,7 @@ class _Source:
         tensors = [self.parameter, *(v for v in self._kept(optimizer).values() if isinstance(v, Tensor))]
         return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
 
-    def _count(self, optimizer: torch.optim.Optimizer) -> int:
+    def count(self, optimizer: torch.optim.Optimizer) -> int:
         """Steps that the parameter has taken."""
         step = self._kept(optimizer).get("step")
         return self._num_steps if step is None else int(step)
@@ -243,7 +303,7 @@ class _Source:
         """The step that it takes next, from 1, as far as its numbers depend on it."""
         if self.rule is not None and self.rule.profile.rule == "sgd":
             return 1 if self._kept(optimizer).get("momentum_buffer") is None else 2
-        return self._count(optimizer) + 1
+        return self.count(optimizer) + 1
 
     def encode(self, t: int, numbers: list[float]) -> None:
         """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
@@ -272,22 +332,20 @@ class _Source:
         if self.rule is None and self.sent != self.stamp(optimizer):
             self.sent = None
         if self.sent is None:
-            return self._full_state(optimizer, step)
-        about = {"name": self.record_name, "step": step, "elements": self.elements}
-        if draft is None or was_skipped or self.rule is None:
+            return self.full_state(optimizer, step)
+        if was_skipped or self.rule is None:
+            draft = None
+        return self.record(step, draft, self.count(optimizer), "skip_all" if was_skipped else "no_step")
+
+    def record(self, step: int, draft: _Draft | None, count: int, otherwise: str = "no_step") -> NDArray[np.uint8]:
+        """The record of a step; where nothing was drafted, of this other kind, after `count` steps."""
+        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
+        if draft is None:
             record = np.empty(RECORD_HEADER_BYTES, np.uint8)
-            kind = "skip_all" if was_skipped else "no_step"
-            seal_record(record, kind=kind, t=self._count(optimizer), numbers=[], payload=None, **about)  # type: ignore[arg-type]
+            seal_record(record, kind=otherwise, t=count, numbers=[], payload=None, **about)
             return record
-        t = self._count(optimizer)
-        size = seal_record(
-            self._record,
-            kind="step",
-            t=t,
-            numbers=draft.numbers,
-            payload=draft.payload,
-            **about,  # type: ignore[arg-type]
-        )
+        payload = draft.payload
+        size = seal_record(self._record, kind="step", t=draft.t, numbers=draft.numbers, payload=payload, **about)
         return self._record[:size]
 
     # ---- the full state
@@ -317,7 +375,8 @@ class _Source:
                 )
         return {self.name: own} | {f"{self.name}/{key}": self._own(value) for key, value in sorted(kept.items())}
 
-    def _full_state(self, optimizer: torch.optim.Optimizer, step: int) -> NDArray[np.uint8]:
+    def full_state(self, optimizer: torch.optim.Optimizer, step: int) -> NDArray[np.uint8]:
+        """Everything, as of after a step."""
         self.sent = self.stamp(optimizer)
         tensors = list(self._tensors(optimizer).values())
         sizes = [tensor.nbytes for tensor in tensors]
@@ -325,7 +384,7 @@ class _Source:
         parts = torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes)
         for part, tensor in zip(parts, tensors, strict=True):
             part.copy_(tensor.reshape(-1).view(torch.uint8))
-        t = self._count(optimizer)
+        t = self.count(optimizer)
         seal_record(
             record,
             kind="full_state",

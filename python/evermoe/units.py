@@ -96,7 +96,10 @@ class TrainingState:
         self.progress = torch.zeros(PROGRESS_BYTES, dtype=torch.uint8)
         self.load = torch.zeros(len(self.layers), self._most_experts() + 1, dtype=torch.float64)
         """State of the `planning.LoadAverage` of all layers; the same on all ranks."""
-        self._dense = {"session": {"progress": self.progress, "load": self.load}} | dense_tensors(model)
+        self.tokens = torch.zeros(3, len(self.layers), self._most_experts(), dtype=torch.int64)
+        """[3, L, E] tokens of each expert: all, those lost, and the total at which it has got as many again."""
+        own = {"progress": self.progress, "load": self.load, "tokens": self.tokens}
+        self._dense = {"session": own} | dense_tensors(model)
         self.units = self._list_units()
         self.by_name = {unit.name: unit for unit in self.units}
 
@@ -111,6 +114,10 @@ class TrainingState:
         for key, tensor in self._dense[name].items():
             state |= {key: tensor} | self._optimizer_tensors(key, tensor)
         return state
+
+    def dense_tensors(self, name: str) -> dict[str, Tensor]:
+        """Parameters and buffers of a unit that all ranks hold, by name."""
+        return dict(self._dense[name])
 
     @property
     def layout(self) -> str:
@@ -217,6 +224,14 @@ class TrainingState:
         average = self._load_average()
         average.add(tokens_LE)
         self.load.copy_(torch.from_numpy(average.state))
+
+    def expert_tokens(self) -> dict[str, float]:
+        """Average tokens of each expert in a step, by unit."""
+        return {
+            expert_unit(path, expert): row[expert]
+            for row, (path, layer) in zip(self.load_LE.tolist(), self.layers.items(), strict=True)
+            for expert in range(layer.num_experts)
+        }
 
     def reset_load(self) -> None:
         """Forgets the tokens that the layers have counted since the last step."""

@@ -1,0 +1,203 @@
+"""Who keeps copies of what, and of which kind: each preset's answer, from plain data. The same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from evermoe import planning
+from evermoe.planning.schedule import Link
+
+Kind = Literal["active", "replayed", "snapshot"]
+"""Beside its active holders a unit has no copies; copies that repeat its steps; or copies of its state."""
+
+ALPHA_SECONDS = 50e-6
+"""Of a message, until a profile says better."""
+BYTES_PER_SECOND = 1e9
+"""Of the network, until a profile says better."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A unit that is to be kept safe."""
+
+    name: str
+    nbytes: int
+    gradient_bytes: int
+    active: tuple[int, ...]
+    """Ranks that train on it."""
+    is_expert: bool
+    tokens: float = 0.0
+    """That it gets in a step."""
+    replayable: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a rank offers, as it says itself."""
+
+    node: str
+    """Ranks of one node fail together, if there are several nodes."""
+    free_bytes: int
+    """Host memory."""
+    step_seconds: float | None = None
+    """None before a profile was made."""
+    network_seconds: float | None = None
+    """Idle seconds of its network in a step."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How one unit is kept safe beside its active holders."""
+
+    unit: str
+    kind: Kind
+    primary: int
+    """The rank that sends, one of the active ones."""
+    holders: tuple[int, ...] = ()
+    """Ranks that keep copies: for snapshots, of which the primary keeps its own, too, without it."""
+    period: int = 1
+    """Steps between two versions of a snapshot."""
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """All units."""
+
+    kept: list[Kept]
+    words: str
+    """One sentence for the user."""
+    covered: bool = True
+    """Any loss of fewer than `copies` nodes costs no step."""
+    delay: float = 0.0
+    """By how much of a step copies are expected to delay it."""
+    by_unit: dict[str, Kept] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.by_unit.update({each.unit: each for each in self.kept})
+
+
+def arrange(
+    preset: planning.PresetName,
+    subjects: Sequence[Subject],
+    members: Sequence[Member],
+    *,
+    copies: int,
+    budget: float,
+    failure: float = 1e-4,
+) -> Arrangement:
+    """The arrangement of a preset.
+
+    Args:
+        preset: a name of `planning.PRESETS`.
+        subjects: all units.
+        members: by rank.
+        copies: nodes that are to hold each unit; 0 or 1 for no copies.
+        budget: share of a step by which copies may delay it (`auto`).
+        failure: probability that a node fails in a step (`auto`); it only weighs units against each other.
+
+    Example: two nodes, an expert on each, a router on both, `auto`: each expert is replayed on the other node, the
+    router needs nothing.
+    """
+    primaries = planning.primaries(
+        [subject.active for subject in subjects], [subject.nbytes for subject in subjects], len(members)
+    )
+    placement = planning.PRESETS[preset].copy_placement
+    if preset == "auto":
+        return _auto(subjects, members, primaries, copies, budget, failure)
+    if placement == "none" or copies < 2:
+        kept = [Kept(subject.name, "active", rank) for subject, rank in zip(subjects, primaries, strict=True)]
+        return Arrangement(kept, f"{preset}: no copies beside the active ones", covered=False)
+    if placement == "training":
+        return _uncovered_only(preset, subjects, members, primaries, copies)
+    return _everything(preset, subjects, members, primaries, copies)
+
+
+def _everything(
+    preset: str, subjects: Sequence[Subject], members: Sequence[Member], primaries: Sequence[int], copies: int
+) -> Arrangement:
+    """Gemini and BAFT: snapshots of all units; each unit is sent by one of the ranks that have it."""
+    nodes = [member.node for member in members]
+    active = [subject.active for subject in subjects]
+    if preset == "baft":
+        previous = planning.copy_holders(nodes, copies, policy="ring")
+        # The ring's next node keeps a rank's copies; BAFT's previous stage is the ring the other way round.
+        keepers = {holder: rank for rank, ranks in enumerate(previous) for holder in ranks[1:2]}
+        others = [(keepers.get(rank, rank),) if keepers.get(rank, rank) != rank else () for rank in primaries]
+    else:
+        others = [tuple(ranks[1:]) for ranks in planning.unit_copy_holders(primaries, active, nodes, copies)]
+    kept = [
+        Kept(subject.name, "snapshot", rank, holders)
+        for subject, rank, holders in zip(subjects, primaries, others, strict=True)
+    ]
+    sent = sum(subject.nbytes * len(each.holders) for subject, each in zip(subjects, kept, strict=True))
+    return Arrangement(kept, f"{preset}: snapshots of all {len(kept)} units, {sent / 1e6:.1f} MB to peers each step")
+
+
+def _uncovered_only(
+    preset: str, subjects: Sequence[Subject], members: Sequence[Member], primaries: Sequence[int], copies: int
+) -> Arrangement:
+    """MoEtion: copies of what no peer holds already, replayed where that is exact."""
+    domains = _domains(members)
+    nodes = [f"{domain:06d}" for domain in domains]
+    holders = planning.unit_copy_holders(primaries, [subject.active for subject in subjects], nodes, copies)
+    kept = []
+    for subject, rank, ranks in zip(subjects, primaries, holders, strict=True):
+        is_safe = len({domains[r] for r in subject.active}) >= min(copies, len(set(domains)))
+        others = () if is_safe else tuple(ranks[1:])
+        kept.append(Kept(subject.name, "active" if not others else "replayed", rank, others))
+    number = sum(each.kind == "replayed" for each in kept)
+    return Arrangement(kept, f"{preset}: copies of up to {number} of {len(kept)} units within the budget", False)
+
+
+def _auto(
+    subjects: Sequence[Subject],
+    members: Sequence[Member],
+    primaries: Sequence[int],
+    copies: int,
+    budget: float,
+    failure: float,
+) -> Arrangement:
+    domains = _domains(members)
+    if copies < 2 or len(set(domains)) < 2:
+        kept = [Kept(subject.name, "active", rank) for subject, rank in zip(subjects, primaries, strict=True)]
+        return Arrangement(kept, "auto: one node alone keeps no copies", covered=False)
+    steps = [member.step_seconds for member in members if member.step_seconds is not None]
+    step_seconds = max(steps) if len(steps) == len(members) else 1e6
+    nodes = [
+        planning.CopyNode(
+            failure,
+            domain,
+            member.free_bytes,
+            network_seconds=step_seconds if member.network_seconds is None else member.network_seconds,
+            host_link_seconds=step_seconds,
+        )
+        for domain, member in zip(domains, members, strict=True)
+    ]
+    units = [
+        planning.CopyUnit(
+            subject.nbytes, subject.gradient_bytes, list(subject.active), max(subject.tokens, 1.0), subject.replayable
+        )
+        for subject in subjects
+    ]
+    link = Link(ALPHA_SECONDS, BYTES_PER_SECOND)
+    plan = planning.choose_copies(
+        units, nodes, network=link, host_link=link, step_seconds=step_seconds, copies=copies, budget=budget
+    )
+    kept = []
+    for subject, rank, choice in zip(subjects, primaries, plan.units, strict=True):
+        kind: Kind = "active" if choice.kind in ("active", "uncovered") else choice.kind  # type: ignore[assignment]
+        others = tuple(holder.node for holder in choice.holders)
+        sender = choice.sender if kind != "active" else rank
+        kept.append(Kept(subject.name, kind, sender, others, choice.period))
+    covered = all(choice.covered for choice in plan.units)
+    return Arrangement(kept, f"auto: {plan.summary}", covered, plan.delay_seconds / step_seconds)
+
+
+def _domains(members: Sequence[Member]) -> list[int]:
+    """Number of each rank's node; on a single node every rank counts as one, as copies then help against crashes."""
+    names = sorted({member.node for member in members})
+    if len(names) == 1:
+        return list(range(len(members)))
+    return [names.index(member.node) for member in members]

@@ -1,0 +1,127 @@
+"""Tokens that experts got since they were last copied, and what a failure has cost in them. The same on all members."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evermoe.planning import TokenLedger
+from evermoe.units import TrainingState, expert_unit
+
+MOST_MARKS = 32
+"""Latest copies of a unit that are remembered."""
+BOOST = 1.1
+"""What the load of experts that lost tokens counts for, until they have got as many again (MoEtion)."""
+
+
+class Ledger:
+    """Counts the tokens of all experts in the steps that were taken, in `TrainingState.tokens`.
+
+    The portion of lost tokens (PLT, of PEC / MoC-System) is the tokens in the updates that a recovery had to give up over
+    all tokens of the run so far, per layer, averaged over layers.
+    """
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
+        most = max(self._layers.values(), default=0)
+        self._marks: dict[str, list[tuple[int, int]]] = {}
+        """Per expert: step and total tokens of its latest copies."""
+        self.selection = TokenLedger(len(self._layers), most) if most else None
+        """Tokens at risk, for `planning.select_experts`."""
+        self._places = {
+            expert_unit(path, expert): (row, expert)
+            for row, (path, number) in enumerate(self._layers.items())
+            for expert in range(number)
+        }
+
+    @property
+    def total_LE(self) -> NDArray[np.int64]:
+        """[L, E] tokens of the run so far; part of the state, so that it goes back and forth with it."""
+        return self._state.tokens[0].numpy()
+
+    @property
+    def lost_LE(self) -> NDArray[np.int64]:
+        """[L, E] tokens lost so far."""
+        return self._state.tokens[1].numpy()
+
+    @property
+    def owed_LE(self) -> NDArray[np.int64]:
+        """[L, E] of experts that lost tokens, the total at which they have got as many again; else 0."""
+        return self._state.tokens[2].numpy()
+
+    @property
+    def plt(self) -> float:
+        """Portion of lost tokens of the run so far, averaged over layers."""
+        seen_L = self.total_LE.sum(1)
+        return float(np.mean(self.lost_LE.sum(1) / np.maximum(seen_L, 1))) if len(seen_L) else 0.0
+
+    def add(self) -> None:
+        """Adds the tokens of the step that was taken now, as the layers have counted them."""
+        counts_LE = np.zeros_like(self.total_LE)
+        for row, layer in zip(counts_LE, self._state.layers.values(), strict=True):
+            row[: layer.num_experts] = layer.load_E
+        total_LE, owed_LE = self.total_LE, self.owed_LE
+        total_LE += counts_LE
+        owed_LE[total_LE >= owed_LE] = 0
+        if self.selection is not None:
+            self.selection.add(counts_LE)
+
+    def copied(self, units: Iterable[str], step: int) -> None:
+        """There are copies of these units as they are now, after so many steps."""
+        chosen: list[list[int]] = [[] for _ in self._layers]
+        for unit in units:
+            if unit in self._places:
+                row, expert = self._places[unit]
+                chosen[row].append(expert)
+                marks = self._marks.setdefault(unit, [])
+                if not marks or marks[-1][0] < step:
+                    marks.append((step, int(self.total_LE[row, expert])))
+                    del marks[:-MOST_MARKS]
+        if self.selection is not None:
+            self.selection.copied(chosen)
+
+    def count_lost(self, stale: Mapping[str, int]) -> dict[str, int]:
+        """Tokens that experts lose which go back to copies of these steps; at most, where a copy is not known here.
+
+        Example: an expert got 5, 7 and 3 tokens in steps 0 to 2 and was copied after step 1. Back at that copy, it loses
+        10 of 15 tokens.
+        """
+        lost = {}
+        for unit, step in stale.items():
+            before = max((total for at, total in self._marks.get(unit, ()) if at <= step), default=0)
+            lost[unit] = int(self.total_LE[self._places[unit]]) - before
+        return lost
+
+    def lose(self, lost: Mapping[str, int]) -> None:
+        """Experts went back to older copies and lost so many tokens: the same on all members."""
+        chosen: list[list[int]] = [[] for _ in self._layers]
+        for unit, tokens in lost.items():
+            row, expert = self._places[unit]
+            self.lost_LE[row, expert] += tokens
+            self.owed_LE[row, expert] = self.total_LE[row, expert] + tokens
+            self._marks.pop(unit, None)
+            chosen[row].append(expert)
+        if self.selection is not None and lost:
+            self.selection.lose(chosen)
+
+    def boosted(self) -> dict[str, list[float]]:
+        """By layer and expert, the factor of its load when replicas are allotted."""
+        return {
+            path: np.where(row[:number] > 0, BOOST, 1.0).tolist()
+            for row, (path, number) in zip(self.owed_LE, self._layers.items(), strict=True)
+        }
+
+    def to_bytes(self) -> bytes:
+        """JSON of what is not part of the state, for members that join."""
+        selection = None if self.selection is None else self.selection.to_json()
+        return json.dumps({"marks": self._marks, "selection": selection}).encode()
+
+    def load_bytes(self, data: bytes) -> None:
+        """Takes over what `to_bytes` of another member gave."""
+        fields = json.loads(data)
+        self._marks = {unit: [(step, total) for step, total in marks] for unit, marks in fields["marks"].items()}
+        self.selection = None if fields["selection"] is None else TokenLedger.from_json(fields["selection"])

@@ -1,0 +1,311 @@
+"""Keeps the state of a job safe, as the preset of its session says, at the cost of as little time as can be.
+
+    step n   forward, backward ─ reduce ─ [gradients to replicas, whole?] ─ VOTE ─ update ─ [snapshot of n + 1 begins] ─►
+    kinds    replayed   the gradients of step n are at the replicas before the vote: what is committed is safe at once
+             snapshot   version n + 1 is captured and sent during step n + 1, whole before its vote: safe a step later
+
+What is kept, and by whom, is `arrangement`'s; when, the couriers' and their pacer's; how much now, the ledger's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import islice
+
+import numpy as np
+
+from evermoe import planning
+from evermoe.arrangement import Arrangement, Kept, Member, Subject, arrange
+from evermoe.config import SessionConfig
+from evermoe.copies import CopyStore, Round, StoredCopy, bundles
+from evermoe.courier import Courier, Errand, Pacer
+from evermoe.elastic import Group
+from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
+from evermoe.ledger import Ledger
+from evermoe.profile.memory import free_host_bytes
+from evermoe.replay import Profile, calibrate
+from evermoe.replayed import Exchanged, ReplayedCopies
+from evermoe.report import Listener
+from evermoe.units import TrainingState
+
+logger = logging.getLogger(__name__)
+
+STEP_BITS = 40
+"""A version is `generation << STEP_BITS | step`: of two lines of history, the newer membership's wins."""
+MOST_LOCAL_STEPS = 1000
+"""Steps between two snapshots on a unit's own node, at most."""
+
+
+def step_of(version: int) -> int:
+    """Steps that the state of a version has taken."""
+    return version & ((1 << STEP_BITS) - 1)
+
+
+class Safety:
+    """What a session does so that nothing is lost.
+
+    Args:
+        state: this member's units.
+        store: this node's arenas.
+        group: the members.
+        config: of the session: preset, copies, budgets.
+        emit: of the session.
+    """
+
+    def __init__(
+        self, state: TrainingState, store: CopyStore, group: Group, config: SessionConfig, emit: Listener
+    ) -> None:
+        self.state, self.store, self.group, self.config, self._emit = state, store, group, config, emit
+        self.preset = planning.PRESETS[config.preset]
+        self.arrangement = Arrangement([], "not arranged yet")
+        self.ledger = Ledger(state)
+        self.pacer = Pacer()
+        self.pacer.attach(group)
+        self.couriers = {"gradients": Courier(group, None, "evermoe-gradients")}
+        self.couriers["snapshots"] = Courier(group, self.pacer, "evermoe-snapshots")
+        self._profile: Profile | None = None
+        self._is_calibrated = False
+        self._replayed: ReplayedCopies | None = None
+        self._base = (0, 0)
+        self._older: tuple[ReplayedCopies, tuple[int, int], int] | None = None
+        """The replicas before the latest arrangement, until what that asks for is whole; their base and generation."""
+        self._generation = 0
+        self._round: Round | None = None
+        self._exchange: Errand[Exchanged] | None = None
+        self._selected: set[str] | None = None
+        self._local: set[int] = set()
+        """Numbers of the bundles that only their primaries keep."""
+        self._local_steps = 1
+        self._newest_local = 0
+        self._step_began = time.monotonic()
+        self.step_seconds = 0.0
+        self.sent_bytes = 0
+        """Bytes sent to peers in the last step, copies alone."""
+        self._asked: set[str] = set()
+
+    @property
+    def commits_late(self) -> bool:
+        """Whether an update counts as committed only when the next one is voted for: its snapshots are whole then."""
+        return self.preset.selection == "all" and self.config.copies > 0
+
+    @property
+    def may_lag(self) -> list[str]:
+        """Units that a recovery may take at an older version than the others."""
+        if self.commits_late:
+            return []
+        return [unit.name for unit in self.state.units if unit.layer is not None]
+
+    # ---- who keeps what
+
+    def arrange(self, nodes: Sequence[str], generation: int, member: str) -> None:
+        """Decides with all members who keeps what from now on; collective. `protect` must follow."""
+        self.settle()
+        mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62)
+        offers = [Member(**json.loads(text)) for text in self.group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
+        self.arrangement = arrange(
+            self.config.preset, self._subjects(), offers, copies=self.config.copies, budget=self.config.copy_budget
+        )
+        if self.config.copies:
+            self._arrange_arenas(generation, member)
+        replayed = [kept for kept in self.arrangement.kept if kept.kind == "replayed"]
+        if self._replayed is not None:
+            self._drop_older()
+            self._older = self._replayed, self._base, self._generation
+        self._replayed = ReplayedCopies(
+            self.state, replayed, self.group.rank, self._profile, log_bytes=self.config.replay_log_bytes
+        )
+        self._generation, self._asked = generation, set()
+        self._local_steps = self.config.local_every or 1
+        if self.group.rank == 0:
+            logger.info("%s", self.arrangement.words)
+
+    def _arrange_arenas(self, generation: int, member: str) -> None:
+        snapshots = [kept for kept in self.arrangement.kept if kept.kind == "snapshot"]
+        others = [kept for kept in self.arrangement.kept if kept.kind != "snapshot"]
+        found = bundles([k.unit for k in snapshots], [[k.primary, *k.holders] for k in snapshots])
+        local = bundles([k.unit for k in others], [[k.primary] for k in others])
+        self._local = set(range(len(found), len(found) + len(local)))
+        self.store.arrange([*found, *local], generation, member, self.group.rank)
+
+    def _subjects(self) -> list[Subject]:
+        ranks = tuple(range(self.group.size))
+        tokens = self.state.expert_tokens()
+        profile = self._calibrated()
+        found = []
+        for unit in self.state.units:
+            active = ranks
+            if unit.layer is not None:
+                active = tuple(np.flatnonzero(self.state.layers[unit.layer].matrix_RE[:, unit.expert]).tolist())
+            is_expert = unit.layer is not None
+            gradient = unit.pieces[0].nbytes if is_expert else unit.nbytes
+            found.append(
+                Subject(
+                    unit.name,
+                    unit.nbytes,
+                    gradient,
+                    active,
+                    is_expert,
+                    tokens.get(unit.name, 0.0),
+                    is_expert and profile is not None and self.state.is_replayable(unit.name, profile),
+                )
+            )
+        return found
+
+    def _calibrated(self) -> Profile | None:
+        """How the optimizer's steps are repeated; tried once, and only where a preset repeats any."""
+        if not self._is_calibrated and "replayed" in self.preset.kinds and self.config.copies and self.group.size > 1:
+            self._is_calibrated = True
+            try:
+                self._profile = calibrate(self.state.optimizer)
+            except NotReplayable as error:
+                if self.group.rank == 0:
+                    logger.warning("copies get the state after each step, not gradients: %s", error)
+        return self._profile
+
+    def protect(self, version: int) -> None:
+        """All copies of the arrangement as of `version`; returns when they are whole everywhere. Collective.
+
+        Raises:
+            PeerLost: a member was lost meanwhile.
+            CorruptCopy: copies did not match their digests three times in a row.
+        """
+        self.pacer.hurry()
+        step = step_of(version)
+        for _ in range(3):
+            is_whole = self._protect_once(version, step) if self.config.copies else True
+            self._emit("confirm", {"step": step})
+            if round(float(self.group.all_reduce(_number(is_whole)))) == self.group.size:
+                break
+        else:
+            raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+        self._base = step, version
+        self._newest_local = step
+        self._drop_older()
+        if self.config.copies:
+            self.store.prune(self._generation)
+
+    def _protect_once(self, version: int, step: int) -> bool:
+        replayed = self._replayed
+        assert replayed is not None
+        self._round = Round(self.store, version, self.couriers["snapshots"])
+        courier = self.couriers["gradients"]
+        states = courier.go(lambda: replayed.exchange(courier, step, only_states=True))
+        if not (self._round.errand.wait() and states.wait()):
+            raise PeerLost(self._round.errand.lost or states.lost or "the group was dropped")
+        assert states.result is not None
+        self.sent_bytes = states.result.sent_bytes
+        return bool(self._round.errand.result) and not states.result.needs_full_state
+
+    # ---- a step
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._step_began = time.monotonic()
+        self.pacer.begin_step()
+
+    def finish(self, step: int) -> tuple[bool, int]:
+        """All gradients are whole: sends those of the step that comes; waits for what must be safe before it.
+
+        Returns:
+            Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
+        """
+        replayed = self._replayed
+        assert replayed is not None
+        self._emit("send", {"step": step})
+        self.pacer.hurry()
+        courier, selected = self.couriers["gradients"], self._selected
+        self._exchange = courier.go(lambda: replayed.exchange(courier, step, selected))
+        is_whole = True
+        if self._round is not None and self.commits_late:
+            is_whole = self._round.errand.wait() and bool(self._round.errand.result)
+        is_whole = self._exchange.wait() and is_whole
+        self._emit("confirm", {"step": step})
+        result = self._exchange.result
+        if result is not None:
+            self.sent_bytes = result.sent_bytes
+            self._asked |= result.needs_full_state
+        return is_whole, len(self._asked)
+
+    def before_update(self) -> None:
+        """The optimizer wants to write the state: a snapshot of it is finished first."""
+        if self._round is not None:
+            self._round.wait_captured()
+
+    def committed(self, version: int, clip: float) -> None:
+        """All members have agreed on the step, and it is taken: `version` is the state now."""
+        assert self._replayed is not None
+        self._replayed.committed(clip)
+        self.step_seconds = time.monotonic() - self._step_began
+        self.ledger.add()
+        step = step_of(version)
+        is_due = self.commits_late
+        if not is_due and self._local and step >= self._newest_local + self._local_steps:
+            is_due, self._newest_local = True, step
+        if is_due and self.config.copies:
+            if self._round is not None:
+                self._round.errand.wait()
+            self._round = Round(self.store, version, self.couriers["snapshots"])
+
+    def measures(self) -> tuple[float, float]:
+        """Seconds that a capture took and that a step takes, on this member."""
+        return (self._round.capture_seconds if self._round is not None else 0.0), self.step_seconds
+
+    def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
+        """From the sums over all members: how often snapshots on the units' own nodes cost no more than the budget."""
+        if self.config.local_every is None and step_seconds > 0:
+            steps = math.ceil(capture_seconds / (self.config.copy_budget * step_seconds))
+            self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
+
+    def heal(self) -> None:
+        """Some members have asked for full states: those who train the units send them with the next step. Collective."""
+        assert self._replayed is not None
+        everyone = self.group.all_gather_bytes(json.dumps(sorted(self._asked)).encode())
+        self._asked = set()
+        for unit in {unit for text in everyone for unit in json.loads(text)}:
+            if self.arrangement.by_unit[unit].primary == self.group.rank:
+                self._replayed.sender.request_full_state(unit)
+
+    # ---- after a failure
+
+    def settle(self) -> None:
+        """Waits until nothing is under way. Where the group was dropped that is at once."""
+        self.pacer.hurry()
+        for errand in (self._round and self._round.errand, self._exchange):
+            if errand is not None:
+                try:
+                    errand.wait()
+                except OSError as error:
+                    logger.warning("a copy was not made: %s", error)
+        self._round = self._exchange = None
+
+    def stored(self) -> Iterator[tuple[StoredCopy, str]]:
+        """Every whole version of every unit that this member keeps for others, or has kept on this node; and its kind."""
+        for stored in self.store.stored():
+            yield stored, "snapshot"
+        for copies, base, generation in self._replicas():
+            for unit, step, data, value in copies.stored():
+                version = base[1] if step == base[0] else generation << STEP_BITS | step
+                yield StoredCopy(unit, version, value, data), "replayed"
+
+    def _replicas(self) -> list[tuple[ReplayedCopies, tuple[int, int], int]]:
+        now = [] if self._replayed is None else [(self._replayed, self._base, self._generation)]
+        return now + ([] if self._older is None else [self._older])
+
+    def _drop_older(self) -> None:
+        if self._older is not None:
+            self._older[0].close()
+            self._older = None
+
+    def close(self) -> None:
+        """Ends all threads. Nothing may be under way, or the group must be dropped."""
+        self.settle()
+        for courier in self.couriers.values():
+            courier.close()
+        for copies, _, _ in self._replicas():
+            copies.close()
+        self._replayed = self._older = None
