@@ -84,6 +84,15 @@ def test_recovery_plan_takes_all_64_bits():
     assert plan.version == version
 
 
+def test_recovery_plan_with_a_unit_that_lags():
+    holdings = [[("w", 9, 1, "active")], [("x", 6, 2, "replayed"), ("x", 7, 3, "persisted")]]
+    plan = planning.recovery_plan([("w", 8), ("x", 4)], holdings, [["w", "x"], ["x"]], may_lag=["x"])
+    assert (plan.version, plan.stale) == (9, [("x", 7)])
+    assert plan.transfers == [("x", 1, 0, "persisted"), ("x", 1, 1, "persisted")]
+    assert plan.reason == "the newest version that is whole; of the units that may lag, 1 are older"
+    assert planning.recovery_plan([("w", 8), ("x", 4)], holdings, [[], []]).version is None
+
+
 def test_lost_units_have_names():
     plan = planning.recovery_plan([("w", 1), ("x", 1)], [[("w", 4, 1, "active")]], [["w"]])
     assert (plan.version, plan.lost, plan.transfers) == (None, ["x"], [])
@@ -163,8 +172,13 @@ def test_lost_units_have_names():
         (lambda: planning.recovery_plan([], [[]], [["w"]]), r"needs: rank 0 names \"w\""),
         (
             lambda: planning.recovery_plan([("w", 1)], [[("w", 1, 1, "disk")]], [[]]),
-            r"holdings: expected kind",
+            r"holdings: expected kind \"active\", \"replayed\", \"snapshot\", \"persisted\", got \"disk\"",
         ),
+        (
+            lambda: planning.recovery_plan([("w", 1)], [[]], [[]], may_lag=["x"]),
+            r"may_lag: it names \"x\", which is not one of units",
+        ),
+        (lambda: planning.recovery_plan([("w", 1)], [[]], [[]], may_lag="w"), r"may_lag: expected a list of names"),
         (lambda: planning.recovery_plan([("w", 1)], [[]], []), r"needs: expected one list for each"),
     ],
 )

@@ -77,6 +77,7 @@ def recovery_plan(
     units: list[tuple[str, int]],
     holdings: list[list[tuple[str, int, int, str]]],
     needs: list[list[str]],
+    may_lag: list[str],
 ) -> RecoveryPlan: ...
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
 def select_load_aware(
@@ -173,10 +174,13 @@ class RecoveryPlan:
     def lost(self) -> list[str]:
         """Units without a holder at the version that misses the fewest; empty when there is a version."""
     @property
+    def stale(self) -> list[tuple[str, int]]:
+        """(unit, version) of units that all ranks take at an older version than the target."""
+    @property
     def transfers(self) -> list[tuple[str, int, int, str]]:
-        """(unit, source, destination, "active" or "snapshot"), largest units first.
+        """(unit, source, destination, kind), largest units first; a stale unit is sent at its stale version.
 
-        Where source and destination are the same, the rank takes the unit from its own snapshot.
+        Where source and destination are the same, the rank takes the unit from its own replica, snapshot or file.
         """
     @property
     def conflicts(self) -> list[tuple[str, int, int, int]]:

@@ -7,4 +7,4 @@
 mod plan;
 mod vote;
 
-pub use plan::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan};
+pub use plan::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};

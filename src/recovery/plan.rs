@@ -4,15 +4,26 @@ use super::vote::{Sources, sources};
 use crate::ensure;
 use crate::error::Result;
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-/// Where a rank has the bytes of a unit.
+/// Where a rank has the bytes of a unit, the cheapest to read first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// In the running model and optimizer.
     Active,
+    /// In a replica that repeats the optimizer's steps from gradients.
+    Replayed,
     /// In a complete version of an arena.
     Snapshot,
+    /// In a store that all who list it can read.
+    Persisted,
+}
+
+impl Kind {
+    /// Whether the rank's own memory has it.
+    pub fn is_memory(self) -> bool {
+        self != Self::Persisted
+    }
 }
 
 /// One unit that a rank has, at one version.
@@ -28,7 +39,7 @@ pub struct Holding {
     pub kind: Kind,
 }
 
-/// `destination` takes `unit` from `source`; when they are the same, from its own snapshot.
+/// `destination` takes `unit` from `source`; when they are the same, from what it has itself outside the running model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Transfer {
     /// Index of the unit.
@@ -41,7 +52,7 @@ pub struct Transfer {
     pub kind: Kind,
 }
 
-/// A holder at the target version whose bytes are not those that most holders have.
+/// A holder at the version that is taken whose bytes are not those that most holders have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Conflict {
     /// Index of the unit.
@@ -66,6 +77,11 @@ pub enum Reason {
         /// The newest version that was reported.
         newest: u64,
     },
+    /// All units that may not lag have a holder at the target, and some of the others only at older versions.
+    Lagging {
+        /// How many are older.
+        units: usize,
+    },
     /// No version is whole; `lost` are the units missing at this one, which misses the fewest.
     NotWhole {
         /// The version that misses the fewest units, the newest of those.
@@ -83,6 +99,9 @@ impl std::fmt::Display for Reason {
             Self::Older { newest } => {
                 write!(out, "version {newest} is not whole, this is the newest that is")
             }
+            Self::Lagging { units } => {
+                write!(out, "the newest version that is whole; of the units that may lag, {units} are older")
+            }
             Self::NotWhole { version } => {
                 write!(out, "no version is whole; version {version} misses the fewest units")
             }
@@ -98,6 +117,8 @@ pub struct Plan {
     pub version: Option<u64>,
     /// Units that no rank holds at the version that misses the fewest; empty when there is a target.
     pub lost: Vec<usize>,
+    /// Units that all ranks take at an older version than the target, and that version; by unit.
+    pub stale: Vec<(usize, u64)>,
     /// In order of unit size, largest first.
     pub transfers: Vec<Transfer>,
     /// Holders that were outvoted; not reported at version 0.
@@ -114,6 +135,8 @@ pub struct Plan {
 /// fetches what it needs. A rank takes a unit from its running model, else from its own snapshot, else from the
 /// holder with the fewest bytes to send so far, largest units first.
 ///
+/// See [`plan_lagging`] for copies that are not all of one version.
+///
 /// ```
 /// use evermoe::recovery::{Holding, Kind, Reason, Transfer, plan};
 /// let held = |unit, version| Holding { unit, version, digest: 7, kind: Kind::Active };
@@ -127,20 +150,57 @@ pub struct Plan {
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when a unit is out of range or the lists differ in length.
 pub fn plan(bytes: &[u64], holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> Result<Plan> {
-    check(bytes.len(), holdings, needs)?;
-    let (version, reason, lost) = target(bytes.len(), holdings);
-    let Some(version) = version else {
-        return Ok(Plan { version, lost, transfers: Vec::new(), conflicts: Vec::new(), reason });
-    };
-    let (sources, mut conflicts) = sources(bytes.len(), holdings, version);
+    plan_lagging(bytes, holdings, needs, &[])
+}
+
+/// As [`plan`], where the units of `may_lag` may be older than the target.
+///
+/// Policies that copy a few experts at a time (PEC, MoEtion) leave some experts with older copies only. The target is the
+/// newest version at which every other unit has a holder and every unit that may lag has one at that version or before.
+/// Each of these is taken at its newest version up to the target, by all ranks that need it. As in [`plan`], version 0 is
+/// as good as nothing once any rank has a later one.
+///
+/// A rank takes a unit from its running model, its own replica, its own snapshot, else from another rank's memory, and
+/// only when no memory has that version from the store: itself if it lists it, else through the rank that does.
+///
+/// ```
+/// use evermoe::recovery::{Holding, Kind, Reason, Transfer, plan_lagging};
+/// let held = |unit, version, kind| Holding { unit, version, digest: 7, kind };
+/// // Unit 1 was in the running model of a rank that died at version 9; its last copy is of version 6.
+/// let survivor = vec![held(0, 9, Kind::Active), held(1, 6, Kind::Persisted)];
+/// let plan = plan_lagging(&[64, 64], &[survivor], &[vec![0, 1]], &[1])?;
+/// assert_eq!((plan.version, plan.stale, plan.reason), (Some(9), vec![(1, 6)], Reason::Lagging { units: 1 }));
+/// assert_eq!(plan.transfers, [Transfer { unit: 1, source: 0, destination: 0, kind: Kind::Persisted }]);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`](crate::error::Error::Invalid) when a unit is out of range or the lists differ in length.
+pub fn plan_lagging(
+    bytes: &[u64],
+    holdings: &[Vec<Holding>],
+    needs: &[Vec<usize>],
+    may_lag: &[usize],
+) -> Result<Plan> {
+    check(bytes.len(), holdings, needs, may_lag)?;
+    let found = target(bytes.len(), holdings, may_lag);
+    let Some(version) = found.version else { return Ok(found) };
+    let mut taken = vec![version; bytes.len()];
+    for &(unit, older) in &found.stale {
+        taken[unit] = older;
+    }
+    let (sources, mut conflicts) = sources(holdings, &taken);
     if version == 0 {
         conflicts.clear();
     }
     let transfers = transfers(bytes, &sources, needs);
-    Ok(Plan { version: Some(version), lost, transfers, conflicts, reason })
+    Ok(Plan { transfers, conflicts, ..found })
 }
 
-fn check(units: usize, holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> Result<()> {
+fn check(units: usize, holdings: &[Vec<Holding>], needs: &[Vec<usize>], may_lag: &[usize]) -> Result<()> {
+    if let Some(unit) = may_lag.iter().find(|&&unit| unit >= units) {
+        ensure!(false, "may_lag: unit {unit} is named; there are {units} units");
+    }
     ensure!(
         holdings.len() == needs.len(),
         "needs: expected one list for each of the {} ranks of holdings, got {}",
@@ -160,30 +220,59 @@ fn check(units: usize, holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> Resul
     Ok(())
 }
 
-/// The version to continue from, why, and what is lost if there is none.
-fn target(units: usize, holdings: &[Vec<Holding>]) -> (Option<u64>, Reason, Vec<usize>) {
-    let mut reached: BTreeMap<u64, BTreeSet<usize>> = BTreeMap::new();
+/// The version to continue from, why, and what is stale or lost; without transfers.
+fn target(units: usize, holdings: &[Vec<Holding>], may_lag: &[usize]) -> Plan {
+    let reached = reached(holdings, may_lag);
+    let plan = |version, reason, lost, stale| Plan {
+        version,
+        lost,
+        stale,
+        transfers: Vec::new(),
+        conflicts: Vec::new(),
+        reason,
+    };
+    let Some((&newest, _)) = reached.last_key_value() else {
+        return plan(None, Reason::Nothing, (0..units).collect(), Vec::new());
+    };
+    // Of equal counts the last is kept: the newest.
+    let Some((&version, taken)) = reached.iter().max_by_key(|(_, taken)| taken.len()) else {
+        unreachable!("there is a newest version");
+    };
+    let lost: Vec<usize> = (0..units).filter(|unit| !taken.contains_key(unit)).collect();
+    if !lost.is_empty() {
+        return plan(None, Reason::NotWhole { version }, lost, Vec::new());
+    }
+    let stale: Vec<(usize, u64)> =
+        taken.iter().map(|(&unit, &at)| (unit, at)).filter(|&(_, at)| at < version).collect();
+    let reason = match version {
+        0 => Reason::Fresh,
+        _ if !stale.is_empty() => Reason::Lagging { units: stale.len() },
+        _ if version == newest => Reason::Newest,
+        _ => Reason::Older { newest },
+    };
+    plan(Some(version), reason, lost, stale)
+}
+
+/// For each version that is a candidate, the units that it has and the version of each: its own, or of a unit that may
+/// lag the newest before.
+fn reached(holdings: &[Vec<Holding>], may_lag: &[usize]) -> BTreeMap<u64, BTreeMap<usize, u64>> {
+    let mut reached: BTreeMap<u64, BTreeMap<usize, u64>> = BTreeMap::new();
     for holding in holdings.iter().flatten() {
-        reached.entry(holding.version).or_default().insert(holding.unit);
+        reached.entry(holding.version).or_default().insert(holding.unit, holding.version);
     }
     if reached.len() > 1 {
         reached.remove(&0);
     }
-    let Some((&newest, _)) = reached.last_key_value() else {
-        return (None, Reason::Nothing, (0..units).collect());
-    };
-    // Of equal counts the last is kept: the newest.
-    let Some((&version, held)) = reached.iter().max_by_key(|(_, held)| held.len()) else {
-        unreachable!("there is a newest version");
-    };
-    let lost: Vec<usize> = (0..units).filter(|unit| !held.contains(unit)).collect();
-    let reason = match version {
-        _ if !lost.is_empty() => return (None, Reason::NotWhole { version }, lost),
-        0 => Reason::Fresh,
-        _ if version == newest => Reason::Newest,
-        _ => Reason::Older { newest },
-    };
-    (Some(version), reason, lost)
+    let mut latest: BTreeMap<usize, u64> = BTreeMap::new();
+    for taken in reached.values_mut() {
+        for unit in may_lag {
+            if let Some(&at) = taken.get(unit).or(latest.get(unit)) {
+                latest.insert(*unit, at);
+                taken.insert(*unit, at);
+            }
+        }
+    }
+    reached
 }
 
 fn transfers(bytes: &[u64], sources: &[Sources], needs: &[Vec<usize>]) -> Vec<Transfer> {
@@ -197,14 +286,16 @@ fn transfers(bytes: &[u64], sources: &[Sources], needs: &[Vec<usize>]) -> Vec<Tr
     let mut assigned = vec![0_u128; needs.len()];
     let mut transfers = Vec::new();
     for (Reverse(size), unit, destination) in wanted {
+        let in_memory = sources[unit].values().any(|kind| kind.is_memory());
         let (source, kind) = match sources[unit].get(&destination) {
             Some(Kind::Active) => continue,
-            Some(Kind::Snapshot) => (destination, Kind::Snapshot),
-            None => {
-                let cheapest =
-                    sources[unit].iter().min_by_key(|&(&rank, &kind)| (assigned[rank], kind, rank));
+            Some(&kind) if kind.is_memory() || !in_memory => (destination, kind),
+            _ => {
+                let cheapest = sources[unit]
+                    .iter()
+                    .min_by_key(|&(&rank, &kind)| (!kind.is_memory(), assigned[rank], kind, rank));
                 let Some((&source, &kind)) = cheapest else {
-                    unreachable!("every unit has a holder at the target version");
+                    unreachable!("every unit has a holder at the version that is taken");
                 };
                 assigned[source] += u128::from(size);
                 (source, kind)

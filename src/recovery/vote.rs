@@ -4,21 +4,18 @@ use super::plan::{Conflict, Holding, Kind};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// The ranks that have the right bytes of one unit, and where; a rank that has them twice is `Active`.
+/// The ranks that have the right bytes of one unit, and where; of a rank that has them twice, the cheapest.
 pub(super) type Sources = BTreeMap<usize, Kind>;
 
-/// The sources of every unit at `version`, and the holders that were outvoted.
+/// The sources of every unit u at version `taken[u]`, and the holders that were outvoted.
 ///
-/// Each rank has one vote for each digest it holds. Of equal votes, a digest that a running model has beats one that only
-/// snapshots have; then the one on the smallest rank wins.
-pub(super) fn sources(
-    units: usize,
-    holdings: &[Vec<Holding>],
-    version: u64,
-) -> (Vec<Sources>, Vec<Conflict>) {
-    let mut ballots: Vec<BTreeMap<u64, Sources>> = vec![BTreeMap::new(); units];
+/// Each rank has one vote for each digest that its memory holds. Of equal votes, a digest that a running model has beats
+/// one that only replicas or snapshots have; then the one on the smallest rank wins. A persisted copy is one copy however
+/// many ranks list it: it has a vote only where memory does not decide.
+pub(super) fn sources(holdings: &[Vec<Holding>], taken: &[u64]) -> (Vec<Sources>, Vec<Conflict>) {
+    let mut ballots: Vec<BTreeMap<u64, Sources>> = vec![BTreeMap::new(); taken.len()];
     for (rank, held) in holdings.iter().enumerate() {
-        for holding in held.iter().filter(|holding| holding.version == version) {
+        for holding in held.iter().filter(|holding| holding.version == taken[holding.unit]) {
             let kind =
                 ballots[holding.unit].entry(holding.digest).or_default().entry(rank).or_insert(holding.kind);
             *kind = holding.kind.min(*kind);
@@ -35,7 +32,8 @@ pub(super) fn sources(
 fn elect(unit: usize, mut ballot: BTreeMap<u64, Sources>, conflicts: &mut Vec<Conflict>) -> Sources {
     let winner = ballot.iter().min_by_key(|(_, holders)| {
         let kind = holders.values().min().copied();
-        (Reverse(holders.len()), kind, holders.keys().next().copied())
+        let votes = holders.values().filter(|kind| kind.is_memory()).count();
+        (Reverse(votes), kind, Reverse(holders.len()), holders.keys().next().copied())
     });
     let Some(expected) = winner.map(|(&digest, _)| digest) else { return Sources::new() };
     let sources = ballot.remove(&expected).unwrap_or_default();

@@ -13,28 +13,39 @@ def recovery_plan(
     units: Sequence[tuple[str, int]],
     holdings: Sequence[Sequence[tuple[str, int, int, str]]],
     needs: Sequence[Sequence[str]],
+    *,
+    may_lag: Sequence[str] = (),
 ) -> RecoveryPlan:
     """The version to continue from after a failure, and who sends what to whom.
 
     The target is the newest version at which every unit has a holder; version 0, the state before the first
     step, counts only if nobody has a later one. Where holders differ, the digest that most ranks have is
     right; who was outvoted is listed in `conflicts`, sends nothing, and fetches what it needs. A rank takes a
-    unit from its running model, else from its own snapshot (`source == destination`), else from the holder
-    with the fewest bytes to send.
+    unit from its running model, else from its own replica or snapshot (`source == destination`), else from the
+    memory of another with the fewest bytes to send, and only if no memory has it from what is persisted.
+
+    Units of `may_lag`, which partial policies do not copy at each step, need no holder at the target: each is
+    taken, by all ranks that need it, at its newest version up to the target; `stale` lists the older ones.
 
         >>> full = [("w", 5, 7, "active"), ("x", 5, 8, "active")]
         >>> plan = recovery_plan([("w", 64), ("x", 64)], [full, []], [["w"], ["x"]])
         >>> plan.version, plan.transfers
         (5, [('x', 0, 1, 'active')])
+        >>> plan = recovery_plan([("w", 64), ("x", 64)], [[full[0], ("x", 3, 6, "snapshot")]], [["x"]], may_lag=["x"])
+        >>> plan.version, plan.stale, plan.transfers
+        (5, [('x', 3)], [('x', 0, 0, 'snapshot')])
 
     Args:
         units: (name, bytes) of every unit of the model.
-        holdings: for each rank, (unit, version, digest, "active" or "snapshot") of all that it has.
+        holdings: for each rank, (unit, version, digest, kind) of all that it has. Kinds, the cheapest to read first:
+            "active" in the running model, "replayed" in a replica that repeats its gradients, "snapshot" in host
+            memory, "persisted" in files, which every rank that can read them lists.
         needs: for each rank, the units that it is to run.
+        may_lag: units that may be older than the target.
     """
     sized = [(name, count("units", size)) for name, size in units]
     held = [
         [(name, count("holdings", version), count("holdings", digest), kind) for name, version, digest, kind in rank]
         for rank in holdings
     ]
-    return _native.recovery_plan(sized, held, [names("needs", rank) for rank in needs])
+    return _native.recovery_plan(sized, held, [names("needs", rank) for rank in needs], names("may_lag", may_lag))

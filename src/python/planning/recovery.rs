@@ -30,6 +30,11 @@ impl RecoveryPlan {
     }
 
     #[getter]
+    fn stale(&self) -> Vec<(&str, u64)> {
+        self.plan.stale.iter().map(|&(unit, version)| (self.name(unit), version)).collect()
+    }
+
+    #[getter]
     fn transfers(&self) -> Vec<(&str, usize, usize, &'static str)> {
         let row = |transfer: &recovery::Transfer| {
             (self.name(transfer.unit), transfer.source, transfer.destination, kind_name(transfer.kind))
@@ -51,13 +56,14 @@ impl RecoveryPlan {
     }
 
     fn __repr__(&self) -> String {
-        let Plan { version, lost, transfers, conflicts, reason } = &self.plan;
+        let Plan { version, lost, stale, transfers, conflicts, reason } = &self.plan;
         let version = version.map_or("None".into(), |version| version.to_string());
         format!(
-            "RecoveryPlan(version={version}, {} lost, {} transfers, {} conflicts: {reason})",
+            "RecoveryPlan(version={version}, {} lost, {} transfers, {} conflicts, {} stale: {reason})",
             lost.len(),
             transfers.len(),
-            conflicts.len()
+            conflicts.len(),
+            stale.len()
         )
     }
 }
@@ -68,20 +74,21 @@ impl RecoveryPlan {
     }
 }
 
+const KINDS: [(&str, Kind); 4] = [
+    ("active", Kind::Active),
+    ("replayed", Kind::Replayed),
+    ("snapshot", Kind::Snapshot),
+    ("persisted", Kind::Persisted),
+];
+
 fn kind_name(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Active => "active",
-        Kind::Snapshot => "snapshot",
-    }
+    KINDS[kind as usize].0
 }
 
 fn kind(name: &str) -> PyResult<Kind> {
-    match name {
-        "active" => Ok(Kind::Active),
-        "snapshot" => Ok(Kind::Snapshot),
-        _ => Err(Error::Invalid(format!("holdings: expected kind \"active\" or \"snapshot\", got {name:?}"))
-            .into()),
-    }
+    let found = KINDS.iter().find(|(known, _)| *known == name);
+    let kinds = KINDS.map(|(known, _)| format!("{known:?}")).join(", ");
+    Ok(found.ok_or_else(|| Error::Invalid(format!("holdings: expected kind {kinds}, got {name:?}")))?.1)
 }
 
 #[pyfunction]
@@ -90,6 +97,7 @@ fn recovery_plan(
     units: Vec<(String, u64)>,
     holdings: Vec<Vec<(String, u64, u64, String)>>,
     needs: Vec<Vec<String>>,
+    may_lag: Vec<String>,
 ) -> PyResult<RecoveryPlan> {
     let (names, bytes): (Vec<String>, Vec<u64>) = units.into_iter().unzip();
     let index: HashMap<&str, usize> =
@@ -97,24 +105,25 @@ fn recovery_plan(
     if index.len() != names.len() {
         return Err(Error::Invalid("units: a name is there twice; names must be unique".into()).into());
     }
-    let find = |argument: &str, rank: usize, name: &str| -> PyResult<usize> {
-        let unknown =
-            || Error::Invalid(format!("{argument}: rank {rank} names {name:?}, which is not one of units"));
+    let find = |name: &str, whose: &dyn Fn() -> String| -> PyResult<usize> {
+        let unknown = || Error::Invalid(format!("{} names {name:?}, which is not one of units", whose()));
         Ok(*index.get(name).ok_or_else(unknown)?)
     };
     let mut held = vec![Vec::new(); holdings.len()];
     for (rank, rows) in holdings.iter().enumerate() {
         for (name, version, digest, from) in rows {
-            let unit = find("holdings", rank, name)?;
+            let unit = find(name, &|| format!("holdings: rank {rank}"))?;
             held[rank].push(Holding { unit, version: *version, digest: *digest, kind: kind(from)? });
         }
     }
     let mut needed = vec![Vec::new(); needs.len()];
     for (rank, row) in needs.iter().enumerate() {
         for name in row {
-            needed[rank].push(find("needs", rank, name)?);
+            needed[rank].push(find(name, &|| format!("needs: rank {rank}"))?);
         }
     }
-    let plan = py.detach(|| recovery::plan(&bytes, &held, &needed))?;
+    let lagging: Vec<usize> =
+        may_lag.iter().map(|name| find(name, &|| "may_lag: it".into())).collect::<PyResult<_>>()?;
+    let plan = py.detach(|| recovery::plan_lagging(&bytes, &held, &needed, &lagging))?;
     Ok(RecoveryPlan { names, plan })
 }
