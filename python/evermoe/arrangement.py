@@ -124,7 +124,7 @@ def _everything(
         previous = planning.copy_holders(nodes, copies, policy="ring")
         # The ring's next node keeps a rank's copies; BAFT's previous stage is the ring the other way round.
         keepers = {holder: rank for rank, ranks in enumerate(previous) for holder in ranks[1:2]}
-        others = [(keepers.get(rank, rank),) if keepers.get(rank, rank) != rank else () for rank in primaries]
+        others: list[tuple[int, ...]] = [(keepers[rank],) if rank in keepers else () for rank in primaries]
     else:
         others = [tuple(ranks[1:]) for ranks in planning.unit_copy_holders(primaries, active, nodes, copies)]
     kept = [

@@ -82,13 +82,7 @@ class SessionConfig:
         ):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
-        if self.preset not in PRESET_NAMES:
-            raise ValueError(f"Session: expected preset to be one of {', '.join(PRESET_NAMES)}, got {self.preset!r}")
-        if self.preset == "pec" and self.checkpoint_dir is None:
-            raise ValueError("Session: the preset pec saves to checkpoint_dir, a folder that all members share")
-        for name in ("copy_budget", "plt_limit"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"Session: expected 0 < {name} <= 1, got {getattr(self, name)}")
+        self._check_keeping()
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
             raise ValueError("Session: lighthouse is set, so job must name the job, the same for all members")
         if self.rejoin_limit < 0:
@@ -103,11 +97,21 @@ class SessionConfig:
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
 
+    def _check_keeping(self) -> None:
+        if self.preset not in PRESET_NAMES:
+            raise ValueError(f"Session: expected preset to be one of {', '.join(PRESET_NAMES)}, got {self.preset!r}")
+        if self.preset == "pec" and self.checkpoint_dir is None:
+            raise ValueError("Session: the preset pec saves to checkpoint_dir, a folder that all members share")
+        for name in ("copy_budget", "plt_limit"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"Session: expected 0 < {name} <= 1, got {getattr(self, name)}")
+
     def shared(self) -> str:
         """The options that must be the same for all members, as text."""
-        names = ("preset", "copies", "copy_budget", "local_every", "experts_per_copy", "plt_limit", "slots", "min_replicas")
-        more = ("placement", "checkpoint_every", "join_every", "rebalance_every", "max_grad_norm", "remote_bytes_per_step")
-        return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, *more))
+        names = ("preset", "copies", "copy_budget", "local_every", "experts_per_copy", "plt_limit", "slots")
+        more = ("remote_bytes_per_step", "min_replicas", "placement", "checkpoint_every", "join_every")
+        last = ("rebalance_every", "max_grad_norm")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, *more, *last))
 
     @property
     def replicas(self) -> int:

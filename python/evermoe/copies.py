@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,8 @@ class Round:
         self._own = [kept for kept in store.own if due is None or kept.number in due]
         self._peers = [kept for kept in store.peers if due is None or kept.number in due]
         self._captured = threading.Event()
+        self.capture_seconds = 0.0
+        """That this member took to capture its units."""
         self.errand = courier.go(self._run)
         """Its result: whether all copies that came match their digests."""
 
@@ -93,8 +96,10 @@ class Round:
     def _run(self) -> bool:
         try:
             arriving = [self._courier.receive(parcel) for kept in self._peers for parcel in self._incoming(kept)]
+            started = time.monotonic()
             for kept in self._own:
                 self._capture(kept)
+            self.capture_seconds = time.monotonic() - started
         finally:
             self._captured.set()
         self._courier.send(parcel for kept in self._own for parcel in self._outgoing(kept))

@@ -20,8 +20,8 @@ BOOST = 1.1
 class Ledger:
     """Counts the tokens of all experts in the steps that were taken, in `TrainingState.tokens`.
 
-    The portion of lost tokens (PLT, of PEC / MoC-System) is the tokens in the updates that a recovery had to give up over
-    all tokens of the run so far, per layer, averaged over layers.
+    The portion of lost tokens (PLT, of PEC / MoC-System) is the tokens in the updates that recoveries had to give up,
+    over all tokens of the run so far, per layer, averaged over layers.
     """
 
     def __init__(self, state: TrainingState) -> None:
@@ -87,8 +87,8 @@ class Ledger:
     def count_lost(self, stale: Mapping[str, int]) -> dict[str, int]:
         """Tokens that experts lose which go back to copies of these steps; at most, where a copy is not known here.
 
-        Example: an expert got 5, 7 and 3 tokens in steps 0 to 2 and was copied after step 1. Back at that copy, it loses
-        10 of 15 tokens.
+        Example: an expert got 5, 7 and 3 tokens in steps 0 to 2 and was copied after step 1. Back at that copy, it has
+        lost 10 of 15 tokens.
         """
         lost = {}
         for unit, step in stale.items():

@@ -9,19 +9,20 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from evermoe import checkpoint, planning
-from evermoe._native import digest
+from evermoe._native import RecoveryPlan, digest
 from evermoe.balance import Placement, place_layers
 from evermoe.config import SessionConfig
-from evermoe.copies import CopyStore, StoredCopy
+from evermoe.copies import StoredCopy
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.units import TrainingState, expert_unit
@@ -29,9 +30,10 @@ from evermoe.units import TrainingState, expert_unit
 ROUND_BYTES = 256 << 20
 """Fetches are exchanged in rounds of at most about this many bytes in the whole group."""
 
-ACTIVE, SNAPSHOT = "active", "snapshot"
+ACTIVE = "active"
 Holding = tuple[str, int, int, str]
 """(unit, version, digest, kind)."""
+Lagging = Literal["never", "if needed", "always"]
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Inventory:
     """Whether it has state of the running job."""
     saw_running: bool
     """Whether it has seen the job run."""
+    boosts: dict[str, list[float]]
+    """Factors of the load of experts that have lost tokens."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -81,6 +85,8 @@ class Outcome:
     digests_mismatched: int = 0
     lost_units: list[str] = field(default_factory=list)
     """Units of which no copy was left in memory, when the job went back to a checkpoint."""
+    stale: dict[str, int] = field(default_factory=dict)
+    """Experts that were taken at an older version than the others: what they had learnt since is lost."""
 
 
 class Recovery:
@@ -88,7 +94,10 @@ class Recovery:
 
     Args:
         state: this member's units.
-        store: this node's copies.
+        stored: all copies that this member has, and their kinds.
+        lagging: whether experts may be taken at older versions than the rest: `never`, `if needed`, or `always` where
+            that spares the rest going back.
+        boosts: factors of the load of experts that have lost tokens, by layer.
         group: the members, agreed and connected.
         config: of the session: slots, replicas, placement, folder of the checkpoints.
         nodes: name of the node of each rank; ranks of one node fail together.
@@ -101,10 +110,12 @@ class Recovery:
     def __init__(
         self,
         state: TrainingState,
-        store: CopyStore,
+        stored: Iterable[tuple[StoredCopy, str]],
         group: Group,
         config: SessionConfig,
         *,
+        lagging: Lagging,
+        boosts: dict[str, list[float]],
         nodes: Sequence[str],
         version: int,
         patient: bool,
@@ -112,7 +123,8 @@ class Recovery:
         saw_running: bool,
         phase: Callable[[str], None],
     ) -> None:
-        self.state, self.store, self.group, self.version = state, store, group, version
+        self.state, self._copies, self.group, self.version = state, stored, group, version
+        self.lagging, self.boosts = lagging, boosts
         self.config, self.nodes = config, nodes
         self.checkpoints = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None
         self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
@@ -132,7 +144,10 @@ class Recovery:
         inventories = [Inventory.from_bytes(b) for b in self.group.all_gather_bytes(self._survey().to_bytes())]
         while True:
             holdings = self._usable(inventories)
-            target = planning.recovery_plan(self._sizes(), holdings, [[] for _ in holdings])
+            target = self._plan(holdings, [[] for _ in holdings], self.lagging == "always")
+            is_lagging = self.lagging == "always" or (target.version is None and self.lagging == "if needed")
+            if is_lagging:
+                target = self._plan(holdings, [[] for _ in holdings], True)
             newest = max((version for held in holdings for _, version, _, _ in held), default=0)
             self.outcome.newest = max(self.outcome.newest, newest if target.version is None else target.version)
             if target.version is None and all(inventory.patient for inventory in inventories):
@@ -143,9 +158,13 @@ class Recovery:
                 return self._from_disk(on_disk, inventories)
             if target.version is None:
                 raise LostExperts(self._lost_message(target.lost), list(target.lost))
-            fetched = self._fetch(target.version, inventories, holdings)
+            fetched = self._fetch(target.version, inventories, holdings, is_lagging)
             if fetched is not None:
                 return self._adopt(target.version, fetched)
+
+    def _plan(self, holdings: list[list[Holding]], needs: list[list[str]], is_lagging: bool) -> RecoveryPlan:
+        may_lag = [unit.name for unit in self.state.units if unit.layer is not None] if is_lagging else []
+        return planning.recovery_plan(self._sizes(), holdings, needs, may_lag=may_lag)
 
     def verify(self) -> tuple[int, list[str]]:
         """Compares all members' active units and all copies of this version, byte for byte by digest; collective.
@@ -155,7 +174,7 @@ class Recovery:
         mine: list[tuple[str, int]] = []
         for unit, version, value, kind in self._survey().holdings:
             if version == self.version:
-                stored = self._stored[unit, version, value].data.numpy() if kind == SNAPSHOT else None
+                stored = self._stored[unit, version, value].data.numpy() if kind != ACTIVE else None
                 mine.append((unit, value if stored is None else digest(stored)))
         everyone = [json.loads(part) for part in self.group.all_gather_bytes(json.dumps(mine).encode())]
         found: dict[str, set[int]] = {}
@@ -172,11 +191,11 @@ class Recovery:
             self.state.read(name, data)
             self._packed[name] = data
             holdings.append((name, self.version, digest(data.numpy()), ACTIVE))
-        for stored in self.store.stored():
+        for stored, kind in self._copies:
             unit = self.state.by_name.get(stored.unit)
             if unit is not None and unit.nbytes == len(stored.data):
                 self._stored[stored.unit, stored.version, stored.digest] = stored
-        holdings += [(unit, version, value, SNAPSHOT) for unit, version, value in self._stored]
+                holdings.append((stored.unit, stored.version, stored.digest, kind))
         experts = {path: layer.experts for path, layer in self.state.layers.items()}
         found = sorted(checkpoint.find(self.checkpoints)) if self.checkpoints else []
         return Inventory(
@@ -188,6 +207,7 @@ class Recovery:
             self.patient,
             self.established,
             self.saw_running,
+            self.boosts,
         )
 
     def _sizes(self) -> list[tuple[str, int]]:
@@ -231,7 +251,7 @@ class Recovery:
         with warnings.catch_warnings():
             if self.group.rank > 0:  # one member says it for all
                 warnings.simplefilter("ignore", planning.FewerReplicas)
-            return place_layers(experts, newest.load, previous, self.nodes, self.config)
+            return place_layers(experts, newest.load, previous, self.nodes, self.config, newest.boosts)
 
     def _needs(self, placement: Placement, rank: int) -> list[str]:
         experts = [
@@ -242,27 +262,31 @@ class Recovery:
     # ---- fetch
 
     def _fetch(
-        self, version: int, inventories: Sequence[Inventory], holdings: list[list[Holding]]
+        self, version: int, inventories: Sequence[Inventory], holdings: list[list[Holding]], is_lagging: bool
     ) -> dict[str, Tensor] | None:
         """Bytes of the units that this rank lacks; None when some did not match and a new plan is needed."""
         self.outcome.placement = self._place(version, inventories)
         needs = [self._needs(self.outcome.placement, rank) for rank in range(self.group.size)]
-        plan = planning.recovery_plan(self._sizes(), holdings, needs)
+        plan = self._plan(holdings, needs, is_lagging)
+        stale = dict(plan.stale)
         digests = {
             (rank, unit, kind): value
             for rank, held in enumerate(holdings)
             for unit, found, value, kind in held
-            if found == version
+            if found == stale.get(unit, version)
         }
-        expected = {transfer[0]: digests[transfer[1], transfer[0], transfer[3]] for transfer in plan.transfers}
+        expected = {
+            unit: (stale.get(unit, version), digests[source, unit, kind]) for unit, source, _, kind in plan.transfers
+        }
         self.phase("fetch")
-        fetched = self._exchange(plan.transfers, version, expected)
+        fetched = self._exchange(plan.transfers, expected)
         self.phase("verify")
+        self.outcome.stale = stale
         surveyed = sum(found == version for held in holdings for _, found, _, _ in held)
         self.outcome.digests_checked += surveyed + len(fetched)
         self.outcome.digests_mismatched += len(plan.conflicts)
-        bad = [unit for unit, data in fetched.items() if digest(data.numpy()) != expected[unit]]
-        refused = self._agree_on_refused(bad, plan.transfers, version, expected)
+        bad = [unit for unit, data in fetched.items() if digest(data.numpy()) != expected[unit][1]]
+        refused = self._agree_on_refused(bad, plan.transfers, expected)
         self._refused |= refused
         self.outcome.digests_mismatched += len(refused)
         return None if refused else fetched
@@ -271,35 +295,35 @@ class Recovery:
         self,
         bad: list[str],
         transfers: Sequence[tuple[str, int, int, str]],
-        version: int,
-        expected: dict[str, int],
+        expected: dict[str, tuple[int, int]],
     ) -> set[tuple[int, Holding]]:
         refused = set()
         for rank, text in enumerate(self.group.all_gather_bytes(json.dumps(bad).encode())):
             names = set(json.loads(text))
             refused |= {
-                (source, (unit, version, expected[unit], kind))
+                (source, (unit, *expected[unit], kind))
                 for unit, source, destination, kind in transfers
                 if destination == rank and unit in names
             }
         return refused
 
-    def _bytes(self, unit: str, version: int, kind: str, value: int) -> Tensor:
-        return self._packed[unit] if kind == ACTIVE else self._stored[unit, version, value].data
+    def _bytes(self, unit: str, kind: str, expected: tuple[int, int]) -> Tensor:
+        return self._packed[unit] if kind == ACTIVE else self._stored[(unit, *expected)].data
 
     def _exchange(
-        self, transfers: Sequence[tuple[str, int, int, str]], version: int, expected: dict[str, int]
+        self, transfers: Sequence[tuple[str, int, int, str]], expected: dict[str, tuple[int, int]]
     ) -> dict[str, Tensor]:
+        """The units that this rank is to have; `expected` is the version and the digest of each."""
         rank, fetched = self.group.rank, {}
         remote = [transfer for transfer in transfers if transfer[1] != transfer[2]]
         for unit, source, destination, kind in transfers:
             if source == destination == rank:
-                fetched[unit] = self._bytes(unit, version, kind, expected[unit]).clone()
+                fetched[unit] = self._bytes(unit, kind, expected[unit]).clone()
         self.outcome.sources["own memory"] += len(fetched)
         for part in self._rounds(remote):
             outgoing = sorted((t for t in part if t[1] == rank), key=lambda t: t[2])
             incoming = sorted((t for t in part if t[2] == rank), key=lambda t: t[1])
-            data = [self._bytes(unit, version, kind, expected[unit]) for unit, _, _, kind in outgoing]
+            data = [self._bytes(unit, kind, expected[unit]) for unit, _, _, kind in outgoing]
             received = self.group.all_to_all(
                 torch.cat(data) if data else torch.empty(0, dtype=torch.uint8),
                 [sum(self._size(t) for t in outgoing if t[2] == r) for r in range(self.group.size)],

@@ -71,6 +71,11 @@ class ReplayedCopies:
         self.replica = Replica(theirs, log_bytes=max(1, log_bytes or LOG_STEPS * most))
 
     @property
+    def has_peers(self) -> bool:
+        """Whether this member sends or keeps anything."""
+        return bool(self._to or self._from)
+
+    @property
     def units(self) -> list[str]:
         """That are kept here for others."""
         return [unit for units in self._from.values() for unit in units]
@@ -177,4 +182,4 @@ def _rows(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:
     if about.layer is None:
         return dict(state.dense_tensors(unit))
     layer = state.layers[about.layer]
-    return {"weights": Row(layer.weights, layer.experts.index(about.expert))}
+    return {"weights": Row(layer.weights, layer.experts.index(about.expert or 0))}

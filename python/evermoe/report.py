@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evermoe.recovery import Outcome
+from evermoe.versions import step_of
 
 Listener = Callable[[str, dict[str, Any]], None]
 """Is told the name and fields of each event of a session."""
@@ -25,6 +26,10 @@ class RecoveryReport:
     steps_lost: int = 0
     """Steps that had to be undone: 0 unless the newest copies were damaged or the job went back to a checkpoint."""
     members: int = 0
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+    """By expert that went back to an older copy than the rest: tokens in the updates that it lost."""
+    plt: float = 0.0
+    """Portion of lost tokens of the run so far, averaged over layers."""
     reason: str = ""
     outcome: Outcome = field(default_factory=Outcome)
 
@@ -44,6 +49,9 @@ class RecoveryReport:
             "digests_checked": outcome.digests_checked,
             "digests_mismatched": outcome.digests_mismatched,
             "lost_units": list(outcome.lost_units),
+            "stale": {unit: step_of(version) for unit, version in outcome.stale.items()},
+            "lost_tokens": dict(self.lost_tokens),
+            "plt": self.plt,
         }
 
 

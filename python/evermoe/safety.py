@@ -1,6 +1,6 @@
 """Keeps the state of a job safe, as the preset of its session says, at the cost of as little time as can be.
 
-    step n   forward, backward ─ reduce ─ [gradients to replicas, whole?] ─ VOTE ─ update ─ [snapshot of n + 1 begins] ─►
+    step n   forward, backward ─ reduce ─ [gradients to replicas] ─ VOTE ─ update ─ [snapshot of n + 1 begins]
     kinds    replayed   the gradients of step n are at the replicas before the vote: what is committed is safe at once
              snapshot   version n + 1 is captured and sent during step n + 1, whole before its vote: safe a step later
 
@@ -15,12 +15,12 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import islice
 
 import numpy as np
+import torch
 
 from evermoe import planning
-from evermoe.arrangement import Arrangement, Kept, Member, Subject, arrange
+from evermoe.arrangement import Arrangement, Member, Subject, arrange
 from evermoe.config import SessionConfig
 from evermoe.copies import CopyStore, Round, StoredCopy, bundles
 from evermoe.courier import Courier, Errand, Pacer
@@ -28,22 +28,21 @@ from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
 from evermoe.ledger import Ledger
 from evermoe.profile.memory import free_host_bytes
+from evermoe.recovery import Lagging
 from evermoe.replay import Profile, calibrate
 from evermoe.replayed import Exchanged, ReplayedCopies
 from evermoe.report import Listener
 from evermoe.units import TrainingState
+from evermoe.versions import step_of, version_of
 
 logger = logging.getLogger(__name__)
 
-STEP_BITS = 40
-"""A version is `generation << STEP_BITS | step`: of two lines of history, the newer membership's wins."""
 MOST_LOCAL_STEPS = 1000
 """Steps between two snapshots on a unit's own node, at most."""
 
 
-def step_of(version: int) -> int:
-    """Steps that the state of a version has taken."""
-    return version & ((1 << STEP_BITS) - 1)
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor([float(value)], dtype=torch.float64)
 
 
 class Safety:
@@ -75,6 +74,8 @@ class Safety:
         self._older: tuple[ReplayedCopies, tuple[int, int], int] | None = None
         """The replicas before the latest arrangement, until what that asks for is whole; their base and generation."""
         self._generation = 0
+        self._is_protected = False
+        """Whether all copies of the latest arrangement were whole once."""
         self._round: Round | None = None
         self._exchange: Errand[Exchanged] | None = None
         self._selected: set[str] | None = None
@@ -94,11 +95,11 @@ class Safety:
         return self.preset.selection == "all" and self.config.copies > 0
 
     @property
-    def may_lag(self) -> list[str]:
-        """Units that a recovery may take at an older version than the others."""
-        if self.commits_late:
-            return []
-        return [unit.name for unit in self.state.units if unit.layer is not None]
+    def lagging(self) -> Lagging:
+        """Whether a recovery may take experts at older versions than the rest."""
+        if self.config.preset in ("pec", "moetion"):
+            return "always"
+        return "if needed" if self.config.preset == "auto" and self.config.copies else "never"
 
     # ---- who keeps what
 
@@ -114,8 +115,12 @@ class Safety:
             self._arrange_arenas(generation, member)
         replayed = [kept for kept in self.arrangement.kept if kept.kind == "replayed"]
         if self._replayed is not None:
-            self._drop_older()
-            self._older = self._replayed, self._base, self._generation
+            if self._is_protected:
+                self._drop_older()
+                self._older = self._replayed, self._base, self._generation
+            else:  # it never was whole: what was before it still is what there is
+                self._replayed.close()
+        self._is_protected = False
         self._replayed = ReplayedCopies(
             self.state, replayed, self.group.rank, self._profile, log_bytes=self.config.replay_log_bytes
         )
@@ -176,6 +181,7 @@ class Safety:
         """
         self.pacer.hurry()
         step = step_of(version)
+        self._base = step, version
         for _ in range(3):
             is_whole = self._protect_once(version, step) if self.config.copies else True
             self._emit("confirm", {"step": step})
@@ -183,8 +189,8 @@ class Safety:
                 break
         else:
             raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
-        self._base = step, version
         self._newest_local = step
+        self._is_protected = True
         self._drop_older()
         if self.config.copies:
             self.store.prune(self._generation)
@@ -214,22 +220,27 @@ class Safety:
         Returns:
             Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
         """
-        replayed = self._replayed
-        assert replayed is not None
         self._emit("send", {"step": step})
         self.pacer.hurry()
+        is_whole = self._exchange_gradients(step)
+        if self._round is not None:
+            is_round_whole = self._round.errand.wait() and bool(self._round.errand.result)
+            is_whole = is_whole and (is_round_whole or not self.commits_late)
+        self._emit("confirm", {"step": step})
+        return is_whole, len(self._asked)
+
+    def _exchange_gradients(self, step: int) -> bool:
+        replayed = self._replayed
+        assert replayed is not None
+        if not replayed.has_peers:
+            return True
         courier, selected = self.couriers["gradients"], self._selected
         self._exchange = courier.go(lambda: replayed.exchange(courier, step, selected))
-        is_whole = True
-        if self._round is not None and self.commits_late:
-            is_whole = self._round.errand.wait() and bool(self._round.errand.result)
-        is_whole = self._exchange.wait() and is_whole
-        self._emit("confirm", {"step": step})
-        result = self._exchange.result
-        if result is not None:
-            self.sent_bytes = result.sent_bytes
-            self._asked |= result.needs_full_state
-        return is_whole, len(self._asked)
+        is_whole = self._exchange.wait()
+        if self._exchange.result is not None:
+            self.sent_bytes = self._exchange.result.sent_bytes
+            self._asked |= self._exchange.result.needs_full_state
+        return is_whole
 
     def before_update(self) -> None:
         """The optimizer wants to write the state: a snapshot of it is finished first."""
@@ -262,7 +273,7 @@ class Safety:
             self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
 
     def heal(self) -> None:
-        """Some members have asked for full states: those who train the units send them with the next step. Collective."""
+        """Some members have asked for full states, which come with the next step; collective."""
         assert self._replayed is not None
         everyone = self.group.all_gather_bytes(json.dumps(sorted(self._asked)).encode())
         self._asked = set()
@@ -272,24 +283,41 @@ class Safety:
 
     # ---- after a failure
 
-    def settle(self) -> None:
-        """Waits until nothing is under way. Where the group was dropped that is at once."""
+    def settle(self) -> bool:
+        """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
         self.pacer.hurry()
-        for errand in (self._round and self._round.errand, self._exchange):
-            if errand is not None:
-                try:
-                    errand.wait()
-                except OSError as error:
-                    logger.warning("a copy was not made: %s", error)
+        is_whole = True
+        if self._round is not None:
+            is_whole = self._round.errand.wait() and bool(self._round.errand.result)
+        if self._exchange is not None:
+            is_whole = self._exchange.wait() and is_whole
         self._round = self._exchange = None
+        return is_whole
+
+    def count_losses(self, stale: dict[str, int], established: bool) -> dict[str, int]:
+        """Tokens that each stale expert has lost, as the first member that knows counts them; collective."""
+        steps = {unit: step_of(version) for unit, version in stale.items()}
+        mine = None
+        if established:
+            mine = {"lost": self.ledger.count_lost(steps), "ledger": self.ledger.to_bytes().decode()}
+        if self.lagging == "never" or not self.state.layers:
+            return {}
+        everyone = [json.loads(text) for text in self.group.all_gather_bytes(json.dumps(mine).encode())]
+        known = next((found for found in everyone if found is not None), None)
+        if known is None:
+            return {}
+        if not established:
+            self.ledger.load_bytes(known["ledger"].encode())
+        self.ledger.lose(known["lost"])
+        return known["lost"]
 
     def stored(self) -> Iterator[tuple[StoredCopy, str]]:
-        """Every whole version of every unit that this member keeps for others, or has kept on this node; and its kind."""
+        """Every whole version of every unit that this member has a copy of, and the copy's kind."""
         for stored in self.store.stored():
             yield stored, "snapshot"
         for copies, base, generation in self._replicas():
             for unit, step, data, value in copies.stored():
-                version = base[1] if step == base[0] else generation << STEP_BITS | step
+                version = base[1] if step == base[0] else version_of(generation, step)
                 yield StoredCopy(unit, version, value, data), "replayed"
 
     def _replicas(self) -> list[tuple[ReplayedCopies, tuple[int, int], int]]:

@@ -1,14 +1,16 @@
 """The elastic session: an ordinary training loop that survives the death of its peers.
 
-    vote before update:   forward, backward → reduce → VOTE → update → copy → CONFIRM = the step is committed
+    vote before update:   forward, backward → reduce → send → VOTE → update
 
-A member that passes VOTE knows that all have whole gradients; one that passes CONFIRM knows that every unit's new
-version is whole in all memories, so a committed step is never rolled back while one copy of each unit is left. On
-`PeerLost` anywhere, all go through `agree` and `Recovery` and repeat the interrupted step with the same data.
+A member that passes VOTE knows that all have whole gradients, and that whoever keeps copies has what the step needs to
+be safe: so a step that one member has seen pass is taken by all, also by those that lose a peer before they know it. On
+`PeerLost` anywhere, all go through `agree` and `Recovery` and repeat the interrupted step with the same data. What is
+sent when, and from when on a step counts as committed, is `Safety`'s.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -29,19 +31,19 @@ from torch import Tensor, nn
 from evermoe import checkpoint, planning, progress
 from evermoe.balance import is_worth_it
 from evermoe.config import SessionConfig, with_environment
-from evermoe.copies import CopyStore, bundles
+from evermoe.copies import CopyStore
 from evermoe.data import ElasticSampler
 from evermoe.elastic import Identity, Membership, start_local_lighthouse
-from evermoe.errors import CorruptCopy, JobFinished, PeerLost, UnitsMissing
+from evermoe.errors import JobFinished, PeerLost, UnitsMissing
 from evermoe.parallel import ExpertReducer, complete_gradients, reduce_dense
 from evermoe.recovery import Recovery
 from evermoe.report import Listener, PhaseClock, RecoveryReport
+from evermoe.safety import Safety
 from evermoe.units import TrainingState
+from evermoe.versions import generation_of, step_of, version_of
 
 logger = logging.getLogger(__name__)
 
-STEP_BITS = 40
-"""A version is `generation << STEP_BITS | step`: of two lines of history, the newer membership's wins."""
 FINISHED_FILE = "EVERMOE_FINISHED"
 """Environment variable set by `evermoe run`: the file that says that the job is over."""
 MOST_ATTEMPTS = 20
@@ -64,6 +66,7 @@ class Step:
         self.weight = share.weight
         """This member's share of the global batch."""
         self.committed = False
+        """Whether all members have agreed on the step and taken it."""
         self._session = session
         self._loss: Tensor | None = None
         self._entered = False
@@ -112,7 +115,7 @@ class Session:
         optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.
-        on_event: called with (name, fields) for: begin, reduce, vote, update, copy, confirm, commit, lost, phase,
+        on_event: called with (name, fields) for: begin, reduce, send, confirm, vote, update, copy, commit, lost, phase,
             recovered, checkpoint, verified. For progress displays and tests; it must not block.
         options: fields of `SessionConfig`.
 
@@ -154,11 +157,19 @@ class Session:
         )
         self.membership.generation = self.store.newest_generation()
         self.group = self.membership.group
+        self.safety = Safety(self.state, self.store, self.group, self.config, on_event)
+        """What keeps the state safe."""
         self.reports: list[RecoveryReport] = []
         self.loss = float("nan")
         """Mean loss of the last committed step's global batch."""
         self.copied_step = -1
-        """The newest step that is whole in all memories; -1 before the first copy."""
+        """Steps that no failure which the preset covers can undo; -1 before the first copies."""
+        self._unconfirmed: dict[str, Any] | None = None
+        """Of a step that was taken, but whose copies are not whole yet: the event of its commit."""
+        self._pending: int | None = None
+        """The version of a state whose next gradients are whole here, while the vote on them is not known."""
+        self._tally: tuple[int, int, list[float]] | None = None
+        """Version before and after the last step that was voted for, and the votes."""
         self._missing_since = math.inf
         """Since when some units are in nobody's memory; infinite when none are missing."""
         self._saved_version = -1
@@ -169,7 +180,7 @@ class Session:
     @property
     def step(self) -> int:
         """Steps committed so far."""
-        return _step_of(self._version)
+        return step_of(self._version)
 
     # ---- the loop
 
@@ -225,11 +236,13 @@ class Session:
     def _finish(self) -> bool:
         """The last checkpoint and a farewell, so that nobody leaves while another still needs its copies."""
         try:
+            self._confirm_last()
             if self.config.checkpoint_dir is not None and self._saved_version != self._version:
                 self._checkpoint()
             self._verify()
             self.group.all_reduce(torch.ones(1))
-        except PeerLost:
+        except PeerLost as lost:
+            self.group.drop(str(lost))
             return False
         if FINISHED_FILE in os.environ:
             Path(os.environ[FINISHED_FILE]).touch()
@@ -281,8 +294,10 @@ class Session:
         self.store.close(self.membership.id)
 
     def _leave(self) -> None:
-        self._left = True
-        self.membership.close()
+        if not self._left:
+            self._left = True
+            self.membership.close()
+            self.safety.close()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
@@ -295,24 +310,49 @@ class Session:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
         self.state.reset_load()
+        self._pending = None
+        self.safety.begin_step()
         self._emit("begin", {"step": step.number})
 
     def _commit(self, step: Step) -> bool:
         try:
             self._emit("reduce", {"step": step.number})
             self._reduce()
+            is_whole, asked = self.safety.finish(step.number + 1)
             self._emit("vote", {"step": step.number})
-            loss = self._vote(step)
-            self._emit("update", {"step": step.number})
-            self._update()
-            self._copy(step.number + 1)
+            votes = self._vote(step, is_whole, asked)
         except PeerLost as lost:
             self.group.drop(str(lost))
             return False
-        self.loss = loss
-        self._emit("commit", {"step": step.number, "loss": loss, "members": self.group.size})
+        self._confirm()
+        version = version_of(self.membership.generation, self.step + 1)
+        self._tally = (self._version, version, votes)
+        self._emit("update", {"step": step.number})
+        self._update(version, votes)
+        self._emit("copy", {"step": self.step})
+        commit = {"step": step.number, "loss": self.loss, "members": self.group.size}
+        if self.safety.commits_late:
+            self._unconfirmed = commit
+        else:
+            self.copied_step = self.step if self.config.copies else -1
+            self._emit("commit", commit)
+        self._heal_and_pace(votes)
         self._checkpoint_if_due()
         return True
+
+    def _confirm(self) -> None:
+        """The copies of the version now are whole everywhere: the step that made it counts as committed."""
+        if self._unconfirmed is not None:
+            commit, self._unconfirmed = self._unconfirmed, None
+            self.copied_step = self.step
+            self._emit("commit", commit)
+
+    def _confirm_last(self) -> None:
+        """Waits for the copies of the last step, which no other one follows."""
+        if self._unconfirmed is not None:
+            if self.group.all_reduce(torch.tensor([int(self.safety.settle())])) != self.group.size:
+                raise PeerLost("the copies of the last step are not whole")
+            self._confirm()
 
     def _expert_gradients(self) -> list[Tensor]:
         """Per MoE layer; zeros for one that is frozen or was not used on any rank, whose weights have none."""
@@ -325,18 +365,22 @@ class Session:
         reduce_dense(self.state.dense, self.group)
         self._reducer.reduce(self._expert_gradients(), self.group)
 
-    def _vote(self, step: Step) -> float:
-        """All have whole gradients once this returns; carries the loss and the experts' part of the norm for free."""
+    def _vote(self, step: Step, is_safe: bool, asked: int) -> list[float]:
+        """All have whole gradients once this returns.
+
+        Returns sums over all members: votes, the loss, the experts' part of the gradient's norm, units of which a replica
+        needs the state anew, seconds of a capture and of a step.
+        """
         assert step._loss is not None
         squares = 0.0 if self.config.max_grad_norm is None else self._expert_squares()
-        whole = float(self.group.is_whole())
-        ballot = torch.tensor([whole, float(step._loss), squares], dtype=torch.float64)
-        votes, loss, squares = self.group.all_reduce(ballot).tolist()
-        if votes != self.group.size:
-            raise PeerLost(f"{votes:.0f} of {self.group.size} members voted for step {step.number}")
-        if self.config.max_grad_norm is not None:
-            self._clip(squares, self.config.max_grad_norm)
-        return loss
+        whole = float(is_safe and self.group.is_whole())
+        self._pending = self._version if whole else None
+        ballot = [whole, float(step._loss), squares, float(asked), *self.safety.measures()]
+        votes = self.group.all_reduce(torch.tensor(ballot, dtype=torch.float64)).tolist()
+        if votes[0] != self.group.size:
+            self._pending = None
+            raise PeerLost(f"{votes[0]:.0f} of {self.group.size} members voted for step {step.number}")
+        return votes
 
     def _expert_squares(self) -> float:
         """Sum of squares of the local experts' gradients, each divided by its number of hosts."""
@@ -346,38 +390,40 @@ class Session:
             total += float((gradient.double().square().sum(1).cpu() / hosts).sum())
         return total
 
-    def _clip(self, expert_squares: float, limit: float) -> None:
+    def _clip(self, expert_squares: float) -> float:
+        """Clips the gradients; returns what they were multiplied by, as float32 has it."""
+        if self.config.max_grad_norm is None:
+            return 1.0
         gradients = [p.grad for p in self.state.dense if p.grad is not None]
         norm = (expert_squares + sum(float(g.double().square().sum()) for g in gradients)) ** 0.5
-        if norm > limit:
-            torch._foreach_mul_([*gradients, *self._expert_gradients()], limit / (norm + 1e-6))
+        if norm <= self.config.max_grad_norm:
+            return 1.0
+        factor = self.config.max_grad_norm / (norm + 1e-6)
+        torch._foreach_mul_([*gradients, *self._expert_gradients()], factor)
+        return factor
 
-    def _update(self) -> None:
+    def _update(self, version: int, votes: list[float]) -> None:
+        """Takes the step that all have voted for."""
+        self._pending = None
+        self.loss = votes[1]
+        clip = self._clip(votes[2])
+        self.safety.before_update()
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
         self.sampler.advance()
         self.state.add_load()
-        self._version = (self.membership.generation << STEP_BITS) | (self.step + 1)
+        self._version = version
         self._save_progress()
+        self.safety.committed(version, clip)
 
-    def _copy(self, step: int) -> None:
-        """Copies every unit as the current version; returns when they are whole in all memories.
-
-        Raises:
-            CorruptCopy: a peer's copy did not match its digests three times in a row.
-        """
-        self._emit("copy", {"step": step})
-        for _ in range(3):
-            whole = self.store.write(self._version, self.group) if self.config.copies else True
-            self._emit("confirm", {"step": step})
-            if int(self.group.all_reduce(torch.tensor([int(whole)]))) == self.group.size:
-                break
-        else:
-            raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
-        if self.config.copies:
-            self.copied_step = step
-            self.store.prune(self.membership.generation)
+    def _heal_and_pace(self, votes: list[float]) -> None:
+        self.safety.set_pace(votes[4], votes[5])
+        if votes[3]:
+            try:
+                self.safety.heal()
+            except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
+                self.group.drop(str(lost))
 
     def _save_progress(self) -> None:
         self.state.set_progress(progress.collect(self.sampler, self.optimizer, self.scheduler))
@@ -392,7 +438,7 @@ class Session:
 
     def _checkpoint(self) -> None:
         assert self.config.checkpoint_dir is not None
-        mine = [unit for unit, holders in self._unit_holders() if holders[0] == self.group.rank]
+        mine = [unit for unit, primary in self._primaries() if primary == self.group.rank]
         path = checkpoint.write(
             Path(self.config.checkpoint_dir), self.state, mine, self._version, self.step, self.group
         )
@@ -415,10 +461,10 @@ class Session:
         changed = self.membership.agree(
             expected=self.config.members or 1,
             on_wait=self._stop_if_finished,
-            on_quorum=lambda: clock.enter("rebuild"),
+            on_quorum=lambda: self._on_quorum(clock),
         )
         if not changed:
-            if not (rebalance and is_worth_it(self.state, self.membership.nodes, self.config)):
+            if not (rebalance and self._is_worth_it()):
                 return True
             report.reason = "the load has shifted"
             self.membership.generation += 1
@@ -430,17 +476,31 @@ class Session:
             self._stop_if_finished()
             time.sleep(0.2)  # nothing tells that a holder has come back: agree again and see
             return False
-        except PeerLost:
+        except PeerLost as lost:
+            self.group.drop(str(lost))
             return False
         self._missing_since = math.inf
         self.membership.established = True
         return True
 
+    def _on_quorum(self, clock: PhaseClock) -> None:
+        """The group is about to be rebuilt: whatever is under way in it ends."""
+        self.group.drop("the membership has changed")
+        self.safety.settle()
+        clock.enter("rebuild")
+
+    def _is_worth_it(self) -> bool:
+        return is_worth_it(self.state, self.membership.nodes, self.config, self.safety.ledger.boosted())
+
     def _recover(self, report: RecoveryReport, clock: PhaseClock) -> None:
-        report.outcome = self._recovery(clock.enter).run()
-        self._version = report.outcome.version
+        self.safety.settle()
+        self._complete_vote()
+        outcome = report.outcome = self._recovery(clock.enter).run()
+        self._version = outcome.version
+        if self._unconfirmed is not None and self.step <= self._unconfirmed["step"]:
+            self._unconfirmed = None  # taken, but never committed
         # versions only ever grow
-        self.membership.generation = max(self.membership.generation, (self._version >> STEP_BITS) + 1)
+        self.membership.generation = max(self.membership.generation, generation_of(self._version) + 1)
         self._saved_version = -1  # members may differ in what they know to be saved
         progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
         layers = list(self.state.layers.values())
@@ -449,26 +509,41 @@ class Session:
             [layer.weights.shape[1] for layer in layers],
             self.group.rank,
         )
-        if self.config.copies:
-            units, holders = zip(*self._unit_holders(), strict=True)
-            mine = (self.membership.id, self.group.rank)
-            self.store.arrange(bundles(units, holders), self.membership.generation, *mine)
-        self._copy(self.step)
+        report.lost_tokens = self.safety.count_losses(outcome.stale, self.membership.established)
+        report.plt = self.safety.ledger.plt
+        self.safety.arrange(self.membership.nodes, self.membership.generation, self.membership.id)
+        self._emit("copy", {"step": self.step})
+        self.safety.protect(self._version)
+        self._confirm()
+        self.copied_step = self.step if self.config.copies else -1
+        self._tally = None
         clock.stop()
         report.step, report.members = self.step, self.group.size
         if self.step and not self.membership.established and self.group.rank == 0:
             logger.warning("job %s goes on from step %d", self.membership.identity.job, self.step)
-        report.steps_lost = max(0, _step_of(report.outcome.newest) - self.step)
+        report.steps_lost = max(0, step_of(outcome.newest) - self.step)
         self.reports.append(report)
         self._emit("recovered", report.fields())
+
+    def _complete_vote(self) -> None:
+        """Takes a step that others have seen pass, when this member lost a peer before it knew. Collective."""
+        mine = json.dumps({"tally": self._tally, "pending": self._pending})
+        everyone = [json.loads(text) for text in self.group.all_gather_bytes(mine.encode())]
+        for before, after, votes in (found["tally"] for found in everyone if found["tally"]):
+            if self._pending == before == self._version:
+                self._tally = before, after, votes
+                self._update(after, votes)
+        self._pending = None
 
     def _recovery(self, phase: Callable[[str], None]) -> Recovery:
         limit = self.config.rejoin_limit
         return Recovery(
             self.state,
-            self.store,
+            self.safety.stored(),
             self.group,
             self.config,
+            lagging=self.safety.lagging,
+            boosts=self.safety.ledger.boosted(),
             nodes=self.membership.nodes,
             version=self._version,
             established=self.membership.established,
@@ -477,8 +552,8 @@ class Session:
             phase=phase,
         )
 
-    def _unit_holders(self) -> list[tuple[str, list[int]]]:
-        """Per unit: the ranks that keep its copies, the primary first."""
+    def _primaries(self) -> list[tuple[str, int]]:
+        """Per unit: the rank that writes it to disk."""
         everyone = list(range(self.group.size))
         active = [
             everyone
@@ -487,9 +562,4 @@ class Session:
             for unit in self.state.units
         ]
         primaries = planning.primaries(active, [unit.nbytes for unit in self.state.units], self.group.size)
-        holders = planning.unit_copy_holders(primaries, active, self.membership.nodes, max(1, self.config.copies))
-        return list(zip((unit.name for unit in self.state.units), holders, strict=True))
-
-
-def _step_of(version: int) -> int:
-    return version & ((1 << STEP_BITS) - 1)
+        return list(zip((unit.name for unit in self.state.units), primaries, strict=True))

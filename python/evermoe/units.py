@@ -20,9 +20,12 @@ from evermoe._native import digest
 from evermoe.errors import EvermoeError
 from evermoe.moe import MoE, moe_layers
 from evermoe.planning import LoadAverage
+from evermoe.replay import Profile
 
 LOAD_HALF_LIFE = 7.0
 """Steps after which a step counts half in the average load of the experts."""
+FUSED_ROW = 8
+"""Torch's fused optimizers on CPUs step rows alike whose size is a multiple of this."""
 PROGRESS_BYTES = 16384
 """Room for the training loop's own state (sampler, scheduler) as JSON in the unit `session`."""
 
@@ -145,6 +148,15 @@ class TrainingState:
     def _stacks(self, layer: MoE) -> dict[str, Tensor]:
         """A layer's weights `[e, row]` and its optimizer state: stacks of the same shape, or scalars."""
         return {"weights": layer.weights} | self._optimizer_tensors("weights", layer.weights)
+
+    def is_replayable(self, name: str, profile: Profile) -> bool:
+        """Whether the steps of an expert can be repeated from its gradients, by an optimizer of this arithmetic."""
+        unit = self.by_name[name]
+        if unit.layer is None or any(piece.dtype != torch.float32 for piece in unit.pieces):
+            return False
+        weights = self.layers[unit.layer].weights
+        is_whole = profile.arithmetic != "torch_cpu_fused" or weights.shape[1] % FUSED_ROW == 0
+        return is_whole and any(p is weights for group in self.optimizer.param_groups for p in group["params"])
 
     # ---- what this rank holds
 
