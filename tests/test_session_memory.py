@@ -79,7 +79,7 @@ def test_all_processes_crash_in_the_middle_of_anything(start_job, delay):
 
 
 def test_all_crash_one_node_is_lost_and_fewer_come_back(start_job):
-    job = start_job()
+    job = start_job(preset="gemini")
     run_until_crash(job)
     job.lose_node("b")
     again = job.start_all({}, "ac", session={"members": 2})
@@ -116,7 +116,7 @@ def test_units_that_survive_only_in_the_memory_of_a_crashed_process_come_from_th
 
 
 def test_damaged_copies_of_one_node_are_found_and_others_used(start_job):
-    job = start_job()
+    job = start_job(preset="gemini")
     run_until_crash(job)
     assert flip(job, lambda name: True, "a") > 0
     again = job.start_all({})
@@ -128,7 +128,7 @@ def test_damaged_copies_of_one_node_are_found_and_others_used(start_job):
 
 
 def test_damage_of_all_copies_of_a_unit_goes_back_to_the_version_before(start_job):
-    job = start_job()
+    job = start_job(preset="gemini")
     run_until_crash(job)
     assert flip(job, lambda name: name == "first.experts.3") == 2
     again = job.start_all({})

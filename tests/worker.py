@@ -126,9 +126,6 @@ class Recorder:
         more: dict[str, Any] = {}
         if name == "copy":
             more = {"after": self._last, **self._state()}
-        elif name == "commit":
-            assert self.session is not None
-            more = {"generation": self.session.membership.generation}
         self.write(name, **fields, **more)
         self.fault(f"phase {fields['phase']}" if name == "phase" else name, fields.get("step"))
 

@@ -331,6 +331,7 @@ class Session:
         self._update(version, votes)
         self._emit("copy", {"step": self.step})
         commit = {"step": step.number, "loss": self.loss, "members": self.group.size}
+        commit["generation"] = self.membership.generation
         if self.safety.commits_late:
             self._unconfirmed = commit
         else:
