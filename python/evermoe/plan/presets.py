@@ -147,7 +147,7 @@ def _version(reason: ChunkReason | None, sizes: Sizes, holders: Sequence[Sequenc
 
 
 def _pec(layout: Layout) -> PresetRow:
-    """K experts of each layer by load and all of the rest each `persist_steps`; only the lost node's experts go back."""
+    """K experts of each layer by load and all of the rest each `persist_steps`; only a lost node's go back further."""
     setting, (layers, experts) = layout.setting, layout.share_LE.shape
     each = setting.pec_experts or -(-experts // 8)
     tokens_LE = _tokens(layout) * setting.persist_steps

@@ -14,6 +14,8 @@ ALPHA = 10e-6
 """Seconds that any transfer takes, on either link."""
 MOST_WINDOWS = 128
 """In a synthetic step."""
+OVERLAP = 1 + 1e-9
+"""By which a collective lasts too long, so that rounding leaves no gap behind it."""
 MOST_BYTES = 1 << 60
 """Of all copies together, which keeps the planners' sums within 64 bits."""
 MOST_UNITS = 1 << 18
@@ -88,7 +90,8 @@ class CopySetting:
             if idle > 0:
                 spans.append(Span("compute", "forward", "compute", start, idle))
             if whole > idle:
-                spans.append(Span("all-to-all", "collective", "network", start + idle, whole - idle))
+                busy = (whole - idle) * OVERLAP
+                spans.append(Span("all-to-all", "collective", "network", start + idle, busy))
         return find_windows([Step(self.step_seconds, spans)], gamma=1.0)
 
 

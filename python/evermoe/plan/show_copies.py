@@ -29,7 +29,7 @@ def show_copies(console: Console, auto: AutoReport, presets: Sequence[PresetRow]
     if len(auto.examples) > MOST_EXAMPLES:
         print_wrapped(console, " " * 10, f"and {len(auto.examples) - MOST_EXAMPLES} other ways; --json has each unit")
     console.print()
-    console.print("[bold]beside what other systems do, with the same model and links[/]")
+    console.print("[bold]beside the other presets, with the same model and links[/]")
     console.print(_presets(presets))
     print_wrapped(console, "", _legend(auto))
     console.print()
