@@ -1,1 +1,1 @@
-"""`evermoe plan`: compares placements for a load, and ways to keep copies, before a run. Nothing is started or trained."""
+"""`evermoe plan`: compares placements for a load, and ways to keep copies. Nothing is started or trained."""
