@@ -1,1 +1,1 @@
-"""`evermoe plan`: compares placements for a load before a run. No process is started and nothing is trained."""
+"""`evermoe plan`: compares placements for a load, and ways to keep copies. Nothing is started or trained."""

@@ -20,8 +20,12 @@ from rich.console import Console
 import evermoe
 from evermoe.plan.advice import advise, best
 from evermoe.plan.compare import Cluster, Comparison, Result, compare
+from evermoe.plan.copies import AutoReport, make_layout, plan_auto
 from evermoe.plan.load import FORMS, Load, read_load
+from evermoe.plan.presets import PresetRow, compare_presets
+from evermoe.plan.setting import add_copy_arguments, parse_setting
 from evermoe.plan.show import show
+from evermoe.plan.show_copies import advise_copies, show_copies
 from evermoe.planning import POLICIES
 
 MOST_FAILURES = 64
@@ -30,10 +34,12 @@ MOST_NODES = 1 << 20
 
 DESCRIPTION = """\
 Compare placements of experts before a run, or for the load of a running one: how evenly each policy loads the nodes,
-how likely the whole model survives when nodes fail at once, and which policy to take. Nothing is started or trained.
+how likely the whole model survives when nodes fail at once, and which policy to take. With --copies, how each expert
+would be kept safe beside that, and what it costs. Nothing is started or trained.
 
   evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4
-  evermoe plan --nodes 32 --slots 18 --load counts.npy --domain-size 4 --plot plan.png --json plan.json"""
+  evermoe plan --nodes 32 --slots 18 --load counts.npy --domain-size 4 --plot plan.png --json plan.json
+  evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --copies --network-idle 0.4"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     asked.add_argument(
         "--policy", action="append", choices=POLICIES, help="only this policy; repeatable (default: all of them)"
     )
+    add_copy_arguments(parser)
     results = parser.add_argument_group("results")
     results.add_argument("--plot", metavar="PNG", help="picture: survival by losses, imbalance by policy")
     results.add_argument(
@@ -93,16 +100,25 @@ def main(options: argparse.Namespace) -> int:
     cluster = parse_cluster(options)
     draw = _plotter(options)
     load_LE = read_load(options.load, options.layers, options.experts, options.seed)
+    setting = parse_setting(options, *load_LE.shape)
     comparison = compare(load_LE, cluster, tuple(dict.fromkeys(options.policy or POLICIES)))
+    copies: tuple[AutoReport, list[PresetRow]] | None = None
+    if setting is not None:
+        layout, placed = make_layout(load_LE, comparison, setting)
+        auto = plan_auto(layout, placed.policy)
+        copies = auto, compare_presets(layout, auto)
     files: dict[str, bytes] = {}
     if draw is not None:
         files["--plot"] = draw(comparison)
     if options.json:
-        files["--json"] = (json.dumps(as_json(options, load_LE, comparison)) + "\n").encode()
+        found = as_json(options, load_LE, comparison) | ({"copies": copies_json(*copies)} if copies else {})
+        files["--json"] = (json.dumps(found) + "\n").encode()
     _write({flag: (getattr(options, flag[2:]), content) for flag, content in files.items()})
     # A pipe gets what fits in 100 columns; a terminal what fits in its own.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     show(console, options.load, comparison)
+    if copies is not None:
+        show_copies(console, *copies)
     for flag in files:
         console.print(f"wrote {getattr(options, flag[2:])}", soft_wrap=True, markup=False)
     return 0
@@ -245,4 +261,36 @@ def _result_json(result: Result, cluster: Cluster) -> dict[str, Any]:
         "experts_of_nodes": [
             [np.repeat(np.arange(len(row)), row).tolist() for row in matrix] for matrix in result.matrices
         ],
+    }
+
+
+def copies_json(auto: AutoReport, presets: list[PresetRow]) -> dict[str, Any]:
+    """What `--copies` found; the units are the experts, layer by layer, then the rest."""
+    plan = auto.plan
+    return {
+        "setting": vars(auto.layout.setting),
+        "placement": auto.policy,
+        "parameters": auto.layout.parameters,
+        "kinds": [vars(row) for row in auto.kinds],
+        "units": [
+            {"name": auto.layout.unit_name(index)}
+            | choice._asdict()
+            | {"holders": [holder._asdict() for holder in choice.holders]}
+            for index, choice in enumerate(plan.units)
+        ],
+        "nodes": [node._asdict() for node in plan.nodes],
+        "delay_seconds": plan.delay_seconds,
+        "lost_tokens": plan.lost_tokens,
+        "survival": [
+            {
+                "failures": row.failures,
+                "without_loss": vars(row.without_loss),
+                "with_loss": vars(row.with_loss),
+            }
+            for row in auto.survival
+        ],
+        "summary": plan.summary,
+        "examples": [vars(example) for example in auto.examples],
+        "presets": [vars(row) for row in presets],
+        "advice": advise_copies(auto, presets),
     }

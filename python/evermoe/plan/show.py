@@ -23,16 +23,17 @@ BAR = 40
 def show(console: Console, source: str, comparison: Comparison) -> None:
     """Prints load, replicas, table, chart and advice."""
     for name, text in _facts(source, comparison):
-        _print_wrapped(console, f"{name:10}", text)
+        print_wrapped(console, f"{name:10}", text)
     console.print(_table(comparison))
-    _print_wrapped(console, "", _legend(comparison))
+    print_wrapped(console, "", _legend(comparison))
     console.print()
     _show_chart(console, comparison)
     for number, sentence in enumerate(advise(comparison)):
-        _print_wrapped(console, " " * 10 if number else "advice    ", sentence)
+        print_wrapped(console, " " * 10 if number else "advice    ", sentence)
 
 
-def _print_wrapped(console: Console, head: str, text: str) -> None:
+def print_wrapped(console: Console, head: str, text: str) -> None:
+    """The text beside its head, in lines that fit."""
     lines = textwrap.fill(
         text, console.width, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
     )
