@@ -1,13 +1,15 @@
 //! One capture's bytes: from scattered runs of memory into a buffer, each unit hashed while it is in the cache.
 
+use crate::cpu::memory::{copy, finish_stream};
 use crate::ensure;
 use crate::error::Result;
 use crate::snapshot::{Layout, Unit};
 use std::any::Any;
 use xxhash_rust::xxh3::Xxh3Default;
 
-/// Copied and hashed at once: fits the innermost cache, together with its source.
+/// Copied and then hashed at once: fits the innermost cache, so that the source is read from memory once.
 const BLOCK_BYTES: usize = 16 << 10;
+const LINE_BYTES: usize = 64;
 
 /// Consecutive bytes on the CPU: address and size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -87,21 +89,21 @@ impl Work {
         while bytes > 0 {
             let Some(piece) = self.pieces.get(self.next) else { return };
             let size = (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES);
-            let to = std::ptr::with_exposed_provenance_mut::<u8>(self.buffer + piece.to + self.within);
-            let from = std::ptr::with_exposed_provenance::<u8>(piece.from + self.within);
+            let from = std::ptr::with_exposed_provenance(piece.from + self.within);
+            let to = std::ptr::with_exposed_provenance_mut(self.buffer + piece.to + self.within);
             // SAFETY: the piece lies in the sources and in the buffer (`new`), which are apart: the buffer is the
-            // arena's own memory. What was copied is then read where only this thread writes.
-            let copied = unsafe {
-                std::ptr::copy_nonoverlapping(from, to, size);
-                std::slice::from_raw_parts(to, size)
-            };
-            self.hash.update(copied);
+            // arena's own memory.
+            let (from, to) =
+                unsafe { (std::slice::from_raw_parts(from, size), std::slice::from_raw_parts_mut(to, size)) };
+            copy_past_cache(from, to);
+            self.hash.update(from);
             self.within += size;
             bytes -= size;
             if self.within == piece.bytes {
                 self.finish_piece();
             }
         }
+        finish_stream();
     }
 
     fn finish_piece(&mut self) {
@@ -112,6 +114,17 @@ impl Work {
         }
         (self.next, self.within) = (self.next + 1, 0);
     }
+}
+
+/// Whole cache lines past the cache, which belongs to the training threads, and the rest through it.
+fn copy_past_cache(from: &[u8], to: &mut [u8]) {
+    let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
+    let lines = (to.len() - head) / LINE_BYTES * LINE_BYTES;
+    let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
+    let ((from, from_tail), (to, to_tail)) = (from.split_at(lines), to.split_at_mut(lines));
+    to_head.copy_from_slice(from_head);
+    copy(from, to, true);
+    to_tail.copy_from_slice(from_tail);
 }
 
 /// The pieces of one unit; runs that follow each other in memory become one.
