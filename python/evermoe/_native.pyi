@@ -248,6 +248,79 @@ def digest(array: NDArray[np.uint8]) -> int:
 
 # ---- end of planners and arenas ----
 
+# ---- captures: src/python/engine.rs -----------------------------------------------------------
+
+class CopyEngine:
+    """A thread that captures scattered memory into arenas beside training, while its gate is open.
+
+        engine = CopyEngine()                          # the gate is closed
+        runs = [[(tensor.data_ptr(), tensor.nbytes)]]  # of each unit of the arena
+        capture = engine.capture(arena, version=1, sources=runs, keep=tensor)
+        engine.open()                                  # here the network or the cores are idle
+        engine.close_gate()                            # here they are not
+        capture.hurry()                                # the optimizer wants to write the tensor now
+        capture.wait()                                 # it may: version 1 is in the arena
+
+    The thread copies and hashes a chunk at a time, one capture after the other, in their order. On Linux it runs as a
+    batch job with a nice value 5 higher than the caller's. It belongs to the process that made it, not to forked ones.
+    """
+
+    def __new__(cls, chunk_bytes: int = 1 << 20) -> CopyEngine:
+        """Start the thread; it looks at the gate after at most so many bytes."""
+    def capture(
+        self, arena: Arena, version: int, sources: Sequence[Sequence[tuple[int, int]]], keep: object
+    ) -> Capture:
+        """Begin `version` in the arena now and let the thread copy it.
+
+        `sources` holds for each unit of the arena, in their order, its runs (address, nbytes) in CPU memory, which
+        `keep` owns: it is released when the capture is over. Until then nobody may write the runs, or begin another
+        version in the arena. ValueError names the unit whose runs do not add up to its bytes; also while an earlier
+        capture into this arena is not over, and after `shutdown`. No version is then begun.
+        """
+    def open(self, nbytes: int | None = None) -> None:
+        """Let so many more bytes of units be copied, or all that come until `close_gate`.
+
+        This replaces what an earlier `open` allowed. A capture without bytes needs no gate.
+        """
+    def close_gate(self) -> None:
+        """Let nothing more be copied after the chunk in progress."""
+    def shutdown(self) -> None:
+        """Cancel all captures and end the thread, as the end of the engine's life does. Twice is fine."""
+
+class Capture:
+    """A version on its way into an arena; made by `CopyEngine.capture`. Dropping it changes nothing."""
+
+    @property
+    def index(self) -> int:
+        """The buffer of the arena that is written."""
+    @property
+    def version(self) -> int:
+        """The version that it will have."""
+    @property
+    def state(self) -> str:
+        """ "waiting", "copying", "whole" (published) or "cancelled" (nothing is read any more)."""
+    @property
+    def done_bytes(self) -> int:
+        """The units' bytes before this offset of the buffer are in place.
+
+        The digest table at the buffer's start is not, until the version is published; only then are these all of
+        the arena's `payload_bytes`.
+        """
+    @property
+    def seconds_busy(self) -> float:
+        """Time that the thread has spent on copying it."""
+    def wait(self, nbytes: int | None = None, timeout: float | None = None) -> int:
+        """Wait until `done_bytes` is at least `nbytes`, or the version is published; returns `done_bytes`.
+
+        After `timeout` seconds it returns what there is. CaptureCancelled if it is cancelled, also meanwhile.
+        """
+    def hurry(self) -> None:
+        """Let it and the captures before it pass the gate; their bytes do not count against what `open` allows."""
+    def cancel(self) -> None:
+        """Give it up unless it is over; returns when nothing is read any more. Its buffer has no version then."""
+
+# ---- end of captures --------------------------------------------------------------------------
+
 # ---- copies: src/python/chunks.rs; in builds with CUDA ----------------------------------------
 
 class ChunkCopier:

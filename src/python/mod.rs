@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda")]
 mod chunks;
+mod engine;
 mod error;
 mod ops;
 mod planning;
@@ -14,6 +15,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     chunks::register(module)?;
+    engine::register(module)?;
     ops::register(module)?;
     planning::register(module)?;
     replay::register(module)?;

@@ -11,11 +11,13 @@
 //! is marked as being written before its first byte changes and as complete after its last one has.
 
 mod arena;
+mod engine;
 mod layout;
 mod mapping;
 mod state;
 mod triple;
 
 pub use arena::{Arena, digest};
+pub use engine::{Capture, CaptureState, CopyEngine, Run};
 pub use layout::{Layout, Unit};
 pub use triple::{Event, Slot, TripleBuffer};
