@@ -7,6 +7,7 @@ mod ops;
 mod planning;
 mod replay;
 mod snapshot;
+mod triple;
 
 use pyo3::prelude::*;
 
@@ -17,5 +18,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ops::register(module)?;
     planning::register(module)?;
     replay::register(module)?;
-    snapshot::register(module)
+    snapshot::register(module)?;
+    triple::register(module)
 }
