@@ -19,14 +19,13 @@ from evermoe._native import TripleBuffer, digest
 from evermoe.errors import PersistFailed
 from evermoe.persist import Persister
 from evermoe.persisted import find_persisted, read_persisted
+from evermoe.planning import recovery_plan
 from evermoe.units import Piece, Unit
 from harness import PATIENCE, SERVER
 from test_units import make, read
 
-UNITS = [
-    Unit(name, (Piece("weight", (3, 5), torch.float32), Piece("weight/exp_avg", (15,), torch.bfloat16)))
-    for name in ("a", "b", "c")
-]
+PIECES = (Piece("weight", (3, 5), torch.float32), Piece("weight/exp_avg", (15,), torch.bfloat16))
+UNITS = [Unit(name, PIECES, "moe", expert) for expert, name in enumerate("abc")] + [Unit(name, PIECES) for name in "xy"]
 NBYTES = UNITS[0].nbytes
 
 
@@ -138,6 +137,28 @@ def test_files_of_a_member_that_is_gone_are_pruned_by_the_others(tmp_path, join)
         left.persist(version, ["a"])
     left.persist(4, ["b"])
     assert [name[-4:] for name in sorted(os.listdir(tmp_path))] == ["left"] * 3
+
+
+def plan(folder):
+    """The target when the folder is all that is left, and what is stale."""
+    held = [(each.unit, each.version, each.digest, "persisted") for each in find_persisted(folder, "L")]
+    units = sorted({unit for unit, _, _, _ in held})
+    found = recovery_plan([(unit, NBYTES) for unit in units], [held], [[]], may_lag=[u for u in units if u in "abc"])
+    return found.version, found.stale
+
+
+def test_what_a_slow_member_would_complete_stays(tmp_path, join):
+    quick, slow = join("quick"), join("slow")
+    quick.persist(1, ["x", "a"])
+    slow.persist(1, ["y"])
+    for version in range(2, 8):
+        quick.persist(version, ["x", "a"])
+        assert plan(tmp_path) == (1, [])
+    slow.persist(5, ["y"])
+    assert plan(tmp_path) == (5, [])
+    quick.persist(8, ["a"])
+    assert versions(tmp_path) == {"x": [7, 6, 5], "a": [8, 7, 6, 5], "y": [5, 1]}
+    assert plan(tmp_path) == (5, [])
 
 
 def test_models_in_one_folder_do_not_meet(tmp_path, join):
@@ -416,13 +437,14 @@ def test_what_is_newer_than_the_version_to_go_on_from_is_removed(tmp_path, join)
     two.persist(2, ["b"])
     one.persist(3, ["a", "b"])
     two.persist(4, ["b"])
+    one.persist(5, ["a"])
     for member in (one, two):
-        member.persister.rewind(2)
-    assert versions(tmp_path) == {"a": [1], "b": [2]}
-    assert (one.persister.durable_version, two.persister.durable_version) == (1, 2)
-    one.persist(3, ["b"])
-    two.persist(4, ["a"])
-    assert versions(tmp_path) == {"a": [4, 1], "b": [3, 2]}
+        member.persister.rewind(3)
+    assert versions(tmp_path) == {"a": [3], "b": [3]}
+    assert (one.persister.durable_version, two.persister.durable_version) == (3, None)
+    one.persist(4, ["b"])
+    two.persist(5, ["a"])
+    assert versions(tmp_path) == {"a": [5, 3], "b": [4, 3]}
 
 
 def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(tmp_path, join, slow):
@@ -488,6 +510,21 @@ def test_what_stays_whatever_happens(tmp_path, join, seed):
             files = {at: units for at, units in files.items() if needed(at, units, files)}
         having = {unit: sorted((at for at in files if unit in files[at]), reverse=True) for unit in "abc"}
         assert versions(tmp_path) == {unit: found for unit, found in having.items() if found}
+
+
+def test_members_persist_and_prune_at_the_same_time(tmp_path, join):
+    members = [join(name) for name in ("one", "two", "three")]
+    draw = random.Random(0)
+    for version in range(1, 121):
+        draw.choice(members).snapshot(version, draw.sample("abc", 2))
+    newest = {}
+    for member in members:
+        member.persister.flush(PATIENCE)
+        assert member.persister.error is None
+        for version, units in member.durable:
+            for unit in units:
+                newest[unit] = max(version, newest.get(unit, 0))
+    assert {unit: found[0] for unit, found in versions(tmp_path).items()} == newest
 
 
 # ---- arguments and states

@@ -79,6 +79,9 @@ def recovery_plan(
     needs: list[list[str]],
     may_lag: list[str],
 ) -> RecoveryPlan: ...
+def retained_versions(versions: list[list[int]], may_lag: list[int], spare: int) -> list[list[int]]:
+    """Of the durable versions of each unit, those that a recovery from the store alone needs, now or soon."""
+
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
 def select_load_aware(
     tokens: NDArray[np.int64], waiting: NDArray[np.int64] | None, capacity: int, checkpoint: int

@@ -61,7 +61,7 @@ class Persister:
         folder: shared by all members; made if it is missing. See `evermoe.persisted` for what is in it.
         member: whose snapshots these are; part of file names, unique among the members of a job.
         layout: `TrainingState.layout`, which keeps the files of different models apart.
-        units: names and layouts of all units that `begin` may name.
+        units: all of the model, `TrainingState.units`. Experts may lag in a recovery, other units may not.
         on_durable: gets (version, units) in the persister's thread, before any `rewind` can take it back. It must not
             call the persister.
         on_skipped: gets (version, units) that were overwritten or overtaken before they were durable; from `begin` or
@@ -88,6 +88,7 @@ class Persister:
         self.error: PersistFailed | None = None
         """Why the last attempt failed; None after one that did not."""
         self._by_name = {unit.name: unit for unit in units}
+        self._may_lag = {unit.name for unit in self._by_name.values() if unit.expert is not None}
         self._on_durable, self._on_skipped = on_durable, on_skipped
         self._buffer = TripleBuffer()
         self._slots = [_Snapshot(), _Snapshot(), _Snapshot()]
@@ -253,7 +254,7 @@ class Persister:
             if self._on_durable is not None:
                 self._on_durable(snapshot.version, list(snapshot.units))
         self._tell_skipped(skipped)
-        prune(self.folder, self.layout)
+        prune(self.folder, self.layout, self._may_lag)
 
     def _write_draft(self, path: Path, snapshot: _Snapshot) -> None:
         """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""

@@ -3,9 +3,10 @@
     FOLDER/persisted-VERSION-MEMBER/manifest.json        version, layout, digest of every unit; gets its name last
     FOLDER/persisted-VERSION-MEMBER/units.safetensors    tensors named "<unit>/<piece>"
 
-What has a manifest is durable, unit by unit: the newest version of a unit may be in any member's file. The two newest
-versions of each unit stay. One would do for a crash alone; but when the job goes back to a step before the newest
-version, that one is dropped, and the one before it must still be there; also when the newest turns out to be damaged.
+What has a manifest is durable, unit by unit: the newest version of a unit may be in any member's file. A version stays
+as long as a recovery from this folder alone would take it: members do not persist at one pace, and an expert's newest
+version is of no use while that of a unit that may not lag is older. The two newest of each unit stay in any case: one
+could be damaged, or go when the job goes back to a version before it.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from evermoe._native import retained_versions
 from evermoe.checkpoint import Manifest, as_bytes, read_manifest, read_units
 from evermoe.errors import CorruptCopy
 
-KEPT = 2
-"""How many of the newest versions of each unit stay in the folder."""
+SPARE = 2
+"""How many of the newest versions of each unit stay in any case."""
 DATA, MANIFEST, DRAFT = "units.safetensors", "manifest.json", "manifest.json.writing"
 _NAME = re.compile(r"^persisted-(\d{20})-(.+)$")
 
@@ -69,9 +72,9 @@ def folder_name(version: int, member: str) -> str:
 
 
 def folders(folder: Path) -> list[tuple[Path, int, str]]:
-    """(path, version, member) of what is in the folder, finished or not."""
+    """(path, version, member) of what is in the folder, finished or not; the newest version first."""
     found = []
-    for path in sorted(folder.glob("persisted-*")):
+    for path in sorted(folder.glob("persisted-*"), reverse=True):
         match = _NAME.match(path.name)
         if match:
             found.append((path, int(match[1]), match[2]))
@@ -79,7 +82,10 @@ def folders(folder: Path) -> list[tuple[Path, int, str]]:
 
 
 def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
-    """Those that are called `name`: `MANIFEST` for what is durable, `DRAFT` for what is not yet, or no longer."""
+    """Those that are called `name`: `MANIFEST` for what is durable, `DRAFT` for what is not yet, or no longer.
+
+    Newest first: who finds a version of a member then finds those that it persisted before, also while it goes on.
+    """
     found = []
     for path, version, _ in folders(folder):
         if not (path / name).exists():
@@ -93,20 +99,31 @@ def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
     return found
 
 
-def prune(folder: Path, layout: str) -> None:
-    """Removes what has no unit at one of its `KEPT` newest durable versions, also what a killed member left half done.
+def prune(folder: Path, layout: str, may_lag: Container[str]) -> None:
+    """Removes the files of which no unit is needed any more, also what a killed member left half done.
 
-    Members may do it at the same time: what one of them sees is at most older, and then it removes less.
+    Members may do it at the same time: one that does not see the newest files removes less.
     """
     durable = manifests(folder, layout, MANIFEST)
-    versions: dict[str, set[int]] = {}
+    retained = _retained(durable, may_lag)
+    for manifest in durable:
+        if all((unit, manifest.version) not in retained for unit in manifest.units):
+            remove(manifest.path)
+    for draft in manifests(folder, layout, DRAFT):
+        retained = _retained([*durable, draft], may_lag)
+        if all((unit, draft.version) not in retained for unit in draft.units):
+            remove(draft.path)
+
+
+def _retained(durable: Sequence[Manifest], may_lag: Container[str]) -> set[tuple[str, int]]:
+    """(unit, version) of what must stay."""
+    versions: dict[str, list[int]] = {}
     for manifest in durable:
         for unit in manifest.units:
-            versions.setdefault(unit, set()).add(manifest.version)
-    oldest = {unit: sorted(found)[-KEPT:][0] if len(found) >= KEPT else 0 for unit, found in versions.items()}
-    for manifest in [*durable, *manifests(folder, layout, DRAFT)]:
-        if all(manifest.version < oldest.get(unit, 0) for unit in manifest.units):
-            remove(manifest.path)
+            versions.setdefault(unit, []).append(manifest.version)
+    lagging = [index for index, unit in enumerate(versions) if unit in may_lag]
+    stay = retained_versions(list(versions.values()), lagging, SPARE)
+    return {(unit, version) for unit, kept in zip(versions, stay, strict=True) for version in kept}
 
 
 def remove(path: Path) -> None:
