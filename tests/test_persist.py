@@ -456,30 +456,54 @@ def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(tmp_path, join, s
     member.persister.rewind(1)
     with pytest.raises(ValueError, match="Commit: expected a slot that is being written"):
         member.persister.commit()
-    member.snapshot(2, ["c"])
+    member.snapshot(5, ["c"])
     slow.go.set()
     member.persister.flush(PATIENCE)
-    assert versions(tmp_path) == {"c": [2]}
-    assert (member.durable, member.skipped) == ([(2, ["c"])], [])
+    assert versions(tmp_path) == {"c": [5]}
+    assert (member.durable, member.skipped, len(os.listdir(tmp_path))) == ([(5, ["c"])], [], 1)
 
 
-def test_a_rewind_comes_after_the_word_that_a_version_is_durable(tmp_path):
-    order, called, rewinding = [], threading.Event(), threading.Event()
+class Gate:
+    """A lock that says when the test's own thread asks for it."""
+
+    def __init__(self):
+        self.lock, self.asked = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.asked.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_a_rewind_waits_for_the_word_that_a_version_is_durable(tmp_path):
+    order, named, gate = [], threading.Event(), Gate()
 
     def on_durable(version, units):
-        called.set()
-        assert rewinding.wait(PATIENCE)
+        named.set()
+        assert gate.asked.wait(PATIENCE)
         order.append("durable")
 
     persister = Persister(tmp_path, "m", "L", units=UNITS, on_durable=on_durable)
+    persister._gate = gate
     persister.begin(2, {"a": NBYTES})["a"].copy_(content("a", 2))
     persister.commit()
-    assert called.wait(PATIENCE)
-    rewinding.set()
+    assert named.wait(PATIENCE)
     persister.rewind(1)
     order.append("rewound")
     persister.close(PATIENCE)
+    assert persister.error is None
     assert (order, versions(tmp_path), persister.durable_version) == (["durable", "rewound"], {}, None)
+
+
+def test_files_of_a_member_that_is_gone_are_rewound_by_the_others(tmp_path, join):
+    gone, left = join("gone"), join("left")
+    gone.persist(1, ["a"])
+    gone.persist(2, ["a"])
+    left.persister.rewind(1)
+    assert versions(tmp_path) == {"a": [1]}
 
 
 def needed(version, units, files):
