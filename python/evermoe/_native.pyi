@@ -79,6 +79,9 @@ def recovery_plan(
     needs: list[list[str]],
     may_lag: list[str],
 ) -> RecoveryPlan: ...
+def retained_versions(versions: list[list[int]], may_lag: list[int], spare: int) -> list[list[int]]:
+    """Of the durable versions of each unit, those that a recovery from the store alone needs, now or soon."""
+
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
 def select_load_aware(
     tokens: NDArray[np.int64], waiting: NDArray[np.int64] | None, capacity: int, checkpoint: int
@@ -413,6 +416,43 @@ def seal_record(
     payload: _Payload | None,
 ) -> int:
     """Write the header of "step", "no_step", "skip_all" or "full_state"; returns the record's bytes."""
+
+class TripleBuffer:
+    """Who may use which of three slots of host memory: the writer, the persister, or nobody. The bytes are elsewhere.
+
+    An event that cannot happen now is a ValueError and changes nothing. `evermoe.persist.Persister` drives it.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def slots(self) -> list[tuple[str, int | None]]:
+        """(state, version) of the three: "empty", "writing", "snapshot", "persisting" or "recovery"."""
+    @property
+    def writing(self) -> int | None:
+        """The slot that is being written."""
+    @property
+    def persisting(self) -> int | None:
+        """The slot that is being persisted."""
+    @property
+    def recovery(self) -> int | None:
+        """The slot of the newest durable version."""
+    @property
+    def next_to_persist(self) -> int | None:
+        """The slot that `persist` would take: the newest snapshot, unless one is being persisted."""
+    def begin(self, version: int) -> None:
+        """The writer starts a version, newer than all that are there, in an empty slot or over the oldest snapshot."""
+    def commit(self) -> None:
+        """What is being written is whole."""
+    def abandon(self) -> None:
+        """What is being written will never be whole."""
+    def persist(self) -> None:
+        """The persister starts with the newest snapshot."""
+    def durable(self) -> None:
+        """What is being persisted is in the store; all older versions leave their slots."""
+    def failed(self) -> None:
+        """The store refused it: it is a snapshot again."""
+    def rewind(self, version: int) -> None:
+        """Newer versions, none of them durable, belong to steps that never were."""
 
 class ReplayLog:
     """A replica's records, until it repeats the steps; `evermoe.replica.Replica` drives it."""

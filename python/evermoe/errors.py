@@ -13,6 +13,10 @@ class CaptureCancelled(EvermoeError):
     """A capture was cancelled, or its engine shut down, before it was whole; its version will never be there."""
 
 
+class PersistFailed(EvermoeError):
+    """A snapshot did not get to the folder of persisted units. Training goes on; the next snapshot tries again."""
+
+
 class PeerLost(EvermoeError):
     """A member of the group died, hung past the limit or closed its socket; the session recovers from it."""
 

@@ -8,6 +8,7 @@ mod ops;
 mod planning;
 mod replay;
 mod snapshot;
+mod triple;
 
 use pyo3::prelude::*;
 
@@ -19,5 +20,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     ops::register(module)?;
     planning::register(module)?;
     replay::register(module)?;
-    snapshot::register(module)
+    snapshot::register(module)?;
+    triple::register(module)
 }
