@@ -5,7 +5,7 @@ use evermoe::snapshot::{Arena, Capture, CaptureState, CopyEngine, Run, digest};
 use std::any::Any;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -290,6 +290,36 @@ fn a_buffer_that_somebody_else_committed_is_a_cancelled_capture_with_the_reason(
     capture.hurry();
     let refused = capture.wait(None, None).unwrap_err().to_string();
     assert!(refused.contains("buffer 0 is not being written"), "{refused}");
+}
+
+#[test]
+fn sources_are_fetched_before_they_are_read() {
+    let (_folder, sources, arena, engine) = one_unit(10_000, 4096);
+    let staged = Arc::new((0..10_000).map(|_| AtomicU8::new(0)).collect::<Vec<_>>());
+    let runs = [vec![Run { address: staged.as_ptr().expose_provenance(), bytes: 10_000 }]];
+    let from = sources.units[0][0].clone();
+    let start = |version, limit: usize| {
+        let (staged, from) = (staged.clone(), from.clone());
+        let fetch = move |bytes: usize| {
+            if bytes > limit {
+                return Err(Error::Runtime(format!("{limit} bytes and no more")));
+            }
+            (0..bytes).for_each(|place| staged[place].store(from[place], Ordering::Relaxed));
+            Ok(())
+        };
+        // SAFETY: what is fetched stays as it is, and is written again only with the same bytes.
+        unsafe { engine.capture_fetched(&arena, version, &runs, Box::new(fetch), Box::new(())) }.unwrap()
+    };
+    let (refused, after) = (start(1, 9999), arena.path().with_extension("after"));
+    let after = capture(&engine, &sources.arena(&after), 1, &sources, Box::new(()));
+    engine.open(None);
+    let message = refused.wait(None, None).unwrap_err().to_string();
+    assert!(message.contains("version 1 was cancelled: 9999 bytes and no more"), "{message}");
+    assert_eq!((refused.done_bytes(), arena.versions()), (64 + 8192, vec![]));
+    after.wait(None, None).unwrap();
+    let whole = start(2, 10_000);
+    whole.wait(None, None).unwrap();
+    sources.check(&arena, whole.index());
 }
 
 #[test]

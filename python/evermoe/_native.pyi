@@ -280,6 +280,21 @@ class CopyEngine:
         version in the arena. ValueError names the unit whose runs do not add up to its bytes; also while an earlier
         capture into this arena is not over, and after `shutdown`. No version is then begun.
         """
+    def capture_device(
+        self,
+        arena: Arena,
+        version: int,
+        copier: ChunkCopier,
+        tensors_per_unit: Sequence[int],
+        current_stream: int,
+    ) -> Capture:
+        """As `capture`, of a copier's CUDA tensors, through its page-locked memory; in builds with CUDA.
+
+        They are captured as the stream will have left them. The first unit is the copier's first `tensors_per_unit[0]`
+        tensors, and so on. Until the capture is over nobody may write the tensors, also not on a stream, or use the
+        copier for anything but the next captures. The device is asked for whole chunks of the copier, and so for up to
+        one chunk more than the gate allows. An error of the device cancels the capture.
+        """
     def open(self, nbytes: int | None = None) -> None:
         """Let so many more bytes of units be copied, or all that come until `close_gate`.
 

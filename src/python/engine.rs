@@ -1,6 +1,12 @@
 //! Python face of the copying thread.
 
+#[cfg(feature = "cuda")]
+use super::chunks::{ChunkCopier, stream};
 use super::snapshot::Arena;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+#[cfg(feature = "cuda")]
+use crate::ensure;
 use crate::error::Error;
 use crate::snapshot::{self, CaptureState, Run};
 use pyo3::prelude::*;
@@ -42,6 +48,30 @@ impl CopyEngine {
         // SAFETY: `keep` owns the sources; that nobody writes them is what the caller promises, see the stub.
         let capture = py.detach(|| unsafe { self.0.capture(&arena, version, &sources, Box::new(keep)) })?;
         Ok(Capture(capture))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn capture_device(
+        &self,
+        py: Python<'_>,
+        arena: &Bound<'_, Arena>,
+        version: u64,
+        copier: Py<ChunkCopier>,
+        tensors_per_unit: Vec<usize>,
+        current_stream: usize,
+    ) -> PyResult<Capture> {
+        let arena = arena.get().0.clone();
+        let chunks = copier.get().copier.clone();
+        let capture = py.detach(move || {
+            // SAFETY: torch's streams live as long as the process; the caller leaves the tensors and the copier alone
+            // until the capture is over, see the stub.
+            let mut fetcher = unsafe { cuda::Fetcher::new(chunks, stream(current_stream))? };
+            let sources = by_unit(&fetcher.copies(), &tensors_per_unit)?;
+            let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+            // SAFETY: as above; `copier` owns the tensors' copies, and is dropped after the fetcher.
+            unsafe { self.0.capture_fetched(&arena, version, &sources, fetch, Box::new(copier)) }
+        });
+        Ok(Capture(capture?))
     }
 
     #[pyo3(signature = (nbytes = None))]
@@ -122,6 +152,19 @@ impl Capture {
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
     }
+}
+
+/// So many of the runs for each unit, all of them in turn.
+#[cfg(feature = "cuda")]
+fn by_unit(runs: &[(usize, usize)], counts: &[usize]) -> Result<Vec<Vec<Run>>, Error> {
+    let mut runs = runs.iter().map(|&(address, bytes)| Run { address, bytes });
+    let num_runs = runs.len();
+    let all = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+    ensure!(
+        all == Some(num_runs),
+        "tensors_per_unit: expected counts that add up to the copier's {num_runs} tensors, got {counts:?}"
+    );
+    Ok(counts.iter().map(|&count| runs.by_ref().take(count).collect()).collect())
 }
 
 /// The end of a timeout in seconds; none when that is too far away to tell.

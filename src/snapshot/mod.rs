@@ -18,6 +18,6 @@ mod state;
 mod triple;
 
 pub use arena::{Arena, digest};
-pub use engine::{Capture, CaptureState, CopyEngine, Run};
+pub use engine::{Capture, CaptureState, CopyEngine, Fetch, Run};
 pub use layout::{Layout, Unit};
 pub use triple::{Event, Slot, TripleBuffer};

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use work::Work;
 
 pub use shared::CaptureState;
-pub use work::Run;
+pub use work::{Fetch, Run};
 
 /// One thread that captures memory into arenas, one capture after the other, in their order.
 ///
@@ -73,7 +73,28 @@ impl CopyEngine {
         sources: &[Vec<Run>],
         kept: Box<dyn Any + Send>,
     ) -> Result<Capture> {
-        let mut work = Work::new(arena.layout(), sources, kept)?;
+        self.start(arena, version, Work::new(arena.layout(), sources, None, kept)?)
+    }
+
+    /// As [`capture`](Self::capture), for sources that `fetch` brings to their runs, such as those on a device.
+    ///
+    /// # Safety
+    /// As of [`capture`](Self::capture), where a run is readable and left alone once its bytes are fetched.
+    ///
+    /// # Errors
+    /// As of [`capture`](Self::capture).
+    pub unsafe fn capture_fetched(
+        &self,
+        arena: &Arc<Arena>,
+        version: u64,
+        sources: &[Vec<Run>],
+        fetch: Fetch,
+        kept: Box<dyn Any + Send>,
+    ) -> Result<Capture> {
+        self.start(arena, version, Work::new(arena.layout(), sources, Some(fetch), kept)?)
+    }
+
+    fn start(&self, arena: &Arc<Arena>, version: u64, mut work: Work) -> Result<Capture> {
         let mut state = self.shared.lock();
         let taken = state.entries.values().find(|entry| Arc::ptr_eq(&entry.arena, arena));
         ensure!(

@@ -153,10 +153,13 @@ impl Shared {
     fn copy(&self, capture: u64, bytes: usize, mut work: Work, arena: &Arena, record: &Record) {
         let start = Instant::now();
         // SAFETY: by the promise of the capture's caller, who may write the sources only once it is over.
-        unsafe { work.advance(bytes) };
+        let advanced = unsafe { work.advance(bytes) };
         let busy = start.elapsed();
         let mut state = self.lock();
-        record.copied(work.position(), busy);
+        if advanced.is_err() {
+            state.queue.cancel(capture);
+        }
+        record.copied(work.position().filter(|_| advanced.is_ok()), busy);
         let done = state.queue.done();
         if done == Done::Part {
             let entry = state.entries.get_mut(&capture);
@@ -168,6 +171,7 @@ impl Shared {
         // Nobody else ends it now: it is out of the queue, and its work is here.
         drop(state);
         let outcome = match done {
+            _ if advanced.is_err() => advanced.map_err(|error| error.to_string()),
             Done::Whole => arena.commit_with(record.index, work.digests()).map_err(|error| error.to_string()),
             _ if stopped => Err(SHUT_DOWN.into()),
             _ => Err(BY_CALLER.into()),

@@ -20,6 +20,10 @@ pub struct Run {
     pub bytes: usize,
 }
 
+/// Brings sources to the CPU: makes at least so many of the capture's bytes, from its start, readable where their runs
+/// are, and waits for it. Called with more and more bytes; an error cancels the capture.
+pub type Fetch = Box<dyn FnMut(usize) -> Result<()> + Send>;
+
 /// A run, and where it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Piece {
@@ -41,6 +45,9 @@ pub(super) struct Work {
     within: usize,
     hash: Xxh3Default,
     digests: Vec<u64>,
+    /// Bytes in place.
+    copied: usize,
+    fetch: Option<Fetch>,
     /// Whatever owns the sources; dropped with the work.
     _kept: Box<dyn Any + Send>,
 }
@@ -50,7 +57,12 @@ impl Work {
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::error::Error::Invalid) naming the unit whose runs are not as many bytes as it has.
-    pub(super) fn new(layout: &Layout, sources: &[Vec<Run>], kept: Box<dyn Any + Send>) -> Result<Self> {
+    pub(super) fn new(
+        layout: &Layout,
+        sources: &[Vec<Run>],
+        fetch: Option<Fetch>,
+        kept: Box<dyn Any + Send>,
+    ) -> Result<Self> {
         let num_units = layout.units().len();
         ensure!(sources.len() == num_units, "sources: expected {num_units} units, got {}", sources.len());
         let mut pieces = Vec::with_capacity(num_units);
@@ -58,7 +70,8 @@ impl Work {
             add_pieces(&mut pieces, index, unit, runs)?;
         }
         let digests = vec![Xxh3Default::new().digest(); num_units];
-        Ok(Self { buffer: 0, pieces, next: 0, within: 0, hash: Xxh3Default::new(), digests, _kept: kept })
+        let hash = Xxh3Default::new();
+        Ok(Self { buffer: 0, pieces, next: 0, within: 0, hash, digests, copied: 0, fetch, _kept: kept })
     }
 
     /// Where the buffer starts.
@@ -81,13 +94,21 @@ impl Work {
         &self.digests
     }
 
-    /// Copies the next `bytes` bytes.
+    /// Copies the next `bytes` bytes, which are fetched first where that is needed.
+    ///
+    /// # Errors
+    /// What fetching them says; nothing is copied then.
     ///
     /// # Safety
-    /// The buffer has begun and is the layout's; the sources are readable, and nobody writes them or the buffer meanwhile.
-    pub(super) unsafe fn advance(&mut self, mut bytes: usize) {
+    /// The buffer has begun and is the layout's; the sources are readable once fetched, and nobody writes them or the buffer
+    /// meanwhile.
+    pub(super) unsafe fn advance(&mut self, mut bytes: usize) -> Result<()> {
+        self.copied += bytes;
+        if let Some(fetch) = &mut self.fetch {
+            fetch(self.copied)?;
+        }
         while bytes > 0 {
-            let Some(piece) = self.pieces.get(self.next) else { return };
+            let Some(piece) = self.pieces.get(self.next) else { break };
             let size = (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES);
             let from = std::ptr::with_exposed_provenance(piece.from + self.within);
             let to = std::ptr::with_exposed_provenance_mut(self.buffer + piece.to + self.within);
@@ -104,6 +125,7 @@ impl Work {
             }
         }
         finish_stream();
+        Ok(())
     }
 
     fn finish_piece(&mut self) {
@@ -190,7 +212,7 @@ mod tests {
         let layout = layout(&[501, 0, 69_000]);
         for chunk in [1, 7, 64, 4096, 16_384, 16_385, 1 << 20] {
             let mut buffer = vec![0xEE_u8; layout.payload_bytes()];
-            let mut work = Work::new(&layout, &runs, Box::new(())).unwrap();
+            let mut work = Work::new(&layout, &runs, None, Box::new(())).unwrap();
             work.begin(buffer.as_mut_ptr());
             assert_eq!((work.pieces.len(), work.total_bytes()), (3, 69_501));
             let mut left = work.total_bytes();
@@ -199,7 +221,7 @@ mod tests {
                 assert_eq!(work.position(), Some(position));
                 let bytes = left.min(chunk);
                 // SAFETY: the sources and the buffer live here, and nothing else uses them.
-                unsafe { work.advance(bytes) };
+                unsafe { work.advance(bytes) }.unwrap();
                 left -= bytes;
                 let copied = 69_501 - left;
                 position = if copied < 501 { 64 + copied } else { layout.units()[2].offset + copied - 501 };
@@ -216,7 +238,7 @@ mod tests {
     fn wrong_runs_are_refused_by_name() {
         let layout = layout(&[4, 8]);
         let source = [0_u8; 16];
-        let message = |runs: &[Vec<Run>]| match Work::new(&layout, runs, Box::new(())) {
+        let message = |runs: &[Vec<Run>]| match Work::new(&layout, runs, None, Box::new(())) {
             Ok(_) => panic!("accepted"),
             Err(error) => error.to_string(),
         };
