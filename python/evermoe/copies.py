@@ -19,11 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from evermoe._native import Arena
+from evermoe._native import Arena, Capture, CopyEngine
+from evermoe.chunks import ChunkedCopy
 from evermoe.courier import Courier, Parcel
 from evermoe.errors import CorruptCopy
-from evermoe.units import TrainingState
+from evermoe.units import SESSION, TrainingState
 
+SLOTS = 4
+"""Page-locked chunks that a capture from a GPU goes through."""
 FIRST_TAG = 16
 """Of the messages of snapshots."""
 _TAGS_EACH = 4096
@@ -39,14 +42,16 @@ class Bundle:
 
 
 def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bundle]:
-    """Groups units by the ranks that keep their copies, in order of first appearance.
+    """Groups units by the ranks that keep their copies, in order of first appearance; `session` stays alone.
+
+    Its tensors are on the CPU wherever the model is.
 
     Example: holders [[0, 1], [2, 3], [0, 1]] of units a, b, c → (0, 1): a, c and (2, 3): b.
     """
-    grouped: dict[tuple[int, ...], list[str]] = {}
+    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for unit, ranks in zip(units, holders, strict=True):
-        grouped.setdefault(tuple(ranks), []).append(unit)
-    return [Bundle(ranks, tuple(names)) for ranks, names in grouped.items()]
+        grouped.setdefault((tuple(ranks), unit == SESSION), []).append(unit)
+    return [Bundle(ranks, tuple(names)) for (ranks, _), names in grouped.items()]
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,8 @@ class KeptArena:
     arena: Arena
     index: int = -1
     """The buffer that is being written."""
+    chunks: tuple[list[int], ChunkedCopy] | None = None
+    """Of tensors on a GPU at these addresses, what they are captured through."""
 
 
 class Round:
@@ -80,34 +87,51 @@ class Round:
 
     def __init__(self, store: CopyStore, version: int, courier: Courier, due: Collection[int] | None = None) -> None:
         self.version = version
+        self._read_seconds = 0.0
         self._store, self._courier = store, courier
         self._own = [kept for kept in store.own if due is None or kept.number in due]
         self._peers = [kept for kept in store.peers if due is None or kept.number in due]
-        self._captured = threading.Event()
-        self.capture_seconds = 0.0
-        """That this member took to capture its units."""
+        self._read = threading.Event()
+        """What the engine cannot capture was read by the courier."""
+        self._captures = [store.capture(kept, version) for kept in self._own]
         self.errand = courier.go(self._run)
         """Its result: whether all copies that came match their digests."""
 
+    @property
+    def capture_seconds(self) -> float:
+        """That this member took so far to capture its units."""
+        return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)
+
     def wait_captured(self) -> None:
         """Until the state may be changed: this version of it is in the arenas of its primaries."""
-        self._captured.wait()
+        for capture in self._captures:
+            if capture is not None:
+                capture.hurry()
+        for capture in self._captures:
+            if capture is not None:
+                capture.wait()
+        self._read.wait()
 
     def _run(self) -> bool:
+        started = time.monotonic()
         try:
-            arriving = [self._courier.receive(parcel) for kept in self._peers for parcel in self._incoming(kept)]
-            started = time.monotonic()
-            for kept in self._own:
-                self._capture(kept)
-            self.capture_seconds = time.monotonic() - started
+            for kept, capture in zip(self._own, self._captures, strict=True):
+                if capture is None:
+                    self._read_units(kept)
         finally:
-            self._captured.set()
-        self._courier.send(parcel for kept in self._own for parcel in self._outgoing(kept))
+            self._read_seconds = time.monotonic() - started
+            self._read.set()
+        arriving = [self._courier.receive(parcel) for kept in self._peers for parcel in self._incoming(kept)]
+        pairs = zip(self._own, self._captures, strict=True)
+        self._courier.send(parcel for kept, capture in pairs for parcel in self._outgoing(kept, capture))
+        for capture in self._captures:
+            if capture is not None:
+                capture.wait()
         for transfer in arriving:
             transfer.wait()
         return all([self._is_whole(kept) for kept in self._peers])
 
-    def _capture(self, kept: KeptArena) -> None:
+    def _read_units(self, kept: KeptArena) -> None:
         kept.index = kept.arena.begin(self.version)
         data = torch.from_numpy(kept.arena.buffer(kept.index))
         for name, offset, nbytes in kept.arena.units():
@@ -118,9 +142,15 @@ class Round:
         kept.index = kept.arena.begin(self.version)
         return self._parcels(kept, kept.bundle.holders[0])
 
-    def _outgoing(self, kept: KeptArena) -> Iterator[Parcel]:
+    def _outgoing(self, kept: KeptArena, capture: Capture | None) -> Iterator[Parcel]:
+        """Each chunk as soon as it is captured; the first one, with the digests, when all are."""
         for holder in kept.bundle.holders[1:]:
-            yield from self._parcels(kept, holder)
+            chunks = list(self._parcels(kept, holder))
+            for place in [*range(1, len(chunks)), 0]:
+                if capture is not None:
+                    end = min((place + 1) * self._store.chunk_bytes, kept.arena.payload_bytes)
+                    capture.wait(end if place else None)
+                yield chunks[place]
 
     def _parcels(self, kept: KeptArena, peer: int) -> Iterator[Parcel]:
         data = torch.from_numpy(kept.arena.buffer(kept.index))
@@ -137,6 +167,12 @@ class Round:
         return True
 
 
+def _open_engine() -> CopyEngine:
+    engine = CopyEngine()
+    engine.open()
+    return engine
+
+
 @dataclass
 class CopyStore:
     """The arenas of this node's directory and the exchange that fills them.
@@ -148,6 +184,8 @@ class CopyStore:
     state: TrainingState
     chunk_bytes: int = 1 << 20
     """Size of a message."""
+    engine: CopyEngine = field(default_factory=_open_engine)
+    """Captures state in arenas, in a thread of its own."""
     own: list[KeptArena] = field(default_factory=list)
     """Arenas that this rank fills from its state."""
     peers: list[KeptArena] = field(default_factory=list)
@@ -197,6 +235,27 @@ class CopyStore:
             units = [(name, self.state.by_name[name].nbytes) for name in bundle.units]
             kept = KeptArena(number, bundle, Arena.create(str(path), meta, units))
             (self.own if bundle.holders[0] == rank else self.peers).append(kept)
+
+    def capture(self, kept: KeptArena, version: int) -> Capture | None:
+        """Begins to capture a bundle's units as they are now; None if they are on several devices or not contiguous."""
+        tensors = self.state.tensors(kept.bundle.units)
+        every = [tensor for each in tensors for tensor in each]
+        if len({tensor.device for tensor in every}) != 1 or not all(tensor.is_contiguous() for tensor in every):
+            return None
+        if every[0].is_cuda:
+            capture = self._through_chunks(kept, every).capture(self.engine, kept.arena, version, [*map(len, tensors)])
+        else:
+            runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in each] for each in tensors]
+            capture = self.engine.capture(kept.arena, version, runs, every)
+        kept.index = capture.index
+        return capture
+
+    def _through_chunks(self, kept: KeptArena, tensors: list[Tensor]) -> ChunkedCopy:
+        """Page-locked chunks for tensors on a GPU, made once as long as the tensors stay where they are."""
+        places = [tensor.data_ptr() for tensor in tensors]
+        if kept.chunks is None or kept.chunks[0] != places:
+            kept.chunks = places, ChunkedCopy(tensors, slots=SLOTS)
+        return kept.chunks[1]
 
     def stored(self) -> Iterator[StoredCopy]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""

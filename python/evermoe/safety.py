@@ -361,6 +361,7 @@ class Safety:
         self.pacer.hurry()
         is_whole = True
         if self._round is not None:
+            self._round.wait_captured()
             is_whole = self._round.errand.wait() and bool(self._round.errand.result)
         if self._exchange is not None:
             is_whole = self._exchange.wait() and is_whole
