@@ -358,3 +358,13 @@ fn an_engine_that_is_dropped_is_shut_down() {
     capture.hurry();
     assert!(capture.wait(None, None).is_err());
 }
+
+#[test]
+fn an_engine_may_end_on_its_own_thread() {
+    let (_folder, sources, arena, engine) = one_unit(100, 10);
+    let engine = Arc::new(engine);
+    let capture = capture(&engine, &arena, 1, &sources, Box::new(engine.clone()));
+    capture.hurry();
+    drop(engine);
+    assert_eq!(capture.wait(None, None).unwrap(), arena.layout().payload_bytes());
+}

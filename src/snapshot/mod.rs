@@ -8,7 +8,8 @@
 //! ```
 //!
 //! A version is visible whole or not at all, also when the process is killed between any two instructions: a buffer
-//! is marked as being written before its first byte changes and as complete after its last one has.
+//! is marked as being written before its first byte changes and as complete after its last one has. A [`CopyEngine`]
+//! fills buffers by a thread of its own, beside training.
 
 mod arena;
 mod engine;

@@ -132,7 +132,9 @@ impl CopyEngine {
         }
         self.shared.change(queue::Queue::stop);
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(thread) = thread.take() {
+        let own = std::thread::current().id();
+        // What a capture has kept may own the engine, which then ends on its own thread.
+        if let Some(thread) = thread.take().filter(|thread| thread.thread().id() != own) {
             // If it panicked it has said so, and cancelled everything all the same.
             let _ = thread.join();
         }
