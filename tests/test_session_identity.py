@@ -43,7 +43,7 @@ def test_versions_grow_when_a_new_job_goes_on_from_an_old_checkpoint(tmp_path):
 
 
 def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
-    job = start_job(2)
+    job = start_job(2, preset="gemini")
     job.open_gate(6)
     a, b = job.start_all({name: [Fault("phase fetch", nth=2)] for name in "ab"}, "ab", gated=True)
     a.wait_for("gate", step=6)

@@ -100,7 +100,7 @@ def test_every_tensor_is_in_exactly_one_unit(name):
     expected = sum(t.nbytes for t in [*tensors.values(), *kept])
     # the optimizer counts an MoE layer's steps once, its units do once per expert
     repeated = sum(3 * s["step"].nbytes for p, s in optimizer.state.items() if p is model.moe.weights and "step" in s)
-    loop = state.progress.nbytes + state.load.nbytes
+    loop = state.progress.nbytes + state.load.nbytes + state.tokens.nbytes
     assert sum(unit.nbytes for unit in state.units) == expected + repeated + loop
 
 

@@ -355,6 +355,8 @@ class Recovery:
 
     def _adopt(self, version: int, fetched: dict[str, Tensor]) -> Outcome:
         placement, rank = self.outcome.placement, self.group.rank
+        if self.outcome.stale:
+            self._agree_on_scalars(version, fetched)
         experts = {path: np.flatnonzero(matrix[rank]).tolist() for path, matrix in placement.items()}
         self.state.adopt(experts, fetched)
         for path, matrix in placement.items():
@@ -362,6 +364,19 @@ class Recovery:
             layer.group, layer.matrix_RE = self.group, matrix
         self.outcome.version = version
         return self.outcome
+
+    def _agree_on_scalars(self, version: int, fetched: dict[str, Tensor]) -> None:
+        """Experts of older versions take over the optimizer's counts for their layer, which all its experts share."""
+        views = [self.state.unit_scalars(unit, data) for unit, data in fetched.items()]
+        mine = self.state.scalars() if self.version == version else {}
+        if not mine:
+            for key, value in ((key, float(view)) for each in views for key, view in each.items()):
+                mine[key] = max(value, mine.get(key, value))
+        agreed: dict[str, float] = {}
+        for found in map(json.loads, self.group.all_gather_bytes(json.dumps(mine).encode())):
+            agreed |= {key: max(value, agreed.get(key, value)) for key, value in found.items()}
+        for key, view in ((key, view) for each in views for key, view in each.items()):
+            view.fill_(agreed[key])
 
     def _from_disk(self, version: int, inventories: Sequence[Inventory]) -> Outcome:
         assert self.checkpoints is not None

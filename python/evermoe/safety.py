@@ -224,6 +224,9 @@ class Safety:
         """Every unit once: from then on a few at a time are enough."""
         saver.open(self._member, version)
         self.group.all_reduce(_number(0))  # nobody writes a newer version while another still removes those
+        has_all = saver.has_all()
+        if round(float(self.group.all_reduce(_number(has_all)))) == self.group.size:
+            return True
         every = [unit.name for unit in self.state.units if unit.layer is not None]
         holders = {subject.name: subject.active for subject in self._subjects()}
         rank, ranks = self.group.rank, self.group.size

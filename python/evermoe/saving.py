@@ -99,6 +99,10 @@ class Saver:
             self._persister = Persister(self.folder, member, self._state.layout, units=self._state.units)
         self._persister.rewind(version)
 
+    def has_all(self) -> bool:
+        """Whether there is a durable version of every unit."""
+        return {found.unit for found in find_persisted(self.folder, self._state.layout)} == set(self._state.by_name)
+
     def save(
         self,
         version: int,

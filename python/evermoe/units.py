@@ -186,6 +186,25 @@ class TrainingState:
         """The tensors of held units now, whose bytes one after the other are the units'."""
         return [[tensor.detach() for tensor in self._tensors(self.by_name[name])] for name in names]
 
+    def scalars(self) -> dict[str, float]:
+        """What the optimizer counts for all experts of a layer together, such as its steps; by `layer/piece`."""
+        return {
+            f"{path}/{key}": float(tensor)
+            for path, layer in self.layers.items()
+            for key, tensor in self._stacks(layer).items()
+            if tensor.dim() == 0
+        }
+
+    def unit_scalars(self, name: str, data: Tensor) -> dict[str, Tensor]:
+        """Views of the same in an expert's bytes, uint8 `[nbytes]`."""
+        unit = self.by_name[name]
+        found, start = {}, 0
+        for piece in unit.pieces:
+            if not piece.shape and unit.layer is not None:
+                found[f"{unit.layer}/{piece.name}"] = data[start : start + piece.nbytes].view(piece.dtype)
+            start += piece.nbytes
+        return found
+
     @torch.no_grad()
     def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:
         """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.

@@ -111,23 +111,92 @@ def step_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
 
 
 def copy_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
-    """Time that the training thread spent on the copies of each step, over all workers."""
+    """Time that the training thread waited for the copies of each step, over all workers."""
     spent = []
     for rows in events.values():
         started = None
         for event in rows:
-            if event["event"] == "copy":
+            if event["event"] == "send":
                 started = event["time"]
-            elif event["event"] == "commit" and started is not None:
+            elif event["event"] == "vote" and started is not None:
                 spent.append(event["time"] - started)
                 started = None
     return spent
 
 
-def summarise(
-    events: Mapping[int, Sequence[Event]], baseline: Mapping[int, Sequence[Event]] | None, steps: int
+def routed(events: Mapping[int, Sequence[Event]]) -> dict[int, dict[str, list[int]]]:
+    """Per committed step the tokens of each expert by layer, as the routers of all workers have counted them."""
+    found: dict[int, dict[str, list[int]]] = {}
+    for step, commit in commits(events).items():
+        for rows in events.values():
+            for event in rows:
+                if event["event"] == "routed" and (event["step"], event["generation"]) == (step, commit["generation"]):
+                    for layer, counts in event["counts"].items():
+                        known = found.setdefault(step, {}).setdefault(layer, [0] * len(counts))
+                        found[step][layer] = [a + b for a, b in zip(known, counts, strict=True)]
+    return found
+
+
+def count_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recovered: Event) -> dict[str, int]:
+    """Tokens of each expert in the steps that a recovery gave up for it, from `routed`."""
+    lost = {}
+    for unit, since in recovered["stale"].items():
+        layer, expert = unit.rsplit(".experts.", 1)
+        lost[unit] = sum(counts[step][layer][int(expert)] for step in range(since, recovered["step"]) if step in counts)
+    return lost
+
+
+def portion_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: Sequence[Event]) -> float:
+    """PLT of all these recoveries: tokens lost over tokens routed until the last one, by layer, averaged."""
+    if not recoveries:
+        return 0.0
+    until = recoveries[-1]["step"]
+    seen: dict[str, int] = {}
+    for step, layers in counts.items():
+        for layer, tokens_E in layers.items() if step < until else ():
+            seen[layer] = seen.get(layer, 0) + sum(tokens_E)
+    lost = dict.fromkeys(seen, 0)
+    for event in recoveries:
+        for unit, tokens in count_lost(counts, event).items():
+            lost[unit.rsplit(".experts.", 1)[0]] += tokens
+    return statistics.fmean(lost[layer] / seen[layer] for layer in seen)
+
+
+def _losses(
+    events: Mapping[int, Sequence[Event]], baseline: Mapping[int, Sequence[Event]] | None, edge: int
 ) -> dict[str, Any]:
-    """All that the demo reports, JSON-able; `ok` and `problems` are its verdict."""
+    """What was lost of a run with a partial preset, by the session's account and by the routers'."""
+    counts = routed(events)
+    recoveries = {}
+    for rows in events.values():
+        for event in rows:
+            if event["event"] == "recovered" and event["stale"]:
+                recoveries[event["step"], tuple(sorted(event["stale"].items()))] = event
+    found = [recoveries[key] for key in sorted(recoveries)]
+    told = {unit: tokens for event in found for unit, tokens in event["lost_tokens"].items()}
+    counted = {unit: tokens for event in found for unit, tokens in count_lost(counts, event).items()}
+    without = [event["loss"] for event in commits(baseline).values()][-edge:] if baseline else []
+    return {
+        "lost_tokens": sum(sum(event["lost_tokens"].values()) for event in found),
+        "plt": found[-1]["plt"] if found else 0.0,
+        "plt_counted": portion_lost(counts, found),
+        "is_told": told == counted,
+        "loss_without_failures": statistics.fmean(without) if without else None,
+        "loss_noise": 3 * statistics.stdev(without) if len(without) > 1 else None,
+    }
+
+
+def summarise(
+    events: Mapping[int, Sequence[Event]],
+    baseline: Mapping[int, Sequence[Event]] | None,
+    steps: int,
+    *,
+    is_partial: bool = False,
+) -> dict[str, Any]:
+    """All that the demo reports, JSON-able; `ok` and `problems` are its verdict.
+
+    `is_partial`: the preset may lose tokens; the workers then count what the routers choose.
+    """
     done = commits(events)
     losses = [event["loss"] for event in done.values()]
     recoveries = [event for rows in events.values() for event in rows if event["event"] == "recovered"]
@@ -148,7 +217,10 @@ def summarise(
         "step_seconds": statistics.median(with_copies) if with_copies else None,
         "step_seconds_without_copies": statistics.median(without) if without else None,
         "copy_seconds": statistics.median(copy_seconds(events) or [0.0]),
+        "lost_tokens": 0,
     }
+    if is_partial:
+        result |= _losses(events, baseline, edge)
     if with_copies and without:
         result["copy_overhead"] = result["step_seconds"] / result["step_seconds_without_copies"] - 1
     result["problems"] = _problems(result)
@@ -164,7 +236,15 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
         problems.append(f"{result['digests_mismatched']} digests did not match")
     if not result["verified_at_end"]:
         problems.append("no worker verified the copies at the end")
+    differ = abs(result.get("plt_counted", 0.0) - result.get("plt", 0.0)) > 1e-12
+    if differ or not result.get("is_told", True):
+        problems.append(f"the session says PLT {result['plt']}, the routers have counted {result['plt_counted']}")
     first, last = result["loss_first"], result["loss_last"]
+    noise = result.get("loss_noise")
+    if noise is not None and last is not None and last > result["loss_without_failures"] + noise:
+        problems.append(
+            f"the loss {last:.3f} is above that of a run without failures by more than its noise {noise:.3f}"
+        )
     if first is None or not last < first:
         problems.append(f"the loss did not fall: {first} → {last}")
     for episode in result["episodes"]:

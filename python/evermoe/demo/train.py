@@ -22,7 +22,8 @@ import torch
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
-from evermoe.planning import POLICIES
+from evermoe.moe import moe_layers
+from evermoe.planning import POLICIES, PRESET_NAMES
 from evermoe.profile import Profiler
 
 
@@ -42,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--batch", type=int, default=24, help="samples per step over all workers (%(default)s)")
     run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
-    run.add_argument("--slots", type=int, default=4, help="expert replicas per worker and layer (%(default)s)")
-    run.add_argument("--placement", choices=POLICIES, default="balanced", help="of experts on workers (%(default)s)")
-    run.add_argument("--min-replicas", type=int, default=2, help="of each expert, where slots allow (%(default)s)")
-    run.add_argument("--copies", type=int, default=2, help="nodes that keep each unit's state; 0: none (%(default)s)")
+    run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is kept safe (%(default)s)")
+    run.add_argument("--slots", type=int, help="expert replicas per worker and layer (default: the fewest plus one)")
+    run.add_argument("--placement", choices=POLICIES, help="of experts on workers (default: the preset's)")
+    run.add_argument("--min-replicas", type=int, help="of each expert (default: 1; --copies with lazarus)")
+    run.add_argument("--copies", type=int, default=2, help="nodes that hold each unit's state; 0: none (%(default)s)")
     run.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
     run.add_argument("--rejoin-limit", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
     run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
@@ -59,9 +61,29 @@ class Reporter:
         self.out, self.die_at = out, die_at
         self.session: evermoe.Session | None = None
         self.recovering = False
+        self.routed: dict[str, torch.Tensor] = {}
+        """By MoE layer, tokens that this worker's router gave to each expert in the step that runs."""
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Counts what the routers choose, on its own account: a witness for what the session says was lost."""
+        for path, layer in moe_layers(model).items():
+
+            def count(_: Any, __: Any, logits: torch.Tensor, path: str = path, top_k: int = layer.top_k) -> None:
+                if torch.is_grad_enabled():
+                    chosen = logits.float().softmax(-1).topk(top_k).indices.flatten().cpu()
+                    counts = torch.bincount(chosen, minlength=logits.shape[-1])
+                    self.routed[path] = self.routed.get(path, torch.zeros_like(counts)) + counts
+
+            layer.router.register_forward_hook(count)
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
         """The session\'s `on_event`."""
+        if name == "vote" and self.session is not None and self.routed:
+            counts = {path: count.tolist() for path, count in self.routed.items()}
+            generation = self.session.membership.generation
+            self.write("routed", {"step": fields["step"], "generation": generation, "counts": counts})
+        if name == "begin":
+            self.routed.clear()
         if name == "commit" and self.session is not None:
             layer = next(iter(self.session.state.layers.values()))
             fields = fields | {"load": layer.tokens_E.tolist(), "copied": self.session.copied_step}
@@ -115,6 +137,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         optimizer,
         sampler,
         on_event=reporter,
+        preset=options.preset,
         copies=options.copies,
         slots=options.slots,
         min_replicas=options.min_replicas,
@@ -127,6 +150,8 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         checkpoint_every=options.checkpoint_every,
     )
     reporter.session = session
+    if options.preset in ("moetion", "pec"):
+        reporter.follow(model)
     profiler = Profiler(model)
     if options.trace:
         profiler.attach()
