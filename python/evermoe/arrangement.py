@@ -41,6 +41,8 @@ class Member:
     """Ranks of one node fail together, if there are several nodes."""
     free_bytes: int
     """Host memory."""
+    trains: bool = True
+    """False for a replica node, which then keeps what is not trained on several nodes."""
     step_seconds: float | None = None
     """None before a profile was made."""
     network_seconds: float | None = None
@@ -103,6 +105,19 @@ def arrange(
     primaries = planning.primaries(
         [subject.active for subject in subjects], [subject.nbytes for subject in subjects], len(members)
     )
+    arrangement = _arrange(preset, subjects, members, primaries, copies, budget, failure)
+    return _use_replica_nodes(arrangement, subjects, members)
+
+
+def _arrange(
+    preset: planning.PresetName,
+    subjects: Sequence[Subject],
+    members: Sequence[Member],
+    primaries: Sequence[int],
+    copies: int,
+    budget: float,
+    failure: float,
+) -> Arrangement:
     placement = planning.PRESETS[preset].copy_placement
     if preset == "auto":
         return _auto(subjects, members, primaries, copies, budget, failure)
@@ -112,6 +127,24 @@ def arrange(
     if placement == "training":
         return _uncovered_only(preset, subjects, members, primaries, copies)
     return _everything(preset, subjects, members, primaries, copies)
+
+
+def _use_replica_nodes(arrangement: Arrangement, subjects: Sequence[Subject], members: Sequence[Member]) -> Arrangement:
+    """Copies go to replica nodes where there are some: evenly, and to others if one would be the sender's own node."""
+    replicas = [rank for rank, member in enumerate(members) if not member.trains]
+    if not replicas:
+        return arrangement
+    load = dict.fromkeys(replicas, 0)
+    kept = []
+    for subject, each in zip(subjects, arrangement.kept, strict=True):
+        holders = list(each.holders)
+        for place in range(len(holders)):
+            free = [rank for rank in replicas if rank not in holders[:place]]
+            if free:
+                holders[place] = min(free, key=lambda rank: (load[rank], rank))
+                load[holders[place]] += subject.nbytes
+        kept.append(Kept(each.unit, each.kind, each.primary, tuple(holders), each.period))
+    return Arrangement(kept, arrangement.words, arrangement.covered, arrangement.delay)
 
 
 def _everything(

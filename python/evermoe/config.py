@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS, PlacementPolicy, PresetName
+
+Role = Literal["train", "replica"]
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,8 @@ class SessionConfig:
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
     preset: PresetName = "auto"
     """How the state is kept safe: a name of `evermoe.planning.PRESETS`."""
+    role: Role = "train"
+    """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
     copies: int = 2
     """Nodes that hold each unit's state after every step, those that train on it included; 0 for no copies."""
     copy_budget: float = 0.01
@@ -104,6 +109,8 @@ class SessionConfig:
             raise ValueError("Session: checkpoint_every is set, so checkpoint_dir must say where to write")
 
     def _check_keeping(self) -> None:
+        if self.role not in ROLES:
+            raise ValueError(f"Session: expected role to be one of {', '.join(ROLES)}, got {self.role!r}")
         if self.preset not in PRESET_NAMES:
             raise ValueError(f"Session: expected preset to be one of {', '.join(PRESET_NAMES)}, got {self.preset!r}")
         if self.preset == "pec" and self.checkpoint_dir is None:
@@ -150,6 +157,10 @@ def with_environment(config: SessionConfig) -> SessionConfig:
     for name in ("lighthouse", "job", "node", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
+    if os.environ.get("EVERMOE_ROLE"):
+        if os.environ["EVERMOE_ROLE"] not in ROLES:
+            raise ValueError(f"EVERMOE_ROLE: expected one of {', '.join(ROLES)}, got {os.environ['EVERMOE_ROLE']!r}")
+        found["role"] = os.environ["EVERMOE_ROLE"]
     if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
         try:
             found["members"] = int(os.environ["EVERMOE_MEMBERS"])

@@ -169,7 +169,7 @@ class Courier:
     """A thread that runs errands one after the other, and the messages that they send and receive.
 
     Args:
-        group: of the training thread; messages travel over its `background`.
+        group: of all members, for this and other threads alone.
         pacer: None for one that never waits for a window.
         name: of the thread.
         link: seconds of any message, and bytes a second: how long a message takes.
@@ -195,7 +195,7 @@ class Courier:
         Raises:
             PeerLost: the group is dropped.
         """
-        return self._background.receive(parcel.data, parcel.peer, parcel.tag)
+        return self._group.receive(parcel.data, parcel.peer, parcel.tag)
 
     def send(self, parcels: Iterable[Parcel]) -> int:
         """Sends messages, each when its window is open; for errands. Returns the bytes once all are sent.
@@ -212,7 +212,7 @@ class Courier:
             if self._pacer is not None:
                 window = self._pacer.wait(parcel.window, self.link[0] + parcel.data.nbytes / self.link[1])
             start = time.monotonic_ns()
-            under_way.append((self._background.send(parcel.data, parcel.peer, parcel.tag), parcel, start, window))
+            under_way.append((self._group.send(parcel.data, parcel.peer, parcel.tag), parcel, start, window))
             total += parcel.data.nbytes
         while under_way:
             self._arrived(*under_way.popleft())
@@ -222,11 +222,6 @@ class Courier:
         """Ends the thread after the errand that it is at."""
         self._errands.put(None)
         self._thread.join()
-
-    @property
-    def _background(self) -> Group:
-        assert self._group.background is not None
-        return self._group.background
 
     def _arrived(self, transfer: Transfer, parcel: Parcel, start: int, window: int | None) -> None:
         transfer.wait()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -69,8 +69,8 @@ class Group:
         self._timeout = timedelta(0)
         self._is_shared = is_shared
         self.broken: str | None = None
-        self.background: Group | None = None
-        """The same members, for the transfers of other threads; dropped and rebuilt with this group."""
+        self.linked: list[Group] = []
+        """Groups that are dropped with this one."""
         self.on_begin: Callable[[str], None] = _ignore
         """Is told the name of each collective before it begins."""
         self.on_end: Callable[[str], None] = _ignore
@@ -185,9 +185,12 @@ class Group:
 
     def drop(self, reason: str) -> None:
         """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
+        self._drop_alone(reason)
+        for other in self.linked:
+            other._drop_alone(reason)
+
+    def _drop_alone(self, reason: str) -> None:
         self.broken = self.broken or reason
-        if self.background is not None:
-            self.background.drop(reason)
         for group in self._groups.values():
             if self._is_shared:
                 self._end_waiting(group)
@@ -205,10 +208,7 @@ class Group:
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
-        self.drop("the group is being rebuilt")
-        if self.background is not None:
-            shared = dist.PrefixStore("background", store)
-            self.background.rebuild(shared, rank, size, torch.device("cpu"), timeout)
+        self._drop_alone("the group is being rebuilt")
         if not self._groups:
             self._groups["cpu"] = ProcessGroupGloo(timeout=timeout)
             if device.type == "cuda":
@@ -222,6 +222,9 @@ class Group:
                 group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
             self._groups["cpu"]._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
         self.broken = None
+
+
+Role = Literal["train", "replica"]
 
 
 class Transfer:
@@ -278,17 +281,26 @@ class Membership:
         device: torch.device,
         hang_limit: float,
         agree_limit: float,
+        role: Role = "train",
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
         self.node = node
         self.identity = identity
+        self.role = role
         self.group = Group()
-        self.group.background = Group(is_shared=True)
+        """Those that train. On a replica node it has one member."""
+        self.background = Group(is_shared=True)
+        """All members, replica nodes included, for the transfers of other threads."""
+        self._with_replicas = Group()
+        self.group.linked = [self._with_replicas, self.background]
+        self._with_replicas.linked = [self.group, self.background]
         self.established = False
         """Set by the session: this member has state of the running job."""
         self.generation = 0
         self.nodes: list[str] = []
-        """Per rank, the machine whose memory dies with it; several members may share one."""
+        """Per rank, the machine whose memory dies with it; several members may share one. Replica nodes come last."""
+        self.trainers = 1
+        """How many members train."""
         self._lighthouse = lighthouse
         self._device = device
         self._hang_limit = timedelta(seconds=hang_limit)
@@ -305,6 +317,11 @@ class Membership:
             _hostname(), 0, is_master=True, wait_for_workers=False, timeout=self._hang_limit
         )
         self._stores[self._store_address] = self._own_store
+
+    @property
+    def everyone(self) -> Group:
+        """All members: those that train, with the ranks that they have in `group`, then replica nodes."""
+        return self.group if self.trainers == len(self.nodes) or not self.nodes else self._with_replicas
 
     @property
     def _store_address(self) -> str:
@@ -339,8 +356,9 @@ class Membership:
                 asked = self._without_strangers(self._ask(deadline))
                 answered = answered or time.monotonic()
                 self._patience = min(self._patience, max(0.0, answered + RETURN_SECONDS - time.monotonic()))
-                if len(asked) < expected and not any(m.data["established"] for m in asked):
-                    problem = f"{len(asked)} of {expected} members have come"
+                trainers = sum(member.data["role"] == "train" for member in asked)
+                if trainers < (1 if any(m.data["established"] for m in asked) else expected):
+                    problem = f"{trainers} of {expected} members have come"
                     on_wait()
                     time.sleep(0.05)
                     continue
@@ -402,6 +420,7 @@ class Membership:
             "options": self.identity.options,
             "generation": self.generation,
             "node": self.node,
+            "role": self.role,
             "store": self._store_address,
         }
         quorum = self._client.quorum(self.id, limit, world_size=1, data=data)
@@ -432,6 +451,7 @@ class Membership:
         return ours
 
     def _adopt(self, asked: list[Any], on_quorum: Callable[[], None]) -> bool:
+        asked = sorted(asked, key=lambda member: (member.data["role"] != "train", member.replica_id))
         ids = [member.replica_id for member in asked]
         epochs = {member.data["epoch"] for member in asked}
         if ids == self._agreement.ids and epochs == {self._agreement.epoch} and None not in epochs:
@@ -440,10 +460,22 @@ class Membership:
         self.generation = 1 + max(int(member.data["generation"]) for member in asked)
         epoch = hashlib.sha256(repr((ids, self.generation)).encode()).hexdigest()[:16]
         store = dist.PrefixStore(epoch, self._store(asked[0].data["store"]))
-        self.group.rebuild(store, ids.index(self.id), len(ids), self._device, self._hang_limit)
         self.nodes = [member.data["node"] for member in asked]
+        self.trainers = sum(member.data["role"] == "train" for member in asked)
+        self._rebuild(store, ids.index(self.id), len(ids))
         self._agreement = _Agreement(epoch, ids)
         return True
+
+    def _rebuild(self, store: Any, rank: int, size: int) -> None:
+        self.group.drop("the group is being rebuilt")
+        cpu, limit = torch.device("cpu"), self._hang_limit
+        self.background.rebuild(dist.PrefixStore("background", store), rank, size, cpu, limit)
+        if size > self.trainers:
+            self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
+        if self.role == "train":
+            self.group.rebuild(store, rank, self.trainers, self._device, limit)
+        else:
+            self.group.rebuild(store, 0, 1, cpu, limit)
 
     def _store(self, address: str) -> Any:
         if address not in self._stores:

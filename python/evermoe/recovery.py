@@ -54,6 +54,8 @@ class Inventory:
     """Whether it has seen the job run."""
     boosts: dict[str, list[float]]
     """Factors of the load of experts that have lost tokens."""
+    trains: bool
+    """False for a replica node."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -102,6 +104,7 @@ class Recovery:
         group: the members, agreed and connected.
         config: of the session: slots, replicas, placement, folder of the checkpoints.
         nodes: name of the node of each rank; ranks of one node fail together.
+        trainers: how many of the ranks train; the others, which come last, keep copies alone.
         version: of the state that this member holds actively.
         patient: units that nobody here has are waited for (`UnitsMissing`), not given up.
         established, saw_running: of `Membership`. A job that was seen to run is never started again from step 0.
@@ -118,6 +121,7 @@ class Recovery:
         lagging: Lagging,
         boosts: dict[str, list[float]],
         nodes: Sequence[str],
+        trainers: int,
         version: int,
         patient: bool,
         established: bool,
@@ -126,7 +130,8 @@ class Recovery:
     ) -> None:
         self.state, self._copies, self.group, self.version = state, stored, group, version
         self.lagging, self.boosts = lagging, boosts
-        self.config, self.nodes = config, nodes
+        self.config, self.nodes = config, nodes[:trainers]
+        self.trains = group.rank < trainers
         self.checkpoints = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None
         self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
         self.outcome = Outcome()
@@ -187,7 +192,7 @@ class Recovery:
 
     def _survey(self) -> Inventory:
         holdings: list[Holding] = []
-        for name in self.state.held():
+        for name in self.state.held() if self.trains else ():
             data = torch.empty(self.state.by_name[name].nbytes, dtype=torch.uint8)
             self.state.read(name, data)
             self._packed[name] = data
@@ -209,6 +214,7 @@ class Recovery:
             self.established,
             self.saw_running,
             self.boosts,
+            self.trains,
         )
 
     def _sizes(self) -> list[tuple[str, int]]:
@@ -224,7 +230,7 @@ class Recovery:
 
     def _newest_checkpoint(self, inventories: Sequence[Inventory]) -> int | None:
         """The newest that every member can see: the folder must be on a file system that all share."""
-        common = set.intersection(*(set(inventory.checkpoints) for inventory in inventories))
+        common = set.intersection(*(set(each.checkpoints) for each in inventories if each.trains))
         return max(common, default=None)
 
     def _lost_message(self, lost: Sequence[str]) -> str:
@@ -243,18 +249,21 @@ class Recovery:
 
     def _place(self, version: int, inventories: Sequence[Inventory]) -> Placement:
         experts = {path: layer.num_experts for path, layer in self.state.layers.items()}
-        previous = {path: np.zeros((self.group.size, number), np.int64) for path, number in experts.items()}
+        previous = {path: np.zeros((len(self.nodes), number), np.int64) for path, number in experts.items()}
         for rank, inventory in enumerate(inventories):
-            if inventory.version == version and version > 0:
+            if inventory.version == version and version > 0 and inventory.trains:
                 for path, held in inventory.experts.items():
                     previous[path][rank, held] = 1
-        newest = max(inventories, key=lambda inventory: inventory.version)
+        trained = [inventory for inventory in inventories if inventory.trains]
+        newest = max(trained, key=lambda inventory: inventory.version)
         with warnings.catch_warnings():
             if self.group.rank > 0:  # one member says it for all
                 warnings.simplefilter("ignore", planning.FewerReplicas)
             return place_layers(experts, newest.load, previous, self.nodes, self.config, newest.boosts)
 
     def _needs(self, placement: Placement, rank: int) -> list[str]:
+        if rank >= len(self.nodes):
+            return []
         experts = [
             expert_unit(path, int(e)) for path, matrix in placement.items() for e in np.flatnonzero(matrix[rank])
         ]
@@ -357,18 +366,18 @@ class Recovery:
         placement, rank = self.outcome.placement, self.group.rank
         if self.outcome.stale:
             self._agree_on_scalars(version, fetched)
-        experts = {path: np.flatnonzero(matrix[rank]).tolist() for path, matrix in placement.items()}
-        self.state.adopt(experts, fetched)
-        for path, matrix in placement.items():
-            layer = self.state.layers[path]
-            layer.group, layer.matrix_RE = self.group, matrix
         self.outcome.version = version
+        if self.trains:
+            experts = {path: np.flatnonzero(matrix[rank]).tolist() for path, matrix in placement.items()}
+            self.state.adopt(experts, fetched)
+        for path, matrix in placement.items():
+            self.state.layers[path].matrix_RE = matrix
         return self.outcome
 
     def _agree_on_scalars(self, version: int, fetched: dict[str, Tensor]) -> None:
         """Experts of older versions take over the optimizer's counts for their layer, which all its experts share."""
         views = [self.state.unit_scalars(unit, data) for unit, data in fetched.items()]
-        mine = self.state.scalars() if self.version == version else {}
+        mine = self.state.scalars() if self.version == version and self.trains else {}
         if not mine:
             for key, value in ((key, float(view)) for each in views for key, view in each.items()):
                 mine[key] = max(value, mine.get(key, value))

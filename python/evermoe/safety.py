@@ -26,7 +26,7 @@ from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
 from evermoe.copies import Bundle, CopyStore, Round, StoredCopy, bundles
 from evermoe.courier import Courier, Errand, Pacer
-from evermoe.elastic import Group
+from evermoe.elastic import Group, Membership
 from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
 from evermoe.ledger import Ledger
 from evermoe.profile.memory import free_host_bytes
@@ -54,26 +54,29 @@ class Safety:
     Args:
         state: this member's units.
         store: this node's arenas.
-        group: the members.
+        membership: who takes part; replica nodes keep copies alone.
         config: of the session: preset, copies, budgets.
         emit: of the session.
     """
 
     def __init__(
-        self, state: TrainingState, store: CopyStore, group: Group, config: SessionConfig, emit: Listener
+        self, state: TrainingState, store: CopyStore, membership: Membership, config: SessionConfig, emit: Listener
     ) -> None:
-        self.state, self.store, self.group, self.config, self._emit = state, store, group, config, emit
+        self.state, self.store, self.config, self._emit = state, store, config, emit
+        self._membership = membership
         self.preset = planning.PRESETS[config.preset]
         self.arrangement = Arrangement([], "not arranged yet")
+        self.commits_late = False
+        """Whether an update counts as committed only when the next one is voted for: its snapshots are whole then."""
         self.ledger = Ledger(state, config.experts_per_copy, config.plt_limit)
         self.chooser = Chooser(state, config, self.ledger)
         self.saver = None
         if config.preset == "pec" and config.checkpoint_dir is not None:
             self.saver = Saver(Path(config.checkpoint_dir), state)
         self.pacer = Pacer()
-        self.pacer.attach(group)
-        self.couriers = {"gradients": Courier(group, None, "evermoe-gradients")}
-        self.couriers["snapshots"] = Courier(group, self.pacer, "evermoe-snapshots")
+        self.pacer.attach(membership.group)
+        self.couriers = {"gradients": Courier(membership.background, None, "evermoe-gradients")}
+        self.couriers["snapshots"] = Courier(membership.background, self.pacer, "evermoe-snapshots")
         self._profile: Profile | None = None
         self._is_calibrated = False
         self._replayed: ReplayedCopies | None = None
@@ -88,6 +91,8 @@ class Safety:
         self._selected: set[str] | None = None
         self._local: dict[int, tuple[str, ...]] = {}
         """Units of the bundles that only their primaries keep, by the bundle's number."""
+        self._sent: dict[int, tuple[tuple[str, ...], int]] = {}
+        """Units and period of the bundles that others keep, too."""
         self._local_steps = 1
         self._newest_local = 0
         self._step_began = time.monotonic()
@@ -95,11 +100,13 @@ class Safety:
         self.sent_bytes = 0
         """Bytes sent to peers in the last step, copies alone."""
         self._asked: set[str] = set()
+        self._repeatable: set[str] = set()
+        """Units whose steps replicas can repeat."""
 
     @property
-    def commits_late(self) -> bool:
-        """Whether an update counts as committed only when the next one is voted for: its snapshots are whole then."""
-        return self.preset.selection == "all" and self.config.copies > 0
+    def group(self) -> Group:
+        """All members, replica nodes included."""
+        return self._membership.everyone
 
     @property
     def lagging(self) -> Lagging:
@@ -113,11 +120,21 @@ class Safety:
     def arrange(self, nodes: Sequence[str], generation: int, member: str) -> None:
         """Decides with all members who keeps what from now on; collective. `protect` must follow."""
         self.settle()
-        mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62)
-        offers = [Member(**json.loads(text)) for text in self.group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
+        mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62, self.config.role == "train")
+        self._calibrate()
+        told = {"member": asdict(mine), "units": self._about_units() if self.group.rank == 0 else None}
+        everyone = [json.loads(text) for text in self.group.all_gather_bytes(json.dumps(told).encode())]
+        subjects = self._subjects(everyone[0]["units"])
+        self._repeatable = {subject.name for subject in subjects if subject.replayable}
         self.arrangement = arrange(
-            self.config.preset, self._subjects(), offers, copies=self.config.copies, budget=self.config.copy_budget
+            self.config.preset,
+            subjects,
+            [Member(**each["member"]) for each in everyone],
+            copies=self.config.copies,
+            budget=self.config.copy_budget,
         )
+        is_followed_late = any(kept.kind == "snapshot" and kept.period == 1 for kept in self.arrangement.kept)
+        self.commits_late = self.config.copies > 0 and (self.preset.selection == "all" or is_followed_late)
         if self.config.copies:
             self._arrange_arenas(generation, member)
         replayed = [kept for kept in self.arrangement.kept if kept.kind == "replayed"]
@@ -139,49 +156,64 @@ class Safety:
     def _arrange_arenas(self, generation: int, member: str) -> None:
         snapshots = [kept for kept in self.arrangement.kept if kept.kind == "snapshot"]
         others = [kept for kept in self.arrangement.kept if kept.kind != "snapshot"]
-        found = bundles([k.unit for k in snapshots], [[k.primary, *k.holders] for k in snapshots])
+        found = []
+        for period in sorted({kept.period for kept in snapshots}):
+            some = [kept for kept in snapshots if kept.period == period]
+            found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
         local = bundles([k.unit for k in others], [[k.primary] for k in others])
         if self.config.preset == "moetion":  # each expert has a version of its own
             local = [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
         if self.saver is not None:
             local = []
         self._local = {len(found) + place: bundle.units for place, bundle in enumerate(local)}
+        by_unit = self.arrangement.by_unit
+        self._sent = {number: (bundle.units, by_unit[bundle.units[0]].period) for number, bundle in enumerate(found)}
         self.store.arrange([*found, *local], generation, member, self.group.rank)
 
-    def _subjects(self) -> list[Subject]:
-        ranks = tuple(range(self.group.size))
-        tokens = self.state.expert_tokens()
-        profile = self._calibrated()
-        found = []
-        for unit in self.state.units:
-            active = ranks
-            if unit.layer is not None:
-                active = tuple(np.flatnonzero(self.state.layers[unit.layer].matrix_RE[:, unit.expert]).tolist())
-            is_expert = unit.layer is not None
-            gradient = unit.pieces[0].nbytes if is_expert else unit.nbytes
-            found.append(
-                Subject(
-                    unit.name,
-                    unit.nbytes,
-                    gradient,
-                    active,
-                    is_expert,
-                    tokens.get(unit.name, 0.0),
-                    is_expert and profile is not None and self.state.is_replayable(unit.name, profile),
-                )
-            )
-        return found
+    def _about_units(self) -> list[tuple[float, bool]]:
+        """Of each unit, what only those who train know: its tokens in a step, and whether its steps can be repeated."""
+        tokens, profile = self.state.expert_tokens(), self._profile
+        return [
+            (tokens.get(unit.name, 0.0), profile is not None and self.state.is_replayable(unit.name, profile))
+            for unit in self.state.units
+        ]
 
-    def _calibrated(self) -> Profile | None:
-        """How the optimizer's steps are repeated; tried once, and only where a preset repeats any."""
-        if not self._is_calibrated and "replayed" in self.preset.kinds and self.config.copies and self.group.size > 1:
+    def _active(self) -> dict[str, tuple[int, ...]]:
+        """The ranks that train each unit."""
+        ranks = tuple(range(self._membership.trainers))
+        matrices = {path: layer.matrix_RE for path, layer in self.state.layers.items()}
+        return {
+            unit.name: ranks
+            if unit.layer is None
+            else tuple(np.flatnonzero(matrices[unit.layer][:, unit.expert]).tolist())
+            for unit in self.state.units
+        }
+
+    def _subjects(self, about: Sequence[tuple[float, bool]]) -> list[Subject]:
+        active = self._active()
+        return [
+            Subject(
+                unit.name,
+                unit.nbytes,
+                unit.pieces[0].nbytes if unit.layer is not None else unit.nbytes,
+                active[unit.name],
+                unit.layer is not None,
+                tokens,
+                is_replayable,
+            )
+            for unit, (tokens, is_replayable) in zip(self.state.units, about, strict=True)
+        ]
+
+    def _calibrate(self) -> None:
+        """Finds out how the optimizer's steps are repeated; once, and only where a preset repeats any."""
+        is_used = "replayed" in self.preset.kinds and self.config.copies and self.group.size > 1
+        if is_used and self.config.role == "train" and not self._is_calibrated:
             self._is_calibrated = True
             try:
                 self._profile = calibrate(self.state.optimizer)
             except NotReplayable as error:
                 if self.group.rank == 0:
                     logger.warning("copies get the state after each step, not gradients: %s", error)
-        return self._profile
 
     def protect(self, version: int) -> None:
         """All copies of the arrangement as of `version`; returns when they are whole everywhere. Collective.
@@ -228,9 +260,8 @@ class Safety:
         if round(float(self.group.all_reduce(_number(has_all)))) == self.group.size:
             return True
         every = [unit.name for unit in self.state.units if unit.layer is not None]
-        holders = {subject.name: subject.active for subject in self._subjects()}
         rank, ranks = self.group.rank, self.group.size
-        self._round = saver.save(version, every, holders, rank, ranks, self.couriers["snapshots"])
+        self._round = saver.save(version, every, self._active(), rank, ranks, self.couriers["snapshots"])
         self.ledger.copied(every, step_of(version))
         if self._round is not None:
             self._round.errand.wait()
@@ -253,9 +284,10 @@ class Safety:
         self._emit("send", {"step": step})
         self.pacer.hurry()
         is_whole = self._exchange_gradients(step)
-        if self._round is not None:
-            is_round_whole = self._round.errand.wait() and bool(self._round.errand.result)
-            is_whole = is_whole and (is_round_whole or not self.commits_late)
+        if self._round is not None and self.commits_late:
+            is_whole = self._round.errand.wait() and bool(self._round.errand.result) and is_whole
+        elif self._round is not None and not self._sent:  # nobody is waited for
+            self._round.errand.wait()
         self._emit("confirm", {"step": step})
         return is_whole, len(self._asked)
 
@@ -282,9 +314,12 @@ class Safety:
         assert self._replayed is not None
         self._replayed.committed(clip)
         self.step_seconds = time.monotonic() - self._step_began
+        followed = self._followed() if self.config.copies else []
+        # Of what cannot be repeated the replica has the state before the step.
+        self.ledger.copied([unit for unit in followed if unit in self._behind()], step_of(version) - 1)
         self.ledger.add()
         if self.config.copies:
-            self.ledger.copied(self._followed(), step_of(version))
+            self.ledger.copied([unit for unit in followed if unit not in self._behind()], step_of(version))
             self._round = self._next_round(version)
 
     def _select(self) -> set[str] | None:
@@ -295,6 +330,10 @@ class Safety:
         self._selected = self.chooser.for_peers(kept, self.ledger.counts())
         return self._selected
 
+    def _behind(self) -> set[str]:
+        """Units whose replicas are a step behind, as they get the state alone."""
+        return {each.unit for each in self.arrangement.kept if each.kind == "replayed"} - self._repeatable
+
     def _followed(self) -> list[str]:
         """Units of which there are copies on other nodes, or replicas in training, after the step that was taken."""
         if self.saver is not None:
@@ -302,25 +341,36 @@ class Safety:
         return [
             each.unit
             for each in self.arrangement.kept
-            if each.kind != "replayed" or self._selected is None or each.unit in self._selected
+            if each.kind == "active"
+            or (each.kind == "replayed" and (self._selected is None or each.unit in self._selected))
         ]
 
     def _next_round(self, version: int) -> Round | Saving | None:
-        """Begins to copy the new version, as far as that is due. What was under way is over: `finish` has waited."""
+        """Begins to copy the new version, as far as that is due."""
         step, courier = step_of(version), self.couriers["snapshots"]
         if self.saver is not None:
             return self._save(version, self.saver) if step % self.config.save_every == 0 else None
         if self.commits_late:
             return Round(self.store, version, courier)
-        due = set()
+        due = {number for number, (_, period) in self._sent.items() if step % period == 0}
+        self.ledger.copied((unit for number in due for unit in self._sent[number][0]), step)
+        due |= self._due_at_home(step)
+        if not due:
+            return self._round
+        if self._round is not None:  # one version at a time
+            self.pacer.hurry()
+            self._round.errand.wait()
+        return Round(self.store, version, courier, due)
+
+    def _due_at_home(self, step: int) -> set[int]:
+        """Bundles of which their primaries make a snapshot in their own memory now."""
+        due: set[int] = set()
         if step >= self._newest_local + self._local_steps:
             due, self._newest_local = set(self._local), step
         if self.config.preset == "moetion":
             due = self._due_here(due)
-        if not due:
-            return None
         self.ledger.copied_here((unit for number in due for unit in self._local[number]), step)
-        return Round(self.store, version, courier, due)
+        return due
 
     def _due_here(self, due: set[int]) -> set[int]:
         """MoEtion: of the experts, those that its local budget chooses; the rest at its own pace."""
@@ -334,9 +384,8 @@ class Safety:
     def _save(self, version: int, saver: Saver) -> Saving | None:
         chosen = sorted(self.chooser.to_save())
         self.ledger.copied(chosen, step_of(version))
-        holders = {subject.name: subject.active for subject in self._subjects()}
         rank, ranks = self.group.rank, self.group.size
-        return saver.save(version, chosen, holders, rank, ranks, self.couriers["snapshots"])
+        return saver.save(version, chosen, self._active(), rank, ranks, self.couriers["snapshots"])
 
     def measures(self) -> tuple[float, float]:
         """Seconds that a capture took and that a step takes, on this member."""

@@ -154,11 +154,18 @@ class Session:
             device=next(model.parameters()).device,
             hang_limit=self.config.hang_limit,
             agree_limit=self.config.agree_limit,
+            role=self.config.role,
         )
         self.membership.generation = self.store.newest_generation()
         self.group = self.membership.group
-        self.safety = Safety(self.state, self.store, self.group, self.config, on_event)
+        """The members that train; `membership.everyone` has replica nodes, too."""
+        for layer in self.state.layers.values():
+            layer.group = self.group
+        self.safety = Safety(self.state, self.store, self.membership, self.config, on_event)
         """What keeps the state safe."""
+        self._trains = self.config.role == "train"
+        if not self._trains:
+            self.state.release()
         self.reports: list[RecoveryReport] = []
         self.loss = float("nan")
         """Mean loss of the last committed step's global batch."""
@@ -175,7 +182,8 @@ class Session:
         self._saved_version = -1
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
-        self._save_progress()
+        if self._trains:
+            self._save_progress()
 
     @property
     def step(self) -> int:
@@ -186,6 +194,8 @@ class Session:
 
     def steps(self, until: int) -> Iterator[Step]:
         """Yields steps until `until` are committed, and again the one that a failure interrupted.
+
+        On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done.
 
         Raises:
             LostExperts: more copies were lost than are kept, and no checkpoint is left.
@@ -198,6 +208,8 @@ class Session:
                 self._check_open()
                 if not self._ready(until):
                     attempts = self._count_attempt(attempts)
+                elif self.step < until and not self._trains:
+                    attempts = 0 if self._follow() else self._count_attempt(attempts)
                 elif self.step < until:
                     step = Step(self)
                     yield step
@@ -237,10 +249,10 @@ class Session:
         """The last checkpoint and a farewell, so that nobody leaves while another still needs its copies."""
         try:
             self._confirm_last()
-            if self.config.checkpoint_dir is not None and self._saved_version != self._version:
+            if self.config.checkpoint_dir is not None and self._saved_version != self._version and self._trains:
                 self._checkpoint()
             self._verify()
-            self.group.all_reduce(torch.ones(1))
+            self.membership.everyone.all_reduce(torch.ones(1))
         except PeerLost as lost:
             self.group.drop(str(lost))
             return False
@@ -324,12 +336,7 @@ class Session:
         except PeerLost as lost:
             self.group.drop(str(lost))
             return False
-        self._confirm()
-        version = version_of(self.membership.generation, self.step + 1)
-        self._tally = (self._version, version, votes)
-        self._emit("update", {"step": step.number})
-        self._update(version, votes)
-        self._emit("copy", {"step": self.step})
+        self._pass(votes)
         commit = {"step": step.number, "loss": self.loss, "members": self.group.size}
         commit["generation"] = self.membership.generation
         if self.safety.commits_late:
@@ -341,6 +348,28 @@ class Session:
         self._checkpoint_if_due()
         return True
 
+    def _follow(self) -> bool:
+        """A step of the others, on a replica node."""
+        self.safety.begin_step()
+        try:
+            votes = self._poll(*self.safety.finish(self.step + 1), loss=0.0, squares=0.0)
+        except PeerLost as lost:
+            self.group.drop(str(lost))
+            return False
+        self._pass(votes)
+        self.copied_step = self.step
+        self._heal_and_pace(votes)
+        return True
+
+    def _pass(self, votes: list[float]) -> None:
+        """The vote on a step has passed: it is taken."""
+        self._confirm()
+        version = version_of(self.membership.generation, self.step + 1)
+        self._tally = (self._version, version, votes)
+        self._emit("update", {"step": self.step})
+        self._update(version, votes)
+        self._emit("copy", {"step": self.step})
+
     def _confirm(self) -> None:
         """The copies of the version now are whole everywhere: the step that made it counts as committed."""
         if self._unconfirmed is not None:
@@ -351,7 +380,8 @@ class Session:
     def _confirm_last(self) -> None:
         """Waits for the copies of the last step, which no other one follows."""
         if self._unconfirmed is not None:
-            if self.group.all_reduce(torch.tensor([int(self.safety.settle())])) != self.group.size:
+            everyone = self.membership.everyone
+            if everyone.all_reduce(torch.tensor([int(self.safety.settle())])) != everyone.size:
                 raise PeerLost("the copies of the last step are not whole")
             self._confirm()
 
@@ -367,55 +397,65 @@ class Session:
         self._reducer.reduce(self._expert_gradients(), self.group)
 
     def _vote(self, step: Step, is_safe: bool, asked: int) -> list[float]:
-        """All have whole gradients once this returns.
-
-        Returns sums over all members: votes, the loss, the experts' part of the gradient's norm, units of which a
-        replica needs the state anew, seconds of a capture and of a step.
-        """
+        """All have whole gradients once this returns. Returns what `_poll` does."""
         assert step._loss is not None
-        squares = 0.0 if self.config.max_grad_norm is None else self._expert_squares()
-        whole = float(is_safe and self.group.is_whole())
-        self._pending = self._version if whole else None
-        ballot = [whole, float(step._loss), squares, float(asked), *self.safety.measures()]
-        votes = self.group.all_reduce(torch.tensor(ballot, dtype=torch.float64)).tolist()
-        if votes[0] != self.group.size:
+        squares = 0.0 if self.config.max_grad_norm is None else self._squares()
+        return self._poll(is_safe and self.group.is_whole(), asked, loss=float(step._loss), squares=squares)
+
+    def _poll(self, is_whole: bool, asked: int, *, loss: float, squares: float) -> list[float]:
+        """Everybody's vote on the step, replica nodes included.
+
+        Returns sums over all members: votes, the loss, the square of the gradient's norm, units of which a replica
+        needs the state anew, seconds of a capture and of a step.
+        """
+        everyone = self.membership.everyone
+        self._pending = self._version if is_whole else None
+        ballot = [float(is_whole), loss, squares, float(asked), *self.safety.measures()]
+        votes = everyone.all_reduce(torch.tensor(ballot, dtype=torch.float64)).tolist()
+        if votes[0] != everyone.size:
             self._pending = None
-            raise PeerLost(f"{votes[0]:.0f} of {self.group.size} members voted for step {step.number}")
+            raise PeerLost(f"{votes[0]:.0f} of {everyone.size} members voted for step {self.step}")
         return votes
 
-    def _expert_squares(self) -> float:
-        """Sum of squares of the local experts' gradients, each divided by its number of hosts."""
+    def _squares(self) -> float:
+        """This member's part of the square of the gradient's norm.
+
+        That is the squares of the local experts' gradients, each divided by its number of hosts, and on one member those
+        of all other gradients, which are the same everywhere.
+        """
         total = 0.0
+        if self.group.rank == 0:
+            gradients = [p.grad for p in self.state.dense if p.grad is not None]
+            total = sum(float(gradient.double().square().sum()) for gradient in gradients)
         for layer, gradient in zip(self.state.layers.values(), self._expert_gradients(), strict=True):
             hosts = torch.from_numpy(np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0))
             total += float((gradient.double().square().sum(1).cpu() / hosts).sum())
         return total
 
-    def _clip(self, expert_squares: float) -> float:
-        """Clips the gradients; returns what they were multiplied by, as float32 has it."""
-        if self.config.max_grad_norm is None:
+    def _clip_factor(self, squares: float) -> float:
+        """What gradients of this norm, squared, are multiplied by."""
+        norm = squares**0.5
+        if self.config.max_grad_norm is None or norm <= self.config.max_grad_norm:
             return 1.0
-        gradients = [p.grad for p in self.state.dense if p.grad is not None]
-        norm = (expert_squares + sum(float(g.double().square().sum()) for g in gradients)) ** 0.5
-        if norm <= self.config.max_grad_norm:
-            return 1.0
-        factor = self.config.max_grad_norm / (norm + 1e-6)
-        torch._foreach_mul_([*gradients, *self._expert_gradients()], factor)
-        return factor
+        return self.config.max_grad_norm / (norm + 1e-6)
 
     def _update(self, version: int, votes: list[float]) -> None:
         """Takes the step that all have voted for."""
         self._pending = None
         self.loss = votes[1]
-        clip = self._clip(votes[2])
+        clip = self._clip_factor(votes[2])
         self.safety.before_update()
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
-        self.sampler.advance()
-        self.state.add_load()
         self._version = version
-        self._save_progress()
+        if self._trains:
+            if clip < 1:
+                gradients = [p.grad for p in self.state.dense if p.grad is not None]
+                torch._foreach_mul_([*gradients, *self._expert_gradients()], clip)
+            self.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self.sampler.advance()
+            self.state.add_load()
+            self._save_progress()
         self.safety.committed(version, clip)
 
     def _heal_and_pace(self, votes: list[float]) -> None:
@@ -465,7 +505,7 @@ class Session:
             on_quorum=lambda: self._on_quorum(clock),
         )
         if not changed:
-            if not (rebalance and self._is_worth_it()):
+            if not (rebalance and self._agree_on_moving()):
                 return True
             report.reason = "the load has shifted"
             self.membership.generation += 1
@@ -490,8 +530,15 @@ class Session:
         self.safety.settle()
         clock.enter("rebuild")
 
-    def _is_worth_it(self) -> bool:
-        return is_worth_it(self.state, self.membership.nodes, self.config, self.safety.ledger.boosted())
+    def _agree_on_moving(self) -> bool:
+        """Whether the load has shifted so far that experts should move, as those who train see it; collective."""
+        nodes = self.membership.nodes[: self.membership.trainers]
+        mine = self._trains and is_worth_it(self.state, nodes, self.config, self.safety.ledger.boosted())
+        try:
+            return float(self.membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
+        except PeerLost as lost:
+            self.group.drop(str(lost))
+            return False  # the next look finds the group broken
 
     def _recover(self, report: RecoveryReport, clock: PhaseClock) -> None:
         self.safety.settle()
@@ -503,14 +550,15 @@ class Session:
         # versions only ever grow
         self.membership.generation = max(self.membership.generation, generation_of(self._version) + 1)
         self._saved_version = -1  # members may differ in what they know to be saved
-        progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
-        layers = list(self.state.layers.values())
-        self._reducer = ExpertReducer(
-            [layer.matrix_RE for layer in layers],
-            [layer.weights.shape[1] for layer in layers],
-            self.group.rank,
-        )
-        report.lost_tokens = self.safety.count_losses(outcome.stale, self.membership.established)
+        if self._trains:
+            progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
+            layers = list(self.state.layers.values())
+            self._reducer = ExpertReducer(
+                [layer.matrix_RE for layer in layers],
+                [layer.weights.shape[1] for layer in layers],
+                self.group.rank,
+            )
+        report.lost_tokens = self.safety.count_losses(outcome.stale, self.membership.established and self._trains)
         if outcome.stale:  # another state than that of the version: who still has that must not be taken for a peer
             self._version = version_of(self.membership.generation, self.step)
         report.plt = self.safety.ledger.plt
@@ -531,7 +579,7 @@ class Session:
     def _complete_vote(self) -> None:
         """Takes a step that others have seen pass, when this member lost a peer before it knew. Collective."""
         mine = json.dumps({"tally": self._tally, "pending": self._pending})
-        everyone = [json.loads(text) for text in self.group.all_gather_bytes(mine.encode())]
+        everyone = [json.loads(text) for text in self.membership.everyone.all_gather_bytes(mine.encode())]
         for before, after, votes in (found["tally"] for found in everyone if found["tally"]):
             if self._pending == before == self._version:
                 self._tally = before, after, votes
@@ -543,11 +591,12 @@ class Session:
         return Recovery(
             self.state,
             self.safety.stored(),
-            self.group,
+            self.membership.everyone,
             self.config,
             lagging=self.safety.lagging,
             boosts=self.safety.ledger.boosted(),
             nodes=self.membership.nodes,
+            trainers=self.membership.trainers,
             version=self._version,
             established=self.membership.established,
             saw_running=self.membership.saw_running,

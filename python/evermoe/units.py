@@ -182,6 +182,18 @@ class TrainingState:
             out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
             start += tensor.nbytes
 
+    @torch.no_grad()
+    def release(self) -> None:
+        """Gives up the memory of the model and the optimizer: this process only keeps copies for others."""
+        self.optimizer.state.clear()
+        for tensors in self._dense.values():
+            for tensor in tensors.values():
+                tensor.data = tensor.new_empty(0)
+        for layer in self.layers.values():
+            layer.weights.data = layer.weights.new_empty(0)
+            layer.experts = []
+        self._dense = {}
+
     def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
         """The tensors of held units now, whose bytes one after the other are the units'."""
         return [[tensor.detach() for tensor in self._tensors(self.by_name[name])] for name in names]
