@@ -135,7 +135,7 @@ class Recorder:
         session = self.session
         assert session is not None
         digests = {}
-        for unit in session.state.held():
+        for unit in session.state.held() if session.config.role == "train" else ():
             data = torch.empty(session.state.by_name[unit].nbytes, dtype=torch.uint8)
             session.state.read(unit, data)
             digests[unit] = digest(data.numpy())

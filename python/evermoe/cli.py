@@ -25,9 +25,15 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     run.add_argument("--workers", type=int, default=1, help="processes on this machine (%(default)s)")
     run.add_argument(
+        "--replicas",
+        type=int,
+        default=0,
+        help="processes on this machine that do not train but keep copies for those that do (%(default)s)",
+    )
+    run.add_argument(
         "--members",
         type=int,
-        help="processes over all machines that a new job waits for (default: --workers)",
+        help="processes that train, over all machines, that a new job waits for (default: --workers)",
     )
     run.add_argument("--lighthouse", help="http://host:port of a running torchft_lighthouse; default: one of its own")
     run.add_argument("--job", help="name of the job, the same on all machines (default: the program's name)")
@@ -82,13 +88,18 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.program:
         raise ValueError("expected a SCRIPT, or -m MODULE, after the options; see evermoe run --help")
-    if options.workers < 1 or options.restarts < 0:
-        raise ValueError(f"expected --workers >= 1 and --restarts >= 0, got {options.workers}, {options.restarts}")
+    if options.workers < 0 or options.replicas < 0 or options.workers + options.replicas < 1 or options.restarts < 0:
+        raise ValueError(
+            "expected --workers, --replicas and --restarts of 0 or more, and a worker or a replica, "
+            f"got {options.workers}, {options.replicas}, {options.restarts}"
+        )
+    if not options.workers and not options.members:
+        raise ValueError("--replicas alone: expected --members, how many processes train on other machines")
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
     members = options.members or options.workers
     name = options.job or Path(options.program[0]).stem
     job = Job(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
-    return run(job, options.workers, options.restarts)
+    return run(job, options.workers, options.restarts, options.replicas)
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ class Worker:
     index: int
     node: str
     process: subprocess.Popen[str]
+    role: str = "train"
     restarts: int = 0
 
 
@@ -90,14 +91,15 @@ class Job:
         """The job's shared memory on this machine: a folder for each node."""
         return Path(self.memory_dir) / f"evermoe-{self.name}"
 
-    def start(self, index: int, node: str, *arguments: str, **options: Any) -> Worker:
-        """Starts worker `index` on `node`; `options` go to `subprocess.Popen`."""
+    def start(self, index: int, node: str, *arguments: str, role: str = "train", **options: Any) -> Worker:
+        """Starts worker `index` on `node`; `options` go to `subprocess.Popen`. As a `replica` it keeps copies alone."""
         environment = {
             **os.environ,
             **self.environment,
             "EVERMOE_LIGHTHOUSE": str(self.lighthouse),
             "EVERMOE_JOB": self.name,
             "EVERMOE_NODE": node,
+            "EVERMOE_ROLE": role,
             "EVERMOE_MEMBERS": str(self.members),
             "EVERMOE_MEMORY_DIR": self.memory_dir,
             "EVERMOE_FINISHED": str(self.memory / "finished"),
@@ -106,7 +108,7 @@ class Job:
         if self._server is not None and sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         process = subprocess.Popen([*self.command, *arguments], env=environment, text=True, **options)
-        worker = Worker(index, node, process)
+        worker = Worker(index, node, process, role)
         self.workers.append(worker)
         return worker
 
@@ -125,8 +127,10 @@ class Job:
                 process.wait()
 
 
-def run(job: Job, workers: int, restarts: int) -> int:
-    """Runs `workers` processes until they end; one killed by a crash is restarted on the same node.
+def run(job: Job, workers: int, restarts: int, replicas: int = 0) -> int:
+    """Runs `workers` processes that train, and `replicas` that keep copies for them, until they end.
+
+    One killed by a crash is restarted on the same node.
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.
     """
@@ -134,7 +138,8 @@ def run(job: Job, workers: int, restarts: int) -> int:
     node = os.environ.get("EVERMOE_NODE", socket.gethostname())
     codes: list[int] = []
     with job:
-        running = [job.start(index, node) for index in range(workers)]
+        roles = ["train"] * workers + ["replica"] * replicas
+        running = [job.start(index, node, role=role) for index, role in enumerate(roles)]
         while running:
             time.sleep(0.1)
             for worker in [worker for worker in running if worker.process.poll() is not None]:
@@ -145,7 +150,7 @@ def run(job: Job, workers: int, restarts: int) -> int:
                         f"evermoe run: worker {worker.index} ended with {code}; starting it again",
                         file=sys.stderr,
                     )
-                    again = job.start(worker.index, node)
+                    again = job.start(worker.index, node, role=worker.role)
                     again.restarts = worker.restarts + 1
                     running.append(again)
                 else:
@@ -153,7 +158,7 @@ def run(job: Job, workers: int, restarts: int) -> int:
     lost = [code for code in codes if code < 0]
     failed = [code for code in codes if code > 0]
     if lost:
-        print(f"evermoe run: {len(lost)} of {workers} workers were killed", file=sys.stderr)
+        print(f"evermoe run: {len(lost)} of {workers + replicas} processes were killed", file=sys.stderr)
     if not failed and 0 in codes:
         job.forget()
         return 0

@@ -100,8 +100,8 @@ class Safety:
         self.sent_bytes = 0
         """Bytes sent to peers in the last step, copies alone."""
         self._asked: set[str] = set()
-        self._repeatable: set[str] = set()
-        """Units whose steps replicas can repeat."""
+        self._behind: set[str] = set()
+        """Units whose replicas are a step behind, as they get the state alone."""
 
     @property
     def group(self) -> Group:
@@ -125,7 +125,6 @@ class Safety:
         told = {"member": asdict(mine), "units": self._about_units() if self.group.rank == 0 else None}
         everyone = [json.loads(text) for text in self.group.all_gather_bytes(json.dumps(told).encode())]
         subjects = self._subjects(everyone[0]["units"])
-        self._repeatable = {subject.name for subject in subjects if subject.replayable}
         self.arrangement = arrange(
             self.config.preset,
             subjects,
@@ -133,6 +132,8 @@ class Safety:
             copies=self.config.copies,
             budget=self.config.copy_budget,
         )
+        repeatable = {subject.name for subject in subjects if subject.replayable}
+        self._behind = {each.unit for each in self.arrangement.kept if each.kind == "replayed"} - repeatable
         is_followed_late = any(kept.kind == "snapshot" and kept.period == 1 for kept in self.arrangement.kept)
         self.commits_late = self.config.copies > 0 and (self.preset.selection == "all" or is_followed_late)
         if self.config.copies:
@@ -316,10 +317,10 @@ class Safety:
         self.step_seconds = time.monotonic() - self._step_began
         followed = self._followed() if self.config.copies else []
         # Of what cannot be repeated the replica has the state before the step.
-        self.ledger.copied([unit for unit in followed if unit in self._behind()], step_of(version) - 1)
+        self.ledger.copied([unit for unit in followed if unit in self._behind], step_of(version) - 1)
         self.ledger.add()
         if self.config.copies:
-            self.ledger.copied([unit for unit in followed if unit not in self._behind()], step_of(version))
+            self.ledger.copied([unit for unit in followed if unit not in self._behind], step_of(version))
             self._round = self._next_round(version)
 
     def _select(self) -> set[str] | None:
@@ -329,10 +330,6 @@ class Safety:
         kept = {each.unit for each in self.arrangement.kept if each.kind == "replayed"}
         self._selected = self.chooser.for_peers(kept, self.ledger.counts())
         return self._selected
-
-    def _behind(self) -> set[str]:
-        """Units whose replicas are a step behind, as they get the state alone."""
-        return {each.unit for each in self.arrangement.kept if each.kind == "replayed"} - self._repeatable
 
     def _followed(self) -> list[str]:
         """Units of which there are copies on other nodes, or replicas in training, after the step that was taken."""

@@ -420,8 +420,8 @@ class Session:
     def _squares(self) -> float:
         """This member's part of the square of the gradient's norm.
 
-        That is the squares of the local experts' gradients, each divided by its number of hosts, and on one member those
-        of all other gradients, which are the same everywhere.
+        Those are the squares of the local experts' gradients, each divided by its number of hosts, and on one member
+        also of all other gradients, which are the same everywhere.
         """
         total = 0.0
         if self.group.rank == 0:

@@ -186,13 +186,14 @@ class TrainingState:
     def release(self) -> None:
         """Gives up the memory of the model and the optimizer: this process only keeps copies for others."""
         self.optimizer.state.clear()
+        own = self._dense.pop(SESSION)
         for tensors in self._dense.values():
             for tensor in tensors.values():
                 tensor.data = tensor.new_empty(0)
         for layer in self.layers.values():
             layer.weights.data = layer.weights.new_empty(0)
             layer.experts = []
-        self._dense = {}
+        self._dense = {SESSION: own}
 
     def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
         """The tensors of held units now, whose bytes one after the other are the units'."""
