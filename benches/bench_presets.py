@@ -1,0 +1,239 @@
+"""What keeping the state safe costs, preset by preset: step time, processor time, bytes, memory, recovery.
+
+    python benches/bench_presets.py [--presets auto gemini …] [--rounds 6] [--json PATH]
+
+All candidates live at once, each with workers of its own, and train in turns of a few steps while the others wait for
+their line: a slow moment of the machine hits all, and each ratio is the median over the rounds of a turn's time over
+that of `none` in the same round. The candidates beside the presets (all train with copies=0):
+
+    none        no copies
+    again       the same once more: how far its ratio is from 1 is what chance does here
+    blocking    after each step every member copies its whole state to a host tensor and exchanges that with its
+                neighbours (`Group.exchange`) before it goes on
+    dcp         `torch.distributed.checkpoint.async_save` of everything after each step to a folder in memory, after the
+                one before is whole; its default staging copies on the training thread
+    dcp-staged  the same with `DefaultStager` in a thread; the next update waits until the copy is whole
+
+Settings: `busy` has the workers' threads saturate the machine. In `idle` each worker waits `--delay-ms` before each
+step without its processor or network, as one does whose step runs on an accelerator, or whose data come late.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+from preset_worker import BASELINES, MODEL, SPANS
+
+from common import Table
+from evermoe.launch import Job
+from evermoe.planning import PRESET_NAMES
+
+SETTINGS = ("idle", "busy")
+SIZES = ("arenas MB", "other MB")
+
+
+class Candidate:
+    """The workers of one way to keep the state safe; all but one candidate's wait at any time."""
+
+    def __init__(self, name, arguments):
+        self.name, self.arguments, self.turns = name, arguments, {setting: [] for setting in SETTINGS}
+        self.folder = Path(tempfile.mkdtemp(prefix=f"evermoe-bench-{name}-", dir=arguments.memory_dir))
+        sizes = {each: getattr(arguments, each) for each in (*MODEL, "batch", "slots")} | {"threads": arguments.threads}
+        options = [
+            part for each, value in sizes.items() if value for part in (f"--{each.replace('_', '-')}", str(value))
+        ]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("preset_worker.py")),
+            "none" if name == "again" else name,
+            "--folder",
+            str(self.folder),
+        ]
+        self._job = Job(
+            [*command, *options],
+            f"bench-{uuid.uuid4().hex[:8]}",
+            arguments.workers,
+            memory_dir=arguments.memory_dir,
+            environment={"OMP_NUM_THREADS": str(arguments.threads)},
+        )
+        self._job.__enter__()
+        for index in range(arguments.workers):
+            with (self.folder / f"log-{index}").open("w") as log:
+                self._job.start(index, f"node-{index:02d}", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+
+    def starts(self):
+        """Whether all workers are ready; says why not. They may take a while."""
+        try:
+            self.about = self.answers()
+        except RuntimeError as error:
+            print(f"skipped {error}", flush=True)
+            self.close()
+            return False
+        return True
+
+    def answers(self):
+        """A line of each worker."""
+        return [self._answer(worker) for worker in self._job.workers]
+
+    def _answer(self, worker):
+        line = worker.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name}: {self._last_words(worker.index)}")
+        return json.loads(line)
+
+    def _last_words(self, index):
+        lines = (self.folder / f"log-{index}").read_text().splitlines()
+        return lines[-1] if lines else "a worker ended without a word"
+
+    def turn(self, delay_ms):
+        """Per worker, what some steps took."""
+        self._tell(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=delay_ms)
+        return self.answers()
+
+    def _tell(self, workers, **turn):
+        for index in workers:
+            self._job.workers[index].process.stdin.write(json.dumps(turn) + "\n")
+            self._job.workers[index].process.stdin.flush()
+
+    def kill(self, delay_ms=0.0):
+        """The last worker dies by SIGKILL in the middle of a step; what the others say of it."""
+        *others, dying = range(self.arguments.workers)
+        self._tell(others, steps=2, delay_ms=delay_ms)
+        self._tell([dying], steps=2, delay_ms=delay_ms, dies=True)
+        killed = self._answer(self._job.workers[dying])["killed"]
+        answers = [self._answer(self._job.workers[index]) for index in others]
+        first = max(next(at for at in answer["committed_at"] if at > killed) for answer in answers)
+        return {
+            "next commit s": first - killed,
+            "steps undone": max(answer["recovered"]["steps_lost"] for answer in answers),
+            "recovered": [answer["recovered"] for answer in answers],
+        }
+
+    def sizes(self):
+        """Memory of all workers now: named and shared, and their own."""
+        arenas = sum(path.stat().st_blocks * 512 for path in self._job.memory.rglob("*.arena"))
+        own = statistics.median(
+            sum(answer["rss"] for answer in turn) for turns in self.turns.values() for turn in turns[-2:]
+        )
+        return dict(zip(SIZES, (arenas / 1e6, own / 1e6), strict=True))
+
+    def close(self):
+        """Ends the workers and removes what they leave."""
+        for worker in self._job.workers:
+            worker.process.kill()
+        self._job.__exit__()
+        self._job.forget()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def main():
+    arguments = parse()
+    random.seed(0)
+    alive = [Candidate(name, arguments) for name in ("none", "again", *BASELINES[1:], *arguments.presets)]
+    try:
+        alive = [candidate for candidate in alive if candidate.starts()]
+        for number in range(arguments.rounds):
+            for setting in arguments.settings:
+                for candidate in random.sample(alive, len(alive)):
+                    delay_ms = arguments.delay_ms if setting == "idle" else 0.0
+                    candidate.turns[setting].append(candidate.turn(delay_ms))
+            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+        sizes = {candidate.name: candidate.sizes() for candidate in alive}
+        kills = [] if arguments.no_kill else [each for each in alive if each.name in PRESET_NAMES]
+        recoveries = {candidate.name: candidate.kill() for candidate in kills}
+    finally:
+        for candidate in alive:
+            candidate.close()
+    show(alive, sizes, recoveries, arguments).write(arguments)
+
+
+def parse():
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
+    made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
+    made.add_argument("--rounds", type=int, default=6, help="turns of each candidate and setting (%(default)s)")
+    made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
+    made.add_argument("--delay-ms", type=float, default=200.0, help="of the setting idle (%(default)s)")
+    made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
+    made.add_argument("--batch", type=int, default=8, help="samples of a step over all workers (%(default)s)")
+    made.add_argument("--slots", type=int, help="expert replicas per worker and layer (the session's default)")
+    sizes = {"layers": 4, "hidden": 128, "heads": 4, "intermediate": 256, "experts": 8, "top_k": 2, "sequence": 128}
+    for name, value in sizes.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the model (%(default)s)")
+    made.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+    made.add_argument("--no-kill", action="store_true", help="measure no recovery")
+    made.add_argument("--json", help="where to write the figures")
+    made.set_defaults(device="cpu")
+    return made.parse_args()
+
+
+def show(candidates, sizes, recoveries, arguments):
+    """One row for each setting and candidate."""
+    about = candidates[0].about[0]
+    print(
+        f"{arguments.workers} workers, {about['parameters'] / 1e6:.1f} M parameters on each, of all experts "
+        f"{about['expert_parameters'] / 1e6:.1f} M, {about['state_bytes'] / 1e6:.0f} MB of state; "
+        f"idle: {arguments.delay_ms:.0f} ms before each step"
+    )
+    columns = {
+        "setting": "<8",
+        "candidate": "<11",
+        "step ms": "8.0f",
+        "ratio": "7.3f",
+        "quartiles": "<13",
+        "processor": "10.3f",
+        "send ms": "8.1f",
+        "vote ms": "8.1f",
+        "bytes/param": "11.2f",
+        "arenas MB": "10.1f",
+        "other MB": "9.1f",
+        "repair s": "9.2f",
+    }
+    table = Table("Each beside the same steps without copies; medians over the rounds", columns)
+    for setting in arguments.settings:
+        plain = candidates[0].turns[setting]
+        for candidate in candidates:
+            row = figures(candidate.turns[setting], plain)
+            row["bytes/param"] = row["sent"] * arguments.workers / about["expert_parameters"]
+            row |= {key: sizes[candidate.name][key] - sizes["none"][key] * (key == "other MB") for key in SIZES}
+            recovered = recoveries.get(candidate.name, {})
+            row |= {"repair s": recovered.get("next commit s"), "recovery": recovered, "about": candidate.about}
+            table.add(setting=setting, candidate=candidate.name, turns=candidate.turns[setting], **row)
+    return table
+
+
+def figures(turns, plain):
+    """Medians over the rounds; ratios are of turns of the same round."""
+    row = {"ratio": ratios(turns, plain, "seconds")[1], "processor": ratios(turns, plain, "processor")[1]}
+    row["quartiles"] = "{0:.3f}–{2:.3f}".format(*ratios(turns, plain, "seconds"))
+    row["training thread"] = ratios(turns, plain, "training thread")[1]
+    row["step ms"] = statistics.median(mean(turn, "seconds") for turn in turns) * 1e3
+    row["sent"] = statistics.fmean(mean(turn, "sent") for turn in turns)
+    row["spans ms"] = {
+        span: statistics.median(statistics.fmean(answer["spans"][span] for answer in turn) for turn in turns) * 1e3
+        for span in SPANS
+    }
+    return row | {f"{span} ms": row["spans ms"][span] for span in ("send", "vote")}
+
+
+def mean(turn, what):
+    """Over the workers."""
+    return statistics.fmean(answer[what] for answer in turn)
+
+
+def ratios(turns, plain, what):
+    """Quartiles of a turn's figure over that of the plain turn of its round."""
+    found = [mean(turn, what) / mean(beside, what) for turn, beside in zip(turns, plain, strict=True)]
+    return statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+
+
+if __name__ == "__main__":
+    main()
