@@ -32,6 +32,9 @@ SPANS = {  # of the training thread, between two events of the session
     "update": ("update", "copy"),
     "after": ("copy", "end"),
 }
+STAGING = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
+)
 BASELINES = ("none", "blocking", "dcp", "dcp-staged")
 
 
@@ -76,14 +79,12 @@ class Dcp:
             "gloo", f"file://{folder}/rendezvous", rank=int(os.environ["LOCAL_RANK"]), world_size=session.config.members
         )
         if is_staged:
-            options = StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
-            )
-            self._stager = DefaultStager(options)
             session.optimizer.register_step_pre_hook(lambda *_: self._staged and self._staged.result())
 
     def after_step(self):
         self.settle()
+        if self.is_staged:  # a new one each time: torch 2.11 empties a stager when it has staged once
+            self._stager = DefaultStager(STAGING)
         writer = dcp.FileSystemWriter(f"{self.folder}/{next(self._numbers)}", sync_files=False)
         saving = dcp.async_save(
             self._state(),
@@ -97,6 +98,8 @@ class Dcp:
     def settle(self):
         if self._saved is not None:
             self._saved.result()
+        if self._stager is not None:
+            self._stager.close()
 
     def _state(self):
         """Every tensor by its name in the whole model: DCP writes what all members have once, by one of them."""
