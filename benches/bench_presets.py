@@ -1,6 +1,6 @@
 """What keeping the state safe costs, preset by preset: step time, processor time, bytes, memory, recovery.
 
-    python benches/bench_presets.py [--presets auto gemini …] [--rounds 6] [--json PATH]
+    python benches/bench_presets.py [--presets auto gemini …] [--rounds 5] [--json PATH]
 
 All candidates live at once, each with workers of its own, and train in turns of a few steps while the others wait for
 their line: a slow moment of the machine hits all, and each ratio is the median over the rounds of a turn's time over
@@ -44,6 +44,7 @@ class Candidate:
 
     def __init__(self, name, arguments):
         self.name, self.arguments, self.turns = name, arguments, {setting: [] for setting in SETTINGS}
+        self.recovery = {}
         self.folder = Path(tempfile.mkdtemp(prefix=f"evermoe-bench-{name}-", dir=arguments.memory_dir))
         sizes = {each: getattr(arguments, each) for each in (*MODEL, "batch", "slots")} | {"threads": arguments.threads}
         options = [
@@ -68,15 +69,9 @@ class Candidate:
             with (self.folder / f"log-{index}").open("w") as log:
                 self._job.start(index, f"node-{index:02d}", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
-    def starts(self):
-        """Whether all workers are ready; says why not. They may take a while."""
-        try:
-            self.about = self.answers()
-        except RuntimeError as error:
-            print(f"skipped {error}", flush=True)
-            self.close()
-            return False
-        return True
+    def start(self):
+        """Waits until all workers have made their copies of the first state."""
+        self.about = self.answers()
 
     def answers(self):
         """A line of each worker."""
@@ -85,32 +80,33 @@ class Candidate:
     def _answer(self, worker):
         line = worker.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name}: {self._last_words(worker.index)}")
+            raise RuntimeError(self._last_words(worker.index))
         return json.loads(line)
 
     def _last_words(self, index):
         lines = (self.folder / f"log-{index}").read_text().splitlines()
         return lines[-1] if lines else "a worker ended without a word"
 
-    def turn(self, delay_ms):
-        """Per worker, what some steps took."""
+    def turn(self, setting):
+        """Some steps."""
+        delay_ms = self.arguments.delay_ms if setting == "idle" else 0.0
         self._tell(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=delay_ms)
-        return self.answers()
+        self.turns[setting].append(self.answers())
 
     def _tell(self, workers, **turn):
         for index in workers:
             self._job.workers[index].process.stdin.write(json.dumps(turn) + "\n")
             self._job.workers[index].process.stdin.flush()
 
-    def kill(self, delay_ms=0.0):
-        """The last worker dies by SIGKILL in the middle of a step; what the others say of it."""
+    def kill(self):
+        """The last worker dies by SIGKILL in the middle of a step; the others recover."""
         *others, dying = range(self.arguments.workers)
-        self._tell(others, steps=2, delay_ms=delay_ms)
-        self._tell([dying], steps=2, delay_ms=delay_ms, dies=True)
+        self._tell(others, steps=2, delay_ms=0.0)
+        self._tell([dying], steps=2, delay_ms=0.0, dies=True)
         killed = self._answer(self._job.workers[dying])["killed"]
         answers = [self._answer(self._job.workers[index]) for index in others]
-        first = max(next(at for at in answer["committed_at"] if at > killed) for answer in answers)
-        return {
+        first = max(min(at for at in answer["committed_at"] if at > killed) for answer in answers)
+        self.recovery = {
             "next commit s": first - killed,
             "steps undone": max(answer["recovered"]["steps_lost"] for answer in answers),
             "recovered": [answer["recovered"] for answer in answers],
@@ -136,22 +132,38 @@ class Candidate:
 def main():
     arguments = parse()
     random.seed(0)
-    alive = [Candidate(name, arguments) for name in ("none", "again", *BASELINES[1:], *arguments.presets)]
+    names = ("none", "again", *BASELINES[1:], *arguments.presets)
+    started = []
     try:
-        alive = [candidate for candidate in alive if candidate.starts()]
+        for name in names:
+            started.append(Candidate(name, arguments))
+        alive = [candidate for candidate in started if works(candidate, candidate.start)]
         for number in range(arguments.rounds):
             for setting in arguments.settings:
                 for candidate in random.sample(alive, len(alive)):
-                    delay_ms = arguments.delay_ms if setting == "idle" else 0.0
-                    candidate.turns[setting].append(candidate.turn(delay_ms))
+                    if not works(candidate, candidate.turn, setting):
+                        alive.remove(candidate)
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
         sizes = {candidate.name: candidate.sizes() for candidate in alive}
-        kills = [] if arguments.no_kill else [each for each in alive if each.name in PRESET_NAMES]
-        recoveries = {candidate.name: candidate.kill() for candidate in kills}
-    finally:
         for candidate in alive:
+            if candidate.name in arguments.presets and not arguments.no_kill:
+                works(candidate, candidate.kill)
+    finally:
+        for candidate in started:
             candidate.close()
-    show(alive, sizes, recoveries, arguments).write(arguments)
+    show(alive, sizes, arguments).write(arguments)
+
+
+def works(candidate, function, *of):
+    """Whether it could be done; says why not. Nothing can be compared with `none` where that fails."""
+    try:
+        function(*of)
+    except RuntimeError as error:
+        if candidate.name == "none":
+            raise
+        print(f"skipped {candidate.name}: {error}", flush=True)
+        return False
+    return True
 
 
 def parse():
@@ -159,11 +171,11 @@ def parse():
     made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
     made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
-    made.add_argument("--rounds", type=int, default=6, help="turns of each candidate and setting (%(default)s)")
+    made.add_argument("--rounds", type=int, default=5, help="turns of each candidate and setting (%(default)s)")
     made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
     made.add_argument("--delay-ms", type=float, default=200.0, help="of the setting idle (%(default)s)")
     made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
-    made.add_argument("--batch", type=int, default=8, help="samples of a step over all workers (%(default)s)")
+    made.add_argument("--batch", type=int, default=16, help="samples of a step over all workers (%(default)s)")
     made.add_argument("--slots", type=int, help="expert replicas per worker and layer (the session's default)")
     sizes = {"layers": 4, "hidden": 128, "heads": 4, "intermediate": 256, "experts": 8, "top_k": 2, "sequence": 128}
     for name, value in sizes.items():
@@ -175,7 +187,7 @@ def parse():
     return made.parse_args()
 
 
-def show(candidates, sizes, recoveries, arguments):
+def show(candidates, sizes, arguments):
     """One row for each setting and candidate."""
     about = candidates[0].about[0]
     print(
@@ -204,8 +216,8 @@ def show(candidates, sizes, recoveries, arguments):
             row = figures(candidate.turns[setting], plain)
             row["bytes/param"] = row["sent"] * arguments.workers / about["expert_parameters"]
             row |= {key: sizes[candidate.name][key] - sizes["none"][key] * (key == "other MB") for key in SIZES}
-            recovered = recoveries.get(candidate.name, {})
-            row |= {"repair s": recovered.get("next commit s"), "recovery": recovered, "about": candidate.about}
+            row |= {"repair s": candidate.recovery.get("next commit s"), "recovery": candidate.recovery}
+            row["about"] = candidate.about
             table.add(setting=setting, candidate=candidate.name, turns=candidate.turns[setting], **row)
     return table
 
