@@ -1,10 +1,10 @@
 """What keeping the state safe costs, preset by preset: step time, processor time, bytes, memory, recovery.
 
-    python benches/bench_presets.py [--presets auto gemini …] [--rounds 5] [--json PATH]
+    python benches/bench_presets.py [--presets auto gemini …] [--rounds 4] [--json PATH]
 
 All candidates live at once, each with workers of its own, and train in turns of a few steps while the others wait for
-their line: a slow moment of the machine hits all, and each ratio is the median over the rounds of a turn's time over
-that of `none` in the same round. The candidates beside the presets (all train with copies=0):
+their line. Each turn has one of `none` right before or after it, and each ratio is the median over the rounds of its
+time over that turn's: a slow moment of the machine hits both. Beside the presets there are (all with copies=0):
 
     none        no copies
     again       the same once more: how far its ratio is from 1 is what chance does here
@@ -43,7 +43,10 @@ class Candidate:
     """The workers of one way to keep the state safe; all but one candidate's wait at any time."""
 
     def __init__(self, name, arguments):
-        self.name, self.arguments, self.turns = name, arguments, {setting: [] for setting in SETTINGS}
+        self.name, self.arguments = name, arguments
+        self.turns = {setting: [] for setting in SETTINGS}
+        self.beside = {setting: [] for setting in SETTINGS}
+        """Of the candidate without copies, right before or after each turn."""
         self.recovery = {}
         self.folder = Path(tempfile.mkdtemp(prefix=f"evermoe-bench-{name}-", dir=arguments.memory_dir))
         sizes = {each: getattr(arguments, each) for each in (*MODEL, "batch", "slots")} | {"threads": arguments.threads}
@@ -88,10 +91,16 @@ class Candidate:
         return lines[-1] if lines else "a worker ended without a word"
 
     def turn(self, setting):
-        """Some steps."""
+        """Some steps; per worker, what they took."""
         delay_ms = self.arguments.delay_ms if setting == "idle" else 0.0
         self._tell(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=delay_ms)
-        self.turns[setting].append(self.answers())
+        return self.answers()
+
+    def pair(self, plain, setting):
+        """A turn, and one of `plain` beside it, in either order."""
+        turns = {each: each.turn(setting) for each in random.sample([self, plain], 2)}
+        self.turns[setting].append(turns[self])
+        self.beside[setting].append(turns[plain])
 
     def _tell(self, workers, **turn):
         for index in workers:
@@ -138,20 +147,24 @@ def main():
         for name in names:
             started.append(Candidate(name, arguments))
         alive = [candidate for candidate in started if works(candidate, candidate.start)]
+        plain, *others = alive
         for number in range(arguments.rounds):
             for setting in arguments.settings:
-                for candidate in random.sample(alive, len(alive)):
-                    if not works(candidate, candidate.turn, setting):
-                        alive.remove(candidate)
+                for candidate in random.sample(others, len(others)):
+                    if not works(candidate, candidate.pair, plain, setting):
+                        others.remove(candidate)
             print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
-        sizes = {candidate.name: candidate.sizes() for candidate in alive}
-        for candidate in alive:
+        for candidate in others:
+            plain.turns = {setting: plain.turns[setting] + candidate.beside[setting] for setting in SETTINGS}
+        plain.beside = plain.turns
+        sizes = {candidate.name: candidate.sizes() for candidate in (plain, *others)}
+        for candidate in others:
             if candidate.name in arguments.presets and not arguments.no_kill:
                 works(candidate, candidate.kill)
     finally:
         for candidate in started:
             candidate.close()
-    show(alive, sizes, arguments).write(arguments)
+    show([plain, *others], sizes, arguments).write(arguments)
 
 
 def works(candidate, function, *of):
@@ -171,9 +184,9 @@ def parse():
     made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
     made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
-    made.add_argument("--rounds", type=int, default=5, help="turns of each candidate and setting (%(default)s)")
+    made.add_argument("--rounds", type=int, default=4, help="turns of each candidate and setting (%(default)s)")
     made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
-    made.add_argument("--delay-ms", type=float, default=200.0, help="of the setting idle (%(default)s)")
+    made.add_argument("--delay-ms", type=float, default=150.0, help="of the setting idle (%(default)s)")
     made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
     made.add_argument("--batch", type=int, default=16, help="samples of a step over all workers (%(default)s)")
     made.add_argument("--slots", type=int, help="expert replicas per worker and layer (the session's default)")
@@ -211,9 +224,8 @@ def show(candidates, sizes, arguments):
     }
     table = Table("Each beside the same steps without copies; medians over the rounds", columns)
     for setting in arguments.settings:
-        plain = candidates[0].turns[setting]
         for candidate in candidates:
-            row = figures(candidate.turns[setting], plain)
+            row = figures(candidate.turns[setting], candidate.beside[setting])
             row["bytes/param"] = row["sent"] * arguments.workers / about["expert_parameters"]
             row |= {key: sizes[candidate.name][key] - sizes["none"][key] * (key == "other MB") for key in SIZES}
             row |= {"repair s": candidate.recovery.get("next commit s"), "recovery": candidate.recovery}
@@ -223,7 +235,7 @@ def show(candidates, sizes, arguments):
 
 
 def figures(turns, plain):
-    """Medians over the rounds; ratios are of turns of the same round."""
+    """Medians over the rounds; ratios are to the turn beside."""
     row = {"ratio": ratios(turns, plain, "seconds")[1], "processor": ratios(turns, plain, "processor")[1]}
     row["quartiles"] = "{0:.3f}–{2:.3f}".format(*ratios(turns, plain, "seconds"))
     row["training thread"] = ratios(turns, plain, "training thread")[1]
@@ -242,7 +254,7 @@ def mean(turn, what):
 
 
 def ratios(turns, plain, what):
-    """Quartiles of a turn's figure over that of the plain turn of its round."""
+    """Quartiles of a turn's figure over that of the plain turn beside it."""
     found = [mean(turn, what) / mean(beside, what) for turn, beside in zip(turns, plain, strict=True)]
     return statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
 
