@@ -15,14 +15,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evermoe._native import RECORD_HEADER_BYTES
 from evermoe.arrangement import Kept
 from evermoe.courier import Courier, Parcel
 from evermoe.replay import Profile
 from evermoe.replica import Replica, ReplicaBehind
 from evermoe.sender import GradientSender, Row
-from evermoe.units import TrainingState
+from evermoe.units import Piece, TrainingState
 
-SIZES_TAG, MESSAGES_TAG = 1, 2
+FIRST_TAG, REST_TAG = 1, 2
+FIRST_BYTES = 32 << 20
+"""Of messages that travel with their sizes, at most: what is beyond follows, for a peer that knows how much it is."""
 MOST_MESSAGES = 2
 """Of a parameter in a step: its full state, and its gradient."""
 LOG_STEPS = 12
@@ -64,6 +67,8 @@ class ReplayedCopies:
         self._from = _by_peer((each.primary, each.unit) for each in kept if rank in each.holders)
         mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
         theirs = [state.by_name[unit] for units in self._from.values() for unit in units]
+        self._outboxes = {peer: self._box(units) for peer, units in self._to.items()}
+        self._inboxes = {peer: self._box(units) for peer, units in self._from.items()}
         self.sender = GradientSender(
             state.optimizer, {unit: _rows(state, unit) for unit in mine}, profile=profile, is_hooked=False
         )
@@ -95,20 +100,23 @@ class ReplayedCopies:
             PeerLost: another member is gone.
         """
         result = Exchanged()
-        sizes = {peer: torch.zeros(self._most_messages(units), dtype=torch.int64) for peer, units in self._from.items()}
-        rows = [courier.receive(Parcel(row.view(torch.uint8), peer, SIZES_TAG)) for peer, row in sizes.items()]
+        firsts = [courier.receive(Parcel(box.data, peer, FIRST_TAG)) for peer, box in self._inboxes.items()]
         make = self.sender.states if only_states else self.sender.coming
-        outgoing = list(self._outgoing(selected, lambda unit: [message for _, message in make(step, [unit])]))
-        courier.send(parcel for parcel in outgoing if parcel.tag == SIZES_TAG)
-        for transfer in rows:
+        outgoing = self._outgoing(selected, lambda unit: [message for _, message in make(step, [unit])])
+        rests: list[Parcel] = []
+        result.sent_bytes = courier.send(self._first(peer, messages, rests) for peer, messages in outgoing)
+        for transfer in firsts:
             transfer.wait()
-        # A message is only sent once its peer waits for it: so all wait for theirs before anybody sends.
-        arriving = {peer: torch.empty(int(row.sum()), dtype=torch.uint8) for peer, row in sizes.items() if row.any()}
-        messages = [courier.receive(Parcel(data, peer, MESSAGES_TAG)) for peer, data in arriving.items()]
-        result.sent_bytes = courier.send(parcel for parcel in outgoing if parcel.tag == MESSAGES_TAG)
-        for (peer, data), transfer in zip(arriving.items(), messages, strict=True):
+        # A rest is only sent once its peer waits for it: so all wait for theirs before anybody sends.
+        sizes = {peer: box.rest_bytes() for peer, box in self._inboxes.items()}
+        arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items() if size}
+        transfers = [courier.receive(Parcel(data, peer, REST_TAG)) for peer, data in arriving.items()]
+        result.sent_bytes += courier.send(rests)
+        for transfer in transfers:
             transfer.wait()
-            self._take(data, sizes[peer].tolist(), result)
+        for peer, box in self._inboxes.items():
+            for message in box.messages(arriving.get(peer)):
+                self._take(message, result)
         return result
 
     def committed(self, clip: float) -> None:
@@ -135,32 +143,73 @@ class ReplayedCopies:
         """Ends the replica's thread."""
         self.replica.close()
 
-    def _most_messages(self, units: Sequence[str]) -> int:
-        return MOST_MESSAGES * sum(len(_parameters(self.state, unit)) for unit in units)
+    def _box(self, units: Sequence[str]) -> _Box:
+        parameters = [piece for unit in units for piece in _parameters(self.state, unit)]
+        most = sum(piece.nbytes + RECORD_HEADER_BYTES for piece in parameters)
+        return _Box(MOST_MESSAGES * len(parameters), min(most, FIRST_BYTES))
 
     def _outgoing(
         self, selected: Collection[str] | None, make: Callable[[str], list[NDArray[np.uint8]]]
-    ) -> Iterator[Parcel]:
+    ) -> Iterator[tuple[int, list[NDArray[np.uint8]]]]:
+        """Peers, and the messages for them."""
         made: dict[str, list[NDArray[np.uint8]]] = {}
         for peer, units in self._to.items():
-            row = torch.zeros(self._most_messages(units), dtype=torch.int64)
-            messages = []
-            for unit in units:
-                if selected is None or unit in selected:
-                    if unit not in made:
-                        made[unit] = make(unit)
-                    messages += made[unit]
-            for place, message in enumerate(messages):
-                row[place] = len(message)
-            yield Parcel(row.view(torch.uint8), peer, SIZES_TAG)
-            if messages:
-                yield Parcel(torch.from_numpy(np.concatenate(messages)), peer, MESSAGES_TAG)
+            chosen = [unit for unit in units if selected is None or unit in selected]
+            for unit in chosen:
+                if unit not in made:
+                    made[unit] = make(unit)
+            yield peer, [message for unit in chosen for message in made[unit]]
 
-    def _take(self, data: Tensor, sizes: Sequence[int], result: Exchanged) -> None:
-        for message in data.split([size for size in sizes if size]):
-            received = self.replica.receive(message.numpy(), hold=True)
-            if received.needs_full_state:
-                result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
+    def _first(self, peer: int, messages: list[NDArray[np.uint8]], rests: list[Parcel]) -> Parcel:
+        """What goes to a peer at once; what does not fit into it is added to `rests`."""
+        first, rest = self._outboxes[peer].fill(messages)
+        if rest:
+            rests.append(Parcel(torch.from_numpy(np.concatenate(rest)), peer, REST_TAG))
+        return Parcel(first, peer, FIRST_TAG)
+
+    def _take(self, message: Tensor, result: Exchanged) -> None:
+        received = self.replica.receive(message.numpy(), hold=True)
+        if received.needs_full_state:
+            result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
+
+
+class _Box:
+    """Memory for what is sent to a peer, or comes from it: the sizes of all messages, then those that fit."""
+
+    def __init__(self, most_messages: int, most_bytes: int) -> None:
+        self._start = 8 * most_messages
+        self.data = torch.empty(self._start + most_bytes, dtype=torch.uint8)
+        self._sizes = self.data[: self._start].view(torch.int64)
+
+    def fill(self, messages: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Sequence[NDArray[np.uint8]]]:
+        """The part of the memory that is to be sent, and the messages that are not in it."""
+        self._sizes.zero_()
+        self._sizes[: len(messages)] = torch.tensor([len(message) for message in messages], dtype=torch.int64)
+        fitting, end = self._fitting()
+        if fitting:
+            np.concatenate(messages[:fitting], out=self.data[self._start : end].numpy())
+        return self.data[:end], messages[fitting:]
+
+    def rest_bytes(self) -> int:
+        """Bytes of the messages that do not fit."""
+        return int(self._sizes.sum()) - (self._fitting()[1] - self._start)
+
+    def messages(self, rest: Tensor | None) -> Iterator[Tensor]:
+        """All messages; `rest`: those that do not fit, one after the other."""
+        fitting, end = self._fitting()
+        sizes = [size for size in self._sizes.tolist() if size]
+        yield from self.data[self._start : end].split(sizes[:fitting])
+        if rest is not None:
+            yield from rest.split(sizes[fitting:])
+
+    def _fitting(self) -> tuple[int, int]:
+        """How many messages fit, and where the last of them ends."""
+        end, fitting = self._start, 0
+        for size in self._sizes.tolist():
+            if not size or end + size > len(self.data):
+                break
+            end, fitting = end + size, fitting + 1
+        return fitting, end
 
 
 def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
@@ -170,10 +219,10 @@ def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
     return dict(sorted(found.items()))
 
 
-def _parameters(state: TrainingState, unit: str) -> list[str]:
-    """Names of a unit's parameters and buffers, without the optimizer's state of them."""
-    pieces = [piece.name for piece in state.by_name[unit].pieces]
-    return [name for name in pieces if not any(name.startswith(f"{other}/") for other in pieces)]
+def _parameters(state: TrainingState, unit: str) -> list[Piece]:
+    """A unit's parameters and buffers, without the optimizer's state of them."""
+    pieces = state.by_name[unit].pieces
+    return [piece for piece in pieces if not any(piece.name.startswith(f"{other.name}/") for other in pieces)]
 
 
 def _rows(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:

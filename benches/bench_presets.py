@@ -1,0 +1,263 @@
+"""What keeping the state safe costs, preset by preset: step time, processor time, bytes, memory, recovery.
+
+    python benches/bench_presets.py [--presets auto gemini …] [--rounds 4] [--json PATH]
+
+All candidates live at once, each with workers of its own, and train in turns of a few steps while the others wait for
+their line. Each turn has one of `none` right before or after it, and each ratio is the median over the rounds of its
+time over that turn's: a slow moment of the machine hits both. Beside the presets there are (all with copies=0):
+
+    none        no copies
+    again       the same once more: how far its ratio is from 1 is what chance does here
+    blocking    after each step every member copies its whole state to a host tensor and exchanges that with its
+                neighbours (`Group.exchange`) before it goes on
+    dcp         `torch.distributed.checkpoint.async_save` of everything after each step to a folder in memory, after the
+                one before is whole; its default staging copies on the training thread
+    dcp-staged  the same with `DefaultStager` in a thread; the next update waits until the copy is whole
+
+Settings: `busy` has the workers' threads saturate the machine. In `idle` each worker waits `--delay-ms` before each
+step without its processor or network, as one does whose step runs on an accelerator, or whose data come late.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+from preset_worker import BASELINES, MODEL, SPANS
+
+from common import Table
+from evermoe.launch import Job
+from evermoe.planning import PRESET_NAMES
+
+SETTINGS = ("idle", "busy")
+SIZES = ("arenas MB", "other MB")
+
+
+class Candidate:
+    """The workers of one way to keep the state safe; all but one candidate's wait at any time."""
+
+    def __init__(self, name, arguments):
+        self.name, self.arguments = name, arguments
+        self.turns = {setting: [] for setting in SETTINGS}
+        self.beside = {setting: [] for setting in SETTINGS}
+        """Of the candidate without copies, right before or after each turn."""
+        self.recovery = {}
+        self.folder = Path(tempfile.mkdtemp(prefix=f"evermoe-bench-{name}-", dir=arguments.memory_dir))
+        sizes = {each: getattr(arguments, each) for each in (*MODEL, "batch", "slots")} | {"threads": arguments.threads}
+        options = [
+            part for each, value in sizes.items() if value for part in (f"--{each.replace('_', '-')}", str(value))
+        ]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("preset_worker.py")),
+            "none" if name == "again" else name,
+            "--folder",
+            str(self.folder),
+        ]
+        self._job = Job(
+            [*command, *options],
+            f"bench-{uuid.uuid4().hex[:8]}",
+            arguments.workers,
+            memory_dir=arguments.memory_dir,
+            environment={"OMP_NUM_THREADS": str(arguments.threads)},
+        )
+        self._job.__enter__()
+        for index in range(arguments.workers):
+            with (self.folder / f"log-{index}").open("w") as log:
+                self._job.start(index, f"node-{index:02d}", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+
+    def start(self):
+        """Waits until all workers have made their copies of the first state."""
+        self.about = self.answers()
+
+    def answers(self):
+        """A line of each worker."""
+        return [self._answer(worker) for worker in self._job.workers]
+
+    def _answer(self, worker):
+        line = worker.process.stdout.readline()
+        if not line:
+            raise RuntimeError(self._last_words(worker.index))
+        return json.loads(line)
+
+    def _last_words(self, index):
+        lines = (self.folder / f"log-{index}").read_text().splitlines()
+        return lines[-1] if lines else "a worker ended without a word"
+
+    def turn(self, setting):
+        """Some steps; per worker, what they took."""
+        delay_ms = self.arguments.delay_ms if setting == "idle" else 0.0
+        self._tell(range(self.arguments.workers), steps=self.arguments.steps, delay_ms=delay_ms)
+        return self.answers()
+
+    def pair(self, plain, setting):
+        """A turn, and one of `plain` beside it, in either order."""
+        turns = {each: each.turn(setting) for each in random.sample([self, plain], 2)}
+        self.turns[setting].append(turns[self])
+        self.beside[setting].append(turns[plain])
+
+    def _tell(self, workers, **turn):
+        for index in workers:
+            self._job.workers[index].process.stdin.write(json.dumps(turn) + "\n")
+            self._job.workers[index].process.stdin.flush()
+
+    def kill(self):
+        """The last worker dies by SIGKILL in the middle of a step; the others recover."""
+        *others, dying = range(self.arguments.workers)
+        self._tell(others, steps=2, delay_ms=0.0)
+        self._tell([dying], steps=2, delay_ms=0.0, dies=True)
+        killed = self._answer(self._job.workers[dying])["killed"]
+        answers = [self._answer(self._job.workers[index]) for index in others]
+        first = max(min(at for at in answer["committed_at"] if at > killed) for answer in answers)
+        self.recovery = {
+            "next commit s": first - killed,
+            "steps undone": max(answer["recovered"]["steps_lost"] for answer in answers),
+            "recovered": [answer["recovered"] for answer in answers],
+        }
+
+    def sizes(self):
+        """Memory of all workers now: named and shared, and their own."""
+        arenas = sum(path.stat().st_blocks * 512 for path in self._job.memory.rglob("*.arena"))
+        own = statistics.median(
+            sum(answer["rss"] for answer in turn) for turns in self.turns.values() for turn in turns[-2:]
+        )
+        return dict(zip(SIZES, (arenas / 1e6, own / 1e6), strict=True))
+
+    def close(self):
+        """Ends the workers and removes what they leave."""
+        for worker in self._job.workers:
+            worker.process.kill()
+        self._job.__exit__()
+        self._job.forget()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def main():
+    arguments = parse()
+    random.seed(0)
+    names = ("none", "again", *BASELINES[1:], *arguments.presets)
+    started = []
+    try:
+        for name in names:
+            started.append(Candidate(name, arguments))
+        alive = [candidate for candidate in started if works(candidate, candidate.start)]
+        plain, *others = alive
+        for number in range(arguments.rounds):
+            for setting in arguments.settings:
+                for candidate in random.sample(others, len(others)):
+                    if not works(candidate, candidate.pair, plain, setting):
+                        others.remove(candidate)
+            print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+        for candidate in others:
+            plain.turns = {setting: plain.turns[setting] + candidate.beside[setting] for setting in SETTINGS}
+        plain.beside = plain.turns
+        sizes = {candidate.name: candidate.sizes() for candidate in (plain, *others)}
+        for candidate in others:
+            if candidate.name in arguments.presets and not arguments.no_kill:
+                works(candidate, candidate.kill)
+    finally:
+        for candidate in started:
+            candidate.close()
+    show([plain, *others], sizes, arguments).write(arguments)
+
+
+def works(candidate, function, *of):
+    """Whether it could be done; says why not. Nothing can be compared with `none` where that fails."""
+    try:
+        function(*of)
+    except RuntimeError as error:
+        if candidate.name == "none":
+            raise
+        print(f"skipped {candidate.name}: {error}", flush=True)
+        return False
+    return True
+
+
+def parse():
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
+    made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
+    made.add_argument("--rounds", type=int, default=4, help="turns of each candidate and setting (%(default)s)")
+    made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
+    made.add_argument("--delay-ms", type=float, default=150.0, help="of the setting idle (%(default)s)")
+    made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
+    made.add_argument("--batch", type=int, default=16, help="samples of a step over all workers (%(default)s)")
+    made.add_argument("--slots", type=int, help="expert replicas per worker and layer (the session's default)")
+    sizes = {"layers": 4, "hidden": 128, "heads": 4, "intermediate": 256, "experts": 8, "top_k": 2, "sequence": 128}
+    for name, value in sizes.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the model (%(default)s)")
+    made.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+    made.add_argument("--no-kill", action="store_true", help="measure no recovery")
+    made.add_argument("--json", help="where to write the figures")
+    made.set_defaults(device="cpu")
+    return made.parse_args()
+
+
+def show(candidates, sizes, arguments):
+    """One row for each setting and candidate."""
+    about = candidates[0].about[0]
+    print(
+        f"{arguments.workers} workers, {about['parameters'] / 1e6:.1f} M parameters on each, of all experts "
+        f"{about['expert_parameters'] / 1e6:.1f} M, {about['state_bytes'] / 1e6:.0f} MB of state; "
+        f"idle: {arguments.delay_ms:.0f} ms before each step"
+    )
+    columns = {
+        "setting": "<8",
+        "candidate": "<11",
+        "step ms": "8.0f",
+        "ratio": "7.3f",
+        "quartiles": "<13",
+        "processor": "10.3f",
+        "send ms": "8.1f",
+        "vote ms": "8.1f",
+        "bytes/param": "11.2f",
+        "arenas MB": "10.1f",
+        "other MB": "9.1f",
+        "repair s": "9.2f",
+    }
+    table = Table("Each beside the same steps without copies; medians over the rounds", columns)
+    for setting in arguments.settings:
+        for candidate in candidates:
+            row = figures(candidate.turns[setting], candidate.beside[setting])
+            row["bytes/param"] = row["sent"] * arguments.workers / about["expert_parameters"]
+            row |= {key: sizes[candidate.name][key] - sizes["none"][key] * (key == "other MB") for key in SIZES}
+            row |= {"repair s": candidate.recovery.get("next commit s"), "recovery": candidate.recovery}
+            row["about"] = candidate.about
+            table.add(setting=setting, candidate=candidate.name, turns=candidate.turns[setting], **row)
+    return table
+
+
+def figures(turns, plain):
+    """Medians over the rounds; ratios are to the turn beside."""
+    row = {"ratio": ratios(turns, plain, "seconds")[1], "processor": ratios(turns, plain, "processor")[1]}
+    row["quartiles"] = "{0:.3f}–{2:.3f}".format(*ratios(turns, plain, "seconds"))
+    row["training thread"] = ratios(turns, plain, "training thread")[1]
+    row["step ms"] = statistics.median(mean(turn, "seconds") for turn in turns) * 1e3
+    row["sent"] = statistics.fmean(mean(turn, "sent") for turn in turns)
+    row["spans ms"] = {
+        span: statistics.median(statistics.fmean(answer["spans"][span] for answer in turn) for turn in turns) * 1e3
+        for span in SPANS
+    }
+    return row | {f"{span} ms": row["spans ms"][span] for span in ("send", "vote")}
+
+
+def mean(turn, what):
+    """Over the workers."""
+    return statistics.fmean(answer[what] for answer in turn)
+
+
+def ratios(turns, plain, what):
+    """Quartiles of a turn's figure over that of the plain turn beside it."""
+    found = [mean(turn, what) / mean(beside, what) for turn, beside in zip(turns, plain, strict=True)]
+    return statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+
+
+if __name__ == "__main__":
+    main()

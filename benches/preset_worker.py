@@ -1,0 +1,286 @@
+"""One worker of `bench_presets.py`: trains in turns, as its driver tells it line by line, and says what each turn took.
+
+A line on standard input is a turn (JSON: `steps`, `delay_ms`, and `dies` for a worker that kills itself in it); the end
+of the input ends the worker. Each turn's first step counts for nothing: it warms up what the turns of others have
+pushed out of the caches, and fills the pipeline of copies that end a step later.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import evermoe
+from evermoe.demo.corpus import Corpus
+from evermoe.demo.model import ByteGPT
+
+MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
+SPANS = {  # of the training thread, between two events of the session
+    "compute": ("begin", "reduce"),
+    "reduce": ("reduce", "send"),
+    "send": ("send", "vote"),
+    "vote": ("vote", "update"),
+    "update": ("update", "copy"),
+    "after": ("copy", "end"),
+}
+STAGING = StagingOptions(
+    use_pinned_memory=False, use_shared_memory=False, use_async_staging=True, use_non_blocking_copy=False
+)
+BASELINES = ("none", "blocking", "dcp", "dcp-staged")
+
+
+class Blocking:
+    """After each step: all of this member's state into one host tensor, and that to the next member, which waits."""
+
+    def __init__(self, session, folder):
+        self.session = session
+        self._host = self._from = None
+        self.nbytes = 0
+
+    def after_step(self):
+        state, group = self.session.state, self.session.group
+        if self._host is None:
+            self._host = torch.empty(sum(state.by_name[name].nbytes for name in state.held()), dtype=torch.uint8)
+            sizes = group.all_gather(torch.tensor([len(self._host)])).flatten().tolist()
+            self._from = torch.empty(sizes[group.rank - 1], dtype=torch.uint8)
+        start = 0
+        for name in state.held():
+            end = start + state.by_name[name].nbytes
+            state.read(name, self._host[start:end])
+            start = end
+        following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        group.exchange([(self._host, following)], [(self._from, before)])
+        self.nbytes += len(self._host)
+
+    def settle(self):
+        pass
+
+
+class Dcp:
+    """`torch.distributed.checkpoint.async_save` of everything after each step, once the one before is whole on disk.
+
+    `is_staged`: with `DefaultStager` in a thread of its own; the optimizer waits until the copy in memory is whole.
+    """
+
+    def __init__(self, session, folder, is_staged):
+        self.session, self.folder, self._numbers = session, folder, itertools.cycle((0, 1))
+        self.is_staged, self._stager, self._staged, self._saved = is_staged, None, None, None
+        self.nbytes = 0
+        dist.init_process_group(
+            "gloo", f"file://{folder}/rendezvous", rank=int(os.environ["LOCAL_RANK"]), world_size=session.config.members
+        )
+        if is_staged:
+            session.optimizer.register_step_pre_hook(lambda *_: self._staged and self._staged.result())
+
+    def after_step(self):
+        self.settle()
+        if self.is_staged:  # a new one each time: torch 2.11 empties a stager when it has staged once
+            self._stager = DefaultStager(STAGING)
+        writer = dcp.FileSystemWriter(f"{self.folder}/{next(self._numbers)}", sync_files=False)
+        saving = dcp.async_save(
+            self._state(),
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+            async_stager=self._stager,
+        )
+        self._staged = getattr(saving, "staging_completion", None)
+        self._saved = getattr(saving, "upload_completion", saving)
+
+    def settle(self):
+        if self._saved is not None:
+            self._saved.result()
+        if self._stager is not None:
+            self._stager.close()
+
+    def _state(self):
+        """Every tensor by its name in the whole model: DCP writes what all members have once, by one of them."""
+        state, found = self.session.state, {}
+        for path, layer in state.layers.items():
+            kept = self.session.optimizer.state[layer.weights]
+            for row, expert in enumerate(layer.experts):
+                for name, stack in {"weights": layer.weights, **kept}.items():
+                    value = stack.detach()
+                    found[f"{path}.experts.{expert}.{name}"] = value[row] if value.dim() > 1 else value
+        for name, parameter in self.session.model.named_parameters():
+            if any(parameter is layer.weights for layer in state.layers.values()):
+                continue
+            found[name] = parameter.detach()
+            found |= {f"{name}/{key}": value for key, value in self.session.optimizer.state[parameter].items()}
+        return found
+
+
+class Nothing:
+    nbytes = 0
+
+    def after_step(self):
+        pass
+
+    def settle(self):
+        pass
+
+
+def baseline(name, session, folder):
+    if name == "blocking":
+        return Blocking(session, folder)
+    if name.startswith("dcp"):
+        return Dcp(session, folder, name == "dcp-staged")
+    return Nothing()
+
+
+class Clock:
+    """The session's `on_event`: seconds between its events, and what was recovered."""
+
+    def __init__(self):
+        self.seconds = dict.fromkeys(SPANS, 0.0)
+        self.recovered = None
+        self._at = {}
+
+    def __call__(self, name, fields):
+        now = self._at[name] = time.perf_counter()
+        for span, (start, end) in SPANS.items():
+            if end == name and start in self._at:
+                self.seconds[span] += now - self._at[start]
+        if name == "recovered":
+            self.recovered = fields
+
+
+def resident_bytes():
+    """Anonymous memory of this process: without arenas, which are shared."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
+
+
+class Worker:
+    """The training loop, and what lies between two turns."""
+
+    def __init__(self, options):
+        torch.set_num_threads(options.threads)
+        torch.manual_seed(0)
+        self.options, self.clock = options, Clock()
+        model = ByteGPT(**{name: getattr(options, name) for name in MODEL})
+        self.corpus = Corpus(None, options.sequence)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        keeping = {"copies": 0} if options.name in BASELINES else {"preset": options.name}
+        if options.name == "pec":
+            keeping["checkpoint_dir"] = f"{options.folder}/checkpoints"
+        self.session = evermoe.Session(
+            model,
+            optimizer,
+            evermoe.ElasticSampler(len(self.corpus), options.batch),
+            on_event=self.clock,
+            slots=options.slots,
+            join_every=1 << 40,
+            rebalance_every=0,
+            **keeping,
+        )
+        self.baseline = baseline(options.name, self.session, options.folder)
+
+    def run(self):
+        turn = None
+        for step in self.session.steps(1 << 30):
+            if turn is None or turn.is_over(step.number):
+                say(self.about() if turn is None else turn.result())
+                line = sys.stdin.readline()
+                if not line:
+                    return
+                turn = Turn(self, step.number, **json.loads(line))
+            turn.take(step)
+
+    def about(self):
+        """How large everything is."""
+        state = self.session.state
+        experts = [unit for unit in state.units if unit.layer is not None]
+        return {
+            "parameters": sum(p.numel() for p in self.session.model.parameters() if p.requires_grad),
+            "expert_parameters": sum(unit.pieces[0].nbytes // 4 for unit in experts),
+            "state_bytes": sum(unit.nbytes for unit in state.units),
+            "words": self.session.safety.arrangement.words,
+        }
+
+    def settle(self):
+        """Waits until nothing of the steps so far is under way in the couriers."""
+        for courier in self.session.safety.couriers.values():
+            courier.go(lambda: None).wait()
+        self.baseline.settle()
+
+    def sent_since(self, start):
+        """Bytes of messages that were begun after `start`, by `time.monotonic_ns`."""
+        couriers = self.session.safety.couriers.values()
+        return sum(sent.nbytes for courier in couriers for sent in courier.sent if sent.start >= start)
+
+
+class Turn:
+    """Some steps in a row, of which all but the first count."""
+
+    def __init__(self, worker, first, *, steps, delay_ms, dies=False):
+        self.worker, self.first, self.steps, self.delay, self.dies = worker, first, steps, delay_ms / 1e3, dies
+        self._start_ns, self._sent_before = time.monotonic_ns(), worker.baseline.nbytes
+        self._committed_at = []
+        worker.clock.recovered = None
+
+    def is_over(self, number):
+        return number == self.first + self.steps + 1
+
+    def take(self, step):
+        worker = self.worker
+        time.sleep(self.delay)  # what a worker waits for without its processor: a loader, an accelerator
+        with step:
+            loss = worker.session.model.loss(worker.corpus[step.indices])
+            if self.dies and step.number == self.first + 1:
+                say({"killed": time.monotonic()})
+                os.kill(os.getpid(), signal.SIGKILL)
+            step.backward(loss)
+        if not step.committed:
+            return
+        worker.baseline.after_step()
+        worker.clock("end", {})
+        self._committed_at.append(time.monotonic())
+        if step.number == self.first:
+            self._before = self._mark()
+        elif step.number == self.first + self.steps:
+            self._after = self._mark()
+
+    def _mark(self):
+        return {"seconds": time.perf_counter(), "processor": time.process_time(), "training thread": time.thread_time()}
+
+    def result(self):
+        """Per step: seconds on the wall, of the processor, of spans; bytes sent. Over all: memory, recovery."""
+        worker = self.worker
+        worker.settle()
+        sent = worker.baseline.nbytes - self._sent_before + worker.sent_since(self._start_ns)
+        per_step = {name: (self._after[name] - value) / self.steps for name, value in self._before.items()}
+        spans, worker.clock.seconds = worker.clock.seconds, dict.fromkeys(SPANS, 0.0)
+        return {
+            **per_step,
+            "spans": {name: value / (self.steps + 1) for name, value in spans.items()},
+            "sent": sent / (self.steps + 1),
+            "rss": resident_bytes(),
+            "recovered": worker.clock.recovered,
+            "committed_at": self._committed_at,
+        }
+
+
+def say(message):
+    print(json.dumps(message), flush=True)
+
+
+def main():
+    made = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    made.add_argument("name", help="a preset, or one of " + ", ".join(BASELINES))
+    made.add_argument("--folder", required=True, help="in memory, of all workers of this name")
+    for name in (*MODEL, "batch", "slots", "threads"):
+        made.add_argument(f"--{name.replace('_', '-')}", type=int, required=name != "slots")
+    Worker(made.parse_args()).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Copies that repeat steps, between two processes: their bits, however the messages are cut."""
+
+import pytest
+import torch
+
+from evermoe import MoE, replayed
+from evermoe.arrangement import Kept
+from evermoe.courier import Courier
+from evermoe.elastic import Group
+from evermoe.replay import calibrate
+from evermoe.units import TrainingState, expert_unit
+from ranks import run_ranks
+
+STEPS = 12
+HEALED = 5
+"""The step with which full states come again, beside the gradients."""
+
+
+def train(group, first_bytes):
+    """What each rank trained, and what it keeps of the other one: unit → bytes after the last step."""
+    replayed.FIRST_BYTES = first_bytes
+    torch.manual_seed(0)
+    layer = MoE(8, 8, 6, top_k=1)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+    state = TrainingState(layer, optimizer)
+    experts = {0: [0, 1, 2], 1: [3, 4, 5]}
+    path = next(iter(state.layers))
+    state.adopt({path: experts[group.rank]}, {})
+    kept = [
+        Kept(expert_unit(path, expert), "replayed", rank, (1 - rank,)) for rank in experts for expert in experts[rank]
+    ]
+    carried = Group()
+    carried.background = group
+    courier = Courier(carried, None, "courier")
+    copies = replayed.ReplayedCopies(state, kept, group.rank, calibrate(optimizer))
+    sent = [send(courier, copies, 0, only_states=True)]
+    for step in range(1, STEPS + 1):
+        layer.weights.grad = torch.randn_like(layer.weights)
+        if step == HEALED:
+            copies.sender.request_full_state()
+        sent.append(send(courier, copies, step))
+        optimizer.step()
+        copies.committed(1.0)
+    mine = {name: torch.empty(state.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
+    for name, data in mine.items():
+        state.read(name, data)
+    theirs = {unit: data for unit, step, data, _ in copies.stored() if step == STEPS}
+    copies.close()
+    courier.close()
+    return {"mine": mine, "theirs": theirs, "sent": sent}
+
+
+def send(courier, copies, step, **options):
+    """Bytes that were sent; nothing may be damaged."""
+    errand = courier.go(lambda: copies.exchange(courier, step, **options))
+    assert errand.wait()
+    assert not errand.result.needs_full_state
+    return errand.result.sent_bytes
+
+
+@pytest.mark.parametrize("first_bytes", [0, 2000, 1 << 20], ids=["none fits", "some fit", "all fit"])
+def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_path, first_bytes):
+    results = run_ranks(tmp_path, 2, train, first_bytes)
+    for rank in range(2):
+        theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
+        assert len(trained) == 3
+        assert theirs.keys() == trained.keys()
+        assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
+        sent = results[rank]["sent"]
+        assert sent[HEALED] > 3 * sent[HEALED - 1]
+        assert sent[0] > 2 * max(sent[1:HEALED])
