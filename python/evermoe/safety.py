@@ -88,6 +88,8 @@ class Safety:
         """Whether all copies of the latest arrangement were whole once."""
         self._round: Round | Saving | None = None
         self._exchange: Errand[Exchanged] | None = None
+        self._is_early = False
+        """Whether nobody adds to the gradients that this member sends: they may go while others are reduced."""
         self._selected: set[str] | None = None
         self._local: dict[int, tuple[str, ...]] = {}
         """Units of the bundles that only their primaries keep, by the bundle's number."""
@@ -139,6 +141,8 @@ class Safety:
         if self.config.copies:
             self._arrange_arenas(generation, member)
         replayed = [kept for kept in self.arrangement.kept if kept.kind == "replayed"]
+        alone = {subject.name for subject in subjects if len(subject.active) == 1}
+        self._is_early = all(kept.unit in alone for kept in replayed if kept.primary == self.group.rank)
         if self._replayed is not None:
             if self._is_protected:
                 self._drop_older()
@@ -274,7 +278,13 @@ class Safety:
     def begin_step(self) -> None:
         """A step begins."""
         self._step_began = time.monotonic()
+        self._exchange = None
         self.pacer.begin_step()
+
+    def begin_exchange(self, step: int) -> None:
+        """This member's gradients are there, not reduced: sends those that are whole already, beside the rest."""
+        if self._is_early:
+            self._start_exchange(step)
 
     def finish(self, step: int) -> tuple[bool, int]:
         """All gradients are whole: sends those of the step that comes; waits for what must be safe before it.
@@ -292,13 +302,18 @@ class Safety:
         self._emit("confirm", {"step": step})
         return is_whole, len(self._asked)
 
-    def _exchange_gradients(self, step: int) -> bool:
+    def _start_exchange(self, step: int) -> None:
         replayed = self._replayed
         assert replayed is not None
-        if not replayed.has_peers:
+        if replayed.has_peers:
+            courier, selected = self.couriers["gradients"], self._select()
+            self._exchange = courier.go(lambda: replayed.exchange(courier, step, selected))
+
+    def _exchange_gradients(self, step: int) -> bool:
+        if self._exchange is None:
+            self._start_exchange(step)
+        if self._exchange is None:
             return True
-        courier, selected = self.couriers["gradients"], self._select()
-        self._exchange = courier.go(lambda: replayed.exchange(courier, step, selected))
         is_whole = self._exchange.wait()
         if self._exchange.result is not None:
             self.sent_bytes = self._exchange.result.sent_bytes

@@ -329,7 +329,7 @@ class Session:
     def _commit(self, step: Step) -> bool:
         try:
             self._emit("reduce", {"step": step.number})
-            self._reduce()
+            self._reduce(step.number + 1)
             is_whole, asked = self.safety.finish(step.number + 1)
             self._emit("vote", {"step": step.number})
             votes = self._vote(step, is_whole, asked)
@@ -337,14 +337,6 @@ class Session:
             self.group.drop(str(lost))
             return False
         self._pass(votes)
-        commit = {"step": step.number, "loss": self.loss, "members": self.group.size}
-        commit["generation"] = self.membership.generation
-        if self.safety.commits_late:
-            self._unconfirmed = commit
-        else:
-            self.copied_step = self.step if self.config.copies else -1
-            self._emit("commit", commit)
-        self._heal_and_pace(votes)
         self._checkpoint_if_due()
         return True
 
@@ -352,13 +344,13 @@ class Session:
         """A step of the others, on a replica node."""
         self.safety.begin_step()
         try:
-            votes = self._poll(*self.safety.finish(self.step + 1), loss=0.0, squares=0.0)
+            is_whole, asked = self.safety.finish(self.step + 1)
+            self._emit("vote", {"step": self.step})
+            votes = self._poll(is_whole, asked, loss=0.0, squares=0.0)
         except PeerLost as lost:
             self.group.drop(str(lost))
             return False
         self._pass(votes)
-        self.copied_step = self.step
-        self._heal_and_pace(votes)
         return True
 
     def _pass(self, votes: list[float]) -> None:
@@ -369,6 +361,14 @@ class Session:
         self._emit("update", {"step": self.step})
         self._update(version, votes)
         self._emit("copy", {"step": self.step})
+        members, generation = self.membership.trainers, self.membership.generation
+        commit = {"step": self.step - 1, "loss": self.loss, "members": members, "generation": generation}
+        if self.safety.commits_late:
+            self._unconfirmed = commit
+        else:
+            self.copied_step = self.step if self.config.copies else -1
+            self._emit("commit", commit)
+        self._heal_and_pace(votes)
 
     def _confirm(self) -> None:
         """The copies of the version now are whole everywhere: the step that made it counts as committed."""
@@ -390,9 +390,10 @@ class Session:
         weights = [layer.weights for layer in self.state.layers.values()]
         return [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
 
-    def _reduce(self) -> None:
+    def _reduce(self, coming: int) -> None:
         weights = [layer.weights for layer in self.state.layers.values()]
         complete_gradients([*self.state.dense, *weights], self.group)
+        self.safety.begin_exchange(coming)
         reduce_dense(self.state.dense, self.group)
         self._reducer.reduce(self._expert_gradients(), self.group)
 
@@ -569,7 +570,7 @@ class Session:
         self.copied_step = self.step if self.config.copies else -1
         self._tally = None
         clock.stop()
-        report.step, report.members = self.step, self.group.size
+        report.step, report.members = self.step, self.membership.trainers
         if self.step and not self.membership.established and self.group.rank == 0:
             logger.warning("job %s goes on from step %d", self.membership.identity.job, self.step)
         report.steps_lost = max(0, step_of(outcome.newest) - self.step)
