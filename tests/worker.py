@@ -21,6 +21,7 @@ from torch import nn
 
 import evermoe
 from evermoe._native import digest
+from evermoe.profile import Profiler
 
 VOCABULARY = 32
 WIDTH = 16
@@ -56,6 +57,10 @@ class Options:
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
+    work: list[list[int]] = field(default_factory=list)
+    """[step, n]: from this step on, n multiplications of matrices between forward and backward."""
+    trace: bool = False
+    """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
 
     @property
     def events(self) -> Path:
@@ -165,6 +170,21 @@ class Recorder:
             time.sleep(0.005)
 
 
+def compute(options: Options, step: int) -> None:
+    """Keeps this process busy, and its network idle."""
+    counts = [count for first, count in options.work if first <= step]
+    matrix = torch.full((256, 256), 1e-3)
+    for _ in range(counts[-1] if counts else 0):
+        matrix = matrix @ matrix
+
+
+def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
+    pacing, path = session.safety.pacing, Path(options.folder) / options.name
+    path.with_suffix(".session.json").write_text(pacing.trace())
+    profiler.rank = session.group.rank
+    profiler.write_trace(path.with_suffix(".user.json"), windows=pacing.windows, sent=session.safety.sent())
+
+
 def train(options: Options) -> None:
     record = Recorder(options)
     record.write("started", parent=os.getppid())
@@ -188,14 +208,23 @@ def _train(options: Options, record: Recorder) -> None:
         lighthouse=options.lighthouse,
         **options.session,
     )
-    for step in session.steps(options.steps):
+    profiler = Profiler(model, keep=options.steps)
+    if options.trace:
+        profiler.attach()
+    for step in profiler.steps(session.steps(options.steps)):
         record.wait_at_gate(step.number)
         generation, indices = session.membership.generation, step.indices.tolist() if step.weight else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
         with step:
             loss = model(data[step.indices])
+            compute(options, step.number)
             record.fault("forward", step.number)
             step.backward(loss)
+        pacing = session.safety.pacing
+        record.write("paced", step=step.number, plans=pacing.plans, words=pacing.words, seconds=pacing.step_seconds)
+    profiler.detach()
+    if options.trace:
+        write_traces(options, session, profiler)
     record.write("done", step=session.step, **record._state())
 
 

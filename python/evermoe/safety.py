@@ -23,10 +23,11 @@ from evermoe import planning
 from evermoe.arrangement import Arrangement, Member, Subject, arrange
 from evermoe.config import SessionConfig
 from evermoe.copies import CopyStore, Round, StoredCopy, bundles
-from evermoe.courier import Courier, Errand, Pacer
+from evermoe.courier import Courier, Errand, Pacer, Sent
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
 from evermoe.ledger import Ledger
+from evermoe.pacing import COPIES, Pacing
 from evermoe.profile.memory import free_host_bytes
 from evermoe.recovery import Lagging
 from evermoe.replay import Profile, calibrate
@@ -67,6 +68,7 @@ class Safety:
         self.pacer.attach(group)
         self.couriers = {"gradients": Courier(group, None, "evermoe-gradients")}
         self.couriers["snapshots"] = Courier(group, self.pacer, "evermoe-snapshots")
+        self.pacing = Pacing(self.pacer, self.couriers["snapshots"], store, group, config, self.commits_late)
         self._profile: Profile | None = None
         self._is_calibrated = False
         self._replayed: ReplayedCopies | None = None
@@ -76,6 +78,8 @@ class Safety:
         self._generation = 0
         self._is_protected = False
         """Whether all copies of the latest arrangement were whole once."""
+        self._is_settled = False
+        """Whether no snapshot is begun until `protect`, as the members change."""
         self._round: Round | None = None
         self._exchange: Errand[Exchanged] | None = None
         self._selected: set[str] | None = None
@@ -106,7 +110,8 @@ class Safety:
     def arrange(self, nodes: Sequence[str], generation: int, member: str) -> None:
         """Decides with all members who keeps what from now on; collective. `protect` must follow."""
         self.settle()
-        mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62)
+        seconds = self.pacing.step_seconds, self.pacing.network_seconds
+        mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62, *seconds)
         offers = [Member(**json.loads(text)) for text in self.group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
         self.arrangement = arrange(
             self.config.preset, self._subjects(), offers, copies=self.config.copies, budget=self.config.copy_budget
@@ -189,6 +194,9 @@ class Safety:
                 break
         else:
             raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+        self._is_settled = False
+        self.pacing.restart(step)
+        self.pacer.begin_step()
         self._newest_local = step
         self._is_protected = True
         self._drop_older()
@@ -201,7 +209,7 @@ class Safety:
         self._round = Round(self.store, version, self.couriers["snapshots"])
         courier = self.couriers["gradients"]
         states = courier.go(lambda: replayed.exchange(courier, step, only_states=True))
-        if not (self._round.errand.wait() and states.wait()):
+        if not (self.couriers["snapshots"].wait(self._round.errand) and states.wait()):
             raise PeerLost(self._round.errand.lost or states.lost or "the group was dropped")
         assert states.result is not None
         self.sent_bytes = states.result.sent_bytes
@@ -212,7 +220,7 @@ class Safety:
     def begin_step(self) -> None:
         """A step begins."""
         self._step_began = time.monotonic()
-        self.pacer.begin_step()
+        self.pacer.begin_forward()
 
     def finish(self, step: int) -> tuple[bool, int]:
         """All gradients are whole: sends those of the step that comes; waits for what must be safe before it.
@@ -221,11 +229,14 @@ class Safety:
             Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
         """
         self._emit("send", {"step": step})
-        self.pacer.hurry()
-        is_whole = self._exchange_gradients(step)
-        if self._round is not None:
-            is_round_whole = self._round.errand.wait() and bool(self._round.errand.result)
-            is_whole = is_whole and (is_round_whole or not self.commits_late)
+        is_last = self.commits_late or self._is_local_due(step)
+        if is_last:
+            self.pacer.hurry()
+        with self.pacer.busy(COPIES):
+            is_whole = self._exchange_gradients(step)
+            if self._round is not None and is_last:
+                is_round_whole = self.couriers["snapshots"].wait(self._round.errand) and bool(self._round.errand.result)
+                is_whole = is_whole and (is_round_whole or not self.commits_late)
         self._emit("confirm", {"step": step})
         return is_whole, len(self._asked)
 
@@ -255,12 +266,21 @@ class Safety:
         self.ledger.add()
         step = step_of(version)
         is_due = self.commits_late
-        if not is_due and self._local and step >= self._newest_local + self._local_steps:
+        if not is_due and self._is_local_due(step):
             is_due, self._newest_local = True, step
-        if is_due and self.config.copies:
-            if self._round is not None:
-                self._round.errand.wait()
+        if is_due and self._round is not None:
+            self.couriers["snapshots"].wait(self._round.errand)
+        self.pacer.begin_step()
+        if is_due and self.config.copies and not self._is_settled:
             self._round = Round(self.store, version, self.couriers["snapshots"])
+
+    def _is_local_due(self, step: int) -> bool:
+        return bool(self._local) and step >= self._newest_local + self._local_steps
+
+    def sent(self) -> list[Sent]:
+        """The latest messages of this member's copies, for traces."""
+        every = [sent for courier in self.couriers.values() for sent in list(courier.sent)]
+        return sorted(every, key=lambda sent: sent.start)
 
     def measures(self) -> tuple[float, float]:
         """Seconds that a capture took and that a step takes, on this member."""
@@ -270,7 +290,7 @@ class Safety:
         """From the sums over all members: how often snapshots on the units' own nodes cost no more than the budget."""
         if self.config.local_every is None and step_seconds > 0:
             steps = math.ceil(capture_seconds / (self.config.copy_budget * step_seconds))
-            self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
+            self._local_steps = min(max(steps, self.pacing.version_steps), MOST_LOCAL_STEPS)
 
     def heal(self) -> None:
         """Some members have asked for full states, which come with the next step; collective."""
@@ -286,9 +306,9 @@ class Safety:
     def settle(self) -> bool:
         """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
         self.pacer.hurry()
-        is_whole = True
+        self._is_settled, is_whole = True, True
         if self._round is not None:
-            is_whole = self._round.errand.wait() and bool(self._round.errand.result)
+            is_whole = self.couriers["snapshots"].wait(self._round.errand) and bool(self._round.errand.result)
         if self._exchange is not None:
             is_whole = self._exchange.wait() and is_whole
         self._round = self._exchange = None
