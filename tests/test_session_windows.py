@@ -58,3 +58,65 @@ def test_most_bytes_travel_in_windows(start_job, preset, size):
         assert inside > everything / 2
         assert worker.events("paced")[-1]["plans"] >= 1
         assert "a version takes 1 step" in worker.events("paced")[-1]["words"]
+
+
+def plans(worker):
+    """By step, how often it was planned, and the plan."""
+    return [(event["step"], event["plans"], event["words"]) for event in worker.events("paced")]
+
+
+def test_steps_that_slow_down_are_planned_anew_by_all_at_once(start_job):
+    work = ((0, BUSY), (12, 8 * BUSY), (28, 0))
+    workers, traces = run(start_job, "gemini", steps=40, work=work)
+    a, b = [plans(worker) for worker in workers]
+    assert a == b  # at the same steps, with the same words
+    by_step = {step: number for step, number, _ in a}
+    assert by_step[8] == 0
+    assert by_step[10] == 1
+    assert by_step[27] > by_step[11]
+    assert by_step[39] > by_step[27]
+    for trace in traces:
+        check_in_windows(trace)
+
+
+def test_a_profile_follows_each_change_of_members(start_job):
+    job = start_job(2, preset="baft", **PROFILE)
+    job.open_gate(14)
+    workers = job.start_all({}, "ab", gated=True, steps=40, work=[[0, BUSY]])
+    workers[0].wait_for("gate", step=14)
+    joiner = job.start("c", steps=40, work=[[0, BUSY]])
+    joiner.wait_for("phase", phase="agree")
+    job.open_gate(40)
+    workers.append(joiner)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    joined = joiner.events("recovered")[0]["step"]
+    assert joined >= 15
+    counts = {step: number for step, number, _ in plans(workers[0])}
+    assert counts[joined] == counts[joined + 8]  # the old members had planned; what they knew is void
+    assert counts[joined + 9] == counts[joined] + 1
+    assert plans(joiner)[0][1] == 0
+    assert plans(joiner)[-1][1] >= 1
+
+
+def test_no_profile_where_none_is_wanted(start_job):
+    job = start_job(2, preset="gemini", profile_steps=0)
+    workers = job.start_all({}, "ab", steps=30)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    assert {number for worker in workers for _, number, _ in plans(worker)} == {0}
+
+
+def test_the_users_profiler_sees_the_copies_beside_training(start_job):
+    workers, traces = run(start_job, "gemini", steps=20)
+    for worker, trace in zip(workers, traces, strict=True):
+        user = (Path(worker.options.folder) / f"{worker.name}.user.json").read_text()
+        names = {event["name"] for event in events(user, "collective")}
+        assert names == {"all_gather", "all_to_all", "all_reduce"}
+        others = events(user, "send") + events(user, "receive")  # when clocks were compared; copies are not among them
+        assert max(event["args"]["bytes"] for event in others) <= 16
+        peer = 1 - worker.events("share")[0]["rank"]
+        assert {event["args"]["destination"] for event in events(user, "copy")} == {peer}
+        assert events(user, "forward")
+        assert events(user, "window")
+        assert len(events(user, "copy")) >= len(events(trace, "copy"))
