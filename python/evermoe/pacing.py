@@ -59,7 +59,7 @@ class Load(NamedTuple):
     bundle: int
     peers: list[int]
     parts: list[tuple[int, int]]
-    """Offset and bytes of what may travel by itself; together all of it, in order."""
+    """Offset and bytes of each unit, one behind the other. Before the first one is the table of their digests."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float
     """The network's windows as `Pacer.expect` takes them."""
     found = [(number, window) for number, window in enumerate(windows.windows) if window.resource == "network"]
     return {
-        (window.after, window.occurrence): (number, window.seconds)
-        for number, window in found
-        if window.offset == 0.0
+        (window.after, window.occurrence): (number, window.seconds) for number, window in found if window.offset == 0.0
     }
 
 
@@ -149,11 +147,15 @@ def measure_link(sent: Sequence[Sent], default: Link) -> Link:
 
 
 def pieces_of(loads: Sequence[Load], policy: ChunkPolicy) -> tuple[list[Piece], list[tuple[int, int]]]:
-    """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units."""
+    """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units.
+
+    Digests come last: they are known when all units are captured.
+    """
     pieces, origins = [], []
     for bundle, peers, parts in loads:
-        whole = [(parts[0][0], sum(nbytes for _, nbytes in parts))]
-        for offset, nbytes in parts if policy == "baft" else whole:
+        first = parts[0][0]
+        units = parts if policy == "baft" else [(first, sum(nbytes for _, nbytes in parts))]
+        for offset, nbytes in [*units, (0, first)]:
             pieces.append(Piece(f"{bundle}:{offset}", nbytes, peers))
             origins.append((bundle, offset))
     return pieces, origins
@@ -290,7 +292,7 @@ class Pacing:
         for kept in self._store.own:
             peers = list(kept.bundle.holders[1:])
             if peers:
-                starts = [0, *(offset for _, offset, _ in kept.arena.units()[1:]), kept.arena.payload_bytes]
+                starts = [*(offset for _, offset, _ in kept.arena.units()), kept.arena.payload_bytes]
                 parts = [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
                 found.append(Load(kept.number, peers, parts))
         return found

@@ -188,9 +188,7 @@ class Replica:
         self._thread = threading.Thread(target=self._apply_in_background, name="evermoe-replica", daemon=True)
         self._thread.start()
 
-    def receive(
-        self, message: bytes | bytearray | memoryview | NDArray[np.uint8], *, hold: bool = False
-    ) -> Received:
+    def receive(self, message: bytes | bytearray | memoryview | NDArray[np.uint8], *, hold: bool = False) -> Received:
         """Takes over one message; its memory is the caller's again afterwards. For one thread at a time.
 
         Args:
