@@ -17,6 +17,9 @@ pub enum Error {
     /// Bytes do not match their digest, or a file is not what it claims: `evermoe.CorruptCopy`.
     #[error("{0}")]
     Corrupt(String),
+    /// What was waited for will not come, for somebody cancelled it: `evermoe.errors.CaptureCancelled`.
+    #[error("{0}")]
+    Cancelled(String),
     /// libtorch or the CUDA driver failed: Python's `RuntimeError`.
     #[error("{0}")]
     Runtime(String),

@@ -13,7 +13,7 @@
 //! | [`recovery`] | pure: what survives → target version and transfers |
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
 //! | [`selection`] | pure: tokens at risk → which experts to copy now; how each unit is kept safe; who saves which part of the rest |
-//! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process |
+//! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
 //! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
 //! | `cuda` | the kernels of `kernels/` through the driver API, loaded at run time |

@@ -7,7 +7,9 @@ use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM, finish};
 use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
-use evermoe::cuda::{ChunkCopier, ChunkRange, Launcher, PinnedBuffer, Slots, Span};
+use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, Launcher, PinnedBuffer, Slots, Span};
+use evermoe::snapshot::{Arena, CopyEngine, Run};
+use std::sync::Arc;
 
 #[path = "cuda_on_cpu/driver.rs"]
 #[allow(dead_code, reason = "each test uses its part")]
@@ -46,6 +48,7 @@ fn copies_agree_with_the_cpu() {
             for with_arena in [false, true] {
                 there_and_back(stream, sizes, chunk_bytes, Slots { count, bytes }, with_arena);
             }
+            captured(stream, sizes, chunk_bytes, Slots { count, bytes });
         }
     }
     driver.set_policy(EARLY);
@@ -234,6 +237,51 @@ fn there_and_back(
     assert!(copier.is_done(num_chunks..num_chunks).unwrap());
     drop(copier);
     assert_eq!(copying.memory.last(), Some(&0x5a5a), "a write past the workspace");
+}
+
+/// A thread captures the tensors into an arena behind a gate, while their values arrive late; others come once it is over.
+fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, slots: Slots) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut copying = Copying::new(stream, sizes, chunk_bytes);
+    let copier = Arc::new(copying.copier(slots, false));
+    let units: Vec<_> =
+        sizes.iter().enumerate().map(|(index, &bytes)| (format!("tensor {index}"), bytes)).collect();
+    let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
+    let engine = CopyEngine::new(3000).unwrap();
+    for version in 1..4 {
+        copying.set();
+        // SAFETY: a live stream; the tensors are written when the capture is over.
+        let mut fetcher = unsafe { Fetcher::new(copier.clone(), stream.cast()).unwrap() };
+        let runs: Vec<_> =
+            fetcher.copies().into_iter().map(|(address, bytes)| vec![Run { address, bytes }]).collect();
+        let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+        // SAFETY: as above.
+        let capture =
+            unsafe { engine.capture_fetched(&arena, version, &runs, fetch, Box::new(copier.clone())) }
+                .unwrap();
+        if version == 2 {
+            engine.open(Some(4000));
+            let _ = capture.wait(None, Some(std::time::Duration::from_millis(1))).unwrap();
+            capture.cancel();
+        } else {
+            capture.hurry();
+            capture.wait(None, None).unwrap();
+        }
+        engine.close_gate();
+        copying.clear();
+        for (index, version) in arena.versions() {
+            assert!(arena.verify(index).unwrap().is_empty(), "{version}");
+            let start = arena.buffer(index).unwrap();
+            for (unit, bytes) in arena.layout().units().iter().zip(&copying.source) {
+                // SAFETY: the unit lies in the buffer, which nobody writes now.
+                let got = unsafe { std::slice::from_raw_parts(start.add(unit.offset), unit.bytes) };
+                assert!(got == bytes, "{} of version {version}", unit.name);
+            }
+        }
+    }
+    assert_eq!(arena.versions()[0].1, 3);
+    // SAFETY: a live stream, of which nothing may be left when the tensors go.
+    unsafe { result::stream::synchronize(stream) }.unwrap();
 }
 
 /// The chunks that should come, and those that come.

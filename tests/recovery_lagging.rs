@@ -1,6 +1,6 @@
 //! Recovery plans with units that may lag, against an oracle that tries every version, and the cases that matter by name.
 
-use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};
+use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging, retained};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -80,6 +80,15 @@ fn a_unit_that_may_lag_and_is_nowhere_is_lost() {
     let plan = plan_lagging(&[8, 8], &holdings, &[vec![0, 1]], &[1]).unwrap();
     assert_eq!((plan.version, plan.reason), (None, Reason::NotWhole { version: 9 }));
     assert_eq!((plan.lost, plan.stale), (vec![1], vec![]));
+}
+
+#[test]
+fn one_version_of_each_unit_stays_at_least() {
+    assert_eq!(retained(&[vec![1], vec![2], vec![]], &[], 1).unwrap(), [vec![1], vec![2], vec![]]);
+    let error = retained(&[vec![1]], &[], 0).unwrap_err().to_string();
+    assert!(error.starts_with("spare: expected 1 or more, got 0"), "{error}");
+    let error = retained(&[], &[0], 1).unwrap_err().to_string();
+    assert!(error.starts_with("may_lag: unit 0 is named; there are 0 units"), "{error}");
 }
 
 #[test]
@@ -197,6 +206,14 @@ impl Case {
     }
 }
 
+/// Target and stale units of a recovery from what is persisted.
+fn from_store(store: &[Vec<u64>], may_lag: &[usize]) -> (Option<u64>, Vec<(usize, u64)>) {
+    let rows = store.iter().enumerate().flat_map(|(unit, found)| found.iter().map(move |&at| (unit, at)));
+    let holdings: Vec<Holding> = rows.map(|(unit, at)| held(unit, at, Kind::Persisted)).collect();
+    let plan = plan_lagging(&[1; UNITS], &[holdings], &[vec![]], may_lag).unwrap();
+    (plan.version, plan.stale)
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4000))]
 
@@ -227,6 +244,30 @@ proptest! {
                 };
                 prop_assert_eq!(plan.reason, reason);
                 case.check_transfers(&plan, target);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_retained_is_not_missed(
+        steps in prop::collection::vec((0..UNITS, 2_u64..9), 0..16),
+        may_lag in prop::collection::vec(0..UNITS, 0..4),
+        spare in 1..3_usize,
+    ) {
+        // Each unit is persisted in order; after each step the store is pruned, or never.
+        let (mut pruned, mut full) = (vec![vec![1_u64]; UNITS], vec![vec![1_u64]; UNITS]);
+        for (unit, version) in steps {
+            if full[unit].last() >= Some(&version) {
+                continue;
+            }
+            full[unit].push(version);
+            pruned[unit].push(version);
+            pruned = retained(&pruned, &may_lag, spare).unwrap();
+            let target = |store: &[Vec<u64>]| from_store(store, &may_lag);
+            prop_assert_eq!(target(&pruned), target(&full));
+            for (unit, found) in full.iter().enumerate() {
+                let newest: Vec<u64> = found.iter().rev().take(spare).rev().copied().collect();
+                prop_assert!(pruned[unit].ends_with(&newest));
             }
         }
     }

@@ -299,6 +299,65 @@ def test_what_cannot_be_copied(device):
         chunks.ChunkedCopy([torch.ones(2, device="meta")])
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_captures_hold_the_tensors_as_they_were(name, device, tmp_path):
+    """Values come late on torch's stream, the gate opens in parts, others come right after the capture."""
+    tensors = make(SIZES[name], device)
+    copy, engine = chunks.ChunkedCopy(tensors, BLOCK), _native.CopyEngine(chunk_bytes=5000)
+    counts = [len(tensors) - 1, 0, 1] if tensors else [0]
+    ends = [sum(counts[: index + 1]) for index in range(len(counts))]
+    units = [tensors[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    sizes = [(f"unit {index}", sum(tensor.nbytes for tensor in unit)) for index, unit in enumerate(units)]
+    arena = _native.Arena.create(str(tmp_path / "arena"), "", sizes)
+    for version in (1, 2, 3):
+        expected = make(SIZES[name], device, seed=version)
+        for tensor, value in zip(tensors, expected, strict=True):
+            tensor.copy_(value)
+        capture = copy.capture(engine, arena, version, counts)
+        engine.open(6000)
+        capture.wait(timeout=0.001)
+        if version == 2:
+            capture.cancel()
+        else:
+            capture.hurry()
+            capture.wait()
+        engine.close_gate()
+        for tensor in tensors:
+            tensor.zero_()
+        if capture.state == "whole":
+            assert arena.versions()[0] == (capture.index, version)
+            assert arena.verify(capture.index) == []
+            buffer = torch.from_numpy(arena.buffer(capture.index))
+            for (_, offset, nbytes), end, count in zip(arena.units(), ends, counts, strict=True):
+                parts = [as_bytes(tensor) for tensor in expected[end - count : end]]
+                assert torch.equal(
+                    buffer[offset : offset + nbytes], torch.cat([*parts, torch.empty(0, dtype=torch.uint8)])
+                )
+    assert arena.versions()[0][1] == 3
+    if tensors:
+        with pytest.raises(ValueError, match="tensors_per_unit: expected counts that add up to"):
+            copy.capture(engine, arena, 4, [len(tensors) + 1])
+
+
+@pytest.mark.gpu
+def test_a_capture_does_not_wait_for_what_the_stream_is_given_later(tmp_path):
+    """It is whole while work that torch's stream was given after it still runs."""
+    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        pytest.skip("no CUDA device, or no kernels in this build")
+    tensors = [torch.full((1 << 20,), 7.0, device="cuda")]
+    copy, engine = chunks.ChunkedCopy(tensors, 1 << 20), _native.CopyEngine()
+    arena = _native.Arena.create(str(tmp_path / "arena"), "", [("unit", tensors[0].nbytes)])
+    torch.cuda.synchronize()
+    capture = copy.capture(engine, arena, 1, [1])
+    torch.cuda._sleep(3_000_000_000)  # cycles: more than a second, whose end is not waited for here
+    later = torch.cuda.Event()
+    later.record()
+    capture.hurry()
+    assert capture.wait() == arena.payload_bytes
+    assert not later.query()
+    assert arena.verify(capture.index) == []
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [1, 3, 100])
 def test_values_are_those_before_release(slots):

@@ -130,7 +130,9 @@ class Recorder:
             self._last = name
         more: dict[str, Any] = {}
         if name == "copy":
-            more = {"after": self._last, **self._state()}
+            assert self.session is not None
+            tokens = {path: layer.tokens_E.tolist() for path, layer in self.session.state.layers.items()}
+            more = {"after": self._last, "tokens": tokens, **self._state()}
         self.write(name, **fields, **more)
         self.fault(f"phase {fields['phase']}" if name == "phase" else name, fields.get("step"))
 

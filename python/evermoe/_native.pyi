@@ -79,6 +79,9 @@ def recovery_plan(
     needs: list[list[str]],
     may_lag: list[str],
 ) -> RecoveryPlan: ...
+def retained_versions(versions: list[list[int]], may_lag: list[int], spare: int) -> list[list[int]]:
+    """Of the durable versions of each unit, those that a recovery from the store alone needs, now or soon."""
+
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
 def select_load_aware(
     tokens: NDArray[np.int64], waiting: NDArray[np.int64] | None, capacity: int, checkpoint: int
@@ -253,6 +256,94 @@ def digest(array: NDArray[np.uint8]) -> int:
 
 # ---- end of planners and arenas ----
 
+# ---- captures: src/python/engine.rs -----------------------------------------------------------
+
+class CopyEngine:
+    """A thread that captures scattered memory into arenas beside training, while its gate is open.
+
+        engine = CopyEngine()                          # the gate is closed
+        runs = [[(tensor.data_ptr(), tensor.nbytes)]]  # of each unit of the arena
+        capture = engine.capture(arena, version=1, sources=runs, keep=tensor)
+        engine.open()                                  # here the network or the cores are idle
+        engine.close_gate()                            # here they are not
+        capture.hurry()                                # the optimizer wants to write the tensor now
+        capture.wait()                                 # it may: version 1 is in the arena
+
+    The thread copies and hashes a chunk at a time, one capture after the other, in their order. On Linux it runs as a
+    batch job with a nice value 5 higher than the caller's. It belongs to the process that made it, not to forked ones.
+    """
+
+    def __new__(cls, chunk_bytes: int = 1 << 20) -> CopyEngine:
+        """Start the thread; it looks at the gate after at most so many bytes."""
+    def capture(
+        self, arena: Arena, version: int, sources: Sequence[Sequence[tuple[int, int]]], keep: object
+    ) -> Capture:
+        """Begin `version` in the arena now and let the thread copy it.
+
+        `sources` holds for each unit of the arena, in their order, its runs (address, nbytes) in CPU memory, which
+        `keep` owns: it is released when the capture is over. Until then nobody may write the runs, or begin another
+        version in the arena. ValueError names the unit whose runs do not add up to its bytes; also while an earlier
+        capture into this arena is not over, and after `shutdown`. No version is then begun.
+        """
+    def capture_device(
+        self,
+        arena: Arena,
+        version: int,
+        copier: ChunkCopier,
+        tensors_per_unit: Sequence[int],
+        current_stream: int,
+    ) -> Capture:
+        """As `capture`, of a copier's CUDA tensors, through its page-locked memory; in builds with CUDA.
+
+        They are captured as the stream will have left them. The first unit is the copier's first `tensors_per_unit[0]`
+        tensors, and so on. Until the capture is over nobody may write the tensors, also not on a stream, or use the
+        copier for anything but the next captures. The device is asked for whole chunks of the copier, and so for up to
+        one chunk more than the gate allows. An error of the device cancels the capture.
+        """
+    def open(self, nbytes: int | None = None) -> None:
+        """Let so many more bytes of units be copied, or all that come until `close_gate`.
+
+        This replaces what an earlier `open` allowed. A capture without bytes needs no gate.
+        """
+    def close_gate(self) -> None:
+        """Let nothing more be copied after the chunk in progress."""
+    def shutdown(self) -> None:
+        """Cancel all captures and end the thread, as the end of the engine's life does. Twice is fine."""
+
+class Capture:
+    """A version on its way into an arena; made by `CopyEngine.capture`. Dropping it changes nothing."""
+
+    @property
+    def index(self) -> int:
+        """The buffer of the arena that is written."""
+    @property
+    def version(self) -> int:
+        """The version that it will have."""
+    @property
+    def state(self) -> str:
+        """ "waiting", "copying", "whole" (published) or "cancelled" (nothing is read any more)."""
+    @property
+    def done_bytes(self) -> int:
+        """The units' bytes before this offset of the buffer are in place.
+
+        The digest table at the buffer's start is not, until the version is published; only then are these all of
+        the arena's `payload_bytes`.
+        """
+    @property
+    def seconds_busy(self) -> float:
+        """Time that the thread has spent on copying it."""
+    def wait(self, nbytes: int | None = None, timeout: float | None = None) -> int:
+        """Wait until `done_bytes` is at least `nbytes`, or the version is published; returns `done_bytes`.
+
+        After `timeout` seconds it returns what there is. CaptureCancelled if it is cancelled, also meanwhile.
+        """
+    def hurry(self) -> None:
+        """Let it and the captures before it pass the gate; their bytes do not count against what `open` allows."""
+    def cancel(self) -> None:
+        """Give it up unless it is over; returns when nothing is read any more. Its buffer has no version then."""
+
+# ---- end of captures --------------------------------------------------------------------------
+
 # ---- copies: src/python/chunks.rs; in builds with CUDA ----------------------------------------
 
 class ChunkCopier:
@@ -345,6 +436,43 @@ def seal_record(
     payload: _Payload | None,
 ) -> int:
     """Write the header of "step", "no_step", "skip_all" or "full_state"; returns the record's bytes."""
+
+class TripleBuffer:
+    """Who may use which of three slots of host memory: the writer, the persister, or nobody. The bytes are elsewhere.
+
+    An event that cannot happen now is a ValueError and changes nothing. `evermoe.persist.Persister` drives it.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def slots(self) -> list[tuple[str, int | None]]:
+        """(state, version) of the three: "empty", "writing", "snapshot", "persisting" or "recovery"."""
+    @property
+    def writing(self) -> int | None:
+        """The slot that is being written."""
+    @property
+    def persisting(self) -> int | None:
+        """The slot that is being persisted."""
+    @property
+    def recovery(self) -> int | None:
+        """The slot of the newest durable version."""
+    @property
+    def next_to_persist(self) -> int | None:
+        """The slot that `persist` would take: the newest snapshot, unless one is being persisted."""
+    def begin(self, version: int) -> None:
+        """The writer starts a version, newer than all that are there, in an empty slot or over the oldest snapshot."""
+    def commit(self) -> None:
+        """What is being written is whole."""
+    def abandon(self) -> None:
+        """What is being written will never be whole."""
+    def persist(self) -> None:
+        """The persister starts with the newest snapshot."""
+    def durable(self) -> None:
+        """What is being persisted is in the store; all older versions leave their slots."""
+    def failed(self) -> None:
+        """The store refused it: it is a snapshot again."""
+    def rewind(self, version: int) -> None:
+        """Newer versions, none of them durable, belong to steps that never were."""
 
 class ReplayLog:
     """A replica's records, until it repeats the steps; `evermoe.replica.Replica` drives it."""

@@ -39,6 +39,8 @@ class Manifest:
     units: dict[str, tuple[str, int]]
     pieces: dict[str, list[str]]
     """Per unit: the names of its tensors, in the order of its bytes."""
+    layout: str | None = None
+    """Of the model; only with persisted units."""
 
 
 def find(directory: Path) -> dict[int, Path]:
@@ -54,21 +56,21 @@ def find(directory: Path) -> dict[int, Path]:
     return found
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, name: str = "manifest.json") -> Manifest:
     """The manifest of the checkpoint in folder `path`.
 
     Raises:
         CorruptCopy: it is missing, unreadable or of another format.
     """
     try:
-        content = json.loads((path / "manifest.json").read_text())
+        content = json.loads((path / name).read_text())
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, expected {FORMAT}")
         units = {name: (file, int(value, 16)) for name, (file, value, _) in content["units"].items()}
         pieces = {name: names for name, (_, _, names) in content["units"].items()}
-        return Manifest(path, int(content["version"]), units, pieces)
+        return Manifest(path, int(content["version"]), units, pieces, content.get("layout"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCopy(f"{path / 'manifest.json'} is no manifest of a checkpoint: {error}") from None
+        raise CorruptCopy(f"{path / name} is no manifest of a checkpoint: {error}") from None
 
 
 def write(directory: Path, state: TrainingState, mine: Sequence[str], version: int, step: int, group: Group) -> Path:
@@ -90,17 +92,17 @@ def write(directory: Path, state: TrainingState, mine: Sequence[str], version: i
         digests[name] = (file, f"{digest(data.numpy()):016x}", [piece.name for piece in unit.pieces])
         tensors |= {f"{name}/{piece}": tensor.contiguous() for piece, tensor in unit.tensors(data).items()}
     save_file(tensors, draft / file)
-    _flush(draft / file)
+    flush(draft / file)
     everyone = group.all_gather_bytes(json.dumps(digests).encode())
     if group.rank == 0:
         units = {name: entry for part in everyone for name, entry in json.loads(part).items()}
         manifest = {"format": FORMAT, "version": version, "step": step, "units": units}
         (draft / "manifest.json").write_text(json.dumps(manifest))
-        _flush(draft / "manifest.json")
+        flush(draft / "manifest.json")
         if final.exists():
             shutil.rmtree(final)
         os.rename(draft, final)
-        _flush(directory)
+        flush(directory)
         _prune(directory)
     group.all_reduce(torch.zeros(1))  # nobody starts the next draft while this one is being renamed
     return final
@@ -113,12 +115,12 @@ def read(manifest: Manifest, state: TrainingState, names: Sequence[str]) -> dict
         CorruptCopy: a unit is missing, has another layout than the model, or does not match its digest.
     """
     units: dict[str, Tensor] = {}
-    for name, tensors in _read_units(manifest, names):
+    for name, tensors in read_units(manifest, names):
         pieces = [(piece.name, piece.shape, piece.dtype) for piece in state.by_name[name].pieces]
         found = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
         if pieces != found:
             raise CorruptCopy(f"{name} in {manifest.path} belongs to another model: expected {pieces}, got {found}")
-        units[name] = _as_bytes(tensors)
+        units[name] = as_bytes(tensors)
     return units
 
 
@@ -133,7 +135,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     manifest = read_manifest(Path(path))
     targets = weight_tensors(model)
     with torch.no_grad():
-        for name, tensors in _read_units(manifest, list(targets)):
+        for name, tensors in read_units(manifest, list(targets)):
             for key, target in targets[name].items():
                 if key not in tensors or tensors[key].shape != target.shape:
                     found = list(tensors[key].shape) if key in tensors else "nothing"
@@ -141,7 +143,7 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
                 target.copy_(tensors[key])
 
 
-def _read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The tensors of each unit, digests checked."""
     by_file: dict[str, list[str]] = {}
     for name in names:
@@ -153,7 +155,7 @@ def _read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str,
             with safe_open(manifest.path / file, framework="pt") as source:
                 for name in members:
                     tensors = {key: source.get_tensor(f"{name}/{key}") for key in manifest.pieces[name]}
-                    found, expected = digest(_as_bytes(tensors).numpy()), manifest.units[name][1]
+                    found, expected = digest(as_bytes(tensors).numpy()), manifest.units[name][1]
                     if found != expected:
                         raise CorruptCopy(
                             f"{name} in {manifest.path}: expected digest {expected:016x}, the bytes have {found:016x}"
@@ -163,7 +165,8 @@ def _read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str,
             raise CorruptCopy(f"{manifest.path / file} cannot be read: {error}") from None
 
 
-def _as_bytes(tensors: dict[str, Tensor]) -> Tensor:
+def as_bytes(tensors: dict[str, Tensor]) -> Tensor:
+    """A unit's bytes, uint8 `[nbytes]`, from its tensors in order."""
     return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()])
 
 
@@ -172,7 +175,8 @@ def _prune(directory: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from evermoe import _native, ops
+from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.errors import CorruptCopy
 
 __all__ = [
@@ -256,6 +257,25 @@ class ChunkedCopy:
         """
         self.verify()
         return checksums(self.hashes)
+
+    def capture(self, engine: CopyEngine, arena: Arena, version: int, tensors_per_unit: Sequence[int]) -> Capture:
+        """Begin a version in an arena and let the engine's thread copy the tensors into it while its gate is open.
+
+        On CUDA they go through `chunks`, as torch's current stream will have left them. The arena's first unit is the
+        first `tensors_per_unit[0]` tensors, and so on. Nobody may write the tensors or use this object, but for further
+        captures, until the capture is over: `Capture.hurry`, then `Capture.wait`.
+
+        Raises:
+            ValueError: counts that do not fit the tensors, or tensors the arena's units; the message names the unit.
+        """
+        if sum(tensors_per_unit) != len(self._tensors) or min(tensors_per_unit, default=0) < 0:
+            got = f"{len(self._tensors)} tensors, got {list(tensors_per_unit)}"
+            raise ValueError(f"tensors_per_unit: expected counts that add up to {got}")
+        if self._copier is not None:
+            return engine.capture_device(arena, version, self._copier, tensors_per_unit, self._stream())
+        runs = iter([(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors])
+        sources = [list(itertools.islice(runs, count)) for count in tensors_per_unit]
+        return engine.capture(arena, version, sources, self._tensors)
 
     def _range(self, first: int, end: int | None) -> tuple[int, int]:
         end = len(self.chunks) if end is None else end

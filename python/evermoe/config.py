@@ -43,8 +43,12 @@ class SessionConfig:
     """Experts of each layer that `pec` saves at a step (K); None: a quarter, or one."""
     plt_limit: float = 1.0
     """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
+    save_every: int = 1
+    """Steps between the saves of `pec`."""
     remote_bytes_per_step: int | None = None
-    """What `moetion` may send to peers in a step; None: an eighth of the experts' state."""
+    """What `moetion` may send to peers in a step, all members together; None: an eighth of the experts' state."""
+    local_bytes_per_step: int | None = None
+    """What `moetion` may copy to the experts' own nodes in a step, likewise."""
     memory_dir: str | None = None
     """Where named shared memory lives (EVERMOE_MEMORY_DIR; default /dev/shm)."""
     slots: int | None = None
@@ -88,6 +92,8 @@ class SessionConfig:
             ("copy_buffer_bytes", 1),
             ("profile_steps", 0),
             ("profile_every", 1),
+            ("local_bytes_per_step", 0),
+            ("save_every", 1),
         ):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
@@ -123,7 +129,15 @@ class SessionConfig:
     def shared(self) -> str:
         """The options that must be the same for all members, as text."""
         names = ("preset", "copies", "copy_budget", "local_every", "experts_per_copy", "plt_limit", "slots")
-        more = ("remote_bytes_per_step", "min_replicas", "placement", "checkpoint_every", "join_every")
+        more = (
+            "remote_bytes_per_step",
+            "local_bytes_per_step",
+            "save_every",
+            "min_replicas",
+            "placement",
+            "checkpoint_every",
+            "join_every",
+        )
         last = ("rebalance_every", "max_grad_norm", "copy_buffer_bytes", "profile_steps", "profile_every")
         return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, *more, *last))
 

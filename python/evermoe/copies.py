@@ -20,11 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evermoe._native import Arena
+from evermoe._native import Arena, Capture, CopyEngine
+from evermoe.chunks import ChunkedCopy
 from evermoe.courier import Courier, Parcel
 from evermoe.errors import CorruptCopy
-from evermoe.units import TrainingState
+from evermoe.units import SESSION, TrainingState
 
+SLOTS = 4
+"""Page-locked chunks that a capture from a GPU goes through."""
 FIRST_TAG = 16
 """Of the messages of snapshots."""
 _TAGS_EACH = 4096
@@ -40,14 +43,16 @@ class Bundle:
 
 
 def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bundle]:
-    """Groups units by the ranks that keep their copies, in order of first appearance.
+    """Groups units by the ranks that keep their copies, in order of first appearance; `session` stays alone.
+
+    Its tensors are on the CPU wherever the model is.
 
     Example: holders [[0, 1], [2, 3], [0, 1]] of units a, b, c → (0, 1): a, c and (2, 3): b.
     """
-    grouped: dict[tuple[int, ...], list[str]] = {}
+    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
     for unit, ranks in zip(units, holders, strict=True):
-        grouped.setdefault(tuple(ranks), []).append(unit)
-    return [Bundle(ranks, tuple(names)) for ranks, names in grouped.items()]
+        grouped.setdefault((tuple(ranks), unit == SESSION), []).append(unit)
+    return [Bundle(ranks, tuple(names)) for (ranks, _), names in grouped.items()]
 
 
 class Cut(NamedTuple):
@@ -99,6 +104,8 @@ class KeptArena:
     arena: Arena
     index: int = -1
     """The buffer that is being written."""
+    chunks: tuple[list[int], ChunkedCopy] | None = None
+    """Of tensors on a GPU at these addresses, what they are captured through."""
 
 
 class Round:
@@ -109,6 +116,7 @@ class Round:
 
     def __init__(self, store: CopyStore, version: int, courier: Courier, due: Collection[int] | None = None) -> None:
         self.version = version
+        self._read_seconds = 0.0
         self._store, self._courier = store, courier
         self._own = [kept for kept in store.own if due is None or kept.number in due]
         self._peers = [kept for kept in store.peers if due is None or kept.number in due]
@@ -116,39 +124,63 @@ class Round:
         self._sends, self._receives = (
             [cut for cut in all_cuts if due is None or cut.bundle in due] for all_cuts in cuts
         )
-        self._captured = threading.Event()
-        self.capture_seconds = 0.0
-        """That this member took to capture its units."""
+        self._read = threading.Event()
+        """What the engine cannot capture was read by the courier."""
+        self._captures = [store.capture(kept, version) for kept in self._own]
         self.errand = courier.go(self._run)
         """Its result: whether all copies that came match their digests."""
 
+    @property
+    def capture_seconds(self) -> float:
+        """That this member took so far to capture its units."""
+        return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)
+
     def wait_captured(self) -> None:
         """Until the state may be changed: this version of it is in the arenas of its primaries."""
-        self._captured.wait()
+        for capture in self._captures:
+            if capture is not None:
+                capture.hurry()
+        for capture in self._captures:
+            if capture is not None:
+                capture.wait()
+        self._read.wait()
 
     def _run(self) -> bool:
+        started = time.monotonic()
         try:
-            for kept in self._peers:
-                kept.index = kept.arena.begin(self.version)
-            arriving = [self._courier.receive(parcel) for parcel in self._parcels(self._receives, self._peers)]
-            started = time.monotonic()
-            for kept in self._own:
-                self._capture(kept)
-            self.capture_seconds = time.monotonic() - started
+            for kept, capture in zip(self._own, self._captures, strict=True):
+                if capture is None:
+                    self._read_units(kept)
         finally:
-            self._captured.set()
-        self._courier.send(self._parcels(self._sends, self._own))
+            self._read_seconds = time.monotonic() - started
+            self._read.set()
+        for kept in self._peers:
+            kept.index = kept.arena.begin(self.version)
+        arriving = [self._courier.receive(parcel) for parcel in self._parcels(self._receives, self._peers)]
+        self._courier.send(self._captured())
+        for capture in self._captures:
+            if capture is not None:
+                capture.wait()
         for transfer in arriving:
             self._courier.arrived(transfer)
         return all([self._is_whole(kept) for kept in self._peers])
 
-    def _capture(self, kept: KeptArena) -> None:
+    def _read_units(self, kept: KeptArena) -> None:
         kept.index = kept.arena.begin(self.version)
         data = torch.from_numpy(kept.arena.buffer(kept.index))
         for name, offset, nbytes in kept.arena.units():
             self._store.state.read(name, data[offset : offset + nbytes])
             self._courier.progress += 1
         kept.arena.commit(kept.index)
+
+    def _captured(self) -> Iterator[Parcel]:
+        """What is sent, each part as soon as it is captured; the one with the digests when all of its bundle is."""
+        captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
+        for cut, parcel in zip(self._sends, self._parcels(self._sends, self._own), strict=True):
+            capture = captures[cut.bundle]
+            if capture is not None:
+                capture.wait(cut.offset + cut.nbytes if cut.offset else None)
+            yield parcel
 
     @staticmethod
     def _parcels(cuts: Sequence[Cut], arenas: Sequence[KeptArena]) -> Iterator[Parcel]:
@@ -167,6 +199,12 @@ class Round:
         return True
 
 
+def _open_engine() -> CopyEngine:
+    engine = CopyEngine()
+    engine.open()
+    return engine
+
+
 @dataclass
 class CopyStore:
     """The arenas of this node's directory and the exchange that fills them.
@@ -178,6 +216,8 @@ class CopyStore:
     state: TrainingState
     chunk_bytes: int = 1 << 20
     """Size of a message at most."""
+    engine: CopyEngine = field(default_factory=_open_engine)
+    """Captures state in arenas, in a thread of its own."""
     own: list[KeptArena] = field(default_factory=list)
     """Arenas that this rank fills from its state."""
     peers: list[KeptArena] = field(default_factory=list)
@@ -192,7 +232,8 @@ class CopyStore:
 
     def _even(self, kept: KeptArena, peer: int) -> Iterator[Cut]:
         total = kept.arena.payload_bytes
-        for place, start in enumerate(range(0, total, self.chunk_bytes)):
+        starts = range(0, total, self.chunk_bytes)
+        for place, start in enumerate([*starts[1:], 0]):  # the digests last: they are known when all is captured
             yield Cut(kept.number, peer, place, start, min(self.chunk_bytes, total - start))
 
     def newest_generation(self) -> int:
@@ -239,6 +280,27 @@ class CopyStore:
             units = [(name, self.state.by_name[name].nbytes) for name in bundle.units]
             kept = KeptArena(number, bundle, Arena.create(str(path), meta, units))
             (self.own if bundle.holders[0] == rank else self.peers).append(kept)
+
+    def capture(self, kept: KeptArena, version: int) -> Capture | None:
+        """Begins to capture a bundle's units as they are now; None if they are on several devices or not contiguous."""
+        tensors = self.state.tensors(kept.bundle.units)
+        every = [tensor for each in tensors for tensor in each]
+        if len({tensor.device for tensor in every}) != 1 or not all(tensor.is_contiguous() for tensor in every):
+            return None
+        if every[0].is_cuda:
+            capture = self._through_chunks(kept, every).capture(self.engine, kept.arena, version, [*map(len, tensors)])
+        else:
+            runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in each] for each in tensors]
+            capture = self.engine.capture(kept.arena, version, runs, every)
+        kept.index = capture.index
+        return capture
+
+    def _through_chunks(self, kept: KeptArena, tensors: list[Tensor]) -> ChunkedCopy:
+        """Page-locked chunks for tensors on a GPU, made once as long as the tensors stay where they are."""
+        places = [tensor.data_ptr() for tensor in tensors]
+        if kept.chunks is None or kept.chunks[0] != places:
+            kept.chunks = places, ChunkedCopy(tensors, slots=SLOTS)
+        return kept.chunks[1]
 
     def stored(self) -> Iterator[StoredCopy]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""

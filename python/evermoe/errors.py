@@ -9,6 +9,14 @@ class CorruptCopy(EvermoeError):
     """Bytes of a copy do not match their digest, or a file is not what it claims to be."""
 
 
+class CaptureCancelled(EvermoeError):
+    """A capture was cancelled, or its engine shut down, before it was whole; its version will never be there."""
+
+
+class PersistFailed(EvermoeError):
+    """A snapshot did not get to the folder of persisted units. Training goes on; the next snapshot tries again."""
+
+
 class PeerLost(EvermoeError):
     """A member of the group died, hung past the limit or closed its socket; the session recovers from it."""
 

@@ -24,19 +24,32 @@ class Ledger:
     over all tokens of the run so far, per layer, averaged over layers.
     """
 
-    def __init__(self, state: TrainingState) -> None:
+    def __init__(self, state: TrainingState, experts_per_copy: int | None = None, plt_limit: float = 1.0) -> None:
         self._state = state
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
-        most = max(self._layers.values(), default=0)
         self._marks: dict[str, list[tuple[int, int]]] = {}
         """Per expert: step and total tokens of its latest copies."""
-        self.selection = TokenLedger(len(self._layers), most) if most else None
-        """Tokens at risk, for `planning.select_experts`."""
+        self.selection, self.local = self._new_ledger(experts_per_copy, plt_limit), self._new_ledger(None, 1.0)
+        """Tokens at risk since the last copy on another node or in the store, and on the expert's own node."""
         self._places = {
             expert_unit(path, expert): (row, expert)
             for row, (path, number) in enumerate(self._layers.items())
             for expert in range(number)
         }
+
+    def _new_ledger(self, experts_per_copy: int | None, plt_limit: float) -> TokenLedger | None:
+        most = max(self._layers.values(), default=0)
+        if not most:
+            return None
+        each = max(1, most // 4) if experts_per_copy is None else experts_per_copy
+        return TokenLedger(len(self._layers), most, experts_per_layer=each, plt_limit=plt_limit)
+
+    def counts(self) -> NDArray[np.int64]:
+        """[L, E] tokens of the step that runs, as the layers have counted them so far."""
+        counts_LE = np.zeros_like(self.total_LE)
+        for row, layer in zip(counts_LE, self._state.layers.values(), strict=True):
+            row[: layer.num_experts] = layer.load_E
+        return counts_LE
 
     @property
     def total_LE(self) -> NDArray[np.int64]:
@@ -61,28 +74,41 @@ class Ledger:
 
     def add(self) -> None:
         """Adds the tokens of the step that was taken now, as the layers have counted them."""
-        counts_LE = np.zeros_like(self.total_LE)
-        for row, layer in zip(counts_LE, self._state.layers.values(), strict=True):
-            row[: layer.num_experts] = layer.load_E
+        counts_LE = self.counts()
         total_LE, owed_LE = self.total_LE, self.owed_LE
         total_LE += counts_LE
         owed_LE[total_LE >= owed_LE] = 0
-        if self.selection is not None:
-            self.selection.add(counts_LE)
+        for ledger in (self.selection, self.local):
+            if ledger is not None:
+                ledger.add(counts_LE)
 
     def copied(self, units: Iterable[str], step: int) -> None:
         """There are copies of these units as they are now, after so many steps."""
-        chosen: list[list[int]] = [[] for _ in self._layers]
-        for unit in units:
-            if unit in self._places:
-                row, expert = self._places[unit]
-                chosen[row].append(expert)
-                marks = self._marks.setdefault(unit, [])
-                if not marks or marks[-1][0] < step:
-                    marks.append((step, int(self.total_LE[row, expert])))
-                    del marks[:-MOST_MARKS]
+        units = [unit for unit in units if unit in self._places]
+        self._mark(units, step)
         if self.selection is not None:
-            self.selection.copied(chosen)
+            self.selection.copied(self._by_layer(units))
+
+    def copied_here(self, units: Iterable[str], step: int) -> None:
+        """There are copies of these units in the memory of their own nodes."""
+        units = [unit for unit in units if unit in self._places]
+        self._mark(units, step)
+        if self.local is not None:
+            self.local.copied(self._by_layer(units))
+
+    def _by_layer(self, units: Iterable[str]) -> list[list[int]]:
+        chosen: list[list[int]] = [[] for _ in self._layers]
+        for row, expert in (self._places[unit] for unit in units):
+            chosen[row].append(expert)
+        return chosen
+
+    def _mark(self, units: Iterable[str], step: int) -> None:
+        for unit in units:
+            row, expert = self._places[unit]
+            marks = self._marks.setdefault(unit, [])
+            if not marks or marks[-1][0] < step:
+                marks.append((step, int(self.total_LE[row, expert])))
+                del marks[:-MOST_MARKS]
 
     def count_lost(self, stale: Mapping[str, int]) -> dict[str, int]:
         """Tokens that experts lose which go back to copies of these steps; at most, where a copy is not known here.
@@ -98,15 +124,14 @@ class Ledger:
 
     def lose(self, lost: Mapping[str, int]) -> None:
         """Experts went back to older copies and lost so many tokens: the same on all members."""
-        chosen: list[list[int]] = [[] for _ in self._layers]
         for unit, tokens in lost.items():
             row, expert = self._places[unit]
             self.lost_LE[row, expert] += tokens
             self.owed_LE[row, expert] = self.total_LE[row, expert] + tokens
             self._marks.pop(unit, None)
-            chosen[row].append(expert)
-        if self.selection is not None and lost:
-            self.selection.lose(chosen)
+        for ledger in (self.selection, self.local):
+            if ledger is not None and lost:
+                ledger.lose(self._by_layer(lost))
 
     def boosted(self) -> dict[str, list[float]]:
         """By layer and expert, the factor of its load when replicas are allotted."""
@@ -117,11 +142,11 @@ class Ledger:
 
     def to_bytes(self) -> bytes:
         """JSON of what is not part of the state, for members that join."""
-        selection = None if self.selection is None else self.selection.to_json()
-        return json.dumps({"marks": self._marks, "selection": selection}).encode()
+        ledgers = [None if ledger is None else ledger.to_json() for ledger in (self.selection, self.local)]
+        return json.dumps({"marks": self._marks, "ledgers": ledgers}).encode()
 
     def load_bytes(self, data: bytes) -> None:
         """Takes over what `to_bytes` of another member gave."""
         fields = json.loads(data)
         self._marks = {unit: [(step, total) for step, total in marks] for unit, marks in fields["marks"].items()}
-        self.selection = None if fields["selection"] is None else TokenLedger.from_json(fields["selection"])
+        self.selection, self.local = (text and TokenLedger.from_json(text) for text in fields["ledgers"])

@@ -25,12 +25,13 @@ from evermoe.config import SessionConfig
 from evermoe.copies import StoredCopy
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
+from evermoe.saving import SavedCopy
 from evermoe.units import TrainingState, expert_unit
 
 ROUND_BYTES = 256 << 20
 """Fetches are exchanged in rounds of at most about this many bytes in the whole group."""
 
-ACTIVE = "active"
+ACTIVE, PERSISTED = "active", "persisted"
 Holding = tuple[str, int, int, str]
 """(unit, version, digest, kind)."""
 Lagging = Literal["never", "if needed", "always"]
@@ -110,7 +111,7 @@ class Recovery:
     def __init__(
         self,
         state: TrainingState,
-        stored: Iterable[tuple[StoredCopy, str]],
+        stored: Iterable[tuple[StoredCopy | SavedCopy, str]],
         group: Group,
         config: SessionConfig,
         *,
@@ -129,7 +130,7 @@ class Recovery:
         self.checkpoints = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None
         self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
         self.outcome = Outcome()
-        self._stored: dict[tuple[str, int, int], StoredCopy] = {}
+        self._stored: dict[tuple[str, int, int], StoredCopy | SavedCopy] = {}
         self._packed: dict[str, Tensor] = {}
         self._refused: set[tuple[int, Holding]] = set()
 
@@ -173,7 +174,7 @@ class Recovery:
         """
         mine: list[tuple[str, int]] = []
         for unit, version, value, kind in self._survey().holdings:
-            if version == self.version:
+            if version == self.version and kind != PERSISTED:
                 stored = self._stored[unit, version, value].data.numpy() if kind != ACTIVE else None
                 mine.append((unit, value if stored is None else digest(stored)))
         everyone = [json.loads(part) for part in self.group.all_gather_bytes(json.dumps(mine).encode())]
@@ -193,7 +194,7 @@ class Recovery:
             holdings.append((name, self.version, digest(data.numpy()), ACTIVE))
         for stored, kind in self._copies:
             unit = self.state.by_name.get(stored.unit)
-            if unit is not None and unit.nbytes == len(stored.data):
+            if unit is not None and (kind == PERSISTED or unit.nbytes == len(stored.data)):
                 self._stored[stored.unit, stored.version, stored.digest] = stored
                 holdings.append((stored.unit, stored.version, stored.digest, kind))
         experts = {path: layer.experts for path, layer in self.state.layers.items()}

@@ -15,14 +15,16 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from evermoe import planning
 from evermoe.arrangement import Arrangement, Member, Subject, arrange
+from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
-from evermoe.copies import CopyStore, Round, StoredCopy, bundles
+from evermoe.copies import Bundle, CopyStore, Round, StoredCopy, bundles
 from evermoe.courier import Courier, Errand, Pacer, Sent
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
@@ -33,6 +35,7 @@ from evermoe.recovery import Lagging
 from evermoe.replay import Profile, calibrate
 from evermoe.replayed import Exchanged, ReplayedCopies
 from evermoe.report import Listener
+from evermoe.saving import SavedCopy, Saver, Saving
 from evermoe.units import TrainingState
 from evermoe.versions import step_of, version_of
 
@@ -63,7 +66,11 @@ class Safety:
         self.state, self.store, self.group, self.config, self._emit = state, store, group, config, emit
         self.preset = planning.PRESETS[config.preset]
         self.arrangement = Arrangement([], "not arranged yet")
-        self.ledger = Ledger(state)
+        self.ledger = Ledger(state, config.experts_per_copy, config.plt_limit)
+        self.chooser = Chooser(state, config, self.ledger)
+        self.saver = None
+        if config.preset == "pec" and config.checkpoint_dir is not None:
+            self.saver = Saver(Path(config.checkpoint_dir), state)
         self.pacer = Pacer()
         self.pacer.attach(group)
         self.couriers = {"gradients": Courier(group, None, "evermoe-gradients")}
@@ -75,16 +82,16 @@ class Safety:
         self._base = (0, 0)
         self._older: tuple[ReplayedCopies, tuple[int, int], int] | None = None
         """The replicas before the latest arrangement, until what that asks for is whole; their base and generation."""
-        self._generation = 0
+        self._generation, self._member = 0, ""
         self._is_protected = False
         """Whether all copies of the latest arrangement were whole once."""
         self._is_settled = False
         """Whether no snapshot is begun until `protect`, as the members change."""
-        self._round: Round | None = None
+        self._round: Round | Saving | None = None
         self._exchange: Errand[Exchanged] | None = None
         self._selected: set[str] | None = None
-        self._local: set[int] = set()
-        """Numbers of the bundles that only their primaries keep."""
+        self._local: dict[int, tuple[str, ...]] = {}
+        """Units of the bundles that only their primaries keep, by the bundle's number."""
         self._local_steps = 1
         self._newest_local = 0
         self._step_began = time.monotonic()
@@ -129,7 +136,7 @@ class Safety:
         self._replayed = ReplayedCopies(
             self.state, replayed, self.group.rank, self._profile, log_bytes=self.config.replay_log_bytes
         )
-        self._generation, self._asked = generation, set()
+        self._generation, self._member, self._asked = generation, member, set()
         self._local_steps = self.config.local_every or 1
         if self.group.rank == 0:
             logger.info("%s", self.arrangement.words)
@@ -139,7 +146,11 @@ class Safety:
         others = [kept for kept in self.arrangement.kept if kept.kind != "snapshot"]
         found = bundles([k.unit for k in snapshots], [[k.primary, *k.holders] for k in snapshots])
         local = bundles([k.unit for k in others], [[k.primary] for k in others])
-        self._local = set(range(len(found), len(found) + len(local)))
+        if self.config.preset == "moetion":  # each expert has a version of its own
+            local = [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
+        if self.saver is not None:
+            local = []
+        self._local = {len(found) + place: bundle.units for place, bundle in enumerate(local)}
         self.store.arrange([*found, *local], generation, member, self.group.rank)
 
     def _subjects(self) -> list[Subject]:
@@ -206,6 +217,8 @@ class Safety:
     def _protect_once(self, version: int, step: int) -> bool:
         replayed = self._replayed
         assert replayed is not None
+        if self.saver is not None:
+            return self._save_everything(version, self.saver)
         self._round = Round(self.store, version, self.couriers["snapshots"])
         courier = self.couriers["gradients"]
         states = courier.go(lambda: replayed.exchange(courier, step, only_states=True))
@@ -214,6 +227,20 @@ class Safety:
         assert states.result is not None
         self.sent_bytes = states.result.sent_bytes
         return bool(self._round.errand.result) and not states.result.needs_full_state
+
+    def _save_everything(self, version: int, saver: Saver) -> bool:
+        """Every unit once: from then on a few at a time are enough."""
+        saver.open(self._member, version)
+        self.group.all_reduce(_number(0))  # nobody writes a newer version while another still removes those
+        every = [unit.name for unit in self.state.units if unit.layer is not None]
+        holders = {subject.name: subject.active for subject in self._subjects()}
+        rank, ranks = self.group.rank, self.group.size
+        self._round = saver.save(version, every, holders, rank, ranks, self.couriers["snapshots"])
+        self.ledger.copied(every, step_of(version))
+        if self._round is not None:
+            self._round.errand.wait()
+            saver.flush()
+        return True
 
     # ---- a step
 
@@ -229,12 +256,10 @@ class Safety:
             Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
         """
         self._emit("send", {"step": step})
-        is_last = self.commits_late or self._is_local_due(step)
-        if is_last:
-            self.pacer.hurry()
+        self.pacer.hurry()
         with self.pacer.busy(COPIES):
             is_whole = self._exchange_gradients(step)
-            if self._round is not None and is_last:
+            if self._round is not None:
                 is_round_whole = self.couriers["snapshots"].wait(self._round.errand) and bool(self._round.errand.result)
                 is_whole = is_whole and (is_round_whole or not self.commits_late)
         self._emit("confirm", {"step": step})
@@ -245,7 +270,7 @@ class Safety:
         assert replayed is not None
         if not replayed.has_peers:
             return True
-        courier, selected = self.couriers["gradients"], self._selected
+        courier, selected = self.couriers["gradients"], self._select()
         self._exchange = courier.go(lambda: replayed.exchange(courier, step, selected))
         is_whole = self._exchange.wait()
         if self._exchange.result is not None:
@@ -264,18 +289,61 @@ class Safety:
         self._replayed.committed(clip)
         self.step_seconds = time.monotonic() - self._step_began
         self.ledger.add()
-        step = step_of(version)
-        is_due = self.commits_late
-        if not is_due and self._is_local_due(step):
-            is_due, self._newest_local = True, step
-        if is_due and self._round is not None:
-            self.couriers["snapshots"].wait(self._round.errand)
         self.pacer.begin_step()
-        if is_due and self.config.copies and not self._is_settled:
-            self._round = Round(self.store, version, self.couriers["snapshots"])
+        if self.config.copies and not self._is_settled:
+            self.ledger.copied(self._followed(), step_of(version))
+            self._round = self._next_round(version)
 
-    def _is_local_due(self, step: int) -> bool:
-        return bool(self._local) and step >= self._newest_local + self._local_steps
+    def _select(self) -> set[str] | None:
+        """Units whose replicas follow the step that runs; None for all."""
+        if self.config.preset != "moetion":
+            return None
+        kept = {each.unit for each in self.arrangement.kept if each.kind == "replayed"}
+        self._selected = self.chooser.for_peers(kept, self.ledger.counts())
+        return self._selected
+
+    def _followed(self) -> list[str]:
+        """Units of which there are copies on other nodes, or replicas in training, after the step that was taken."""
+        if self.saver is not None:
+            return []
+        return [
+            each.unit
+            for each in self.arrangement.kept
+            if each.kind != "replayed" or self._selected is None or each.unit in self._selected
+        ]
+
+    def _next_round(self, version: int) -> Round | Saving | None:
+        """Begins to copy the new version, as far as that is due. What was under way is over: `finish` has waited."""
+        step, courier = step_of(version), self.couriers["snapshots"]
+        if self.saver is not None:
+            return self._save(version, self.saver) if step % self.config.save_every == 0 else None
+        if self.commits_late:
+            return Round(self.store, version, courier)
+        due = set()
+        if step >= self._newest_local + self._local_steps:
+            due, self._newest_local = set(self._local), step
+        if self.config.preset == "moetion":
+            due = self._due_here(due)
+        if not due:
+            return None
+        self.ledger.copied_here((unit for number in due for unit in self._local[number]), step)
+        return Round(self.store, version, courier, due)
+
+    def _due_here(self, due: set[int]) -> set[int]:
+        """MoEtion: of the experts, those that its local budget chooses; the rest at its own pace."""
+        chosen = self.chooser.for_own_memory()
+        return {
+            number
+            for number, units in self._local.items()
+            if (units[0] in chosen if self.state.by_name[units[0]].layer is not None else number in due)
+        }
+
+    def _save(self, version: int, saver: Saver) -> Saving | None:
+        chosen = sorted(self.chooser.to_save())
+        self.ledger.copied(chosen, step_of(version))
+        holders = {subject.name: subject.active for subject in self._subjects()}
+        rank, ranks = self.group.rank, self.group.size
+        return saver.save(version, chosen, holders, rank, ranks, self.couriers["snapshots"])
 
     def sent(self) -> list[Sent]:
         """The latest messages of this member's copies, for traces."""
@@ -290,7 +358,7 @@ class Safety:
         """From the sums over all members: how often snapshots on the units' own nodes cost no more than the budget."""
         if self.config.local_every is None and step_seconds > 0:
             steps = math.ceil(capture_seconds / (self.config.copy_budget * step_seconds))
-            self._local_steps = min(max(steps, self.pacing.version_steps), MOST_LOCAL_STEPS)
+            self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
 
     def heal(self) -> None:
         """Some members have asked for full states, which come with the next step; collective."""
@@ -308,6 +376,7 @@ class Safety:
         self.pacer.hurry()
         self._is_settled, is_whole = True, True
         if self._round is not None:
+            self._round.wait_captured()
             is_whole = self.couriers["snapshots"].wait(self._round.errand) and bool(self._round.errand.result)
         if self._exchange is not None:
             is_whole = self._exchange.wait() and is_whole
@@ -331,10 +400,13 @@ class Safety:
         self.ledger.lose(known["lost"])
         return known["lost"]
 
-    def stored(self) -> Iterator[tuple[StoredCopy, str]]:
+    def stored(self) -> Iterator[tuple[StoredCopy | SavedCopy, str]]:
         """Every whole version of every unit that this member has a copy of, and the copy's kind."""
         for stored in self.store.stored():
             yield stored, "snapshot"
+        if self.saver is not None:
+            for saved in self.saver.saved():
+                yield saved, "persisted"
         for copies, base, generation in self._replicas():
             for unit, step, data, value in copies.stored():
                 version = base[1] if step == base[0] else version_of(generation, step)
@@ -356,4 +428,6 @@ class Safety:
             courier.close()
         for copies, _, _ in self._replicas():
             copies.close()
+        if self.saver is not None:
+            self.saver.close()
         self._replayed = self._older = None

@@ -369,8 +369,8 @@ class Session:
     def _vote(self, step: Step, is_safe: bool, asked: int) -> list[float]:
         """All have whole gradients once this returns.
 
-        Returns sums over all members: votes, the loss, the experts' part of the gradient's norm, units of which a replica
-        needs the state anew, seconds of a capture and of a step.
+        Returns sums over all members: votes, the loss, the experts' part of the gradient's norm, units of which a
+        replica needs the state anew, seconds of a capture and of a step.
         """
         assert step._loss is not None
         squares = 0.0 if self.config.max_grad_norm is None else self._expert_squares()
@@ -512,6 +512,8 @@ class Session:
             self.group.rank,
         )
         report.lost_tokens = self.safety.count_losses(outcome.stale, self.membership.established)
+        if outcome.stale:  # another state than that of the version: who still has that must not be taken for a peer
+            self._version = version_of(self.membership.generation, self.step)
         report.plt = self.safety.ledger.plt
         self.safety.arrange(self.membership.nodes, self.membership.generation, self.membership.id)
         self._emit("copy", {"step": self.step})

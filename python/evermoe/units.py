@@ -24,6 +24,8 @@ from evermoe.replay import Profile
 
 LOAD_HALF_LIFE = 7.0
 """Steps after which a step counts half in the average load of the experts."""
+SESSION = "session"
+"""The unit with the small state of the training loop."""
 FUSED_ROW = 8
 """Torch's fused optimizers on CPUs step rows alike whose size is a multiple of this."""
 PROGRESS_BYTES = 16384
@@ -102,7 +104,7 @@ class TrainingState:
         self.tokens = torch.zeros(3, len(self.layers), self._most_experts(), dtype=torch.int64)
         """[3, L, E] tokens of each expert: all, those lost, and the total at which it has got as many again."""
         own = {"progress": self.progress, "load": self.load, "tokens": self.tokens}
-        self._dense = {"session": own} | dense_tensors(model)
+        self._dense = {SESSION: own} | dense_tensors(model)
         self.units = self._list_units()
         self.by_name = {unit.name: unit for unit in self.units}
 
@@ -179,6 +181,10 @@ class TrainingState:
         for tensor in self._tensors(self.by_name[name]):
             out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
             start += tensor.nbytes
+
+    def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
+        """The tensors of held units now, whose bytes one after the other are the units'."""
+        return [[tensor.detach() for tensor in self._tensors(self.by_name[name])] for name in names]
 
     @torch.no_grad()
     def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:

@@ -28,7 +28,7 @@ pub(super) fn prefetch_line<T: Copy>(rest: &[T]) {
 ///
 /// After streaming, [`finish_stream`] comes before another thread may read.
 #[inline(always)]
-pub(super) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
+pub(crate) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
     assert_eq!(from.len(), to.len());
     #[cfg(target_arch = "x86_64")]
     if stream && size_of_val(to).is_multiple_of(LINE_BYTES) && to.as_ptr().addr().is_multiple_of(16) {
@@ -52,7 +52,7 @@ pub(super) fn copy<T: Copy>(from: &[T], to: &mut [T], stream: bool) {
 }
 
 /// Makes streamed stores visible before whatever follows.
-pub(super) fn finish_stream() {
+pub(crate) fn finish_stream() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of x86-64.
     unsafe {

@@ -31,7 +31,7 @@ mod exchange;
 mod float;
 mod float_mode;
 mod histogram;
-mod memory;
+pub(crate) mod memory;
 mod parallel;
 mod plan;
 mod rows;

@@ -214,7 +214,20 @@ impl ChunkCopier {
     /// A range beyond the chunks, or the driver's.
     pub unsafe fn save(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
-        unsafe { self.transfer(stream, chunks, Self::save_group) }
+        unsafe { self.transfer(Some(stream), chunks, Self::save_group) }
+    }
+
+    /// Starts to copy more chunks to the host, as the tensors were at the last [`ChunkCopier::save`], of no chunks for
+    /// example. What torch's stream has been given since is not waited for. Returns at once.
+    ///
+    /// # Safety
+    /// As of [`ChunkCopier::save`]; the tensors have not been written since.
+    ///
+    /// # Errors
+    /// As of [`ChunkCopier::save`].
+    pub unsafe fn save_more(&self, chunks: Range<usize>) -> Result<()> {
+        // SAFETY: by the caller's promise and that of `new`.
+        unsafe { self.transfer(None, chunks, Self::save_group) }
     }
 
     /// Starts to copy chunks from the host into the tensors, when `stream` has done what it has been given so far.
@@ -227,7 +240,7 @@ impl ChunkCopier {
     /// As of [`ChunkCopier::save`].
     pub unsafe fn restore(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
-        unsafe { self.transfer(stream, chunks, Self::restore_group) }
+        unsafe { self.transfer(Some(stream), chunks, Self::restore_group) }
     }
 
     /// What `stream` gets from now on waits until the tensors are no longer used by what was started. Returns at once.
@@ -293,7 +306,7 @@ impl ChunkCopier {
 
     unsafe fn transfer(
         &self,
-        stream: *mut c_void,
+        stream: Option<*mut c_void>,
         chunks: Range<usize>,
         group: unsafe fn(&Self, &Slot, Range<usize>) -> Result<()>,
     ) -> Result<()> {
@@ -301,8 +314,10 @@ impl ChunkCopier {
         let slot_chunks = self.workspace.slot_chunks;
         let mut next = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let _current = self.device.make_current()?;
-        // SAFETY: by the caller's promise.
-        unsafe { self.follow(stream)? };
+        if let Some(stream) = stream {
+            // SAFETY: by the caller's promise.
+            unsafe { self.follow(stream)? };
+        }
         let mut groups = || -> Result<()> {
             let mut first = chunks.start;
             while first < chunks.end {

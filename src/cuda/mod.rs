@@ -8,6 +8,7 @@ mod chunks;
 mod copier;
 mod device;
 mod exchange;
+mod fetch;
 mod histogram;
 mod launch;
 mod pinned;
@@ -19,6 +20,7 @@ mod optim;
 
 pub use device::Launcher;
 pub use exchange::{Regroup, SplitTokens};
+pub use fetch::Fetcher;
 pub use histogram::LayerIds;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
 pub use optim::{AdamW, GradientAt, Sgd};

@@ -7,6 +7,7 @@ use numpy::ndarray::ArrayView1;
 use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use std::ffi::c_void;
+use std::sync::Arc;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ChunkCopier>()
@@ -14,13 +15,13 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// See `cuda::ChunkCopier`. Streams are those of `torch.cuda.Stream.cuda_stream`.
 #[pyclass(frozen, module = "evermoe._native")]
-struct ChunkCopier {
-    copier: cuda::ChunkCopier,
+pub(super) struct ChunkCopier {
+    pub(super) copier: Arc<cuda::ChunkCopier>,
     /// The tensors, the workspace and the host memory: dropped after the copier has waited for its streams.
     _kept: Py<PyAny>,
 }
 
-fn stream(address: usize) -> *mut c_void {
+pub(super) fn stream(address: usize) -> *mut c_void {
     address as *mut c_void
 }
 
@@ -72,7 +73,7 @@ impl ChunkCopier {
                 host,
             )
         })?;
-        Ok(Self { copier, _kept: kept })
+        Ok(Self { copier: Arc::new(copier), _kept: kept })
     }
 
     fn chunks<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<u8>> {

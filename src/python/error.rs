@@ -14,14 +14,18 @@ impl From<Error> for PyErr {
                 Some(code) => PyOSError::new_err((code, message)),
                 None => PyOSError::new_err(message),
             },
-            Error::Corrupt(_) => Python::attach(|py| corrupt_copy(py, message).unwrap_or_else(|error| error)),
+            Error::Corrupt(_) => own("CorruptCopy", message),
+            Error::Cancelled(_) => own("CaptureCancelled", message),
             Error::Runtime(_) => PyRuntimeError::new_err(message),
         }
     }
 }
 
-/// `evermoe.errors.CorruptCopy`, imported when it is needed: the package itself imports this module.
-fn corrupt_copy(py: Python<'_>, message: String) -> PyResult<PyErr> {
-    let class = py.import("evermoe.errors")?.getattr("CorruptCopy")?;
-    Ok(PyErr::from_value(class.call1((message,))?))
+/// An exception of `evermoe.errors`, imported when it is needed: the package itself imports this module.
+fn own(name: &str, message: String) -> PyErr {
+    let make = |py: Python<'_>| {
+        let class = py.import("evermoe.errors")?.getattr(name)?;
+        Ok(PyErr::from_value(class.call1((message,))?))
+    };
+    Python::attach(|py| make(py).unwrap_or_else(|error: PyErr| error))
 }

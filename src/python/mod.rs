@@ -2,11 +2,13 @@
 
 #[cfg(feature = "cuda")]
 mod chunks;
+mod engine;
 mod error;
 mod ops;
 mod planning;
 mod replay;
 mod snapshot;
+mod triple;
 
 use pyo3::prelude::*;
 
@@ -14,8 +16,10 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     #[cfg(feature = "cuda")]
     chunks::register(module)?;
+    engine::register(module)?;
     ops::register(module)?;
     planning::register(module)?;
     replay::register(module)?;
-    snapshot::register(module)
+    snapshot::register(module)?;
+    triple::register(module)
 }

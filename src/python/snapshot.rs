@@ -6,6 +6,7 @@ use numpy::ndarray::ArrayView1;
 use numpy::{PyArray1, PyReadonlyArray1};
 use pyo3::prelude::*;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(digest, module)?)?;
@@ -14,18 +15,18 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// Two versions of a set of units in a file of shared memory that outlives the process.
 #[pyclass(frozen, module = "evermoe._native")]
-struct Arena(snapshot::Arena);
+pub(super) struct Arena(pub(super) Arc<snapshot::Arena>);
 
 #[pymethods]
 impl Arena {
     #[staticmethod]
     fn create(py: Python<'_>, path: PathBuf, meta: &str, units: Vec<(String, usize)>) -> PyResult<Self> {
-        Ok(Self(py.detach(|| snapshot::Arena::create(&path, meta, &units))?))
+        Ok(Self(Arc::new(py.detach(|| snapshot::Arena::create(&path, meta, &units))?)))
     }
 
     #[staticmethod]
     fn open(path: PathBuf) -> PyResult<Self> {
-        Ok(Self(snapshot::Arena::open(&path)?))
+        Ok(Self(Arc::new(snapshot::Arena::open(&path)?)))
     }
 
     #[getter]

@@ -5,6 +5,8 @@
 //! ```
 
 mod plan;
+mod retain;
 mod vote;
 
 pub use plan::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};
+pub use retain::retained;

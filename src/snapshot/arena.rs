@@ -81,13 +81,25 @@ impl Arena {
         self.check_begun(index)?;
         let digests: Vec<u64> =
             self.layout.units().iter().map(|unit| digest(self.unit(index, unit))).collect();
+        self.commit_with(index, &digests)?;
+        Ok(digests)
+    }
+
+    /// Publishes a buffer that was written here with digests that were made meanwhile, one for each unit.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] unless the buffer was begun and there are as many digests as units.
+    pub fn commit_with(&self, index: usize, digests: &[u64]) -> Result<()> {
+        self.check_begun(index)?;
+        let num_units = self.layout.units().len();
+        ensure!(digests.len() == num_units, "digests: expected {num_units}, got {}", digests.len());
         let table = self.buffer(index)?.cast::<u64>();
         for (position, digest) in digests.iter().enumerate() {
             // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for each unit.
             unsafe { table.add(position).write(digest.to_le()) };
         }
         self.state(index).publish();
-        Ok(digests)
+        Ok(())
     }
 
     /// Publishes a buffer that came whole from a peer, digest table included, if every unit matches its digest.

@@ -8,14 +8,17 @@
 //! ```
 //!
 //! A version is visible whole or not at all, also when the process is killed between any two instructions: a buffer
-//! is marked as being written before its first byte changes and as complete after its last one has.
+//! is marked as being written before its first byte changes and as complete after its last one has. A [`CopyEngine`]
+//! fills buffers by a thread of its own, beside training.
 
 mod arena;
+mod engine;
 mod layout;
 mod mapping;
 mod state;
 mod triple;
 
 pub use arena::{Arena, digest};
+pub use engine::{Capture, CaptureState, CopyEngine, Fetch, Run};
 pub use layout::{Layout, Unit};
 pub use triple::{Event, Slot, TripleBuffer};

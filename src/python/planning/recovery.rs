@@ -7,6 +7,7 @@ use std::collections::HashMap;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(recovery_plan, module)?)?;
+    module.add_function(wrap_pyfunction!(retained_versions, module)?)?;
     module.add_class::<RecoveryPlan>()
 }
 
@@ -126,4 +127,14 @@ fn recovery_plan(
         may_lag.iter().map(|name| find(name, &|| "may_lag: it".into())).collect::<PyResult<_>>()?;
     let plan = py.detach(|| recovery::plan_lagging(&bytes, &held, &needed, &lagging))?;
     Ok(RecoveryPlan { names, plan })
+}
+
+#[pyfunction]
+fn retained_versions(
+    py: Python<'_>,
+    versions: Vec<Vec<u64>>,
+    may_lag: Vec<usize>,
+    spare: usize,
+) -> PyResult<Vec<Vec<u64>>> {
+    Ok(py.detach(|| recovery::retained(&versions, &may_lag, spare))?)
 }
