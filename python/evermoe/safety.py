@@ -229,12 +229,10 @@ class Safety:
             Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
         """
         self._emit("send", {"step": step})
-        is_last = self.commits_late or self._is_local_due(step)
-        if is_last:
-            self.pacer.hurry()
+        self.pacer.hurry()
         with self.pacer.busy(COPIES):
             is_whole = self._exchange_gradients(step)
-            if self._round is not None and is_last:
+            if self._round is not None:
                 is_round_whole = self.couriers["snapshots"].wait(self._round.errand) and bool(self._round.errand.result)
                 is_whole = is_whole and (is_round_whole or not self.commits_late)
         self._emit("confirm", {"step": step})
@@ -266,16 +264,11 @@ class Safety:
         self.ledger.add()
         step = step_of(version)
         is_due = self.commits_late
-        if not is_due and self._is_local_due(step):
+        if not is_due and self._local and step >= self._newest_local + self._local_steps:
             is_due, self._newest_local = True, step
-        if is_due and self._round is not None:
-            self.couriers["snapshots"].wait(self._round.errand)
         self.pacer.begin_step()
         if is_due and self.config.copies and not self._is_settled:
             self._round = Round(self.store, version, self.couriers["snapshots"])
-
-    def _is_local_due(self, step: int) -> bool:
-        return bool(self._local) and step >= self._newest_local + self._local_steps
 
     def sent(self) -> list[Sent]:
         """The latest messages of this member's copies, for traces."""
@@ -290,7 +283,7 @@ class Safety:
         """From the sums over all members: how often snapshots on the units' own nodes cost no more than the budget."""
         if self.config.local_every is None and step_seconds > 0:
             steps = math.ceil(capture_seconds / (self.config.copy_budget * step_seconds))
-            self._local_steps = min(max(steps, self.pacing.version_steps), MOST_LOCAL_STEPS)
+            self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
 
     def heal(self) -> None:
         """Some members have asked for full states, which come with the next step; collective."""

@@ -369,8 +369,8 @@ class Session:
     def _vote(self, step: Step, is_safe: bool, asked: int) -> list[float]:
         """All have whole gradients once this returns.
 
-        Returns sums over all members: votes, the loss, the experts' part of the gradient's norm, units of which a replica
-        needs the state anew, seconds of a capture and of a step.
+        Returns sums over all members: votes, the loss, the experts' part of the gradient's norm, units of which a
+        replica needs the state anew, seconds of a capture and of a step.
         """
         assert step._loss is not None
         squares = 0.0 if self.config.max_grad_norm is None else self._expert_squares()
