@@ -44,7 +44,10 @@ def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
     seen = {}
     for layer, number in (("first", 6), ("second", 4)):
         units = [f"{layer}.experts.{e}" for e in range(number)]
-        every = sum(sum(tokens_of_steps(survivors, unit).get(v, 0) for v in tokens_of_steps(survivors, unit) if v % 2**40 <= 8) for unit in units)
+        every = sum(
+            sum(tokens_of_steps(survivors, unit).get(v, 0) for v in tokens_of_steps(survivors, unit) if v % 2**40 <= 8)
+            for unit in units
+        )
         seen[layer] = sum(report["lost_tokens"].get(unit, 0) for unit in units) / every
     assert report["plt"] == pytest.approx(sum(seen.values()) / 2)
     assert {each.events("done")[0]["step"] for each in survivors} == {14}

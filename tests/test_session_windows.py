@@ -1,4 +1,4 @@
-"""Snapshots travel in the windows that the session has found itself: real processes, and the traces of what they did."""
+"""Snapshots travel in windows that the session has found itself: real processes, and traces of what they did."""
 
 from __future__ import annotations
 

@@ -31,7 +31,8 @@ class SessionConfig:
     copy_buffer_bytes: int = 1 << 20
     """Bytes of a snapshot that travel at once, at most; two such messages are under way at a time."""
     profile_steps: int = 20
-    """Steps that are recorded to find the idle windows of the network, in which snapshots travel then; 0: as they come."""
+    """Steps that are recorded to find the network's idle windows, in which snapshots travel from then on; 0: none, they
+    travel whenever no collective runs."""
     profile_every: int = 1000
     """Steps between two such profiles. Another one follows each change of the members."""
     local_every: int | None = None

@@ -316,7 +316,10 @@ class Courier:
         return self.link.alpha + nbytes / self.link.beta
 
     def wait(self, errand: Errand[T]) -> bool:
-        """As `Errand.wait`, for the training thread; drops the group if nothing moves for as long as it waits for a peer."""
+        """As `Errand.wait`, for the training thread, which has hurried.
+
+        Drops the group if nothing moves for as long as a collective waits for a silent peer.
+        """
         while not self._group.broken:
             before = self.progress
             if errand.is_over_within(self._group.limit_seconds):

@@ -3,8 +3,8 @@
     rank 0   pacer records some steps ─ find_windows ─┐             ┌─ plans of rank 0 and of its senders ─ cuts, places
     rank 1   pacer records some steps ─ find_windows ─┴─ all gather ┴─ plans of rank 1 and of its senders ─ cuts, places
 
-Both ends of a message must cut a bundle alike, so they plan from the same gathered data, at a step that all know from its
-number. The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
+Both ends of a message must cut a bundle alike, so they plan from the same gathered data, at a step that all know from
+its number. The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
 """
 
 from __future__ import annotations
@@ -222,8 +222,6 @@ class Pacing:
         """Of the latest profile, also one of earlier members."""
         self.network_seconds: float | None = None
         """Idle seconds of this member's network in a step, of the same profile."""
-        self.version_steps = 1
-        """Steps that the slowest member needs for a version."""
         self.words = ""
         """What the plan of the slowest member achieves."""
         self.plans = 0
@@ -233,7 +231,7 @@ class Pacing:
 
     def restart(self, step: int) -> None:
         """Other members or another arrangement from this step on: what was planned is void."""
-        self._base, self._offers, self.windows, self.version_steps = step, [], None, 1
+        self._base, self._offers, self.windows = step, [], None
         self._store.cuts = None
         self._pacer.record(0)
         self._pacer.expect({})
@@ -281,7 +279,7 @@ class Pacing:
             find_windows(steps).to_json(),
             [start + offset for start in starts],
             "" if change is None else change.words,
-            tuple(link),
+            (link.alpha, link.beta),
             self._loads(),
         )
         everyone = [json.loads(text) for text in self._group.all_gather_bytes(json.dumps(asdict(mine)).encode())]
@@ -311,7 +309,6 @@ class Pacing:
         reason = plans[rank].reason
         mine = [reason.delay_seconds, reason.steps_per_version, f"{reason} (rank {rank})"]
         everyone = [json.loads(text) for text in self._group.all_gather_bytes(json.dumps(mine).encode())]
-        self.version_steps = max(steps for _, steps, _ in everyone)
         self.words = max(everyone)[2]
         self.plans += 1
 

@@ -86,7 +86,7 @@ class Safety:
         self._is_protected = False
         """Whether all copies of the latest arrangement were whole once."""
         self._is_settled = False
-        """Whether no snapshot is begun until `protect`, as the members change."""
+        """Whether nothing is sent until `protect`, as the members change."""
         self._round: Round | Saving | None = None
         self._exchange: Errand[Exchanged] | None = None
         self._selected: set[str] | None = None
@@ -290,7 +290,7 @@ class Safety:
         self.step_seconds = time.monotonic() - self._step_began
         self.ledger.add()
         self.pacer.begin_step()
-        if self.config.copies and not self._is_settled:
+        if self.config.copies:
             self.ledger.copied(self._followed(), step_of(version))
             self._round = self._next_round(version)
 
@@ -318,7 +318,7 @@ class Safety:
         if self.saver is not None:
             return self._save(version, self.saver) if step % self.config.save_every == 0 else None
         if self.commits_late:
-            return Round(self.store, version, courier)
+            return None if self._is_settled else Round(self.store, version, courier)
         due = set()
         if step >= self._newest_local + self._local_steps:
             due, self._newest_local = set(self._local), step

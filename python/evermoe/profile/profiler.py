@@ -58,7 +58,7 @@ class Profiler:
     `evermoe` and `torch.distributed` send, receive and reduce, with bytes and peers; copies between host and GPU. Times
     are those of the GPU's streams where the work is on a GPU, else of the host's monotonic clock. The model, its
     results and its gradients stay the same; what is wrapped while attached is put back by `detach`. One profiler at
-    a time per process. What the session's copies send is not recorded: it travels where training leaves the network idle.
+    a time per process. What the session's copies send is not recorded: it travels beside training, in the windows.
 
     Args:
         model: for the spans of its forward; not needed for stages of `torch.distributed.pipelining`.
