@@ -24,10 +24,10 @@ def ends(event):
     return event["ts"] + event["dur"]
 
 
-def run(start_job, preset, size=2, steps=30, work=((0, BUSY),), **session):
+def run(start_job, preset, size=2, steps=30, **options):
     """The workers of a job that has ended well, and the traces of their sessions."""
-    job = start_job(size, preset=preset, **PROFILE | session)
-    workers = job.start_all({}, "abc"[:size], steps=steps, work=[list(each) for each in work], trace=True)
+    job = start_job(size, preset=preset, **PROFILE)
+    workers = job.start_all({}, "abc"[:size], steps=steps, work=BUSY, trace=True, **options)
     assert [each.join() for each in workers] == [0] * size, workers[0].log()
     check_history(workers)
     return workers, [(Path(job.folder) / f"{each.name}.session.json").read_text() for each in workers]
@@ -65,16 +65,15 @@ def plans(worker):
     return [(event["step"], event["plans"], event["words"]) for event in worker.events("paced")]
 
 
-def test_steps_that_slow_down_are_planned_anew_by_all_at_once(start_job):
-    work = ((0, BUSY), (12, 8 * BUSY), (28, 0))
-    workers, traces = run(start_job, "gemini", steps=40, work=work)
+def test_steps_that_slow_down_and_speed_up_are_planned_anew_by_all_at_once(start_job):
+    workers, traces = run(start_job, "gemini", steps=44, forwards=[[12, 3], [28, 1]])
     a, b = [plans(worker) for worker in workers]
     assert a == b  # at the same steps, with the same words
     by_step = {step: number for step, number, _ in a}
     assert by_step[8] == 0
-    assert by_step[10] == 1
+    assert by_step[11] == 1
     assert by_step[27] > by_step[11]
-    assert by_step[39] > by_step[27]
+    assert by_step[43] > by_step[27]
     for trace in traces:
         check_in_windows(trace)
 
@@ -82,9 +81,9 @@ def test_steps_that_slow_down_are_planned_anew_by_all_at_once(start_job):
 def test_a_profile_follows_each_change_of_members(start_job):
     job = start_job(2, preset="baft", **PROFILE)
     job.open_gate(14)
-    workers = job.start_all({}, "ab", gated=True, steps=40, work=[[0, BUSY]])
+    workers = job.start_all({}, "ab", gated=True, steps=40, work=BUSY)
     workers[0].wait_for("gate", step=14)
-    joiner = job.start("c", steps=40, work=[[0, BUSY]])
+    joiner = job.start("c", steps=40, work=BUSY)
     joiner.wait_for("phase", phase="agree")
     job.open_gate(40)
     workers.append(joiner)

@@ -57,8 +57,10 @@ class Options:
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
-    work: list[list[int]] = field(default_factory=list)
-    """[step, n]: from this step on, n multiplications of matrices between forward and backward."""
+    work: int = 0
+    """Multiplications of matrices between forward and backward."""
+    forwards: list[list[int]] = field(default_factory=list)
+    """[step, n]: from this step on, n forward passes in each."""
     trace: bool = False
     """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
 
@@ -172,12 +174,15 @@ class Recorder:
             time.sleep(0.005)
 
 
-def compute(options: Options, step: int) -> None:
-    """Keeps this process busy, and its network idle."""
-    counts = [count for first, count in options.work if first <= step]
+def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int) -> None:
+    """Keeps this process busy and its network idle, then runs the forward passes whose loss is not used."""
     matrix = torch.full((256, 256), 1e-3)
-    for _ in range(counts[-1] if counts else 0):
+    for _ in range(options.work):
         matrix = matrix @ matrix
+    counts = [count for first, count in options.forwards if first <= step]
+    with torch.no_grad():
+        for _ in range((counts[-1] if counts else 1) - 1):
+            model(tokens)
 
 
 def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
@@ -219,7 +224,7 @@ def _train(options: Options, record: Recorder) -> None:
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
         with step:
             loss = model(data[step.indices])
-            compute(options, step.number)
+            compute(options, model, data[step.indices], step.number)
             record.fault("forward", step.number)
             step.backward(loss)
         pacing = session.safety.pacing
