@@ -95,3 +95,9 @@ def test_messages_of_one_size_tell_no_latency():
     assert link == pytest.approx(Link(1e-3, 1e9))
     link = measure_link([message(100 * number, 1, 10**6) for number in range(10)], LINK)
     assert link == pytest.approx(Link(0.5e-3, 2e9))  # no more than half of it
+
+
+@pytest.mark.parametrize("policy", ["gemini", "baft", "moetion", "auto"])
+def test_who_sends_nothing_has_an_empty_plan(policy):
+    plan = plan_of(1, offers(), policy, 4000)
+    assert (plan.chunks, plan.reason.fits, cuts_of(plan, [], policy)) == ([], True, [])

@@ -119,3 +119,13 @@ def test_the_users_profiler_sees_the_copies_beside_training(start_job):
         assert events(user, "forward")
         assert events(user, "window")
         assert len(events(user, "copy")) >= len(events(trace, "copy"))
+
+
+@pytest.mark.parametrize("preset", ["auto", "moetion"])
+def test_presets_that_send_gradients_profile_for_their_next_arrangement(start_job, preset):
+    workers, traces = run(start_job, preset, steps=14)
+    for worker, trace in zip(workers, traces, strict=True):
+        last = worker.events("paced")[-1]
+        assert last["plans"] == 1
+        assert last["seconds"] > 0
+        assert events(trace, "collective")

@@ -91,7 +91,7 @@ pub fn chrome_trace(
         }
         begin += step.seconds;
     }
-    let wrong = sent.iter().position(|each| !each.start.is_finite() || !(each.seconds >= 0.0));
+    let wrong = sent.iter().position(|each| !(each.start + each.seconds).is_finite() || each.seconds < 0.0);
     ensure!(wrong.is_none(), "sent: number {} has a time that is none", wrong.unwrap_or_default());
     let meanwhile = |each: &&Sent| each.start + each.seconds >= start && each.start <= begin;
     events.extend(sent.iter().filter(meanwhile).map(sent_event));
