@@ -203,14 +203,11 @@ class Pacing:
         store: whose bundles are cut.
         group: the members.
         config: of the session.
-        until_vote: whether each version must be whole before the vote that follows it.
     """
 
-    def __init__(
-        self, pacer: Pacer, courier: Courier, store: CopyStore, group: Group, config: SessionConfig, until_vote: bool
-    ) -> None:
+    def __init__(self, pacer: Pacer, courier: Courier, store: CopyStore, group: Group, config: SessionConfig) -> None:
         self._pacer, self._courier, self._store, self._group = pacer, courier, store, group
-        self._config, self._until_vote = config, until_vote
+        self._config, self._until_vote = config, False
         self._policy = PRESETS[config.preset].schedule if config.copies else None
         self._default = Link(ALPHA_SECONDS, BYTES_PER_SECOND)
         self._base = 0
@@ -229,8 +226,12 @@ class Pacing:
         store.chunk_bytes = config.copy_buffer_bytes
         courier.link = self._default
 
-    def restart(self, step: int) -> None:
-        """Other members or another arrangement from this step on: what was planned is void."""
+    def restart(self, step: int, until_vote: bool) -> None:
+        """Other members or another arrangement from this step on: what was planned is void.
+
+        `until_vote`: each version must be whole before the vote that follows it.
+        """
+        self._until_vote = until_vote
         self._base, self._offers, self.windows = step, [], None
         self._store.cuts = None
         self._pacer.record(0)

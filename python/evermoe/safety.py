@@ -75,7 +75,7 @@ class Safety:
         self.pacer.attach(group)
         self.couriers = {"gradients": Courier(group, None, "evermoe-gradients")}
         self.couriers["snapshots"] = Courier(group, self.pacer, "evermoe-snapshots")
-        self.pacing = Pacing(self.pacer, self.couriers["snapshots"], store, group, config, self.commits_late)
+        self.pacing = Pacing(self.pacer, self.couriers["snapshots"], store, group, config)
         self._profile: Profile | None = None
         self._is_calibrated = False
         self._replayed: ReplayedCopies | None = None
@@ -206,7 +206,7 @@ class Safety:
         else:
             raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
         self._is_settled = False
-        self.pacing.restart(step)
+        self.pacing.restart(step, self.commits_late)
         self.pacer.begin_step()
         self._newest_local = step
         self._is_protected = True
