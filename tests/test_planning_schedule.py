@@ -11,6 +11,7 @@ from evermoe.planning.schedule import (
     Memory,
     Piece,
     Receiver,
+    SentChunk,
     Span,
     Step,
     Windows,
@@ -166,6 +167,21 @@ def test_the_trace_shows_chunks_inside_windows():
     assert events(trace, "collective")[0]["args"] == {"bytes": 4096, "peers": [1, 2]}
 
 
+def test_the_trace_shows_what_was_sent_meanwhile():
+    early, inside = SentChunk(1.0, 0.5, 64, 1), SentChunk(2.5, 0.25, 32, 1, 4)
+    long, late = SentChunk(3.0, 9.0, 16, 2), SentChunk(23.0, 1.0, 8, 1)
+    trace = chrome_trace([step(3.0)] * 2, windows(), sent=[early, inside, long, late], rank=7, start=2.0)
+    found = events(trace, "copy")
+    assert [(each["pid"], each["name"], each["ts"], each["dur"]) for each in found] == [
+        (7, "copy to 1", 2.5e6, 0.25e6),
+        (7, "copy to 2", 3e6, 9e6),
+    ]
+    assert found[0]["args"] == {"bytes": 32, "destination": 1, "window": 4}
+    assert found[1]["args"]["window"] is None
+    windows_shown = [each["args"]["number"] for each in events(trace, "window")]
+    assert set(windows_shown) == set(range(len(windows().windows)))
+
+
 def test_spans_that_overlap_without_nesting_go_to_a_second_track():
     spans = [Span(name, "send", "network", start, 2.0) for name, start in (("a", 0.0), ("b", 1.0), ("c", 3.0))]
     spans.append(Span("in c", "send", "network", 3.5, 1.0))
@@ -236,6 +252,7 @@ SPAN = Span("a", "send", "network", 0.0, 1.0)
         (lambda: plan(receivers=[Receiver(1, windows(), float("inf"))]), r"receivers: clock_offset of rank 1"),
         (lambda: chrome_trace([step()], None, plan()), r"plan: a chunk is in a window that is not one of the 0"),
         (lambda: chrome_trace([step()], start=float("nan")), r"start: expected finite seconds"),
+        (lambda: chrome_trace([step()], sent=[SentChunk(0.0, -1.0, 1, 1)]), r"sent: number 0 has a time that is none"),
         (lambda: merge_traces(["{}"]), r"traces: number 0 is no trace of a rank: traceEvents is missing"),
         (lambda: merge_traces(["x"]), r"traces: number 0 is no trace of a rank: expected value"),
         (lambda: merge_traces([chrome_trace([step()])] * 2), r"traces: numbers 0 and 1 are both of rank 0"),

@@ -17,7 +17,7 @@ import evermoe
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy
 from evermoe.parallel import reduce_dense
-from evermoe.planning.schedule import Receiver, Span, Step, chrome_trace
+from evermoe.planning.schedule import Receiver, SentChunk, Span, Step, chrome_trace, find_windows
 from evermoe.profile import GatheredProfile, Profiler, Recorded, clock_offset, meet
 from evermoe.profile.clocks import Clock
 from evermoe.profile.files import merge_files
@@ -636,6 +636,18 @@ def test_trace_files(tmp_path):
     done = command("trace", "0.json", "--out", "nowhere/x.json", folder=tmp_path)
     assert done.returncode == 2
     assert "nowhere/x.json: cannot be written" in done.stderr
+    done = command("trace", "0.json", "--plot", "out.png", folder=tmp_path)
+    assert done.returncode == 2
+    assert "the trace has no events to draw" in done.stderr
+    spans = [Span("forward", "forward", "compute", 0.1, 0.5), Span("sum", "collective", "network", 0.6, 0.2, 8, [1])]
+    sent = [SentChunk(0.2, 0.1, 64, 1, 0), SentChunk(0.3, 0.1, 64, 1)]
+    paths[0].write_text(chrome_trace([Step(1.0, spans)] * 2, find_windows([Step(1.0, spans)]), sent=sent))
+    for name, begin in (("out.png", b"\x89PNG"), ("out.svg", b"<?xml")):
+        assert command("trace", "0.json", "--plot", name, folder=tmp_path).returncode == 0
+        assert (tmp_path / name).read_bytes().startswith(begin)
+    done = command("trace", "0.json", "--plot", "nowhere/x.png", folder=tmp_path)
+    assert done.returncode == 2
+    assert "nowhere/x.png: cannot be written" in done.stderr
 
 
 @pytest.mark.gpu

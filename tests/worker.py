@@ -21,6 +21,7 @@ from torch import nn
 
 import evermoe
 from evermoe._native import digest
+from evermoe.profile import Profiler
 
 VOCABULARY = 32
 WIDTH = 16
@@ -56,6 +57,12 @@ class Options:
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
+    work: int = 0
+    """Multiplications of matrices between forward and backward."""
+    forwards: list[list[int]] = field(default_factory=list)
+    """[step, n]: from this step on, n forward passes in each."""
+    trace: bool = False
+    """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
 
     @property
     def events(self) -> Path:
@@ -167,6 +174,24 @@ class Recorder:
             time.sleep(0.005)
 
 
+def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int) -> None:
+    """Keeps this process busy and its network idle, then runs the forward passes whose loss is not used."""
+    matrix = torch.full((256, 256), 1e-3)
+    for _ in range(options.work):
+        matrix = matrix @ matrix
+    counts = [count for first, count in options.forwards if first <= step]
+    with torch.no_grad():
+        for _ in range((counts[-1] if counts else 1) - 1):
+            model(tokens)
+
+
+def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
+    pacing, path = session.safety.pacing, Path(options.folder) / options.name
+    path.with_suffix(".session.json").write_text(pacing.trace())
+    profiler.rank = session.group.rank
+    profiler.write_trace(path.with_suffix(".user.json"), windows=pacing.windows, sent=session.safety.sent())
+
+
 def train(options: Options) -> None:
     record = Recorder(options)
     record.write("started", parent=os.getppid())
@@ -190,14 +215,23 @@ def _train(options: Options, record: Recorder) -> None:
         lighthouse=options.lighthouse,
         **options.session,
     )
-    for step in session.steps(options.steps):
+    profiler = Profiler(model, keep=options.steps)
+    if options.trace:
+        profiler.attach()
+    for step in profiler.steps(session.steps(options.steps)):
         record.wait_at_gate(step.number)
         generation, indices = session.membership.generation, step.indices.tolist() if step.weight else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
         with step:
             loss = model(data[step.indices])
+            compute(options, model, data[step.indices], step.number)
             record.fault("forward", step.number)
             step.backward(loss)
+        pacing = session.safety.pacing
+        record.write("paced", step=step.number, plans=pacing.plans, words=pacing.words, seconds=pacing.step_seconds)
+    profiler.detach()
+    if options.trace:
+        write_traces(options, session, profiler)
     record.write("done", step=session.step, **record._state())
 
 

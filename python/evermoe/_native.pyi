@@ -105,7 +105,12 @@ def plan_chunks(
 def snapshot_places(free_bytes: int, nbytes: list[int], reserve: int) -> list[str]: ...
 def unit_shares(nbytes: list[int], ranks: int, share: str) -> list[int]: ...
 def chrome_trace(
-    steps: Sequence[_Step], windows: Windows | None, plan: ChunkPlan | None, rank: int, start: float
+    steps: Sequence[_Step],
+    windows: Windows | None,
+    plan: ChunkPlan | None,
+    sent: list[tuple[float, float, int, int, int | None]],
+    rank: int,
+    start: float,
 ) -> str: ...
 def merge_traces(traces: list[str]) -> str: ...
 

@@ -196,8 +196,10 @@ def _auto(
     if copies < 2 or len(set(domains)) < 2:
         kept = [Kept(subject.name, "active", rank) for subject, rank in zip(subjects, primaries, strict=True)]
         return Arrangement(kept, "auto: one node alone keeps no copies", covered=False)
-    steps = [member.step_seconds for member in members if member.step_seconds is not None]
-    step_seconds = max(steps) if len(steps) == len(members) else 1e6
+    steps = [member.step_seconds for member in members if member.trains]
+    step_seconds = max((seconds for seconds in steps if seconds is not None), default=1e6)
+    if None in steps:
+        step_seconds = 1e6
     nodes = [
         planning.CopyNode(
             failure,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="merge the traces of several ranks into one, for ui.perfetto.dev")
     trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
+    trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
     if command == "demo":
         from evermoe.demo.drive import add_arguments
@@ -107,6 +109,10 @@ def _trace(options: argparse.Namespace) -> int:
 
     ranks = merge_files(options.files, options.out)
     print(f"{options.out}: ranks {', '.join(map(str, ranks))}; open it in https://ui.perfetto.dev")
+    if options.plot:
+        from evermoe.plots import plot_trace
+
+        plot_trace(json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.plot))
     return 0
 
 

@@ -33,6 +33,13 @@ class SessionConfig:
     """Nodes that hold each unit's state after every step, those that train on it included; 0 for no copies."""
     copy_budget: float = 0.01
     """Share of a step that copies may take where they do not fit into idle time."""
+    copy_buffer_bytes: int = 1 << 20
+    """Bytes of a snapshot that travel at once, at most; two such messages are under way at a time."""
+    profile_steps: int = 20
+    """Steps that are recorded to find the network's idle windows, in which snapshots travel from then on; 0: none, they
+    travel whenever no collective runs."""
+    profile_every: int = 1000
+    """Steps between two such profiles. Another one follows each change of the members."""
     local_every: int | None = None
     """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: as few
     as the budget allows. `gemini` and `baft` make them at every step."""
@@ -88,6 +95,9 @@ class SessionConfig:
             ("replay_log_bytes", 1),
             ("experts_per_copy", 1),
             ("remote_bytes_per_step", 0),
+            ("copy_buffer_bytes", 1),
+            ("profile_steps", 0),
+            ("profile_every", 1),
             ("local_bytes_per_step", 0),
             ("save_every", 1),
         ):
@@ -115,6 +125,11 @@ class SessionConfig:
             raise ValueError(f"Session: expected preset to be one of {', '.join(PRESET_NAMES)}, got {self.preset!r}")
         if self.preset == "pec" and self.checkpoint_dir is None:
             raise ValueError("Session: the preset pec saves to checkpoint_dir, a folder that all members share")
+        if self.profile_every < self.profile_steps + 2:
+            raise ValueError(
+                f"Session: expected profile_every >= profile_steps + 2 = {self.profile_steps + 2}, "
+                f"got {self.profile_every}"
+            )
         for name in ("copy_budget", "plt_limit"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"Session: expected 0 < {name} <= 1, got {getattr(self, name)}")
@@ -131,7 +146,7 @@ class SessionConfig:
             "checkpoint_every",
             "join_every",
         )
-        last = ("rebalance_every", "max_grad_norm")
+        last = ("rebalance_every", "max_grad_norm", "copy_buffer_bytes", "profile_steps", "profile_every")
         return ", ".join(f"{name}={getattr(self, name)}" for name in (*names, *more, *last))
 
     @property

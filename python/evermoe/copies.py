@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +55,34 @@ def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bund
     return [Bundle(ranks, tuple(names)) for (ranks, _), names in grouped.items()]
 
 
+class Cut(NamedTuple):
+    """A part of a bundle's bytes that travels as one message."""
+
+    bundle: int
+    """Number of the bundle."""
+    peer: int
+    """The rank at the other end."""
+    place: int
+    """Which of the messages of this bundle from its primary to one holder; both ends count alike."""
+    offset: int
+    nbytes: int
+    window: int | None = None
+    """Of the sender's step: see `Parcel.window`."""
+
+    @property
+    def tag(self) -> int:
+        """Of the message."""
+        return FIRST_TAG + self.bundle * _TAGS_EACH + self.place % _TAGS_EACH
+
+
+class Cuts(NamedTuple):
+    """How what this rank sends and receives is cut, from the same plans on all ranks."""
+
+    sends: Sequence[Cut]
+    """In this order."""
+    receives: Sequence[Cut]
+
+
 @dataclass(frozen=True)
 class StoredCopy:
     """A whole version of one unit in an arena of this node."""
@@ -91,6 +120,10 @@ class Round:
         self._store, self._courier = store, courier
         self._own = [kept for kept in store.own if due is None or kept.number in due]
         self._peers = [kept for kept in store.peers if due is None or kept.number in due]
+        cuts = store.cuts or store.even_cuts()
+        self._sends, self._receives = (
+            [cut for cut in all_cuts if due is None or cut.bundle in due] for all_cuts in cuts
+        )
         self._read = threading.Event()
         """What the engine cannot capture was read by the courier."""
         self._captures = [store.capture(kept, version) for kept in self._own]
@@ -121,14 +154,15 @@ class Round:
         finally:
             self._read_seconds = time.monotonic() - started
             self._read.set()
-        arriving = [self._courier.receive(parcel) for kept in self._peers for parcel in self._incoming(kept)]
-        pairs = zip(self._own, self._captures, strict=True)
-        self._courier.send(parcel for kept, capture in pairs for parcel in self._outgoing(kept, capture))
+        for kept in self._peers:
+            kept.index = kept.arena.begin(self.version)
+        arriving = [self._courier.receive(parcel) for parcel in self._parcels(self._receives, self._peers)]
+        self._courier.send(self._captured())
         for capture in self._captures:
             if capture is not None:
                 capture.wait()
         for transfer in arriving:
-            transfer.wait()
+            self._courier.arrived(transfer)
         return all([self._is_whole(kept) for kept in self._peers])
 
     def _read_units(self, kept: KeptArena) -> None:
@@ -136,34 +170,32 @@ class Round:
         data = torch.from_numpy(kept.arena.buffer(kept.index))
         for name, offset, nbytes in kept.arena.units():
             self._store.state.read(name, data[offset : offset + nbytes])
+            self._courier.progress += 1
         kept.arena.commit(kept.index)
 
-    def _incoming(self, kept: KeptArena) -> Iterator[Parcel]:
-        kept.index = kept.arena.begin(self.version)
-        return self._parcels(kept, kept.bundle.holders[0])
-
-    def _outgoing(self, kept: KeptArena, capture: Capture | None) -> Iterator[Parcel]:
-        """Each chunk as soon as it is captured; the first one, with the digests, when all are."""
-        for holder in kept.bundle.holders[1:]:
-            chunks = list(self._parcels(kept, holder))
-            for place in [*range(1, len(chunks)), 0]:
-                if capture is not None:
-                    end = min((place + 1) * self._store.chunk_bytes, kept.arena.payload_bytes)
-                    capture.wait(end if place else None)
-                yield chunks[place]
-
-    def _parcels(self, kept: KeptArena, peer: int) -> Iterator[Parcel]:
-        data = torch.from_numpy(kept.arena.buffer(kept.index))
-        for place, start in enumerate(range(0, len(data), self._store.chunk_bytes)):
-            tag = FIRST_TAG + kept.number * _TAGS_EACH + place % _TAGS_EACH
-            yield Parcel(data[start : start + self._store.chunk_bytes], peer, tag)
+    def _captured(self) -> Iterator[Parcel]:
+        """What is sent, each part as soon as it is captured; the one with the digests when all of its bundle is."""
+        captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
+        for cut, parcel in zip(self._sends, self._parcels(self._sends, self._own), strict=True):
+            capture = captures[cut.bundle]
+            if capture is not None:
+                capture.wait(cut.offset + cut.nbytes if cut.offset else None)
+            yield parcel
 
     @staticmethod
-    def _is_whole(kept: KeptArena) -> bool:
+    def _parcels(cuts: Sequence[Cut], arenas: Sequence[KeptArena]) -> Iterator[Parcel]:
+        buffers = {kept.number: torch.from_numpy(kept.arena.buffer(kept.index)) for kept in arenas}
+        for cut in cuts:
+            data = buffers[cut.bundle][cut.offset : cut.offset + cut.nbytes]
+            yield Parcel(data, cut.peer, cut.tag, cut.window)
+
+    def _is_whole(self, kept: KeptArena) -> bool:
         try:
             kept.arena.commit_received(kept.index)
         except CorruptCopy:
             return False
+        finally:
+            self._courier.progress += 1
         return True
 
 
@@ -183,13 +215,26 @@ class CopyStore:
     directory: Path
     state: TrainingState
     chunk_bytes: int = 1 << 20
-    """Size of a message."""
+    """Size of a message at most."""
     engine: CopyEngine = field(default_factory=_open_engine)
     """Captures state in arenas, in a thread of its own."""
     own: list[KeptArena] = field(default_factory=list)
     """Arenas that this rank fills from its state."""
     peers: list[KeptArena] = field(default_factory=list)
     """Arenas that other ranks fill."""
+    cuts: Cuts | None = None
+    """How the bundles are cut, as planned; None to cut them evenly."""
+
+    def even_cuts(self) -> Cuts:
+        """Messages of `chunk_bytes`, one bundle after the other, to any window."""
+        sends = [cut for kept in self.own for peer in kept.bundle.holders[1:] for cut in self._even(kept, peer)]
+        return Cuts(sends, [cut for kept in self.peers for cut in self._even(kept, kept.bundle.holders[0])])
+
+    def _even(self, kept: KeptArena, peer: int) -> Iterator[Cut]:
+        total = kept.arena.payload_bytes
+        starts = range(0, total, self.chunk_bytes)
+        for place, start in enumerate([*starts[1:], 0]):  # the digests last: they are known when all is captured
+            yield Cut(kept.number, peer, place, start, min(self.chunk_bytes, total - start))
 
     def newest_generation(self) -> int:
         """Of the arenas found in the directory; 0 when there is none."""
@@ -226,7 +271,7 @@ class CopyStore:
         Raises:
             OSError: the shared memory is too small; the message says how many bytes are needed and free.
         """
-        self.own, self.peers = [], []
+        self.own, self.peers, self.cuts = [], [], None
         for number, bundle in enumerate(arrangement):
             if rank not in bundle.holders:
                 continue

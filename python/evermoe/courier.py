@@ -10,19 +10,24 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from evermoe.elastic import Group, Transfer
 from evermoe.errors import PeerLost
+from evermoe.planning.schedule import Link
 
 T = TypeVar("T")
 IN_FLIGHT = 2
 """Messages that are under way at a time: while one travels, the next is made ready."""
 KEPT_TRANSFERS = 4096
 """Latest transfers that are remembered for traces."""
+UNLIMITED = timedelta(days=7)
+"""What is received may come much later: its sender waits for windows. `Courier.wait` notices silent peers."""
 
 
 class Parcel(NamedTuple):
@@ -38,7 +43,7 @@ class Parcel(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message that was sent. Times are of `time.monotonic_ns`."""
+    """A message that was sent. Times are of `time.perf_counter_ns`."""
 
     start: int
     end: int
@@ -48,22 +53,47 @@ class Sent(NamedTuple):
     """In which window it was begun; None outside of all, as the training thread waited for it."""
 
 
+class TimedStep(NamedTuple):
+    """A step as the pacer saw it. Times are of `time.perf_counter_ns`."""
+
+    start: int
+    end: int
+    busy: list[tuple[str, int, int]]
+    """Name, start and end of what the training thread kept the network busy with, one after the other."""
+
+
+class Opening(NamedTuple):
+    """When a message may begin."""
+
+    window: int | None
+    """Number of the window that is open; None if the training thread is in a hurry."""
+    at: int
+    """Now: no collective had begun yet."""
+
+
 class Pacer:
     """Knows when the network is idle, from what the training thread's group tells of its collectives.
 
     Windows open when a collective ends and close when the next one begins, early or late as the step may be. After
     `expect` it also knows their numbers and how long they last, and lets nobody begin what would not end in time.
+
+    A step lasts from one `begin_step` to the next: from when a version of the state is there to the next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._now = now
         self._change = threading.Condition()
         self._is_busy = False
+        self._busy_since = 0
         self._is_hurried = False
         self._seen: dict[str, int] = {}
         self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
         self._window: int | None = None
         self._reached = -1
-        self._closes = float("inf")
+        self._closes = 0.0
+        self._wanted = 0
+        self._recorded: list[TimedStep] = []
+        self._step: tuple[int, list[tuple[str, int, int]]] | None = None
 
     def attach(self, group: Group) -> None:
         """Follows the collectives of a group."""
@@ -73,13 +103,27 @@ class Pacer:
         """Which windows a step has: (collective, how often it has ended in the step) → (number, seconds)."""
         with self._change:
             self._places = dict(places)
+            self._window = None
+            self._change.notify_all()
+
+    # ---- the training thread
 
     def begin_step(self) -> None:
         """A step begins, and with it the window that follows no collective, if there is one."""
         with self._change:
+            now = self._now()
+            self._record_step(now)
             self._seen, self._reached, self._is_hurried = {}, -1, False
-            self._open((None, 0))
+            self._open((None, 0), now)
             self._change.notify_all()
+
+    def begin_forward(self) -> None:
+        """Collectives since the step's beginning, of an evaluation for example, are none of an ordinary step's."""
+        with self._change:
+            if self._seen:
+                self._seen, self._reached = {}, -1
+                self._open((None, 0), self._now())
+                self._change.notify_all()
 
     def hurry(self) -> None:
         """The training thread waits: everything may be sent until the next step begins."""
@@ -87,32 +131,68 @@ class Pacer:
             self._is_hurried = True
             self._change.notify_all()
 
+    @contextmanager
+    def busy(self, name: str) -> Iterator[None]:
+        """The training thread keeps the network busy, or waits for it; like a collective of this name."""
+        self._begins(name)
+        try:
+            yield
+        finally:
+            self._ends(name)
+
     def _begins(self, name: str) -> None:
         with self._change:
-            self._is_busy = True
+            self._is_busy, self._busy_since = True, self._now()
 
     def _ends(self, name: str) -> None:
         with self._change:
+            now = self._now()
             self._is_busy = False
             occurrence = self._seen.get(name, 0)
             self._seen[name] = occurrence + 1
-            self._open((name, occurrence))
+            if self._step is not None:
+                self._step[1].append((name, self._busy_since, now))
+            self._open((name, occurrence), now)
             self._change.notify_all()
 
-    def _open(self, place: tuple[str | None, int]) -> None:
+    def _open(self, place: tuple[str | None, int], now: int) -> None:
         self._window, seconds = self._places.get(place, (None, 0.0))
         if self._window is not None:
             self._reached = max(self._reached, self._window)
-            self._closes = time.monotonic() + seconds
+            self._closes = now + seconds * 1e9
 
-    def wait(self, window: int | None, seconds: float) -> int | None:
-        """Until a message of so many seconds may begin; returns the number of the window that is open.
+    # ---- profiles
+
+    def record(self, steps: int) -> None:
+        """Records so many steps, from the next one on; 0 to stop. What was recorded before is forgotten."""
+        with self._change:
+            self._wanted, self._recorded, self._step = steps, [], None
+
+    def recorded(self) -> list[TimedStep]:
+        """The steps recorded so far that are over."""
+        with self._change:
+            return list(self._recorded)
+
+    def _record_step(self, now: int) -> None:
+        if self._step is not None:
+            self._recorded.append(TimedStep(self._step[0], now, self._step[1]))
+        self._step = (now, []) if len(self._recorded) < self._wanted else None
+
+    # ---- the couriers' threads
+
+    def wait(self, window: int | None, seconds: float) -> Opening:
+        """Until a message of so many seconds may begin.
 
         `window`: the one that it was planned for; it may also go later.
         """
         with self._change:
             self._change.wait_for(lambda: self._may_begin(window, seconds))
-            return None if self._is_hurried else self._window
+            return Opening(None if self._is_hurried else self._window, self._now())
+
+    def may_begin(self, window: int | None, seconds: float) -> bool:
+        """Whether `wait` would return at once."""
+        with self._change:
+            return self._may_begin(window, seconds)
 
     def _may_begin(self, window: int | None, seconds: float) -> bool:
         if self._is_hurried:
@@ -121,7 +201,7 @@ class Pacer:
             return False
         if not self._places:
             return True
-        in_time = self._window is not None and time.monotonic() + seconds <= self._closes
+        in_time = self._window is not None and self._now() + seconds * 1e9 <= self._closes
         return in_time and (window is None or self._reached >= window)
 
 
@@ -153,6 +233,10 @@ class Errand(Generic[T]):
         """Without waiting."""
         return self._over.is_set()
 
+    def is_over_within(self, seconds: float) -> bool:
+        """Whether it is over by then."""
+        return self._over.wait(seconds)
+
     def wait(self) -> bool:
         """Until it is over; whether it was done.
 
@@ -172,13 +256,15 @@ class Courier:
         group: of all members, for this and other threads alone.
         pacer: None for one that never waits for a window.
         name: of the thread.
-        link: seconds of any message, and bytes a second: how long a message takes.
+        link: how long a message takes.
     """
 
-    def __init__(self, group: Group, pacer: Pacer | None, name: str, link: tuple[float, float] = (0.0, 1e9)) -> None:
+    def __init__(self, group: Group, pacer: Pacer | None, name: str, link: Link = Link(0.0, 1e9)) -> None:  # noqa: B008
         self._group, self._pacer, self.link = group, pacer, link
         self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
         """The latest messages."""
+        self.progress = 0
+        """Grows with everything that is done for errands: as long as it does, nobody is silent."""
         self._errands: queue.SimpleQueue[Errand[object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -197,35 +283,73 @@ class Courier:
         """
         return self._group.receive(parcel.data, parcel.peer, parcel.tag)
 
+    def arrived(self, transfer: Transfer) -> None:
+        """Waits for what was begun to receive, however long its sender waits for a window; for errands.
+
+        Raises:
+            PeerLost: the other member is gone, or the group was dropped.
+        """
+        transfer.wait(UNLIMITED)
+        self.progress += 1
+
     def send(self, parcels: Iterable[Parcel]) -> int:
         """Sends messages, each when its window is open; for errands. Returns the bytes once all are sent.
 
         Raises:
             PeerLost: a peer is gone, or the group was dropped.
         """
-        under_way: deque[tuple[Transfer, Parcel, int, int | None]] = deque()
+        under_way: deque[tuple[Transfer, Parcel, Opening]] = deque()
         total = 0
         for parcel in parcels:
             if len(under_way) == IN_FLIGHT:
-                self._arrived(*under_way.popleft())
-            window = None
-            if self._pacer is not None:
-                window = self._pacer.wait(parcel.window, self.link[0] + parcel.data.nbytes / self.link[1])
-            start = time.monotonic_ns()
-            under_way.append((self._group.send(parcel.data, parcel.peer, parcel.tag), parcel, start, window))
+                self._note_sent(*under_way.popleft())
+            before = sum(self.seconds(parcel.data.nbytes) for _, parcel, _ in under_way)
+            opening = self._wait_for_window(parcel, before, under_way)
+            under_way.append((self._group.send(parcel.data, parcel.peer, parcel.tag), parcel, opening))
             total += parcel.data.nbytes
         while under_way:
-            self._arrived(*under_way.popleft())
+            self._note_sent(*under_way.popleft())
         return total
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a message takes."""
+        return self.link.alpha + nbytes / self.link.beta
+
+    def wait(self, errand: Errand[T], group: Group) -> bool:
+        """As `Errand.wait`, for the training thread, which has hurried.
+
+        Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer.
+        """
+        while not self._group.broken:
+            before = self.progress
+            if errand.is_over_within(self._group.limit_seconds):
+                break
+            if self.progress == before:
+                group.drop("copies have stopped: a peer is silent")
+        return errand.wait()
+
+    def _wait_for_window(
+        self, parcel: Parcel, before: float, under_way: deque[tuple[Transfer, Parcel, Opening]]
+    ) -> Opening:
+        if self._pacer is None:
+            return Opening(None, time.perf_counter_ns())
+        seconds = self.seconds(parcel.data.nbytes)
+        if not self._pacer.may_begin(parcel.window, before + seconds):
+            while under_way:  # what is under way is noted now, not when the next window opens
+                self._note_sent(*under_way.popleft())
+            before = 0.0
+        return self._pacer.wait(parcel.window, before + seconds)
 
     def close(self) -> None:
         """Ends the thread after the errand that it is at."""
         self._errands.put(None)
         self._thread.join()
 
-    def _arrived(self, transfer: Transfer, parcel: Parcel, start: int, window: int | None) -> None:
+    def _note_sent(self, transfer: Transfer, parcel: Parcel, opening: Opening) -> None:
         transfer.wait()
-        self.sent.append(Sent(start, time.monotonic_ns(), parcel.data.nbytes, parcel.peer, window))
+        self.progress += 1
+        end = time.perf_counter_ns()
+        self.sent.append(Sent(opening.at, end, parcel.data.nbytes, parcel.peer, opening.window))
 
     def _run(self) -> None:
         while (errand := self._errands.get()) is not None:

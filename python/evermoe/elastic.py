@@ -175,6 +175,11 @@ class Group:
             return _first_line(error)
         return None
 
+    @property
+    def limit_seconds(self) -> float:
+        """How long a collective waits for a silent member."""
+        return self._timeout.total_seconds()
+
     def is_whole(self) -> bool:
         """Whether everything that was started on a GPU has arrived: NCCL's waits only order streams. Waits for it."""
         nccl = self._groups.get("cuda") if self.size > 1 else None
@@ -233,8 +238,8 @@ class Transfer:
     def __init__(self, group: Group, name: str, work: Any) -> None:
         self._group, self._name, self._work = group, name, work
 
-    def wait(self) -> None:
-        """Until the tensor was sent, or has arrived.
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Until the tensor was sent, or has arrived; for as long as a collective would wait unless `limit` says more.
 
         Raises:
             PeerLost: the other member is gone or silent, or the group was dropped here.
@@ -242,7 +247,7 @@ class Transfer:
         work, self._work = self._work, None  # a work that lives keeps sockets open
         failure = None
         try:
-            work.wait(self._group._timeout)
+            work.wait(self._group._timeout if limit is None else limit)
         except (RuntimeError, AssertionError) as error:
             failure = _first_line(error)
         del work

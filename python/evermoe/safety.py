@@ -25,10 +25,11 @@ from evermoe.arrangement import Arrangement, Member, Subject, arrange
 from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
 from evermoe.copies import Bundle, CopyStore, Round, StoredCopy, bundles
-from evermoe.courier import Courier, Errand, Pacer
+from evermoe.courier import Courier, Errand, Pacer, Sent
 from evermoe.elastic import Group, Membership
 from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
 from evermoe.ledger import Ledger
+from evermoe.pacing import COPIES, Pacing
 from evermoe.profile.memory import free_host_bytes
 from evermoe.recovery import Lagging
 from evermoe.replay import Profile, calibrate
@@ -75,8 +76,11 @@ class Safety:
             self.saver = Saver(Path(config.checkpoint_dir), state)
         self.pacer = Pacer()
         self.pacer.attach(membership.group)
-        self.couriers = {"gradients": Courier(membership.background, None, "evermoe-gradients")}
-        self.couriers["snapshots"] = Courier(membership.background, self.pacer, "evermoe-snapshots")
+        self.couriers = {
+            name: Courier(membership.background, pacer, f"evermoe-{name}")
+            for name, pacer in (("gradients", None), ("snapshots", self.pacer))
+        }
+        self.pacing = Pacing(self.pacer, self.couriers["snapshots"], store, membership, config)
         self._profile: Profile | None = None
         self._is_calibrated = False
         self._replayed: ReplayedCopies | None = None
@@ -86,6 +90,8 @@ class Safety:
         self._generation, self._member = 0, ""
         self._is_protected = False
         """Whether all copies of the latest arrangement were whole once."""
+        self._is_settled = False
+        """Whether nothing is sent until `protect`, as the members change."""
         self._round: Round | Saving | None = None
         self._exchange: Errand[Exchanged] | None = None
         self._is_early = False
@@ -122,7 +128,8 @@ class Safety:
     def arrange(self, nodes: Sequence[str], generation: int, member: str) -> None:
         """Decides with all members who keeps what from now on; collective. `protect` must follow."""
         self.settle()
-        mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62, self.config.role == "train")
+        seconds = self.pacing.step_seconds, self.pacing.network_seconds
+        mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62, self.config.role == "train", *seconds)
         self._calibrate()
         told = {"member": asdict(mine), "units": self._about_units() if self.group.rank == 0 else None}
         everyone = [json.loads(text) for text in self.group.all_gather_bytes(json.dumps(told).encode())]
@@ -237,6 +244,9 @@ class Safety:
                 break
         else:
             raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+        self._is_settled = False
+        self.pacing.restart(step, self.commits_late)
+        self.pacer.begin_step()
         self._newest_local = step
         self._is_protected = True
         self._drop_older()
@@ -251,7 +261,7 @@ class Safety:
         self._round = Round(self.store, version, self.couriers["snapshots"])
         courier = self.couriers["gradients"]
         states = courier.go(lambda: replayed.exchange(courier, step, only_states=True))
-        if not (self._round.errand.wait() and states.wait()):
+        if not (self.couriers["snapshots"].wait(self._round.errand, self._membership.group) and states.wait()):
             raise PeerLost(self._round.errand.lost or states.lost or "the group was dropped")
         assert states.result is not None
         self.sent_bytes = states.result.sent_bytes
@@ -279,7 +289,7 @@ class Safety:
         """A step begins."""
         self._step_began = time.monotonic()
         self._exchange = None
-        self.pacer.begin_step()
+        self.pacer.begin_forward()
 
     def begin_exchange(self, step: int) -> None:
         """This member's gradients are there, not reduced: sends those that are whole already, beside the rest."""
@@ -293,12 +303,14 @@ class Safety:
             Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
         """
         self._emit("send", {"step": step})
-        self.pacer.hurry()
-        is_whole = self._exchange_gradients(step)
-        if self._round is not None and self.commits_late:
-            is_whole = self._round.errand.wait() and bool(self._round.errand.result) and is_whole
-        elif self._round is not None and not self._sent:  # nobody is waited for
-            self._round.errand.wait()
+        if self.commits_late:
+            self.pacer.hurry()
+        with self.pacer.busy(COPIES):
+            is_whole = self._exchange_gradients(step)
+            if self._round is not None and self.commits_late:
+                is_whole = self._wait_for_round() and is_whole
+            elif self._round is not None and not self._sent:  # nobody is waited for
+                self._round.errand.wait()
         self._emit("confirm", {"step": step})
         return is_whole, len(self._asked)
 
@@ -334,6 +346,10 @@ class Safety:
         # Of what cannot be repeated the replica has the state before the step.
         self.ledger.copied([unit for unit in followed if unit in self._behind], step_of(version) - 1)
         self.ledger.add()
+        if self._round is not None and self._is_due(step_of(version)):  # one version at a time
+            self.pacer.hurry()
+            self._wait_for_round()
+        self.pacer.begin_step()
         if self.config.copies:
             self.ledger.copied([unit for unit in followed if unit not in self._behind], step_of(version))
             self._round = self._next_round(version)
@@ -363,16 +379,24 @@ class Safety:
         if self.saver is not None:
             return self._save(version, self.saver) if step % self.config.save_every == 0 else None
         if self.commits_late:
-            return Round(self.store, version, courier)
-        due = {number for number, (_, period) in self._sent.items() if step % period == 0}
+            return None if self._is_settled else Round(self.store, version, courier)
+        due = self._due_for_peers(step)
         self.ledger.copied((unit for number in due for unit in self._sent[number][0]), step)
         due |= self._due_at_home(step)
-        if not due:
-            return self._round
-        if self._round is not None:  # one version at a time
-            self.pacer.hurry()
-            self._round.errand.wait()
-        return Round(self.store, version, courier, due)
+        return Round(self.store, version, courier, due) if due else self._round
+
+    def _is_due(self, step: int) -> bool:
+        return self.commits_late or bool(self._due_for_peers(step)) or not self._sent
+
+    def _due_for_peers(self, step: int) -> set[int]:
+        return {number for number, (_, period) in self._sent.items() if step % period == 0}
+
+    def _wait_for_round(self) -> bool:
+        """Whether the version that is under way is whole here. The training thread waits, but not for a silent peer."""
+        assert self._round is not None
+        errand = self._round.errand
+        is_done = self.couriers["snapshots"].wait(errand, self._membership.group)
+        return is_done and bool(errand.result)
 
     def _due_at_home(self, step: int) -> set[int]:
         """Bundles of which their primaries make a snapshot in their own memory now."""
@@ -399,6 +423,11 @@ class Safety:
         rank, ranks = self.group.rank, self.group.size
         return saver.save(version, chosen, self._active(), rank, ranks, self.couriers["snapshots"])
 
+    def sent(self) -> list[Sent]:
+        """The latest messages of this member's copies, for traces."""
+        every = [sent for courier in self.couriers.values() for sent in list(courier.sent)]
+        return sorted(every, key=lambda sent: sent.start)
+
     def measures(self) -> tuple[float, float]:
         """Seconds that a capture took and that a step takes, on this member."""
         return (self._round.capture_seconds if self._round is not None else 0.0), self.step_seconds
@@ -423,10 +452,12 @@ class Safety:
     def settle(self) -> bool:
         """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
         self.pacer.hurry()
-        is_whole = True
+        self._is_settled, is_whole = True, True
         if self._round is not None:
             self._round.wait_captured()
-            is_whole = self._round.errand.wait() and bool(self._round.errand.result)
+            is_whole = self.couriers["snapshots"].wait(self._round.errand, self._membership.group) and bool(
+                self._round.errand.result
+            )
         if self._exchange is not None:
             is_whole = self._exchange.wait() and is_whole
         self._round = self._exchange = None

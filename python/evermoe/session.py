@@ -461,11 +461,12 @@ class Session:
 
     def _heal_and_pace(self, votes: list[float]) -> None:
         self.safety.set_pace(votes[4], votes[5])
-        if votes[3]:
-            try:
+        try:
+            if votes[3]:
                 self.safety.heal()
-            except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
-                self.group.drop(str(lost))
+            self.safety.pacing.after(self.step)
+        except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
+            self.group.drop(str(lost))
 
     def _save_progress(self) -> None:
         self.state.set_progress(progress.collect(self.sampler, self.optimizer, self.scheduler))

@@ -28,5 +28,5 @@ pub use memory::{Place, Share, snapshot_places, unit_shares};
 pub use plan::{Chunk, ChunkPlan, Reason, plan_chunks};
 pub use request::{Link, Memory, Piece, Policy, Receiver, Request};
 pub use span::{Kind, Resource, Span, Step};
-pub use trace::{chrome_trace, merge_traces};
+pub use trace::{Sent, chrome_trace, merge_traces};
 pub use windows::{Anchor, Evidence, Window, WindowOptions, Windows, find_windows};

@@ -9,13 +9,37 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
 const CHUNKS: usize = 6;
+const COPIES: usize = 7;
 
 /// What the tracks are called; a window track for each resource, as their windows overlap.
-const TRACKS: [&str; 7] =
-    ["compute", "network", "host link", "compute windows", "network windows", "host link windows", "chunks"];
+const TRACKS: [&str; 8] = [
+    "compute",
+    "network",
+    "host link",
+    "compute windows",
+    "network windows",
+    "host link windows",
+    "chunks",
+    "copies",
+];
 
 /// Tracks of one kind are this far apart; what overlaps goes to tracks in between.
 const LANES: usize = 1000;
+
+/// A chunk that was really sent.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sent {
+    /// When it began, in seconds on the clock of the trace's `start`.
+    pub start: f64,
+    /// Until it was sent.
+    pub seconds: f64,
+    /// How many bytes.
+    pub bytes: u64,
+    /// The rank that got them.
+    pub peer: usize,
+    /// Position of the window in which it began; none outside of all.
+    pub window: Option<usize>,
+}
 
 /// One event: where it is and what it says.
 struct Event {
@@ -28,7 +52,8 @@ struct Event {
 /// The steps of one rank, one after the other from `start` on, as JSON in Chrome's trace event format.
 ///
 /// `ph` is "X", `ts` and `dur` are microseconds, `pid` is the rank. Each step has the windows where its own spans open
-/// them, and the chunks of the plan's steps in turn. Spans that overlap without nesting go to a second track.
+/// them, and the chunks of the plan's steps in turn; `sent` are those that were sent while these steps ran, of others
+/// nothing is shown. Spans that overlap without nesting go to a second track.
 ///
 /// # Errors
 /// [`Error::Invalid`] for times that are none, or a plan whose windows are not in `windows`.
@@ -36,6 +61,7 @@ pub fn chrome_trace(
     steps: &[Step],
     windows: Option<&Windows>,
     plan: Option<&ChunkPlan>,
+    sent: &[Sent],
     rank: usize,
     start: f64,
 ) -> Result<String> {
@@ -53,8 +79,8 @@ pub fn chrome_trace(
     for (number, step) in steps.iter().enumerate() {
         events.extend(step.spans.iter().map(|span| span_event(span, begin)));
         let opens: Vec<Option<f64>> = windows.iter().map(|window| opens(window, step)).collect();
-        for (window, open) in windows.iter().zip(&opens) {
-            events.extend(open.map(|open| window_event(window, begin + open)));
+        for (number, (window, open)) in windows.iter().zip(&opens).enumerate() {
+            events.extend(open.map(|open| window_event(number, window, begin + open)));
         }
         if let Some(plan) = plan {
             let turn = number % plan.reason.steps_per_version.max(1);
@@ -65,6 +91,10 @@ pub fn chrome_trace(
         }
         begin += step.seconds;
     }
+    let wrong = sent.iter().position(|each| !(each.start + each.seconds).is_finite() || each.seconds < 0.0);
+    ensure!(wrong.is_none(), "sent: number {} has a time that is none", wrong.unwrap_or_default());
+    let meanwhile = |each: &&Sent| each.start + each.seconds >= start && each.start <= begin;
+    events.extend(sent.iter().filter(meanwhile).map(sent_event));
     Ok(json!({ "displayTimeUnit": "ms", "traceEvents": to_json(events, rank) }).to_string())
 }
 
@@ -83,10 +113,11 @@ fn span_event(span: &Span, begin: f64) -> Event {
     Event { track: *resource as usize, start: begin + start, seconds: *seconds, body }
 }
 
-fn window_event(window: &Window, start: f64) -> Event {
+fn window_event(number: usize, window: &Window, start: f64) -> Event {
     let Window { resource, anchor, expected, jitter, seconds, .. } = window;
-    let args =
-        json!({ "after": anchor.to_string(), "expected_us": expected * 1e6, "jitter_us": jitter * 1e6 });
+    let args = json!({
+        "number": number, "after": anchor.to_string(), "expected_us": expected * 1e6, "jitter_us": jitter * 1e6,
+    });
     let body = json!({ "name": "window", "cat": "window", "args": args });
     Event { track: Resource::ALL.len() + *resource as usize, start, seconds: *seconds, body }
 }
@@ -112,6 +143,13 @@ fn chunk_events<'a>(
         let body = json!({ "name": plan.units[unit], "cat": "chunk", "args": args });
         Some(Event { track: CHUNKS, start: open + start, seconds, body })
     })
+}
+
+fn sent_event(sent: &Sent) -> Event {
+    let Sent { start, seconds, bytes, peer, window } = *sent;
+    let args = json!({ "bytes": bytes, "destination": peer, "window": window });
+    let body = json!({ "name": format!("copy to {peer}"), "cat": "copy", "args": args });
+    Event { track: COPIES, start, seconds, body }
 }
 
 /// Events with their names of process and tracks.

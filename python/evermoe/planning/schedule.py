@@ -201,6 +201,21 @@ class Chunk(NamedTuple):
     """Seconds of the transfer."""
 
 
+class SentChunk(NamedTuple):
+    """A chunk that was really sent."""
+
+    start: float
+    """When it began, in seconds on the clock of the trace's `start`."""
+    seconds: float
+    """Until it was sent."""
+    bytes: int
+    """How many."""
+    peer: int
+    """The rank that got them."""
+    window: int | None = None
+    """Position of the window in which it began; None outside of all."""
+
+
 class ChunkReason(NamedTuple):
     """What a plan achieves; `str(reason)` says it in words."""
 
@@ -442,14 +457,15 @@ def chrome_trace(
     windows: Windows | None = None,
     plan: ChunkPlan | None = None,
     *,
+    sent: Sequence[SentChunk] = (),
     rank: int = 0,
     start: float = 0.0,
 ) -> str:
     """The steps of one rank as JSON in Chrome's trace event format, which Perfetto reads.
 
-    One process a rank; a track each for compute, network, host link, the windows of each, and chunks. Each step has
-    the windows where its own spans open them, and the chunks of the plan's steps in turn. Spans that overlap without
-    nesting go to a second track.
+    One process a rank; a track each for compute, network, host link, the windows of each, planned chunks, and copies,
+    which are chunks that were sent. Each step has the windows where its own spans open them, and the chunks of the
+    plan's steps in turn. Spans that overlap without nesting go to a second track.
 
         >>> import json
         >>> step = Step(0.003, [Span("reduce", "collective", "network", 0.001, 0.002, 64, [1])])
@@ -460,6 +476,7 @@ def chrome_trace(
         steps: one after the other.
         windows: of `find_windows`.
         plan: of `plan_chunks` with these windows.
+        sent: what was sent; only what was while these steps ran is shown.
         rank: whose; `pid` of its events.
         start: when the first step starts, on a clock that all ranks have; seconds.
 
@@ -470,6 +487,7 @@ def chrome_trace(
         steps,
         None if windows is None else _windows("windows", windows),
         None if plan is None else plan._native,
+        [_sent(each) for each in sent],
         count("rank", rank),
         number("start", start),
     )
@@ -491,6 +509,12 @@ def _windows(name: str, value: Windows) -> _native.Windows:
     if not isinstance(value, Windows):
         raise ValueError(f"{name}: expected Windows of find_windows, got {value!r}")
     return value._native
+
+
+def _sent(value: SentChunk) -> tuple[float, float, int, int, int | None]:
+    start, seconds, nbytes, peer, window = value
+    size, to = count("sent: bytes", nbytes), count("sent: peer", peer)
+    return number("sent: start", start), number("sent: seconds", seconds), size, to, window
 
 
 def _link(name: str, value: Link) -> tuple[float, float]:

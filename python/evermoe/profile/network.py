@@ -201,6 +201,18 @@ def attach_group(recorder: Recorder, patches: Patches) -> None:
 
         patches.replace(Group, method, functools.partial(_whole, recorder, describe))
     patches.replace(Group, "exchange", functools.partial(_whole, recorder, _exchange))
+    patches.replace(Group, "_transfer", functools.partial(_unseen, recorder))
+
+
+def _unseen(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Transfers beside training keep nothing busy: they are what windows are for. `Courier.sent` has them."""
+
+    @functools.wraps(original)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with recorder.unseen("network"):
+            return original(*arguments, **keywords)
+
+    return call
 
 
 def _exchange(group: Group, sends: Any, receives: Any) -> tuple[str, Kind, Sequence[int]]:

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from evermoe.courier import Sent
 from evermoe.elastic import Group
 from evermoe.planning.schedule import (
     Change,
     ChunkPlan,
     Kind,
     Resource,
+    SentChunk,
     Step,
     Windows,
     chrome_trace,
@@ -56,7 +58,7 @@ class Profiler:
     `evermoe` and `torch.distributed` send, receive and reduce, with bytes and peers; copies between host and GPU. Times
     are those of the GPU's streams where the work is on a GPU, else of the host's monotonic clock. The model, its
     results and its gradients stay the same; what is wrapped while attached is put back by `detach`. One profiler at
-    a time per process.
+    a time per process. What the session's copies send is not recorded: it travels beside training, in the windows.
 
     Args:
         model: for the spans of its forward; not needed for stages of `torch.distributed.pipelining`.
@@ -232,7 +234,14 @@ class Profiler:
         new = [r.step for r in self.recorded if r.number > last]
         return has_changed(windows, new[-latest:], tolerance=tolerance) if len(new) >= latest else None
 
-    def write_trace(self, path: str | Path, *, plan: ChunkPlan | None = None) -> None:
+    def write_trace(
+        self,
+        path: str | Path,
+        *,
+        plan: ChunkPlan | None = None,
+        windows: Windows | None = None,
+        sent: Sequence[Sent] = (),
+    ) -> None:
         """Writes this rank's steps and windows in Chrome's trace event format; `evermoe trace` merges such files.
 
         Times are the time of day, after `gather_windows` that of rank 0. For all ranks at once, with transfers from
@@ -241,6 +250,8 @@ class Profiler:
         Args:
             path: the file; it is replaced as a whole.
             plan: of `plan_chunks` with this rank's windows, to show its chunks.
+            windows: those to show, `session.safety.pacing.windows` for example; default: those of these steps.
+            sent: transfers to show, `session.safety.sent()` for example.
 
         Raises:
             ValueError: no step is over yet.
@@ -248,8 +259,12 @@ class Profiler:
         recorded = self._steps_or_error("write_trace")
         steps: list[Step] = [r.step for r in recorded]
         starts = [r.start + self._to_shared for r in recorded]
-        windows = find_windows(steps)
-        write_whole(path, chrome_trace(without_gaps(steps, starts), windows, plan, rank=self.rank, start=starts[0]))
+        copies = [
+            SentChunk(each.start / 1e9 + self._to_shared, (each.end - each.start) / 1e9, *each[2:]) for each in sent
+        ]
+        found = windows or find_windows(steps)
+        whole = without_gaps(steps, starts)
+        write_whole(path, chrome_trace(whole, found, plan, sent=copies, rank=self.rank, start=starts[0]))
 
     def _steps_or_error(self, who: str) -> list[Recorded]:
         recorded = self.recorded

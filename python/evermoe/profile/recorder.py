@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -123,6 +124,18 @@ class Recorder:
         """Somebody has waited for `work`, which is over, or the current stream goes on only after it."""
         for span in self._works.pop(work, ()):
             self.end(span)
+
+    @contextmanager
+    def unseen(self, resource: Resource) -> Iterator[None]:
+        """What this thread does meanwhile is not recorded."""
+        inside = self._inside()
+        was_inside = resource in inside
+        inside.add(resource)
+        try:
+            yield
+        finally:
+            if not was_inside:
+                inside.discard(resource)
 
     def _inside(self) -> set[Resource]:
         inside: set[Resource] | None = getattr(self._local, "inside", None)

@@ -2,7 +2,7 @@
 
 use super::shape_error;
 use crate::schedule::{
-    self, Anchor, Change, Chunk, Evidence, Link, Memory, Piece, Receiver, Request, Span, Step,
+    self, Anchor, Change, Chunk, Evidence, Link, Memory, Piece, Receiver, Request, Sent, Span, Step,
 };
 use pyo3::prelude::*;
 
@@ -236,18 +236,20 @@ fn unit_shares(nbytes: Vec<u64>, ranks: usize, share: &str) -> PyResult<Vec<usiz
 }
 
 #[pyfunction]
-#[pyo3(signature = (steps, windows, plan, rank, start))]
 fn chrome_trace(
     py: Python<'_>,
     steps: &Bound<'_, PyAny>,
     windows: Option<&Windows>,
     plan: Option<&ChunkPlan>,
+    sent: Vec<(f64, f64, u64, usize, Option<usize>)>,
     rank: usize,
     start: f64,
 ) -> PyResult<String> {
     let steps = to_steps(steps)?;
+    let as_sent = |(start, seconds, bytes, peer, window)| Sent { start, seconds, bytes, peer, window };
+    let sent: Vec<Sent> = sent.into_iter().map(as_sent).collect();
     let (windows, plan) = (windows.map(|windows| &windows.0), plan.map(|plan| &plan.0));
-    Ok(py.detach(|| schedule::chrome_trace(&steps, windows, plan, rank, start))?)
+    Ok(py.detach(|| schedule::chrome_trace(&steps, windows, plan, &sent, rank, start))?)
 }
 
 #[pyfunction]
