@@ -151,26 +151,27 @@ def test_a_waiting_thread_is_woken_when_its_window_opens():
 
 
 def members(group, folder, limit):
-    """A group like a session's, with connections for couriers; collectives wait for `limit` seconds."""
-    found = Group()
-    found.background = Group(is_shared=True)
-    store = dist.FileStore(f"{folder}/couriers", group.size)
-    found.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=limit))
-    return found
+    """Groups like a session's, for its own thread and for couriers; collectives wait for `limit` seconds."""
+    found, background = Group(), Group(is_shared=True)
+    found.linked = [background]
+    for each in (found, background):
+        store = dist.FileStore(f"{folder}/couriers-{each is found}", group.size)
+        each.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=limit))
+    return found, background
 
 
 def paced_transfer(group, folder):
     """Rank 0 sends three messages to rank 1; the test opens their windows one by one."""
-    group = members(group, folder, PATIENCE)
+    group, background = members(group, folder, PATIENCE)
     clock = Clock()
     pacer = Pacer(clock)
     pacer.expect(PLACES)
-    courier = Courier(group, pacer, "courier", Link(0.5, 8.0))  # one byte takes 0.625 s
+    courier = Courier(background, pacer, "courier", Link(0.5, 8.0))  # one byte takes 0.625 s
     box = torch.arange(3, dtype=torch.uint8) if group.rank == 0 else torch.zeros(3, dtype=torch.uint8)
     parcels = [Parcel(box[i : i + 1], 1 - group.rank, 5, i) for i in range(3)]
     if group.rank == 1:
         errand = courier.go(lambda: [courier.arrived(courier.receive(parcel)) for parcel in parcels])
-        assert courier.wait(errand)
+        assert courier.wait(errand, group)
         courier.close()
         return box
     waits, asked, inner = [], threading.Semaphore(0), pacer.wait
@@ -185,7 +186,7 @@ def paced_transfer(group, folder):
     for open_window in (pacer.begin_step, *2 * [lambda: collective(pacer, clock)]):
         assert asked.acquire(timeout=PATIENCE)
         open_window()
-    assert courier.wait(errand)
+    assert courier.wait(errand, group)
     assert errand.result == 3
     # Before it waits for a window, all earlier messages have been sent and noted.
     assert waits == [(0, 0.625, 0), (1, 0.625, 1), (2, 0.625, 2)]
@@ -202,14 +203,14 @@ def test_couriers_send_each_message_in_its_window(tmp_path):
 
 def silent_peer(group, folder):
     """Rank 1 never sends: what rank 0 gave up, and why."""
-    mine = members(group, folder, 0.5)
+    mine, background = members(group, folder, 0.5)
     if mine.rank == 1:
         group.all_reduce(torch.zeros(1))  # it lives, until rank 0 has given up
         return ""
-    courier = Courier(mine, None, "courier")
+    courier = Courier(background, None, "courier")
     box = torch.zeros(1, dtype=torch.uint8)
     errand = courier.go(lambda: courier.arrived(courier.receive(Parcel(box, 1, 5))))
-    assert not courier.wait(errand)
+    assert not courier.wait(errand, mine)
     assert errand.lost
     courier.close()
     group.all_reduce(torch.zeros(1))

@@ -26,7 +26,13 @@ def test_trainer_is_killed_and_its_experts_come_from_the_replica_node(start_job,
     workers = a, b, y = start(job, {"b": [Fault(point, step)]}, steps=12)
     assert [each.join() for each in workers] == [0, -9, 0], y.log()
     check_history([a, b])
-    recovered = check_recovered([a, b], a)
+    if (
+        point == "update" and preset == "auto"
+    ):  # the replica node has taken a step that its trainer has not lived to take
+        recovered = a.events("recovered")[-1]
+        assert recovered["step"] == 6
+    else:
+        recovered = check_recovered([a, b], a)
     assert (recovered["members"], recovered["steps_lost"], recovered["digests_mismatched"]) == (1, 0, 0)
     assert recovered["sources"]["peer"] > 0
     assert {each.events("verified")[0]["digests_mismatched"] for each in (a, y)} == {0}
