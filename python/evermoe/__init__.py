@@ -7,7 +7,8 @@ from evermoe.data import ElasticSampler, Share
 from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, NotReplayable, PeerLost
 from evermoe.moe import MoE, load_balancing_loss, moe_layers
 from evermoe.report import RecoveryReport
-from evermoe.session import Session, Step
+from evermoe.session import Session
+from evermoe.step import Step
 from evermoe.units import UnsupportedState
 
 __version__ = "0.1.0"

@@ -21,14 +21,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from evermoe import checkpoint, planning, progress
+from evermoe import checkpoint, gradients, planning, progress
 from evermoe.balance import is_worth_it
 from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore
@@ -39,6 +38,7 @@ from evermoe.parallel import ExpertReducer, complete_gradients, reduce_dense
 from evermoe.recovery import Recovery
 from evermoe.report import Listener, PhaseClock, RecoveryReport
 from evermoe.safety import Safety
+from evermoe.step import Step
 from evermoe.units import TrainingState
 from evermoe.versions import generation_of, step_of, version_of
 
@@ -48,58 +48,6 @@ FINISHED_FILE = "EVERMOE_FINISHED"
 """Environment variable set by `evermoe run`: the file that says that the job is over."""
 MOST_ATTEMPTS = 20
 """Recoveries in a row without a committed step, after which the session gives up."""
-
-
-class Step:
-    """One attempt at a step. Inside `with step:` compute the loss of `step.indices` and call `step.backward(loss)`.
-
-    Leaving the block reduces, votes, updates, copies and commits. When a peer is lost on the way the block ends early
-    without an exception, and the session's next step is the same one again.
-    """
-
-    def __init__(self, session: Session) -> None:
-        share = session.sampler.share(session.group.rank, session.group.size)
-        self.number = session.step
-        """Steps committed before this one."""
-        self.indices = share.indices
-        """int64: the samples of this member."""
-        self.weight = share.weight
-        """This member's share of the global batch."""
-        self.committed = False
-        """Whether all members have agreed on the step and taken it."""
-        self._session = session
-        self._loss: Tensor | None = None
-        self._entered = False
-
-    def backward(self, loss: Tensor) -> None:
-        """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch."""
-        if loss.numel() != 1:
-            raise ValueError(f"step.backward: expected a scalar loss, got shape {tuple(loss.shape)}")
-        scaled = loss * self.weight
-        self._loss = scaled.detach() if self._loss is None else self._loss + scaled.detach()
-        scaled.backward()
-
-    def __enter__(self) -> Step:
-        self._entered = True
-        self._session._begin(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        if kind is None:
-            try:
-                if self._loss is None:
-                    raise RuntimeError("step.backward(loss) was not called inside `with step:`")
-                self.committed = self._session._commit(self)
-            except BaseException as failure:
-                self._session._fail(failure)
-                raise
-            return False
-        if issubclass(kind, PeerLost):
-            return True  # the group is dropped already; the session recovers before the next step
-        self._session._fail(error)
-        return False
 
 
 class Session:
@@ -385,22 +333,18 @@ class Session:
                 raise PeerLost("the copies of the last step are not whole")
             self._confirm()
 
-    def _expert_gradients(self) -> list[Tensor]:
-        """Per MoE layer; zeros for one that is frozen or was not used on any rank, whose weights have none."""
-        weights = [layer.weights for layer in self.state.layers.values()]
-        return [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
-
     def _reduce(self, coming: int) -> None:
         weights = [layer.weights for layer in self.state.layers.values()]
         complete_gradients([*self.state.dense, *weights], self.group)
         self.safety.begin_exchange(coming)
         reduce_dense(self.state.dense, self.group)
-        self._reducer.reduce(self._expert_gradients(), self.group)
+        self._reducer.reduce(gradients.of_experts(self.state), self.group)
 
     def _vote(self, step: Step, is_safe: bool, asked: int) -> list[float]:
         """All have whole gradients once this returns. Returns what `_poll` does."""
         assert step._loss is not None
-        squares = 0.0 if self.config.max_grad_norm is None else self._squares()
+        is_clipped = self.config.max_grad_norm is not None
+        squares = gradients.squares(self.state, self.group.rank) if is_clipped else 0.0
         return self._poll(is_safe and self.group.is_whole(), asked, loss=float(step._loss), squares=squares)
 
     def _poll(self, is_whole: bool, asked: int, *, loss: float, squares: float) -> list[float]:
@@ -418,39 +362,15 @@ class Session:
             raise PeerLost(f"{votes[0]:.0f} of {everyone.size} members voted for step {self.step}")
         return votes
 
-    def _squares(self) -> float:
-        """This member's part of the square of the gradient's norm.
-
-        Those are the squares of the local experts' gradients, each divided by its number of hosts, and on one member
-        also of all other gradients, which are the same everywhere.
-        """
-        total = 0.0
-        if self.group.rank == 0:
-            gradients = [p.grad for p in self.state.dense if p.grad is not None]
-            total = sum(float(gradient.double().square().sum()) for gradient in gradients)
-        for layer, gradient in zip(self.state.layers.values(), self._expert_gradients(), strict=True):
-            hosts = torch.from_numpy(np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0))
-            total += float((gradient.double().square().sum(1).cpu() / hosts).sum())
-        return total
-
-    def _clip_factor(self, squares: float) -> float:
-        """What gradients of this norm, squared, are multiplied by."""
-        norm = squares**0.5
-        if self.config.max_grad_norm is None or norm <= self.config.max_grad_norm:
-            return 1.0
-        return self.config.max_grad_norm / (norm + 1e-6)
-
     def _update(self, version: int, votes: list[float]) -> None:
         """Takes the step that all have voted for."""
         self._pending = None
         self.loss = votes[1]
-        clip = self._clip_factor(votes[2])
+        clip = gradients.clip_factor(votes[2], self.config.max_grad_norm)
         self.safety.before_update()
         self._version = version
         if self._trains:
-            if clip < 1:
-                gradients = [p.grad for p in self.state.dense if p.grad is not None]
-                torch._foreach_mul_([*gradients, *self._expert_gradients()], clip)
+            gradients.clip(self.state, clip)
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
