@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 from evermoe.planning import TokenLedger
 from evermoe.units import TrainingState, expert_unit
 
+LATEST_STEPS = 16
+"""Steps of which all totals are remembered."""
 MOST_MARKS = 32
 """Latest copies of a unit that are remembered."""
 BOOST = 1.1
@@ -27,6 +30,8 @@ class Ledger:
     def __init__(self, state: TrainingState, experts_per_copy: int | None = None, plt_limit: float = 1.0) -> None:
         self._state = state
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
+        self._latest: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=LATEST_STEPS)
+        """Step and `total_LE` of the latest steps."""
         self._marks: dict[str, list[tuple[int, int]]] = {}
         """Per expert: step and total tokens of its latest copies."""
         self.selection, self.local = self._new_ledger(experts_per_copy, plt_limit), self._new_ledger(None, 1.0)
@@ -72,12 +77,13 @@ class Ledger:
         seen_L = self.total_LE.sum(1)
         return float(np.mean(self.lost_LE.sum(1) / np.maximum(seen_L, 1))) if len(seen_L) else 0.0
 
-    def add(self) -> None:
-        """Adds the tokens of the step that was taken now, as the layers have counted them."""
+    def add(self, step: int) -> None:
+        """Adds the tokens of the step that was taken now, as the layers have counted them; so many steps were taken."""
         counts_LE = self.counts()
         total_LE, owed_LE = self.total_LE, self.owed_LE
         total_LE += counts_LE
         owed_LE[total_LE >= owed_LE] = 0
+        self._latest.append((step, total_LE.copy()))
         for ledger in (self.selection, self.local):
             if ledger is not None:
                 ledger.add(counts_LE)
@@ -119,6 +125,7 @@ class Ledger:
         lost = {}
         for unit, step in stale.items():
             before = max((total for at, total in self._marks.get(unit, ()) if at <= step), default=0)
+            before = max([before, *(int(total_LE[self._places[unit]]) for at, total_LE in self._latest if at <= step)])
             lost[unit] = int(self.total_LE[self._places[unit]]) - before
         return lost
 
@@ -129,6 +136,7 @@ class Ledger:
             self.lost_LE[row, expert] += tokens
             self.owed_LE[row, expert] = self.total_LE[row, expert] + tokens
             self._marks.pop(unit, None)
+        self._latest.clear()
         for ledger in (self.selection, self.local):
             if ledger is not None and lost:
                 ledger.lose(self._by_layer(lost))

@@ -342,16 +342,17 @@ class Safety:
         assert self._replayed is not None
         self._replayed.committed(clip)
         self.step_seconds = time.monotonic() - self._step_began
-        followed = self._followed() if self.config.copies else []
-        # Of what cannot be repeated the replica has the state before the step.
-        self.ledger.copied([unit for unit in followed if unit in self._behind], step_of(version) - 1)
-        self.ledger.add()
+        selected = self._selected or set()
+        if selected & self._behind:  # of what cannot be repeated the replica has the state before the step
+            self.ledger.copied(selected & self._behind, step_of(version) - 1)
+        self.ledger.add(step_of(version))
+        if selected - self._behind:
+            self.ledger.copied(selected - self._behind, step_of(version))
         if self._round is not None and self._is_due(step_of(version)):  # one version at a time
             self.pacer.hurry()
             self._wait_for_round()
         self.pacer.begin_step()
         if self.config.copies:
-            self.ledger.copied([unit for unit in followed if unit not in self._behind], step_of(version))
             self._round = self._next_round(version)
 
     def _select(self) -> set[str] | None:
@@ -361,17 +362,6 @@ class Safety:
         kept = {each.unit for each in self.arrangement.kept if each.kind == "replayed"}
         self._selected = self.chooser.for_peers(kept, self.ledger.counts())
         return self._selected
-
-    def _followed(self) -> list[str]:
-        """Units of which there are copies on other nodes, or replicas in training, after the step that was taken."""
-        if self.saver is not None:
-            return []
-        return [
-            each.unit
-            for each in self.arrangement.kept
-            if each.kind == "active"
-            or (each.kind == "replayed" and (self._selected is None or each.unit in self._selected))
-        ]
 
     def _next_round(self, version: int) -> Round | Saving | None:
         """Begins to copy the new version, as far as that is due."""
