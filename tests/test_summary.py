@@ -43,7 +43,8 @@ def run(steps=8, kill_at=4):
         for worker, rows in events.items():
             if worker < 2 or step < kill_at:
                 members = 3 if step < kill_at else 2
-                rows.append({"event": "copy", "time": now - 0.25, "step": step + 1})
+                rows.append({"event": "send", "time": now - 0.25, "step": step + 1})
+                rows.append({"event": "vote", "time": now, "step": step})
                 rows.append(
                     {"event": "commit", "time": now, "step": step, "loss": 5.0 - 0.1 * step, "members": members}
                 )
@@ -123,3 +124,28 @@ def test_nobody_left_is_a_problem():
     cut = events[2][-1]["time"]
     events = {worker: [e for e in rows if e["time"] <= cut] for worker, rows in events.items()}
     assert any("no survivor committed" in problem for problem in summarise(events, None, 8)["problems"])
+
+
+def partial_run(lost):
+    """Steps 0 to 3 with 10 tokens each on expert 0 and 30 on expert 1; expert 1 goes back to its copy of step 2."""
+    events = run(kill_at=4)
+    for worker, rows in events.items():
+        for event in list(rows):
+            if event["event"] == "commit":
+                event["generation"] = 1
+                counts = {"moe": [5, 15] if worker < 2 else [0, 0]}
+                rows.append({"event": "routed", "step": event["step"], "generation": 1, "counts": counts, "time": 0.0})
+                rows.append({"event": "routed", "step": event["step"], "generation": 0, "counts": counts, "time": 0.0})
+            if event["event"] == "recovered":
+                told = {"stale": {"moe.experts.1": 2}, "lost_tokens": {"moe.experts.1": lost}, "plt": lost / 160}
+                event |= told | {"step": 4}
+    return events
+
+
+@pytest.mark.parametrize(("lost", "ok"), [(60, True), (59, False)])
+def test_what_the_session_says_was_lost_must_be_what_the_routers_have_counted(lost, ok):
+    result = summarise(partial_run(lost), None, 8, is_partial=True)
+    assert result["plt_counted"] == pytest.approx(60 / 160)
+    assert result["lost_tokens"] == lost
+    assert result["ok"] == ok, result["problems"]
+    assert ok or any("PLT" in problem for problem in result["problems"])

@@ -176,7 +176,9 @@ class Run:
         names = [*model, *training]
         values = {name: getattr(self.options, name) for name in names} | {"steps": steps, "copies": copies}
         values["preset"] = self.options.preset if copies else "auto"
-        for name in ("data", "checkpoint_dir", "slots", "min_replicas", "placement"):
+        if copies and (self.options.checkpoint_dir or self.options.preset == "pec"):
+            values["checkpoint_dir"] = self.options.checkpoint_dir or self.folder / "store"
+        for name in ("data", "slots", "min_replicas", "placement"):
             if getattr(self.options, name) is not None:
                 values[name] = getattr(self.options, name)
         return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
@@ -308,8 +310,6 @@ def main(options: argparse.Namespace) -> int:
     if is_partial and options.baseline_steps:
         options.baseline_steps = options.steps
     folder = Path(options.events) if options.events else Path(tempfile.mkdtemp(prefix="evermoe-demo-"))
-    if options.preset == "pec" and options.checkpoint_dir is None:
-        options.checkpoint_dir = str(folder / "store")
     try:
         baseline = None
         if options.baseline_steps and options.copies:

@@ -83,6 +83,8 @@ def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None
                 continue
             name = event["event"]
             following = {"lost": "agree", "phase": event.get("phase"), "recovered": "repeat"}.get(name)
+            if name == "phase" and phase == "repeat":
+                continue  # a look for new members, while the step is not committed yet
             if following is not None:
                 spent[phase] = spent.get(phase, 0.0) + event["time"] - since
                 phase, since = str(following), event["time"]
