@@ -229,7 +229,9 @@ impl Log {
     /// The trainers have agreed on the held steps, with gradients multiplied by `clip` before the optimizer saw them.
     pub fn release(&mut self, clip: f32) {
         for unit in 0..self.units.len() {
-            let Some(Held { mut header, checksum, gradient }) = self.units[unit].held.take() else { continue };
+            let Some(Held { mut header, checksum, gradient }) = self.units[unit].held.take() else {
+                continue;
+            };
             self.unhold(unit, header.payload_bytes);
             header.rule = header.rule.clipped(clip);
             self.push(unit, &header, checksum, gradient);
