@@ -37,8 +37,10 @@ class Exchanged:
     """What became of one step's messages, on this member."""
 
     sent_bytes: int = 0
+    held: int = 0
+    """Messages of others that are in the log now."""
     needs_full_state: set[str] = field(default_factory=set)
-    """Units of which a message was damaged or missing."""
+    """Units of which a message was damaged or missing, or found no room."""
 
 
 class ReplayedCopies:
@@ -169,6 +171,7 @@ class ReplayedCopies:
 
     def _take(self, message: Tensor, result: Exchanged) -> None:
         received = self.replica.receive(message.numpy(), hold=True)
+        result.held += received.code == "ok"
         if received.needs_full_state:
             result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
 

@@ -25,7 +25,7 @@ from evermoe.arrangement import Arrangement, Member, Subject, arrange
 from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
 from evermoe.copies import Bundle, CopyStore, Round, StoredCopy, bundles
-from evermoe.courier import Courier, Errand, Pacer, Sent
+from evermoe.courier import Courier, Errand, Listener, Pacer, Sent
 from evermoe.elastic import Group, Membership
 from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
 from evermoe.ledger import Ledger
@@ -34,7 +34,6 @@ from evermoe.profile.memory import free_host_bytes
 from evermoe.recovery import Lagging
 from evermoe.replay import Profile, calibrate
 from evermoe.replayed import Exchanged, ReplayedCopies
-from evermoe.report import Listener
 from evermoe.saving import SavedCopy, Saver, Saving
 from evermoe.units import TrainingState
 from evermoe.versions import step_of, version_of
@@ -258,7 +257,7 @@ class Safety:
         assert replayed is not None
         if self.saver is not None:
             return self._save_everything(version, self.saver)
-        self._round = Round(self.store, version, self.couriers["snapshots"])
+        self._round = Round(self.store, version, self.couriers["snapshots"], emit=self._emit)
         courier = self.couriers["gradients"]
         states = courier.go(lambda: replayed.exchange(courier, step, only_states=True))
         if not (self.couriers["snapshots"].wait(self._round.errand, self._membership.group) and states.wait()):
@@ -319,7 +318,14 @@ class Safety:
         assert replayed is not None
         if replayed.has_peers:
             courier, selected = self.couriers["gradients"], self._select()
-            self._exchange = courier.go(lambda: replayed.exchange(courier, step, selected))
+
+            def exchange() -> Exchanged:
+                exchanged = replayed.exchange(courier, step, selected)
+                if exchanged.held:
+                    self._emit("held", {"step": step})
+                return exchanged
+
+            self._exchange = courier.go(exchange)
 
     def _exchange_gradients(self, step: int) -> bool:
         if self._exchange is None:
@@ -379,11 +385,11 @@ class Safety:
         if self.saver is not None:
             return self._save(version, self.saver) if step % self.config.save_every == 0 else None
         if self.commits_late:
-            return None if self._is_settled else Round(self.store, version, courier)
+            return None if self._is_settled else Round(self.store, version, courier, emit=self._emit)
         due = self._due_for_peers(step)
         self.ledger.copied((unit for number in due for unit in self._sent[number][0]), step)
         due |= self._due_at_home(step)
-        return Round(self.store, version, courier, due) if due else self._round
+        return Round(self.store, version, courier, due, self._emit) if due else self._round
 
     def _is_due(self, step: int) -> bool:
         return self.commits_late or bool(self._due_for_peers(step)) or not self._sent
