@@ -138,7 +138,7 @@ class Recorder:
             tokens = {path: layer.tokens_E.tolist() for path, layer in self.session.state.layers.items()}
             more = {"after": self._last, "tokens": tokens, **self._state()}
         self.write(name, **fields, **more)
-        part = fields["sent"] / fields["total"] if name == "chunk" else 0.0
+        part = fields["sent"] / fields["total"] if name == "chunk" else 1.0
         self.fault(f"phase {fields['phase']}" if name == "phase" else name, fields.get("step"), part)
 
     def _state(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class Recorder:
         line = json.dumps({"event": event, "pid": os.getpid(), "time": time.time(), **fields})
         os.write(self._file, line.encode() + b"\n")  # in one piece and at once, whatever happens next
 
-    def fault(self, point: str, step: int | None, part: float = 0.0) -> None:
+    def fault(self, point: str, step: int | None, part: float = 1.0) -> None:
         for number, fault in enumerate(self._options.faults):
             if fault.point != point or fault.step not in (None, step) or part < fault.part:
                 continue
