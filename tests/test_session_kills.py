@@ -75,6 +75,22 @@ def test_both_ends_are_killed(start_job, points):
     check_survivors(workers, survivors, len(survivors))
 
 
+@pytest.mark.parametrize("log_bytes", [1, 2400, 5000])
+@pytest.mark.parametrize(
+    "point, part", [("chunk", 0.0), ("chunk", 0.5), ("chunk", 1.0), ("published", 0.0), ("held", 0.0)]
+)
+def test_gradients_find_no_room_in_the_log(start_job, log_bytes, point, part):
+    """Units whose gradients do not fit are followed by snapshots: a recovery finds one version of both kinds."""
+    job = start_job(replay_log_bytes=log_bytes, **SNAPSHOTS)
+    workers = job.start_all({"b": [Fault(point, VERSION, part=part)]})
+    codes = [each.join() for each in workers]
+    assert codes == [0, -9 if workers[1].events("fault") else 0, 0]
+    assert sum(len(each.events("chunk", step=1)) for each in workers) > 0
+    assert (sum(len(each.events("held")) for each in workers) > 0) == (log_bytes > 2200)
+    if codes[1]:
+        check_survivors(workers, [workers[0], workers[2]], 2)
+
+
 @pytest.mark.parametrize("preset, point", [("gemini", "chunk"), ("baft", "published"), ("auto", "held")])
 def test_thread_of_a_copy_that_fails_ends_that_worker_alone(start_job, preset, point):
     job = start_job(preset=preset, **SNAPSHOTS)

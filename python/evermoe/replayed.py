@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES
-from evermoe.arrangement import Kept
+from evermoe.arrangement import RECORD_BYTES, Kept
 from evermoe.courier import Courier, Parcel
 from evermoe.replay import Profile
 from evermoe.replica import Replica, ReplicaBehind
@@ -41,6 +41,8 @@ class Exchanged:
     """Messages of others that are in the log now."""
     needs_full_state: set[str] = field(default_factory=set)
     """Units of which a message was damaged or missing, or found no room."""
+    problem: str = ""
+    """What was wrong with the first of them."""
 
 
 class ReplayedCopies:
@@ -51,7 +53,8 @@ class ReplayedCopies:
         kept: those that are replayed, the same list on all members.
         rank: this member.
         profile: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
-        log_bytes: bound of the replica's log; None for as many gradients as are needed at a time.
+        log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
+            are needed at a time.
     """
 
     def __init__(
@@ -74,8 +77,14 @@ class ReplayedCopies:
         self.sender = GradientSender(
             state.optimizer, {unit: _rows(state, unit) for unit in mine}, profile=profile, is_hooked=False
         )
-        most = sum(unit.pieces[0].nbytes + 256 for unit in theirs)
-        self.replica = Replica(theirs, log_bytes=max(1, log_bytes or LOG_STEPS * most))
+        gradients = [
+            piece.nbytes + RECORD_BYTES
+            for units in self._from.values()
+            for u in units
+            for piece in _parameters(state, u)
+        ]
+        log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
+        self.replica = Replica(theirs, log_bytes=max([1, log_bytes, *gradients]))
 
     @property
     def has_peers(self) -> bool:
@@ -173,6 +182,7 @@ class ReplayedCopies:
         received = self.replica.receive(message.numpy(), hold=True)
         result.held += received.code == "ok"
         if received.needs_full_state:
+            result.problem = result.problem or f"{received.code}: {received.reason}"
             result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
 
 

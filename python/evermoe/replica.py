@@ -206,10 +206,10 @@ class Replica:
             raise ValueError("replica: it is closed")
         record = np.frombuffer(message, np.uint8)
         while True:
+            before = self._log.nbytes  # the thread may make room at any time
             code, index, reason, state = self._log.accept(record, hold)
             if code != "apply_now":
                 break
-            before = self._log.nbytes
             self._apply_some(self._log.fullest())
             if hold and self._log.nbytes >= before:
                 code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"

@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -107,6 +107,8 @@ class Safety:
         self.sent_bytes = 0
         """Bytes sent to peers in the last step, copies alone."""
         self._asked: set[str] = set()
+        self._has_told = False
+        """Of the first message that could not be used."""
         self._behind: set[str] = set()
         """Units whose replicas are a step behind, as they get the state alone."""
 
@@ -129,6 +131,7 @@ class Safety:
         self.settle()
         seconds = self.pacing.step_seconds, self.pacing.network_seconds
         mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62, self.config.role == "train", *seconds)
+        mine = replace(mine, log_bytes=self.config.replay_log_bytes)
         self._calibrate()
         told = {"member": asdict(mine), "units": self._about_units() if self.group.rank == 0 else None}
         everyone = [json.loads(text) for text in self.group.all_gather_bytes(json.dumps(told).encode())]
@@ -336,6 +339,13 @@ class Safety:
         if self._exchange.result is not None:
             self.sent_bytes = self._exchange.result.sent_bytes
             self._asked |= self._exchange.result.needs_full_state
+            if self._asked and not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "the copies here of %s wait for its full state, which comes with the next step: %s",
+                    min(self._asked),
+                    self._exchange.result.problem,
+                )
         return is_whole
 
     def before_update(self) -> None:
