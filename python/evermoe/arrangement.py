@@ -14,6 +14,8 @@ Kind = Literal["active", "replayed", "snapshot"]
 
 ALPHA_SECONDS = 50e-6
 """Of a message, until a profile says better."""
+LOGGED_STEPS = 2
+"""For which a log needs room: the newest, which can still be undone, and the one that is voted on."""
 RECORD_BYTES = 256
 """What a logged gradient counts for beside its bytes, at most."""
 BYTES_PER_SECOND = 1e9
@@ -153,11 +155,11 @@ def _use_replica_nodes(arrangement: Arrangement, subjects: Sequence[Subject], me
 
 
 def _within_logs(arrangement: Arrangement, subjects: Sequence[Subject], members: Sequence[Member]) -> Arrangement:
-    """Snapshots of each step instead, of units whose gradients of one step do not fit into the logs of their holders."""
+    """Snapshots of each step instead, of units whose gradients do not fit into the logs of their holders."""
     room = [member.log_bytes for member in members]
     kept = []
     for subject, each in zip(subjects, arrangement.kept, strict=True):
-        nbytes = subject.gradient_bytes + RECORD_BYTES
+        nbytes = LOGGED_STEPS * (subject.gradient_bytes + RECORD_BYTES)
         if each.kind == "replayed" and any(room[holder] < nbytes for holder in each.holders):
             kept.append(Kept(each.unit, "snapshot", each.primary, each.holders))
             continue

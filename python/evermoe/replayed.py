@@ -55,6 +55,7 @@ class ReplayedCopies:
         profile: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
         log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
             are needed at a time.
+        keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class ReplayedCopies:
         profile: Profile | None,
         *,
         log_bytes: int | None = None,
+        keeps_previous: bool = False,
     ) -> None:
-        self.state = state
+        self.state, self.keeps_previous = state, keeps_previous
         kept = list(kept)
         self._to = _by_peer((holder, each.unit) for each in kept if each.primary == rank for holder in each.holders)
         self._from = _by_peer((each.primary, each.unit) for each in kept if rank in each.holders)
@@ -142,8 +144,9 @@ class ReplayedCopies:
     def stored(self) -> Iterator[tuple[str, int, Tensor, int]]:
         """Unit, step, bytes and digest of everything that is kept here for others, as new as it gets."""
         for unit in self.units:
-            step = self.replica.version(unit)
-            if step is not None:
+            newest = self.replica.version(unit)
+            steps = [] if newest is None else [newest - 1, newest] if self.keeps_previous else [newest]
+            for step in steps:
                 try:
                     caught_up = self.replica.catch_up(unit, step)
                 except ReplicaBehind:

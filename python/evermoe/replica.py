@@ -326,15 +326,20 @@ class Replica:
                     self._apply_locked(index, newest - self._kept_steps)
 
     def _apply_some(self, index: int | None) -> None:
-        """Makes room in the log: a batch of the unit that takes most of it."""
+        """Makes room in the log: a batch of the unit that takes most of it, or of another that has older steps."""
         if index is None:  # all of it is being applied by the thread, which holds one of the locks
             for part in self._parts:
                 with part.lock:
                     pass
             return
-        with self._parts[index].lock:
+        for each in (index, *range(len(self._parts))):
+            with self._parts[each].lock:
+                newest = self._log.newest(each)
+                if newest is not None and self._apply_locked(each, newest - self._kept_steps):
+                    return
+        with self._parts[index].lock:  # nothing but steps that should wait
             newest = self._log.newest(index)
-            if newest is not None and not self._apply_locked(index, newest - self._kept_steps):
+            if newest is not None:
                 self._apply_locked(index, newest)
 
     def _apply_locked(self, index: int, until: int) -> bool:

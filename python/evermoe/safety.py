@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from evermoe import planning
-from evermoe.arrangement import Arrangement, Member, Subject, arrange
+from evermoe.arrangement import Arrangement, Kept, Member, Subject, arrange
 from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
 from evermoe.copies import Bundle, CopyStore, Round, StoredCopy, bundles
@@ -160,7 +160,12 @@ class Safety:
                 self._replayed.close()
         self._is_protected = False
         self._replayed = ReplayedCopies(
-            self.state, replayed, self.group.rank, self._profile, log_bytes=self.config.replay_log_bytes
+            self.state,
+            replayed,
+            self.group.rank,
+            self._profile,
+            log_bytes=self.config.replay_log_bytes,
+            keeps_previous=self.commits_late,
         )
         self._generation, self._member, self._asked = generation, member, set()
         self._local_steps = self.config.local_every or 1
@@ -174,7 +179,9 @@ class Safety:
         for period in sorted({kept.period for kept in snapshots}):
             some = [kept for kept in snapshots if kept.period == period]
             found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
-        local = bundles([k.unit for k in others], [[k.primary] for k in others])
+        active = self._active()
+        kept_at = [(kept.unit, rank) for kept in others for rank in self._local_keepers(kept, active)]
+        local = bundles([unit for unit, _ in kept_at], [[rank] for _, rank in kept_at])
         if self.config.preset == "moetion":  # each expert has a version of its own
             local = [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
         if self.saver is not None:
@@ -183,6 +190,18 @@ class Safety:
         by_unit = self.arrangement.by_unit
         self._sent = {number: (bundle.units, by_unit[bundle.units[0]].period) for number, bundle in enumerate(found)}
         self.store.arrange([*found, *local], generation, member, self.group.rank)
+
+    def _local_keepers(self, kept: Kept, active: Mapping[str, Sequence[int]]) -> list[int]:
+        """Ranks that keep snapshots of their own of what they train and send no snapshots of.
+
+        Where others follow the state a step late, all must be able to go back by one: also after a loss of nodes.
+        """
+        if not self.commits_late:
+            return [kept.primary]
+        nodes = {self._membership.nodes[kept.primary]: kept.primary}
+        for rank in active[kept.unit]:
+            nodes.setdefault(self._membership.nodes[rank], rank)
+        return list(nodes.values())[: self.config.copies]
 
     def _about_units(self) -> list[tuple[float, bool]]:
         """Of each unit, what only those who train know: its tokens in a step, and whether its steps can be repeated."""
