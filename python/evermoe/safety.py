@@ -418,7 +418,9 @@ class Safety:
         due = self._due_for_peers(step)
         self.ledger.copied((unit for number in due for unit in self._sent[number][0]), step)
         due |= self._due_at_home(step)
-        return Round(self.store, version, courier, due, self._emit) if due else self._round
+        if not due or self._is_settled:  # where the members change, nobody would receive it
+            return self._round
+        return Round(self.store, version, courier, due, self._emit)
 
     def _is_due(self, step: int) -> bool:
         return self.commits_late or bool(self._due_for_peers(step)) or not self._sent
