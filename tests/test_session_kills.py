@@ -117,3 +117,14 @@ def test_moetion_takes_no_torn_expert(start_job):
                 continue
             assert value == states[recovered["stale"].get(unit, recovered["step"])][unit], unit
     check_end(survivors)
+
+
+def test_moetion_has_the_state_of_the_start_of_what_was_not_copied_since(start_job):
+    job = start_job(2, preset="moetion", slots=1, remote_bytes_per_step=0, rebalance_every=0, join_every=50)
+    workers = a, b = job.start_all({"b": [Fault("vote", 3)]}, "ab", optimizer="sgd")
+    assert [each.join() for each in workers] == [0, -9]
+    check_history(workers)
+    stale = a.events("recovered")[-1]["stale"]
+    experts = {unit for unit in b.events("copy")[0]["digests"] if "experts" in unit}
+    assert stale == dict.fromkeys(experts, 0)
+    check_end([a])

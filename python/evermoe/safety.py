@@ -89,6 +89,8 @@ class Safety:
         self._generation, self._member = 0, ""
         self._is_protected = False
         """Whether all copies of the latest arrangement were whole once."""
+        self._has_stepped = False
+        """Whether this member was there when a step was taken."""
         self._is_settled = False
         """Whether nothing is sent until `protect`, as the members change."""
         self._round: Round | Saving | None = None
@@ -375,6 +377,7 @@ class Safety:
     def committed(self, version: int, clip: float) -> None:
         """All members have agreed on the step, and it is taken: `version` is the state now."""
         assert self._replayed is not None
+        self._has_stepped = True
         self._replayed.committed(clip)
         self.step_seconds = time.monotonic() - self._step_began
         followed = self._followed() if self.config.copies else []
@@ -527,6 +530,8 @@ class Safety:
         for copies, base, generation in self._replicas():
             for unit, step, data, value in copies.stored():
                 version = base[1] if step == base[0] else version_of(generation, step)
+                if version == 0 and self._has_stepped:  # which is otherwise that of any process that has just come
+                    version = version_of(generation, 0)
                 yield StoredCopy(unit, version, value, data), "replayed"
 
     def _replicas(self) -> list[tuple[ReplayedCopies, tuple[int, int], int]]:
