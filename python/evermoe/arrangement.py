@@ -144,13 +144,12 @@ def _use_replica_nodes(arrangement: Arrangement, subjects: Sequence[Subject], me
     load = dict.fromkeys(replicas, 0)
     kept = []
     for subject, each in zip(subjects, arrangement.kept, strict=True):
-        holders = list(each.holders)
-        for place in range(len(holders)):
-            free = [rank for rank in replicas if rank not in holders[:place]]
-            if free:
-                holders[place] = min(free, key=lambda rank: (load[rank], rank))
-                load[holders[place]] += subject.nbytes
-        kept.append(Kept(each.unit, each.kind, each.primary, tuple(holders), each.period))
+        chosen = sorted(replicas, key=lambda rank: (load[rank], rank))[: len(each.holders)]
+        for rank in chosen:
+            load[rank] += subject.nbytes
+        others = [rank for rank in each.holders if rank not in chosen]
+        holders = (*chosen, *others)[: len(each.holders)]
+        kept.append(Kept(each.unit, each.kind, each.primary, holders, each.period))
     return Arrangement(kept, arrangement.words, arrangement.covered, arrangement.delay)
 
 
