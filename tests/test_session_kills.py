@@ -48,7 +48,7 @@ def test_sender_is_killed_at_a_chunk(start_job, preset, part):
 @pytest.mark.parametrize("preset", ["gemini", "baft"])
 def test_receiver_is_killed_when_a_version_is_published(start_job, preset):
     job = start_job(preset=preset, **SNAPSHOTS)
-    workers = a, b, c = job.start_all({"b": [Fault("published", VERSION)]})
+    workers = a, _b, c = job.start_all({"b": [Fault("published", VERSION)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_survivors(workers, [a, c], 2)
 
@@ -56,7 +56,7 @@ def test_receiver_is_killed_when_a_version_is_published(start_job, preset):
 @pytest.mark.parametrize("slots", [1, None])
 def test_receiver_is_killed_while_it_holds_gradients(start_job, slots):
     job = start_job(slots=slots)
-    workers = a, b, c = job.start_all({"b": [Fault("held", VERSION)]})
+    workers = a, _b, c = job.start_all({"b": [Fault("held", VERSION)]})
     assert [each.join() for each in workers] == [0, -9, 0]
     check_survivors(workers, [a, c], 2)
     assert {each.events("recovered")[-1]["step"] for each in (a, c)} == {VERSION - 1}  # nobody has voted

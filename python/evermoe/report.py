@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from evermoe.courier import Listener
 from evermoe.recovery import Outcome
