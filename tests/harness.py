@@ -52,12 +52,19 @@ class Worker:
         self.process.start()
         assert self.process.pid is not None
         self.pid: int = self.process.pid
+        self._read_bytes = 0
+        self._events: list[Event] = []
 
     def events(self, name: str | None = None, **fields: Any) -> list[Event]:
         path = Path(self.options.folder) / f"{self.name}.{self.pid}.jsonl"
-        text = path.read_text() if path.exists() else ""
-        found = [json.loads(line) for line in text.split("\n")[:-1]]
-        return [e for e in found if name in (None, e["event"]) and all(e.get(k) == v for k, v in fields.items())]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._read_bytes += len(whole) + 1
+                self._events += [json.loads(line) for line in whole.split(b"\n")]
+        return [e for e in self._events if name in (None, e["event"]) and all(e.get(k) == v for k, v in fields.items())]
 
     def wait_for(self, name: str, limit: float = PATIENCE, count: int = 1, **fields: Any) -> Event:
         """The `count`-th such event; an error if the process ends without one."""

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,8 @@ class Fault:
     step: int | None = None
     action: str = "kill"
     nth: int = 1
+    part: float = 0.0
+    """At `chunk`: of the bytes, that must have been sent."""
 
 
 @dataclass
@@ -61,6 +64,8 @@ class Options:
     """Multiplications of matrices between forward and backward."""
     forwards: list[list[int]] = field(default_factory=list)
     """[step, n]: from this step on, n forward passes in each."""
+    narrow: int = 0
+    """So many steps with the whole vocabulary, then as many with three tokens of it, and so on; 0: always all."""
     trace: bool = False
     """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
 
@@ -125,6 +130,8 @@ class Recorder:
         self._file = os.open(options.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._seen = [0] * len(options.faults)
         self._last = ""
+        self._copied_step = -1
+        self._has_copied = threading.Condition()
         self.session: evermoe.Session | None = None
 
     def __call__(self, name: str, fields: dict[str, Any]) -> None:
@@ -136,7 +143,14 @@ class Recorder:
             tokens = {path: layer.tokens_E.tolist() for path, layer in self.session.state.layers.items()}
             more = {"after": self._last, "tokens": tokens, **self._state()}
         self.write(name, **fields, **more)
-        self.fault(f"phase {fields['phase']}" if name == "phase" else name, fields.get("step"))
+        with self._has_copied:
+            if name == "copy":
+                self._copied_step = fields["step"]
+                self._has_copied.notify_all()
+            elif name in ("chunk", "published"):  # other threads, which may be ahead of what is recorded of the state
+                self._has_copied.wait_for(lambda: self._copied_step >= fields["step"])
+        part = fields["sent"] / fields["total"] if name == "chunk" else 1.0
+        self.fault(f"phase {fields['phase']}" if name == "phase" else name, fields.get("step"), part)
 
     def _state(self) -> dict[str, Any]:
         session = self.session
@@ -154,9 +168,9 @@ class Recorder:
         line = json.dumps({"event": event, "pid": os.getpid(), "time": time.time(), **fields})
         os.write(self._file, line.encode() + b"\n")  # in one piece and at once, whatever happens next
 
-    def fault(self, point: str, step: int | None) -> None:
+    def fault(self, point: str, step: int | None, part: float = 1.0) -> None:
         for number, fault in enumerate(self._options.faults):
-            if fault.point != point or fault.step not in (None, step):
+            if fault.point != point or fault.step not in (None, step) or part < fault.part:
                 continue
             self._seen[number] += 1
             if self._seen[number] != fault.nth:
@@ -222,9 +236,12 @@ def _train(options: Options, record: Recorder) -> None:
         record.wait_at_gate(step.number)
         generation, indices = session.membership.generation, step.indices.tolist() if step.weight else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
+        tokens = data[step.indices]
+        if options.narrow and step.number // options.narrow % 2:
+            tokens = tokens % 3
         with step:
-            loss = model(data[step.indices])
-            compute(options, model, data[step.indices], step.number)
+            loss = model(tokens)
+            compute(options, model, tokens, step.number)
             record.fault("forward", step.number)
             step.backward(loss)
         pacing = session.safety.pacing

@@ -14,6 +14,10 @@ Kind = Literal["active", "replayed", "snapshot"]
 
 ALPHA_SECONDS = 50e-6
 """Of a message, until a profile says better."""
+LOGGED_STEPS = 2
+"""For which a log needs room: the newest, which can still be undone, and the one that is voted on."""
+RECORD_BYTES = 256
+"""What a logged gradient counts for beside its bytes, at most."""
 BYTES_PER_SECOND = 1e9
 """Of the network, until a profile says better."""
 
@@ -47,6 +51,8 @@ class Member:
     """None before a profile was made."""
     network_seconds: float | None = None
     """Idle seconds of its network in a step."""
+    log_bytes: int = 1 << 62
+    """Of its log of gradients, for the units that it keeps by repeating their steps."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,8 @@ def arrange(
         [subject.active for subject in subjects], [subject.nbytes for subject in subjects], len(members)
     )
     arrangement = _arrange(preset, subjects, members, primaries, copies, budget, failure)
-    return _use_replica_nodes(arrangement, subjects, members)
+    arrangement = _use_replica_nodes(arrangement, subjects, members)
+    return _within_logs(arrangement, subjects, members) if preset == "auto" else arrangement
 
 
 def _arrange(
@@ -137,14 +144,31 @@ def _use_replica_nodes(arrangement: Arrangement, subjects: Sequence[Subject], me
     load = dict.fromkeys(replicas, 0)
     kept = []
     for subject, each in zip(subjects, arrangement.kept, strict=True):
-        holders = list(each.holders)
-        for place in range(len(holders)):
-            free = [rank for rank in replicas if rank not in holders[:place]]
-            if free:
-                holders[place] = min(free, key=lambda rank: (load[rank], rank))
-                load[holders[place]] += subject.nbytes
-        kept.append(Kept(each.unit, each.kind, each.primary, tuple(holders), each.period))
+        chosen = sorted(replicas, key=lambda rank: (load[rank], rank))[: len(each.holders)]
+        for rank in chosen:
+            load[rank] += subject.nbytes
+        others = [rank for rank in each.holders if rank not in chosen]
+        holders = (*chosen, *others)[: len(each.holders)]
+        kept.append(Kept(each.unit, each.kind, each.primary, holders, each.period))
     return Arrangement(kept, arrangement.words, arrangement.covered, arrangement.delay)
+
+
+def _within_logs(arrangement: Arrangement, subjects: Sequence[Subject], members: Sequence[Member]) -> Arrangement:
+    """Snapshots of each step instead, of units whose gradients do not fit into the logs of their holders."""
+    room = [member.log_bytes for member in members]
+    kept = []
+    for subject, each in zip(subjects, arrangement.kept, strict=True):
+        nbytes = LOGGED_STEPS * (subject.gradient_bytes + RECORD_BYTES)
+        if each.kind == "replayed" and any(room[holder] < nbytes for holder in each.holders):
+            kept.append(Kept(each.unit, "snapshot", each.primary, each.holders))
+            continue
+        if each.kind == "replayed":
+            for holder in each.holders:
+                room[holder] -= nbytes
+        kept.append(each)
+    number = sum(new is not old for new, old in zip(kept, arrangement.kept, strict=True))
+    words = f"; snapshots of {number} more, whose gradients are too large for replay_log_bytes" if number else ""
+    return Arrangement(kept, arrangement.words + words, arrangement.covered, arrangement.delay)
 
 
 def _everything(

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.chunks import ChunkedCopy
-from evermoe.courier import Courier, Parcel
+from evermoe.courier import Courier, Listener, Parcel
 from evermoe.errors import CorruptCopy
 from evermoe.units import SESSION, TrainingState
+from evermoe.versions import step_of
 
 SLOTS = 4
 """Page-locked chunks that a capture from a GPU goes through."""
@@ -111,11 +112,21 @@ class KeptArena:
 class Round:
     """One version on its way into the memories of all holders, in the thread of a courier.
 
-    Nothing becomes visible before it is whole, and the version before it stays until then.
+    Nothing becomes visible before it is whole, and the version before it stays until then. `emit` is told of `chunk`
+    and `published`, in the courier's thread: see `evermoe.Session`.
     """
 
-    def __init__(self, store: CopyStore, version: int, courier: Courier, due: Collection[int] | None = None) -> None:
+    def __init__(
+        self,
+        store: CopyStore,
+        version: int,
+        courier: Courier,
+        due: Collection[int] | None = None,
+        emit: Listener = lambda name, fields: None,
+    ) -> None:
         self.version = version
+        self._emit = emit
+        self._sent_bytes = 0
         self._read_seconds = 0.0
         self._store, self._courier = store, courier
         self._own = [kept for kept in store.own if due is None or kept.number in due]
@@ -124,6 +135,7 @@ class Round:
         self._sends, self._receives = (
             [cut for cut in all_cuts if due is None or cut.bundle in due] for all_cuts in cuts
         )
+        self._total_bytes = sum(cut.nbytes for cut in self._sends)
         self._read = threading.Event()
         """What the engine cannot capture was read by the courier."""
         self._captures = [store.capture(kept, version) for kept in self._own]
@@ -157,13 +169,17 @@ class Round:
         for kept in self._peers:
             kept.index = kept.arena.begin(self.version)
         arriving = [self._courier.receive(parcel) for parcel in self._parcels(self._receives, self._peers)]
-        self._courier.send(self._captured())
+        self._courier.send(self._captured(), self._note_sent)
         for capture in self._captures:
             if capture is not None:
                 capture.wait()
         for transfer in arriving:
             self._courier.arrived(transfer)
         return all([self._is_whole(kept) for kept in self._peers])
+
+    def _note_sent(self, nbytes: int) -> None:
+        self._sent_bytes += nbytes
+        self._emit("chunk", {"step": step_of(self.version), "sent": self._sent_bytes, "total": self._total_bytes})
 
     def _read_units(self, kept: KeptArena) -> None:
         kept.index = kept.arena.begin(self.version)
@@ -196,6 +212,7 @@ class Round:
             return False
         finally:
             self._courier.progress += 1
+        self._emit("published", {"step": step_of(self.version), "units": len(kept.bundle.units)})
         return True
 
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +22,8 @@ from evermoe.errors import PeerLost
 from evermoe.planning.schedule import Link
 
 T = TypeVar("T")
+Listener = Callable[[str, dict[str, Any]], None]
+"""Is told the name and fields of each event of a session."""
 IN_FLIGHT = 2
 """Messages that are under way at a time: while one travels, the next is made ready."""
 KEPT_TRANSFERS = 4096
@@ -69,6 +71,19 @@ class Opening(NamedTuple):
     """Number of the window that is open; None if the training thread is in a hurry."""
     at: int
     """Now: no collective had begun yet."""
+
+
+class _UnderWay(NamedTuple):
+    """A message whose end is not known yet."""
+
+    transfer: Transfer
+    parcel: Parcel
+    opening: Opening
+    on_sent: Callable[[int], None]
+
+
+def _ignore(nbytes: int) -> None:
+    pass
 
 
 class Pacer:
@@ -292,23 +307,26 @@ class Courier:
         transfer.wait(UNLIMITED)
         self.progress += 1
 
-    def send(self, parcels: Iterable[Parcel]) -> int:
+    def send(self, parcels: Iterable[Parcel], on_sent: Callable[[int], None] = _ignore) -> int:
         """Sends messages, each when its window is open; for errands. Returns the bytes once all are sent.
+
+        `on_sent` is told the bytes of each message that is sent.
 
         Raises:
             PeerLost: a peer is gone, or the group was dropped.
         """
-        under_way: deque[tuple[Transfer, Parcel, Opening]] = deque()
+        under_way: deque[_UnderWay] = deque()
         total = 0
         for parcel in parcels:
             if len(under_way) == IN_FLIGHT:
-                self._note_sent(*under_way.popleft())
-            before = sum(self.seconds(parcel.data.nbytes) for _, parcel, _ in under_way)
+                self._note_sent(under_way.popleft())
+            before = sum(self.seconds(each.parcel.data.nbytes) for each in under_way)
             opening = self._wait_for_window(parcel, before, under_way)
-            under_way.append((self._group.send(parcel.data, parcel.peer, parcel.tag), parcel, opening))
+            transfer = self._group.send(parcel.data, parcel.peer, parcel.tag)
+            under_way.append(_UnderWay(transfer, parcel, opening, on_sent))
             total += parcel.data.nbytes
         while under_way:
-            self._note_sent(*under_way.popleft())
+            self._note_sent(under_way.popleft())
         return total
 
     def seconds(self, nbytes: int) -> float:
@@ -328,15 +346,13 @@ class Courier:
                 group.drop("copies have stopped: a peer is silent")
         return errand.wait()
 
-    def _wait_for_window(
-        self, parcel: Parcel, before: float, under_way: deque[tuple[Transfer, Parcel, Opening]]
-    ) -> Opening:
+    def _wait_for_window(self, parcel: Parcel, before: float, under_way: deque[_UnderWay]) -> Opening:
         if self._pacer is None:
             return Opening(None, time.perf_counter_ns())
         seconds = self.seconds(parcel.data.nbytes)
         if not self._pacer.may_begin(parcel.window, before + seconds):
             while under_way:  # what is under way is noted now, not when the next window opens
-                self._note_sent(*under_way.popleft())
+                self._note_sent(under_way.popleft())
             before = 0.0
         return self._pacer.wait(parcel.window, before + seconds)
 
@@ -345,11 +361,12 @@ class Courier:
         self._errands.put(None)
         self._thread.join()
 
-    def _note_sent(self, transfer: Transfer, parcel: Parcel, opening: Opening) -> None:
-        transfer.wait()
+    def _note_sent(self, each: _UnderWay) -> None:
+        each.transfer.wait()
         self.progress += 1
-        end = time.perf_counter_ns()
-        self.sent.append(Sent(opening.at, end, parcel.data.nbytes, parcel.peer, opening.window))
+        end, nbytes = time.perf_counter_ns(), each.parcel.data.nbytes
+        self.sent.append(Sent(each.opening.at, end, nbytes, each.parcel.peer, each.opening.window))
+        each.on_sent(nbytes)
 
     def _run(self) -> None:
         while (errand := self._errands.get()) is not None:

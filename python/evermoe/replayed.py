@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES
-from evermoe.arrangement import Kept
+from evermoe.arrangement import RECORD_BYTES, Kept
 from evermoe.courier import Courier, Parcel
 from evermoe.replay import Profile
 from evermoe.replica import Replica, ReplicaBehind
@@ -37,8 +37,12 @@ class Exchanged:
     """What became of one step's messages, on this member."""
 
     sent_bytes: int = 0
+    held: int = 0
+    """Messages of others that are in the log now."""
     needs_full_state: set[str] = field(default_factory=set)
-    """Units of which a message was damaged or missing."""
+    """Units of which a message was damaged or missing, or found no room."""
+    problem: str = ""
+    """What was wrong with the first of them."""
 
 
 class ReplayedCopies:
@@ -49,7 +53,9 @@ class ReplayedCopies:
         kept: those that are replayed, the same list on all members.
         rank: this member.
         profile: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
-        log_bytes: bound of the replica's log; None for as many gradients as are needed at a time.
+        log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
+            are needed at a time.
+        keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.
     """
 
     def __init__(
@@ -60,8 +66,9 @@ class ReplayedCopies:
         profile: Profile | None,
         *,
         log_bytes: int | None = None,
+        keeps_previous: bool = False,
     ) -> None:
-        self.state = state
+        self.state, self.keeps_previous = state, keeps_previous
         kept = list(kept)
         self._to = _by_peer((holder, each.unit) for each in kept if each.primary == rank for holder in each.holders)
         self._from = _by_peer((each.primary, each.unit) for each in kept if rank in each.holders)
@@ -72,8 +79,14 @@ class ReplayedCopies:
         self.sender = GradientSender(
             state.optimizer, {unit: _rows(state, unit) for unit in mine}, profile=profile, is_hooked=False
         )
-        most = sum(unit.pieces[0].nbytes + 256 for unit in theirs)
-        self.replica = Replica(theirs, log_bytes=max(1, log_bytes or LOG_STEPS * most))
+        gradients = [
+            piece.nbytes + RECORD_BYTES
+            for units in self._from.values()
+            for u in units
+            for piece in _parameters(state, u)
+        ]
+        log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
+        self.replica = Replica(theirs, log_bytes=max([1, log_bytes, *gradients]))
 
     @property
     def has_peers(self) -> bool:
@@ -131,8 +144,9 @@ class ReplayedCopies:
     def stored(self) -> Iterator[tuple[str, int, Tensor, int]]:
         """Unit, step, bytes and digest of everything that is kept here for others, as new as it gets."""
         for unit in self.units:
-            step = self.replica.version(unit)
-            if step is not None:
+            newest = self.replica.version(unit)
+            steps = [] if newest is None else [newest - 1, newest] if self.keeps_previous else [newest]
+            for step in steps:
                 try:
                     caught_up = self.replica.catch_up(unit, step)
                 except ReplicaBehind:
@@ -169,7 +183,9 @@ class ReplayedCopies:
 
     def _take(self, message: Tensor, result: Exchanged) -> None:
         received = self.replica.receive(message.numpy(), hold=True)
+        result.held += received.code == "ok"
         if received.needs_full_state:
+            result.problem = result.problem or f"{received.code}: {received.reason}"
             result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
 
 

@@ -206,11 +206,11 @@ class Replica:
             raise ValueError("replica: it is closed")
         record = np.frombuffer(message, np.uint8)
         while True:
+            before = self._log.nbytes  # the thread makes room, too
             code, index, reason, state = self._log.accept(record, hold)
             if code != "apply_now":
                 break
-            before = self._log.nbytes
-            self._apply_some(self._log.fullest())
+            self._apply_some(self._log.fullest(), before)
             if hold and self._log.nbytes >= before:
                 code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"
                 break
@@ -325,16 +325,24 @@ class Replica:
                 with self._parts[index].lock:
                     self._apply_locked(index, newest - self._kept_steps)
 
-    def _apply_some(self, index: int | None) -> None:
-        """Makes room in the log: a batch of the unit that takes most of it."""
+    def _apply_some(self, index: int | None, before: int) -> None:
+        """Makes room in the log: a batch of the unit that takes most of it, or of another that has older steps.
+
+        `before`: bytes of the log that were too many.
+        """
         if index is None:  # all of it is being applied by the thread, which holds one of the locks
             for part in self._parts:
                 with part.lock:
                     pass
             return
-        with self._parts[index].lock:
+        for each in (index, *range(len(self._parts))):
+            with self._parts[each].lock:
+                newest = self._log.newest(each)
+                if newest is not None and self._apply_locked(each, newest - self._kept_steps):
+                    return
+        with self._parts[index].lock:  # nothing but steps that should wait
             newest = self._log.newest(index)
-            if newest is not None and not self._apply_locked(index, newest - self._kept_steps):
+            if newest is not None and self._log.nbytes >= before:
                 self._apply_locked(index, newest)
 
     def _apply_locked(self, index: int, until: int) -> bool:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from evermoe.courier import Listener
 from evermoe.recovery import Outcome
 from evermoe.versions import step_of
-
-Listener = Callable[[str, dict[str, Any]], None]
-"""Is told the name and fields of each event of a session."""
 
 
 @dataclass

@@ -13,19 +13,19 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from evermoe import planning
-from evermoe.arrangement import Arrangement, Member, Subject, arrange
+from evermoe.arrangement import Arrangement, Kept, Member, Subject, arrange
 from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
 from evermoe.copies import Bundle, CopyStore, Round, StoredCopy, bundles
-from evermoe.courier import Courier, Errand, Pacer, Sent
+from evermoe.courier import Courier, Errand, Listener, Pacer, Sent
 from evermoe.elastic import Group, Membership
 from evermoe.errors import CorruptCopy, NotReplayable, PeerLost
 from evermoe.ledger import Ledger
@@ -34,7 +34,6 @@ from evermoe.profile.memory import free_host_bytes
 from evermoe.recovery import Lagging
 from evermoe.replay import Profile, calibrate
 from evermoe.replayed import Exchanged, ReplayedCopies
-from evermoe.report import Listener
 from evermoe.saving import SavedCopy, Saver, Saving
 from evermoe.units import TrainingState
 from evermoe.versions import step_of, version_of
@@ -90,6 +89,8 @@ class Safety:
         self._generation, self._member = 0, ""
         self._is_protected = False
         """Whether all copies of the latest arrangement were whole once."""
+        self._has_stepped = False
+        """Whether this member was there when a step was taken."""
         self._is_settled = False
         """Whether nothing is sent until `protect`, as the members change."""
         self._round: Round | Saving | None = None
@@ -108,6 +109,8 @@ class Safety:
         self.sent_bytes = 0
         """Bytes sent to peers in the last step, copies alone."""
         self._asked: set[str] = set()
+        self._has_told = False
+        """Of the first message that could not be used."""
         self._behind: set[str] = set()
         """Units whose replicas are a step behind, as they get the state alone."""
 
@@ -130,6 +133,7 @@ class Safety:
         self.settle()
         seconds = self.pacing.step_seconds, self.pacing.network_seconds
         mine = Member(nodes[self.group.rank], free_host_bytes() or 1 << 62, self.config.role == "train", *seconds)
+        mine = replace(mine, log_bytes=self.config.replay_log_bytes)
         self._calibrate()
         told = {"member": asdict(mine), "units": self._about_units() if self.group.rank == 0 else None}
         everyone = [json.loads(text) for text in self.group.all_gather_bytes(json.dumps(told).encode())]
@@ -158,7 +162,12 @@ class Safety:
                 self._replayed.close()
         self._is_protected = False
         self._replayed = ReplayedCopies(
-            self.state, replayed, self.group.rank, self._profile, log_bytes=self.config.replay_log_bytes
+            self.state,
+            replayed,
+            self.group.rank,
+            self._profile,
+            log_bytes=self.config.replay_log_bytes,
+            keeps_previous=self.commits_late,
         )
         self._generation, self._member, self._asked = generation, member, set()
         self._local_steps = self.config.local_every or 1
@@ -172,7 +181,9 @@ class Safety:
         for period in sorted({kept.period for kept in snapshots}):
             some = [kept for kept in snapshots if kept.period == period]
             found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
-        local = bundles([k.unit for k in others], [[k.primary] for k in others])
+        active = self._active()
+        kept_at = [(kept.unit, rank) for kept in others for rank in self._local_keepers(kept, active)]
+        local = bundles([unit for unit, _ in kept_at], [[rank] for _, rank in kept_at])
         if self.config.preset == "moetion":  # each expert has a version of its own
             local = [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
         if self.saver is not None:
@@ -181,6 +192,18 @@ class Safety:
         by_unit = self.arrangement.by_unit
         self._sent = {number: (bundle.units, by_unit[bundle.units[0]].period) for number, bundle in enumerate(found)}
         self.store.arrange([*found, *local], generation, member, self.group.rank)
+
+    def _local_keepers(self, kept: Kept, active: Mapping[str, Sequence[int]]) -> list[int]:
+        """Ranks that keep snapshots of their own of what they train and send no snapshots of.
+
+        Where others follow the state a step late, all must be able to go back by one: also after a loss of nodes.
+        """
+        if not self.commits_late:
+            return [kept.primary]
+        nodes = {self._membership.nodes[kept.primary]: kept.primary}
+        for rank in active[kept.unit]:
+            nodes.setdefault(self._membership.nodes[rank], rank)
+        return list(nodes.values())[: self.config.copies]
 
     def _about_units(self) -> list[tuple[float, bool]]:
         """Of each unit, what only those who train know: its tokens in a step, and whether its steps can be repeated."""
@@ -258,7 +281,7 @@ class Safety:
         assert replayed is not None
         if self.saver is not None:
             return self._save_everything(version, self.saver)
-        self._round = Round(self.store, version, self.couriers["snapshots"])
+        self._round = Round(self.store, version, self.couriers["snapshots"], emit=self._emit)
         courier = self.couriers["gradients"]
         states = courier.go(lambda: replayed.exchange(courier, step, only_states=True))
         if not (self.couriers["snapshots"].wait(self._round.errand, self._membership.group) and states.wait()):
@@ -319,7 +342,14 @@ class Safety:
         assert replayed is not None
         if replayed.has_peers:
             courier, selected = self.couriers["gradients"], self._select()
-            self._exchange = courier.go(lambda: replayed.exchange(courier, step, selected))
+
+            def exchange() -> Exchanged:
+                exchanged = replayed.exchange(courier, step, selected)
+                if exchanged.held:
+                    self._emit("held", {"step": step})
+                return exchanged
+
+            self._exchange = courier.go(exchange)
 
     def _exchange_gradients(self, step: int) -> bool:
         if self._exchange is None:
@@ -330,6 +360,13 @@ class Safety:
         if self._exchange.result is not None:
             self.sent_bytes = self._exchange.result.sent_bytes
             self._asked |= self._exchange.result.needs_full_state
+            if self._asked and not self._has_told:
+                self._has_told = True
+                logger.warning(
+                    "the copies here of %s wait for its full state, which comes with the next step: %s",
+                    min(self._asked),
+                    self._exchange.result.problem,
+                )
         return is_whole
 
     def before_update(self) -> None:
@@ -340,6 +377,7 @@ class Safety:
     def committed(self, version: int, clip: float) -> None:
         """All members have agreed on the step, and it is taken: `version` is the state now."""
         assert self._replayed is not None
+        self._has_stepped = True
         self._replayed.committed(clip)
         self.step_seconds = time.monotonic() - self._step_began
         selected = self._selected or set()
@@ -369,11 +407,13 @@ class Safety:
         if self.saver is not None:
             return self._save(version, self.saver) if step % self.config.save_every == 0 else None
         if self.commits_late:
-            return None if self._is_settled else Round(self.store, version, courier)
+            return None if self._is_settled else Round(self.store, version, courier, emit=self._emit)
         due = self._due_for_peers(step)
         self.ledger.copied((unit for number in due for unit in self._sent[number][0]), step)
         due |= self._due_at_home(step)
-        return Round(self.store, version, courier, due) if due else self._round
+        if not due or self._is_settled:  # where the members change, nobody would receive it
+            return self._round
+        return Round(self.store, version, courier, due, self._emit)
 
     def _is_due(self, step: int) -> bool:
         return self.commits_late or bool(self._due_for_peers(step)) or not self._sent
@@ -480,6 +520,8 @@ class Safety:
         for copies, base, generation in self._replicas():
             for unit, step, data, value in copies.stored():
                 version = base[1] if step == base[0] else version_of(generation, step)
+                if version == 0 and self._has_stepped:  # which is otherwise that of any process that has just come
+                    version = version_of(generation, 0)
                 yield StoredCopy(unit, version, value, data), "replayed"
 
     def _replicas(self) -> list[tuple[ReplayedCopies, tuple[int, int], int]]:

@@ -31,12 +31,13 @@ from evermoe import checkpoint, gradients, planning, progress
 from evermoe.balance import is_worth_it
 from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore
+from evermoe.courier import Listener
 from evermoe.data import ElasticSampler
 from evermoe.elastic import Identity, Membership, start_local_lighthouse
 from evermoe.errors import JobFinished, PeerLost, UnitsMissing
 from evermoe.parallel import ExpertReducer, complete_gradients, reduce_dense
 from evermoe.recovery import Recovery
-from evermoe.report import Listener, PhaseClock, RecoveryReport
+from evermoe.report import PhaseClock, RecoveryReport
 from evermoe.safety import Safety
 from evermoe.step import Step
 from evermoe.units import TrainingState
@@ -64,7 +65,11 @@ class Session:
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.
         on_event: called with (name, fields) for: begin, reduce, send, confirm, vote, update, copy, commit, lost, phase,
-            recovered, checkpoint, verified. For progress displays and tests; it must not block.
+            recovered, checkpoint, verified. For progress displays and tests; it must not block. Three more come from
+            other threads, and name the step whose state they are about: chunk (a part of a snapshot was sent; `sent`
+            of `total` bytes so far), published (a version of some units came from a peer whole, and is visible now),
+            held (the gradients of others for the step that comes are in this member's log, but do not count before
+            the vote).
         options: fields of `SessionConfig`.
 
     Raises:

@@ -1,0 +1,41 @@
+"""Who keeps copies of what, from plain data."""
+
+from __future__ import annotations
+
+import pytest
+
+from evermoe.arrangement import LOGGED_STEPS, RECORD_BYTES, Member, Subject, arrange
+
+GRADIENT_BYTES = 1000
+
+
+def members(trainers, replicas=0, **options):
+    roles = [True] * trainers + [False] * replicas
+    return [Member(f"node{rank}", 1 << 40, trains, **options) for rank, trains in enumerate(roles)]
+
+
+def experts(number, ranks):
+    return [Subject(f"e{e}", 3 * GRADIENT_BYTES, GRADIENT_BYTES, (e % ranks,), True, 10.0, True) for e in range(number)]
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
+@pytest.mark.parametrize("copies", [2, 3, 4])
+@pytest.mark.parametrize("replicas", [0, 1, 2])
+def test_each_copy_is_on_another_rank(preset, copies, replicas):
+    arrangement = arrange(preset, experts(6, 3), members(3, replicas), copies=copies, budget=0.01)
+    nodes = set(range(3, 3 + replicas))
+    for each in arrangement.kept:
+        assert len({each.primary, *each.holders}) == 1 + len(each.holders), each
+        assert len(nodes & {*each.holders}) == min(replicas, len(each.holders)), each
+
+
+@pytest.mark.parametrize("fitting", [0, 1, 2])
+def test_units_that_do_not_fit_into_the_logs_are_followed_by_snapshots(fitting):
+    room = fitting * LOGGED_STEPS * (GRADIENT_BYTES + RECORD_BYTES)
+    arrangement = arrange("auto", experts(6, 3), members(3, log_bytes=room), copies=2, budget=0.01)
+    kept = [each for each in arrangement.kept if each.kind == "replayed"]
+    for rank in range(3):
+        assert sum(rank in each.holders for each in kept) <= fitting
+    assert len(kept) == (0, 3, 6)[fitting]
+    assert {(each.kind, each.period) for each in arrangement.kept if each not in kept} <= {("snapshot", 1)}
+    assert ("too large for replay_log_bytes" in arrangement.words) == (fitting < 2)

@@ -1,0 +1,55 @@
+"""A thousand steps with everything on: replicas follow bit for bit through whatever happens."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from history import check_history, check_recovered
+from worker import Fault
+
+STEPS = 1000
+
+
+def longest_idle(each):
+    """Per expert: most steps in a row without a token."""
+    longest, now = {}, {}
+    for event in each.events("copy", after="update"):
+        for layer, counts in event["tokens"].items():
+            for expert, count in enumerate(counts):
+                now[layer, expert] = 0 if count else now.get((layer, expert), 0) + 1
+                longest[layer, expert] = max(longest.get((layer, expert), 0), now[layer, expert])
+    return longest
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "evermoe"])
+def test_replicas_follow_a_thousand_steps(start_job, optimizer):
+    """Experts without tokens for hundreds of steps, clipping, a schedule, shifting load, and three deaths."""
+    job = start_job(2, slots=1, max_grad_norm=0.3, rebalance_every=50, join_every=20, local_every=100)
+    job.open_gate(300)
+    options = {"steps": STEPS, "optimizer": optimizer, "schedule": "cosine", "narrow": 200, "gated": True}
+    replica = {"session": {"role": "replica"}} | options
+    nodes = [job.start("y", **replica)]
+    nodes[0].wait_for("phase", phase="agree")
+    a, b = job.start_all({"b": [Fault("vote", 950)]}, "ab", **options)
+    for gate, following in ((300, 600), (600, STEPS)):
+        a.wait_for("gate", step=gate)
+        nodes[-1].signal(signal.SIGKILL)
+        assert nodes[-1].join() == -9
+        nodes.append(job.start("y", **replica))
+        nodes[-1].wait_for("phase", phase="agree")
+        job.open_gate(following)
+    assert [each.join() for each in (a, b, nodes[-1])] == [0, -9, 0]
+    check_history([a, b])
+    assert max(longest_idle(a).values()) >= 150, "no expert was idle for long"
+    assert any(event["reason"] == "the load has shifted" for event in a.events("recovered"))
+    for event in a.events("recovered"):
+        assert (event["steps_lost"], event["digests_mismatched"], event["stale"]) == (0, 0, {})
+    recovered = check_recovered([a, b], a)
+    assert (recovered["step"], recovered["members"]) == (950, 1)
+    assert recovered["sources"]["peer"] > 0
+    for each in (a, nodes[-1]):
+        verified = each.events("verified")[0]
+        assert verified["digests_mismatched"] == 0
+        assert verified["digests_checked"] > 0
