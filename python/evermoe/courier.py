@@ -140,6 +140,18 @@ class Pacer:
         finally:
             self._ends(name)
 
+    def transfer_begins(self) -> None:
+        """Something is sent from here, earlier perhaps than planned: the window that is open closes.
+
+        For transfers that run side by side, such as those of a pipeline, in place of an attached group.
+        """
+        with self._change:
+            self._window = None
+
+    def transfer_ends(self, name: str) -> None:
+        """Such a transfer is over; the window that follows it opens, if there is one."""
+        self._ends(name)
+
     def _begins(self, name: str) -> None:
         with self._change:
             self._is_busy, self._busy_since = True, self._now()
