@@ -22,7 +22,7 @@ from torch.distributed import pipelining
 import evermoe
 from evermoe._native import digest
 
-WIDTH, ROWS, MICROBATCHES = 96, 16, 4
+ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
 
 
@@ -37,6 +37,8 @@ class Options:
     """Dies in the second microbatch of this step."""
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
+    width: int = 96
+    """Of the model."""
     work: int = 0
     """Multiplications of matrices in each forward."""
     trace: bool = False
@@ -47,11 +49,11 @@ class Options:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
-    def __init__(self, index: int, work: int) -> None:
+    def __init__(self, index: int, width: int, work: int) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.norm = nn.LayerNorm(WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.norm = nn.LayerNorm(width)
         self.work = work
         self.calls = 0
 
@@ -88,7 +90,7 @@ def connect(options: Options, copies: evermoe.PipelineCopies, module: nn.Module)
     peers = [dist.new_group([stage * PEERS + peer for peer in range(PEERS)]) for stage in range(STAGES)]
     chains = [dist.new_group([stage * PEERS + peer for stage in range(STAGES)]) for peer in range(PEERS)]
     stage, peer = divmod(options.rank, PEERS)
-    example = torch.zeros(ROWS, WIDTH)
+    example = torch.zeros(ROWS, options.width)
     part = pipelining.PipelineStage(
         module,
         stage,
@@ -106,7 +108,7 @@ def run_step(options: Options, schedule: Any, peers: Any, module: Stage, step: i
     """Forward, backward and the reduction over the data-parallel peers; the mean loss, on the last stage."""
     stage, peer = divmod(options.rank, PEERS)
     generator = torch.Generator().manual_seed(1000 * step + peer)
-    inputs, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator)
+    inputs, target = torch.randn(2, ROWS * MICROBATCHES, options.width, generator=generator)
     losses: list[torch.Tensor] = []
     if stage == 0:
         schedule.step(inputs)
@@ -132,7 +134,7 @@ def digests(copies: evermoe.PipelineCopies) -> dict[str, int]:
 
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, PEERS)
-    module = Stage(stage, options.work)
+    module = Stage(stage, options.width, options.work)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
     copies = evermoe.PipelineCopies(
         module,

@@ -13,6 +13,9 @@ from harness import PATIENCE, SERVER, Job, Worker
 from pipeline_worker import PEERS, STAGES, Options
 
 RANKS = STAGES * PEERS
+STEPS, PROFILE_STEPS = 22, 6
+ROUNDING = 1.0
+"""Microseconds that times of a trace may be off."""
 PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "copies": 3}}
 
 
@@ -98,7 +101,10 @@ def test_each_rank_dies_in_a_step_and_its_successor_in_a_copy(start_job, uninter
     done = pipeline.finish()
 
     again = third.events("recovered")[0]["step"]
-    assert again in (6, 7)  # the vote on step 6 had passed where it died, so a survivor knows of it, too, if it got there
+    assert again in (
+        6,
+        7,
+    )  # the vote on step 6 had passed where it died, so a survivor knows of it, too, if it got there
     for each in started:
         if each is not started[victim]:
             assert [event["step"] for event in each.events("recovered")] == [0, 3, again]
@@ -116,3 +122,93 @@ def test_each_rank_dies_in_a_step_and_its_successor_in_a_copy(start_job, uninter
     assert done[0]["compared"] == 4 * STAGES * len(digests[0])  # both peers' and two copies
     for stage in range(STAGES):
         assert done[stage * PEERS]["digests"] == done[stage * PEERS + 1]["digests"]
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_whole_stage_is_lost(start_job, uninterrupted, preset, stage):
+    """Nobody trains its units any more: their copies at the other stage are all that is left of them."""
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])
+    victims = [stage * PEERS + peer for peer in range(PEERS)]
+    started = [pipeline.start(rank, kill_in_step=5 if rank in victims else None) for rank in range(RANKS)]
+    for rank in victims:
+        pipeline.lose(started[rank])
+    newcomers = [pipeline.start(rank) for rank in victims]
+    done = pipeline.finish()
+    again = {each.events("recovered")[-1]["step"] for each in pipeline.ranks if each.process.exitcode == 0}
+    assert again in ({4}, {5})  # the newest version, or the one before where its copies were still under way
+    for each in newcomers:
+        assert each.events("recovered")[0]["sources"] == {"own memory": 0, "peer": len(digests[0])}
+    assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
+    assert [each["digests"] for each in done] == digests
+
+
+def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2})
+    for each in [pipeline.start(rank, kill_in_step=6) for rank in range(RANKS)]:
+        each.process.join(PATIENCE)
+    assert [each.process.exitcode for each in pipeline.ranks] == [-9] * RANKS
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert {each.events("recovered")[0]["step"] for each in pipeline.ranks[RANKS:]} in ({5}, {6})
+    assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
+    assert [each["digests"] for each in done] == digests
+
+
+def read_traces(folder):
+    """By rank: copies, and windows of the network; microseconds of one clock."""
+    found = []
+    for rank in range(RANKS):
+        events = json.loads((Path(folder) / f"{rank}.json").read_text())["traceEvents"]
+        tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [e for e in events if e["ph"] == "X"]
+        windows = [e for e in spans if e["cat"] == "window" and tracks[e["tid"]].startswith("network")]
+        found.append(([e for e in spans if e["cat"] == "copy"], windows))
+    return found
+
+
+def is_within(copy, window):
+    return window["ts"] - ROUNDING <= copy["ts"] and ends(copy) <= ends(window) + ROUNDING
+
+
+def ends(event):
+    return event["ts"] + event["dur"]
+
+
+def nbytes(copies):
+    return sum(copy["args"]["bytes"] for copy in copies)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_copies_travel_in_bubbles(start_job, preset):
+    """Each begins in its window, to the microsecond. Whether it is over in time, and fits the receiver's windows, too,
+    depends on whether the step is like those of the profile: most are."""
+    copies = PRESETS[preset] | {"profile_steps": PROFILE_STEPS, "copy_buffer_bytes": 1 << 16}
+    pipeline = Pipeline(start_job(RANKS), copies=copies, trace=True, steps=STEPS, work=12, width=384)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    for each in pipeline.finish():
+        assert each["different"] == []
+    counts = {each.events("step")[-1]["plans"] for each in pipeline.ranks}
+    assert counts == {1}  # by all at the same step
+    traces = read_traces(pipeline.job.folder)
+    everything, in_windows, in_time, at_both_ends = [], [], [], []
+    for copies, windows in traces:
+        assert copies
+        everything += copies
+        for copy in (copy for copy in copies if copy["args"]["window"] is not None):
+            number = copy["args"]["window"]
+            own = [w for w in windows if w["args"]["number"] == number and w["ts"] <= copy["ts"] + ROUNDING][-1]
+            assert copy["ts"] <= ends(own) + ROUNDING
+            in_windows.append(copy)
+            in_time += [copy] * is_within(copy, own)
+            theirs = traces[copy["args"]["destination"]][1]
+            at_both_ends += [copy] * any(is_within(copy, window) for window in theirs)
+    print(preset, [nbytes(each) for each in (everything, in_windows, in_time, at_both_ends)])
+    assert nbytes(in_windows) > nbytes(everything) / 2
+    assert nbytes(in_time) > nbytes(in_windows) / 2
+    if preset == "baft":
+        assert nbytes(at_both_ends) > nbytes(in_windows) / 2

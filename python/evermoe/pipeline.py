@@ -1,6 +1,6 @@
 """Keeps a pipeline of `torch.distributed.pipelining` safe: copies in its bubbles, and the way back after a failure.
 
-    step n   schedule ─ reduce over data-parallel peers ─ commit: copies of n whole? ─ VOTE ─ update ─ copy of n + 1 begins
+    step n   schedule ─ reduce over data-parallel peers ─ commit: copies of n whole? ─ VOTE ─ update ─ n + 1 is copied
     failure  PeerLost or torch's own error ─ recover: torch's groups end ─ all seats taken again ─ newest whole version
 
 Version n is kept until version n + 1 is whole on all nodes, so whoever dies, one of the two can be put together again.
@@ -161,7 +161,7 @@ class PipelineCopies:
 
     @property
     def torch_store(self) -> Any:
-        """For `dist.init_process_group(store=..., rank=copies.rank, world_size=copies.size)`; new after each recovery."""
+        """Of `dist.init_process_group(store=..., rank=copies.rank, world_size=copies.size)`; another after a recovery."""
         return self.membership.store
 
     # ---- a step
@@ -209,8 +209,8 @@ class PipelineCopies:
             self._round.wait_captured()
         self.optimizer.step()
         self._pending, self._taken, self._version = None, (self._version, version), version
-        self.profiler.step()
         self.pacer.begin_step()
+        self.profiler.step()
         self._round = Round(self.store, version, self.courier) if self.group.broken is None else None
 
     # ---- failures
@@ -318,7 +318,8 @@ class PipelineCopies:
             self.pacer.transfer_begins()
 
     def _transfer_ends(self, span: OpenSpan) -> None:
-        self.pacer.transfer_ends(span.name)
+        assert isinstance(span.end, int)  # on the CPU it is a time
+        self.pacer.transfer_ends(span.name, span.end)
 
     def verify(self) -> tuple[int, list[str]]:
         """Compares all ranks' units and copies of this version, once they are whole, by digest. Collective.

@@ -20,7 +20,7 @@ from evermoe.config import SessionConfig
 from evermoe.copies import Bundle, StoredCopy, bundles
 from evermoe.elastic import Group
 from evermoe.pacing import COPIES, Pacing
-from evermoe.planning.schedule import Span, Step
+from evermoe.planning.schedule import Step
 from evermoe.profile import Profiler
 from evermoe.recovery import Inventory, Outcome, Recovery
 from evermoe.units import SESSION, Piece, TrainingState, Unit
@@ -58,7 +58,8 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     `baft`: to the rank of the stage before with the same data-parallel coordinate, of stage 0 to the last one.
     `moetion`: to ranks that keep what is missing to `copies` nodes beside the data-parallel peers, who hold it anyway.
 
-        >>> seats = [Seat(s, d, f"n{s}{d}", "", [(f"stage{s}.a", 8), (f"stage{s}.b", 8)]) for s in (0, 1) for d in (0, 1)]
+        >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
+        >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
         >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
         [(0, 2), (1, 3), (2, 0), (3, 1)]
         >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]  # the peers are enough
@@ -221,6 +222,7 @@ def known_busy(local: Step, met: Step) -> Step:
 
     What is waited for before the vote is the last: from then on the network counts as busy until the step ends.
 
+        >>> from evermoe.planning.schedule import Span
         >>> mine = Step(9.0, [Span("receive from 0", "receive", "network", 1.0, 5.0, 64, [0])])
         >>> both = Step(9.0, [Span("receive from 0", "receive", "network", 4.0, 1.5, 64, [0])])
         >>> known_busy(mine, both).spans[0][3:5]
