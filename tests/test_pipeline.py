@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
+import evermoe
 import pipeline_worker
+from evermoe import stages
 from harness import PATIENCE, SERVER, Job, Worker
 from pipeline_worker import PEERS, STAGES, Options
 
@@ -147,7 +151,12 @@ def test_a_whole_stage_is_lost(start_job, uninterrupted, preset, stage):
 def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):
     losses, digests = uninterrupted
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2})
-    for each in [pipeline.start(rank, kill_in_step=6) for rank in range(RANKS)]:
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_in_step=6 if rank < PEERS else None)
+    for each in pipeline.ranks[PEERS:]:
+        each.wait_for("lost")
+        each.process.kill()
+    for each in pipeline.ranks:
         each.process.join(PATIENCE)
     assert [each.process.exitcode for each in pipeline.ranks] == [-9] * RANKS
     for rank in range(RANKS):
@@ -212,3 +221,34 @@ def test_copies_travel_in_bubbles(start_job, preset):
     assert nbytes(in_time) > nbytes(in_windows) / 2
     if preset == "baft":
         assert nbytes(at_both_ends) > nbytes(in_windows) / 2
+
+
+def test_examples():
+    found = doctest.testmod(stages)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"preset": "gemini"}, "baft or moetion, got 'gemini'"),
+        ({"stages": 1}, "2 stages or more"),
+        ({"stage": 2}, "0 <= stage < 2, got stage 2"),
+        ({"data_parallel": 2}, "0 <= data_parallel < 2, got 2"),
+    ],
+)
+def test_arguments_out_of_range_are_named(wrong, words):
+    module = torch.nn.Linear(2, 2)
+    fine = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2, "lighthouse": "", "job": "x"}
+    with pytest.raises(ValueError, match=words):
+        evermoe.PipelineCopies(module, torch.optim.SGD(module.parameters(), lr=1.0), **fine | wrong)
+
+
+def test_another_model_on_a_rank_of_the_same_stage_is_refused(start_job):
+    pipeline = Pipeline(start_job(RANKS))
+    for rank in range(RANKS):
+        pipeline.start(rank, width=48 if rank == 1 else 96)
+    for each in pipeline.ranks:
+        assert each.join() == 1
+        assert "ranks of stage 0 have units with different names, shapes or types" in each.log()

@@ -46,18 +46,19 @@ class PipelineCopies:
 
         copies = evermoe.PipelineCopies(module, optimizer, stage=s, stages=2, data_parallel=d, data_parallel_size=2,
                                         preset="baft", lighthouse=address, job="big")
-        step = copies.recover()                        # waits for all ranks; 0 in a new job
+        step, schedule = 0, None
         while step < steps:
             try:
-                schedule = schedule or build(copies)   # dist.init_process_group(store=copies.torch_store, ...)
+                if schedule is None:                   # at the start, and after a failure
+                    step = copies.recover()            # waits for all ranks
+                    dist.init_process_group("gloo", store=copies.torch_store, rank=copies.rank, world_size=copies.size)
+                    schedule = build_schedule(module)
                 copies.begin()
-                schedule.step(inputs(step))
-                reduce_gradients()                     # over the data-parallel peers
-                step = copies.commit()                 # in place of optimizer.step()
+                schedule.step(*batch(step))
+                average_gradients(module)              # over the data-parallel peers
+                step = copies.commit()                 # instead of optimizer.step()
             except (evermoe.PeerLost, RuntimeError):
                 schedule = None
-            if schedule is None:
-                step = copies.recover()
         copies.close()
 
     Every rank holds its stage's modules with their optimizer state; ranks of one stage hold the same and share the work
@@ -161,7 +162,7 @@ class PipelineCopies:
 
     @property
     def torch_store(self) -> Any:
-        """Of `dist.init_process_group(store=..., rank=copies.rank, world_size=copies.size)`; another after a recovery."""
+        """For `dist.init_process_group`, with this `rank` and `size`; another one after each recovery."""
         return self.membership.store
 
     # ---- a step
