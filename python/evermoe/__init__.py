@@ -6,6 +6,7 @@ from evermoe.config import SessionConfig
 from evermoe.data import ElasticSampler, Share
 from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, NotReplayable, PeerLost
 from evermoe.moe import MoE, load_balancing_loss, moe_layers
+from evermoe.pipeline import PipelineCopies
 from evermoe.report import RecoveryReport
 from evermoe.session import Session
 from evermoe.step import Step
@@ -22,6 +23,7 @@ __all__ = [
     "MoE",
     "NotReplayable",
     "PeerLost",
+    "PipelineCopies",
     "RecoveryReport",
     "Session",
     "SessionConfig",

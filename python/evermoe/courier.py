@@ -155,13 +155,25 @@ class Pacer:
         finally:
             self._ends(name)
 
+    def transfer_begins(self) -> None:
+        """Something is sent from here, earlier perhaps than planned: the window that is open closes.
+
+        For transfers that run side by side, such as those of a pipeline, in place of an attached group.
+        """
+        with self._change:
+            self._window = None
+
+    def transfer_ends(self, name: str, at: int) -> None:
+        """Such a transfer is over since `at`, of `time.perf_counter_ns`; the window after it opened then, if any."""
+        self._ends(name, at)
+
     def _begins(self, name: str) -> None:
         with self._change:
             self._is_busy, self._busy_since = True, self._now()
 
-    def _ends(self, name: str) -> None:
+    def _ends(self, name: str, at: int | None = None) -> None:
         with self._change:
-            now = self._now()
+            now = self._now() if at is None else at
             self._is_busy = False
             occurrence = self._seen.get(name, 0)
             self._seen[name] = occurrence + 1

@@ -306,6 +306,8 @@ class Membership:
         """Per rank, the machine whose memory dies with it; several members may share one. Replica nodes come last."""
         self.trainers = 1
         """How many members train."""
+        self.store: Any = None
+        """Of the members now: where groups of others can meet, under a prefix that no other epoch uses."""
         self._lighthouse = lighthouse
         self._device = device
         self._hang_limit = timedelta(seconds=hang_limit)
@@ -468,6 +470,7 @@ class Membership:
         self.nodes = [member.data["node"] for member in asked]
         self.trainers = sum(member.data["role"] == "train" for member in asked)
         self._rebuild(store, ids.index(self.id), len(ids))
+        self.store = dist.PrefixStore("others", store)
         self._agreement = _Agreement(epoch, ids)
         return True
 

@@ -262,16 +262,12 @@ class Pacing:
             self._consider(step, self._policy)
 
     def _consider(self, step: int, policy: ChunkPolicy) -> None:
-        timed = self._pacer.recorded()
-        self._pacer.record(0)
-        self._recorded = timed, self.windows
-        steps = as_steps(timed, self._until_vote)
-        offers = self._gather(steps, [each.start / 1e9 for each in timed])
+        offers = self._gather(*self._profile())
         changed = [f"rank {rank}: {offer.changed}" for rank, offer in enumerate(offers) if offer.changed]
         if self._offers and not changed:
             return
         self._offers = offers
-        if steps:
+        if offers[self._group.rank].windows:
             mine = self.windows = Windows.from_json(offers[self._group.rank].windows)
             idle = [window.seconds for window in mine.windows if window.resource == "network"]
             self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
@@ -279,6 +275,13 @@ class Pacing:
         if self._group.rank == 0 and any(offer.loads for offer in offers):
             why = f"; planned anew, because of {changed[0]}" if self.plans > 1 and changed else ""
             logger.info("copies in windows from step %d on: %s%s", step, self.words, why)
+
+    def _profile(self) -> tuple[list[Step], list[float]]:
+        """The steps to find windows in, and when they started: seconds of `time.perf_counter`."""
+        timed = self._pacer.recorded()
+        self._pacer.record(0)
+        self._recorded = timed, self.windows
+        return as_steps(timed, self._until_vote), [each.start / 1e9 for each in timed]
 
     def _gather(self, steps: Sequence[Step], starts: Sequence[float]) -> list[Offer]:
         offset = clock_offset(connect(self._group)).seconds

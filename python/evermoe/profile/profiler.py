@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from evermoe.profile.files import write_whole
 from evermoe.profile.gathered import GatheredProfile, RankProfile, without_gaps
 from evermoe.profile.patches import Patches
 from evermoe.profile.peers import clock_offset, connect
-from evermoe.profile.recorder import Recorded, Recorder
+from evermoe.profile.recorder import OpenSpan, Recorded, Recorder
 
 T = TypeVar("T")
 
@@ -157,6 +157,14 @@ class Profiler:
         finally:
             if found is not None:
                 self._recorder.close(found)
+
+    def follow_network(self, begins: Callable[[OpenSpan], None], ends: Callable[[OpenSpan], None]) -> None:
+        """While attached, calls these for each transfer of training as it begins and when it is known to be over.
+
+        The end may come in another thread.
+        """
+        self._recorder.on_begin = lambda span: begins(span) if span.resource == "network" else None
+        self._recorder.on_end = lambda span: ends(span) if span.resource == "network" else None
 
     # ---- what was found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,6 +29,10 @@ class OpenSpan:
     device: torch.device | None
     start: Mark
     end: Mark | None = None
+
+
+def _ignore(span: OpenSpan) -> None:
+    pass
 
 
 class Recorded(NamedTuple):
@@ -65,6 +69,10 @@ class Recorder:
         self.on = False
         self.unfinished = 0
         """Spans that had not ended a step later, and were left out: transfers that nobody waited for."""
+        self.on_begin: Callable[[OpenSpan], None] = _ignore
+        """Is told each span as it begins."""
+        self.on_end: Callable[[OpenSpan], None] = _ignore
+        """Is told each span when it is over; perhaps in another thread."""
         self._done: deque[Recorded] = deque(maxlen=keep)
         self._step: _OpenStep | None = None
         self._last: tuple[_OpenStep, Mark, int | None, int | None] | None = None
@@ -94,6 +102,7 @@ class Recorder:
         inside.add(resource)
         span = OpenSpan(name, kind, resource, bytes, peers, device, self.clock.mark(device))
         step.spans.append(span)
+        self.on_begin(span)
         return span
 
     def leave(self, span: OpenSpan) -> None:
@@ -104,6 +113,7 @@ class Recorder:
         """The span is over; only the first call counts."""
         if span.end is None:
             span.end = self.clock.mark(span.device)
+            self.on_end(span)
 
     def close(self, span: OpenSpan) -> None:
         """`leave` and `end`."""

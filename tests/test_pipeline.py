@@ -1,0 +1,254 @@
+"""A pipeline of 2 stages with 2 data-parallel ranks each: real processes, of which each is killed in turn."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import evermoe
+import pipeline_worker
+from evermoe import stages
+from harness import PATIENCE, SERVER, Job, Worker
+from pipeline_worker import PEERS, STAGES, Options
+
+RANKS = STAGES * PEERS
+STEPS, PROFILE_STEPS = 22, 6
+ROUNDING = 1.0
+"""Microseconds that times of a trace may be off."""
+PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "copies": 3}}
+
+
+class Rank(Worker):
+    """One rank; what it writes is read as `Worker` does."""
+
+    def __init__(self, options):
+        self.options, self.name = options, options.name
+        self.process = SERVER.Process(target=pipeline_worker.main, args=(options,), daemon=True)
+        self.process.start()
+        self.pid = self.process.pid
+
+
+class Pipeline:
+    """A job of pipeline ranks, each on a node of its own."""
+
+    def __init__(self, job: Job, **options):
+        self.job, self.options = job, options
+        self.ranks = []
+
+    def start(self, rank, **options):
+        copies = {"job": self.job.name, "memory_dir": str(self.job.memory), "node": f"n{rank}"}
+        copies |= {"hang_limit": 10.0, "agree_limit": 30.0, "copy_buffer_bytes": 1 << 14}
+        everything = self.options | options
+        copies |= everything.pop("copies", {})
+        name = f"r{rank}-{len(self.ranks)}"
+        made = Options(name, str(self.job.folder), self.job.address, rank, copies=copies, **everything)
+        self.ranks.append(Rank(made))
+        self.job.workers.append(self.ranks[-1])
+        return self.ranks[-1]
+
+    def lose(self, each):
+        """It is dead, and the memory of its node with it."""
+        each.process.join(PATIENCE)
+        assert each.process.exitcode == -9, each.log()
+        shutil.rmtree(self.job.node_memory(f"n{each.options.rank}"))
+
+    def finish(self):
+        """By rank, what its last process said at the end."""
+        alive = [each for each in self.ranks if each.process.exitcode != -9]
+        done = {}
+        for each in alive:
+            done[each.options.rank] = each.wait_for("done", limit=2 * PATIENCE)
+        for each in alive:
+            assert each.join() == 0, each.log()
+        return [done[rank] for rank in range(RANKS)]
+
+    def losses(self):
+        """By step, what the ranks of the last stage say."""
+        found = {}
+        for each in self.ranks:
+            if each.options.rank >= RANKS - PEERS:
+                for event in each.events("step"):
+                    found.setdefault((each.options.rank, event["step"]), []).append(event["loss"])
+        return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Losses and final digests of a run in which nothing happens."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    job = Job(folder, RANKS)
+    try:
+        pipeline = Pipeline(job, copies=PRESETS["baft"])
+        for rank in range(RANKS):
+            pipeline.start(rank)
+        done = pipeline.finish()
+        return pipeline.losses(), [each["digests"] for each in done]
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("victim", range(RANKS))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_rank_dies_in_a_step_and_its_successor_in_a_copy(start_job, uninterrupted, preset, victim):
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])
+    started = [pipeline.start(rank, kill_in_step=3 if rank == victim else None) for rank in range(RANKS)]
+    pipeline.lose(started[victim])
+    second = pipeline.start(victim, kill_in_copy=7)
+    pipeline.lose(second)
+    third = pipeline.start(victim)
+    done = pipeline.finish()
+
+    again = third.events("recovered")[0]["step"]
+    assert again in (
+        6,
+        7,
+    )  # the vote on step 6 had passed where it died, so a survivor knows of it, too, if it got there
+    for each in started:
+        if each is not started[victim]:
+            assert [event["step"] for event in each.events("recovered")] == [0, 3, again]
+    assert second.events("recovered")[0]["step"] == 3
+    for newcomer in (second, third):
+        assert newcomer.events("recovered")[0]["fetched"] == len(done[victim]["digests"])
+
+    found = pipeline.losses()
+    assert found.keys() == losses.keys()
+    for key, values in found.items():
+        assert values == pytest.approx(losses[key] * len(values), abs=1e-6)
+    for each, expected in zip(done, digests, strict=True):
+        assert each["different"] == []
+        assert each["digests"] == expected
+    assert done[0]["compared"] == 4 * STAGES * len(digests[0])  # both peers' and two copies
+    for stage in range(STAGES):
+        assert done[stage * PEERS]["digests"] == done[stage * PEERS + 1]["digests"]
+
+
+@pytest.mark.parametrize("stage", range(STAGES))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_whole_stage_is_lost(start_job, uninterrupted, preset, stage):
+    """Nobody trains its units any more: their copies at the other stage are all that is left of them."""
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])
+    victims = [stage * PEERS + peer for peer in range(PEERS)]
+    started = [pipeline.start(rank, kill_in_step=5 if rank in victims else None) for rank in range(RANKS)]
+    for rank in victims:
+        pipeline.lose(started[rank])
+    newcomers = [pipeline.start(rank) for rank in victims]
+    done = pipeline.finish()
+    again = {each.events("recovered")[-1]["step"] for each in pipeline.ranks if each.process.exitcode == 0}
+    assert again in ({4}, {5})  # the newest version, or the one before where its copies were still under way
+    for each in newcomers:
+        assert each.events("recovered")[0]["sources"] == {"own memory": 0, "peer": len(digests[0])}
+    assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
+    assert [each["digests"] for each in done] == digests
+
+
+def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2})
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_in_step=6 if rank < PEERS else None)
+    for each in pipeline.ranks[PEERS:]:
+        each.wait_for("lost")
+        each.process.kill()
+    for each in pipeline.ranks:
+        each.process.join(PATIENCE)
+    assert [each.process.exitcode for each in pipeline.ranks] == [-9] * RANKS
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert {each.events("recovered")[0]["step"] for each in pipeline.ranks[RANKS:]} in ({5}, {6})
+    assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
+    assert [each["digests"] for each in done] == digests
+
+
+def read_traces(folder):
+    """By rank: copies, and windows of the network; microseconds of one clock."""
+    found = []
+    for rank in range(RANKS):
+        events = json.loads((Path(folder) / f"{rank}.json").read_text())["traceEvents"]
+        tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [e for e in events if e["ph"] == "X"]
+        windows = [e for e in spans if e["cat"] == "window" and tracks[e["tid"]].startswith("network")]
+        found.append(([e for e in spans if e["cat"] == "copy"], windows))
+    return found
+
+
+def is_within(copy, window):
+    return window["ts"] - ROUNDING <= copy["ts"] and ends(copy) <= ends(window) + ROUNDING
+
+
+def ends(event):
+    return event["ts"] + event["dur"]
+
+
+def nbytes(copies):
+    return sum(copy["args"]["bytes"] for copy in copies)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_copies_travel_in_bubbles(start_job, preset):
+    """Each begins in its window, to the microsecond. Whether it is over in time, and fits the receiver's windows, too,
+    depends on whether the step is like those of the profile: most are."""
+    copies = PRESETS[preset] | {"profile_steps": PROFILE_STEPS, "copy_buffer_bytes": 1 << 16}
+    pipeline = Pipeline(start_job(RANKS), copies=copies, trace=True, steps=STEPS, work=12, width=384)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    for each in pipeline.finish():
+        assert each["different"] == []
+    counts = {each.events("step")[-1]["plans"] for each in pipeline.ranks}
+    assert counts == {1}  # by all at the same step
+    traces = read_traces(pipeline.job.folder)
+    everything, in_windows, in_time, at_both_ends = [], [], [], []
+    for copies, windows in traces:
+        assert copies
+        everything += copies
+        for copy in (copy for copy in copies if copy["args"]["window"] is not None):
+            number = copy["args"]["window"]
+            own = [w for w in windows if w["args"]["number"] == number and w["ts"] <= copy["ts"] + ROUNDING][-1]
+            assert copy["ts"] <= ends(own) + ROUNDING
+            in_windows.append(copy)
+            in_time += [copy] * is_within(copy, own)
+            theirs = traces[copy["args"]["destination"]][1]
+            at_both_ends += [copy] * any(is_within(copy, window) for window in theirs)
+    print(preset, [nbytes(each) for each in (everything, in_windows, in_time, at_both_ends)])
+    assert nbytes(in_windows) > nbytes(everything) / 2
+    assert nbytes(in_time) > nbytes(in_windows) / 2
+    if preset == "baft":
+        assert nbytes(at_both_ends) > nbytes(in_windows) / 2
+
+
+def test_examples():
+    found = doctest.testmod(stages)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"preset": "gemini"}, "baft or moetion, got 'gemini'"),
+        ({"stages": 1}, "2 stages or more"),
+        ({"stage": 2}, "0 <= stage < 2, got stage 2"),
+        ({"data_parallel": 2}, "0 <= data_parallel < 2, got 2"),
+    ],
+)
+def test_arguments_out_of_range_are_named(wrong, words):
+    module = torch.nn.Linear(2, 2)
+    fine = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2, "lighthouse": "", "job": "x"}
+    with pytest.raises(ValueError, match=words):
+        evermoe.PipelineCopies(module, torch.optim.SGD(module.parameters(), lr=1.0), **fine | wrong)
+
+
+def test_another_model_on_a_rank_of_the_same_stage_is_refused(start_job):
+    pipeline = Pipeline(start_job(RANKS))
+    for rank in range(RANKS):
+        pipeline.start(rank, width=48 if rank == 1 else 96)
+    for each in pipeline.ranks:
+        assert each.join() == 1
+        assert "ranks of stage 0 have units with different names, shapes or types" in each.log()
