@@ -138,7 +138,7 @@ def partial_run(lost):
                 rows.append({"event": "routed", "step": event["step"], "generation": 0, "counts": counts, "time": 0.0})
             if event["event"] == "recovered":
                 told = {"stale": {"moe.experts.1": 2}, "lost_tokens": {"moe.experts.1": lost}, "plt": lost / 160}
-                event |= told | {"step": 4}
+                event.update(told | {"step": 4})
     return events
 
 
