@@ -6,7 +6,6 @@ import torch
 from evermoe import MoE, replayed
 from evermoe.arrangement import Kept
 from evermoe.courier import Courier
-from evermoe.elastic import Group
 from evermoe.replay import calibrate
 from evermoe.units import TrainingState, expert_unit
 from ranks import run_ranks
@@ -29,9 +28,7 @@ def train(group, first_bytes):
     kept = [
         Kept(expert_unit(path, expert), "replayed", rank, (1 - rank,)) for rank in experts for expert in experts[rank]
     ]
-    carried = Group()
-    carried.background = group
-    courier = Courier(carried, None, "courier")
+    courier = Courier(group, None, "courier")
     copies = replayed.ReplayedCopies(state, kept, group.rank, calibrate(optimizer))
     sent = [send(courier, copies, 0, only_states=True)]
     for step in range(1, STEPS + 1):
