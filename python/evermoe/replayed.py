@@ -80,7 +80,7 @@ class ReplayedCopies:
             state.optimizer, {unit: _rows(state, unit) for unit in mine}, profile=profile, is_hooked=False
         )
         gradients = [
-            piece.nbytes + RECORD_BYTES
+            4 * int(np.prod(piece.shape)) + RECORD_BYTES
             for units in self._from.values()
             for u in units
             for piece in _parameters(state, u)
