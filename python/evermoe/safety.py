@@ -173,6 +173,7 @@ class Safety:
         self._local_steps = self.config.local_every or 1
         if self.group.rank == 0:
             logger.info("%s", self.arrangement.words)
+        self._emit("arranged", {"words": self.arrangement.words})
 
     def _arrange_arenas(self, generation: int, member: str) -> None:
         snapshots = [kept for kept in self.arrangement.kept if kept.kind == "snapshot"]

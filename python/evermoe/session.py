@@ -65,11 +65,11 @@ class Session:
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.
         on_event: called with (name, fields) for: begin, reduce, send, confirm, vote, update, copy, commit, lost, phase,
-            recovered, checkpoint, verified. For progress displays and tests; it must not block. Three more come from
-            other threads, and name the step whose state they are about: chunk (a part of a snapshot was sent; `sent`
-            of `total` bytes so far), published (a version of some units came from a peer whole, and is visible now),
-            held (the gradients of others for the step that comes are in this member's log, but do not count before
-            the vote).
+            arranged, recovered, checkpoint, verified. For progress displays and tests; it must not block. Three more
+            come from other threads, and name the step whose state they are about: chunk (a part of a snapshot was
+            sent; `sent` of `total` bytes so far), published (a version of some units came from a peer whole, and is
+            visible now), held (the gradients of others for the step that comes are in this member's log, but do not
+            count before the vote).
         options: fields of `SessionConfig`.
 
     Raises:

@@ -121,6 +121,8 @@ class Run:
         self.events: dict[int, list[dict[str, Any]]] = {}
         self._offsets: dict[int, int] = {}
         self._last_event = time.monotonic()
+        self._arranged = ""
+        """How copies were arranged last, in words."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def go(
@@ -292,6 +294,9 @@ class Run:
         if event["event"] == "killed":
             where = "during a recovery" if event["where"] == "recovery" else f"in the middle of step {event['step']}"
             self.console.print(f"[red]worker {worker} is killed {where}: SIGKILL, its node's memory is gone[/]")
+        elif event["event"] == "arranged" and event["words"] != self._arranged:
+            self._arranged = event["words"]
+            self.console.print(f"[dim]{self._arranged}[/]")
         elif (
             event["event"] == "recovered"
             and event["reason"]

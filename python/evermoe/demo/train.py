@@ -167,7 +167,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
     if options.trace:
         profiler.rank = session.group.rank
         profiler.write_trace(options.trace, windows=session.safety.pacing.windows, sent=session.safety.sent())
-    if reporter.out is None and session.group.rank == 0:
+    if reporter.out is None and session.group.rank == 0 and session.config.role == "train":
         print(f"{session.step} steps, loss {session.loss:.3f}, {len(session.reports) - 1} changes of membership")
 
 
