@@ -216,7 +216,6 @@ def test_copies_travel_in_bubbles(start_job, preset):
             in_time += [copy] * is_within(copy, own)
             theirs = traces[copy["args"]["destination"]][1]
             at_both_ends += [copy] * any(is_within(copy, window) for window in theirs)
-    print(preset, [nbytes(each) for each in (everything, in_windows, in_time, at_both_ends)])
     assert nbytes(in_windows) > nbytes(everything) / 2
     assert nbytes(in_time) > nbytes(in_windows) / 2
     if preset == "baft":

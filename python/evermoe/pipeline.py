@@ -65,6 +65,9 @@ class PipelineCopies:
     of copying it. A process that died is replaced by another one with the same `stage` and `data_parallel`. For gloo
     and stages on the CPU. While it lives, it has the process's one `evermoe.profile.Profiler`.
 
+    A process that dies while torch makes its groups leaves the others waiting there, as gloo has no limit for it: start
+    all again, and they go on from their nodes' memory. A RuntimeError of the script itself is repeated for ever.
+
     Args:
         stage_module: this rank's stage, the same on all its ranks, on the CPU.
         optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
