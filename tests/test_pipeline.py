@@ -31,6 +31,7 @@ class Rank(Worker):
         self.process = SERVER.Process(target=pipeline_worker.main, args=(options,), daemon=True)
         self.process.start()
         self.pid = self.process.pid
+        self._read_bytes, self._events = 0, []
 
 
 class Pipeline:

@@ -387,6 +387,9 @@ class Safety:
         self.ledger.add(step_of(version))
         if selected - self._behind:
             self.ledger.copied(selected - self._behind, step_of(version))
+
+    def begin_copies(self, version: int) -> None:
+        """Begins to copy the state, which is that of `version`, as far as that is due."""
         if self._round is not None and self._is_due(step_of(version)):  # one version at a time
             self.pacer.hurry()
             self._wait_for_round()

@@ -314,6 +314,7 @@ class Session:
         self._emit("update", {"step": self.step})
         self._update(version, votes)
         self._emit("copy", {"step": self.step})
+        self.safety.begin_copies(version)
         members, generation = self.membership.trainers, self.membership.generation
         commit = {"step": self.step - 1, "loss": self.loss, "members": members, "generation": generation}
         if self.safety.commits_late:
