@@ -15,7 +15,7 @@ def members(trainers, replicas=0, **options):
 
 
 def experts(number, ranks):
-    return [Subject(f"e{e}", 3 * GRADIENT_BYTES, GRADIENT_BYTES, (e % ranks,), True, 10.0, True) for e in range(number)]
+    return [Subject(f"e{e}", 3 * GRADIENT_BYTES, GRADIENT_BYTES, (e % ranks,), 10.0, True) for e in range(number)]
 
 
 @pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])

@@ -18,6 +18,8 @@ LOGGED_STEPS = 2
 """For which a log needs room: the newest, which can still be undone, and the one that is voted on."""
 RECORD_BYTES = 256
 """What a logged gradient counts for beside its bytes, at most."""
+FAILURE = 1e-4
+"""Probability that a node fails in a step; the same for all, it only weighs units against each other."""
 BYTES_PER_SECOND = 1e9
 """Of the network, until a profile says better."""
 
@@ -31,7 +33,6 @@ class Subject:
     gradient_bytes: int
     active: tuple[int, ...]
     """Ranks that train on it."""
-    is_expert: bool
     tokens: float = 0.0
     """That it gets in a step."""
     replayable: bool = False
@@ -76,10 +77,6 @@ class Arrangement:
     kept: list[Kept]
     words: str
     """One sentence for the user."""
-    covered: bool = True
-    """Any loss of fewer than `copies` nodes costs no step."""
-    delay: float = 0.0
-    """By how much of a step copies are expected to delay it."""
     by_unit: dict[str, Kept] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -93,7 +90,6 @@ def arrange(
     *,
     copies: int,
     budget: float,
-    failure: float = 1e-4,
 ) -> Arrangement:
     """The arrangement of a preset.
 
@@ -103,7 +99,6 @@ def arrange(
         members: by rank.
         copies: nodes that are to hold each unit; 0 or 1 for no copies.
         budget: share of a step by which copies may delay it (`auto`).
-        failure: probability that a node fails in a step (`auto`); it only weighs units against each other.
 
     Example: two nodes, an expert on each, a router on both, `auto`: each expert is replayed on the other node, the
     router needs nothing.
@@ -111,7 +106,7 @@ def arrange(
     primaries = planning.primaries(
         [subject.active for subject in subjects], [subject.nbytes for subject in subjects], len(members)
     )
-    arrangement = _arrange(preset, subjects, members, primaries, copies, budget, failure)
+    arrangement = _arrange(preset, subjects, members, primaries, copies, budget)
     arrangement = _use_replica_nodes(arrangement, subjects, members)
     return _within_logs(arrangement, subjects, members) if preset == "auto" else arrangement
 
@@ -123,14 +118,13 @@ def _arrange(
     primaries: Sequence[int],
     copies: int,
     budget: float,
-    failure: float,
 ) -> Arrangement:
     placement = planning.PRESETS[preset].copy_placement
     if preset == "auto":
-        return _auto(subjects, members, primaries, copies, budget, failure)
+        return _auto(subjects, members, primaries, copies, budget)
     if placement == "none" or copies < 2:
         kept = [Kept(subject.name, "active", rank) for subject, rank in zip(subjects, primaries, strict=True)]
-        return Arrangement(kept, f"{preset}: no copies beside the active ones", covered=False)
+        return Arrangement(kept, f"{preset}: no copies beside the active ones")
     if placement == "training":
         return _uncovered_only(preset, subjects, members, primaries, copies)
     return _everything(preset, subjects, members, primaries, copies)
@@ -150,7 +144,7 @@ def _use_replica_nodes(arrangement: Arrangement, subjects: Sequence[Subject], me
         others = [rank for rank in each.holders if rank not in chosen]
         holders = (*chosen, *others)[: len(each.holders)]
         kept.append(Kept(each.unit, each.kind, each.primary, holders, each.period))
-    return Arrangement(kept, arrangement.words, arrangement.covered, arrangement.delay)
+    return Arrangement(kept, arrangement.words)
 
 
 def _within_logs(arrangement: Arrangement, subjects: Sequence[Subject], members: Sequence[Member]) -> Arrangement:
@@ -168,7 +162,7 @@ def _within_logs(arrangement: Arrangement, subjects: Sequence[Subject], members:
         kept.append(each)
     number = sum(new is not old for new, old in zip(kept, arrangement.kept, strict=True))
     words = f"; snapshots of {number} more, whose gradients are too large for replay_log_bytes" if number else ""
-    return Arrangement(kept, arrangement.words + words, arrangement.covered, arrangement.delay)
+    return Arrangement(kept, arrangement.words + words)
 
 
 def _everything(
@@ -205,7 +199,7 @@ def _uncovered_only(
         others = () if is_safe else tuple(ranks[1:])
         kept.append(Kept(subject.name, "active" if not others else "replayed", rank, others))
     number = sum(each.kind == "replayed" for each in kept)
-    return Arrangement(kept, f"{preset}: copies of up to {number} of {len(kept)} units within the budget", False)
+    return Arrangement(kept, f"{preset}: copies of up to {number} of {len(kept)} units within the budget")
 
 
 def _auto(
@@ -214,19 +208,18 @@ def _auto(
     primaries: Sequence[int],
     copies: int,
     budget: float,
-    failure: float,
 ) -> Arrangement:
     domains = _domains(members)
     if copies < 2 or len(set(domains)) < 2:
         kept = [Kept(subject.name, "active", rank) for subject, rank in zip(subjects, primaries, strict=True)]
-        return Arrangement(kept, "auto: one node alone keeps no copies", covered=False)
+        return Arrangement(kept, "auto: one node alone keeps no copies")
     steps = [member.step_seconds for member in members if member.trains]
     step_seconds = max((seconds for seconds in steps if seconds is not None), default=1e6)
     if None in steps:
         step_seconds = 1e6
     nodes = [
         planning.CopyNode(
-            failure,
+            FAILURE,
             domain,
             member.free_bytes,
             network_seconds=step_seconds if member.network_seconds is None else member.network_seconds,
@@ -250,8 +243,7 @@ def _auto(
         others = tuple(holder.node for holder in choice.holders)
         sender = choice.sender if kind != "active" else rank
         kept.append(Kept(subject.name, kind, sender, others, choice.period))
-    covered = all(choice.covered for choice in plan.units)
-    return Arrangement(kept, f"auto: {plan.summary}", covered, plan.delay_seconds / step_seconds)
+    return Arrangement(kept, f"auto: {plan.summary}")
 
 
 def _domains(members: Sequence[Member]) -> list[int]:

@@ -256,10 +256,6 @@ class Errand(Generic[T]):
             del self._work
             self._over.set()
 
-    def is_over(self) -> bool:
-        """Without waiting."""
-        return self._over.is_set()
-
     def is_over_within(self, seconds: float) -> bool:
         """Whether it is over by then."""
         return self._over.wait(seconds)

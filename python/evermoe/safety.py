@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -102,15 +102,17 @@ class Safety:
         """Units of the bundles that only their primaries keep, by the bundle's number."""
         self._sent: dict[int, tuple[tuple[str, ...], int]] = {}
         """Units and period of the bundles that others keep, too."""
-        self._local_steps = 1
-        self._newest_local = 0
+        self._local_steps, self._newest_local = 1, 0
         self._step_began = time.monotonic()
-        self.step_seconds = 0.0
-        self.sent_bytes = 0
-        """Bytes sent to peers in the last step, copies alone."""
+        self.step_seconds, self.sent_bytes = 0.0, 0
+        """Of the last step: its time, and the bytes of gradients and states sent to replicas."""
         self._asked: set[str] = set()
         self._has_told = False
         """Of the first message that could not be used."""
+        self._trained_by: dict[str, tuple[int, ...]] = {}
+        """Per unit, the ranks that train it, as of the latest arrangement."""
+        self._followed: set[str] = set()
+        """Units that replicas follow."""
         self._behind: set[str] = set()
         """Units whose replicas are a step behind, as they get the state alone."""
 
@@ -146,7 +148,9 @@ class Safety:
             budget=self.config.copy_budget,
         )
         repeatable = {subject.name for subject in subjects if subject.replayable}
-        self._behind = {each.unit for each in self.arrangement.kept if each.kind == "replayed"} - repeatable
+        self._followed = {each.unit for each in self.arrangement.kept if each.kind == "replayed"}
+        self._behind = self._followed - repeatable
+        self._trained_by = {subject.name: subject.active for subject in subjects}
         is_followed_late = any(kept.kind == "snapshot" and kept.period == 1 for kept in self.arrangement.kept)
         self.commits_late = self.config.copies > 0 and (self.preset.selection == "all" or is_followed_late)
         if self.config.copies:
@@ -182,8 +186,7 @@ class Safety:
         for period in sorted({kept.period for kept in snapshots}):
             some = [kept for kept in snapshots if kept.period == period]
             found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
-        active = self._active()
-        kept_at = [(kept.unit, rank) for kept in others for rank in self._local_keepers(kept, active)]
+        kept_at = [(kept.unit, rank) for kept in others for rank in self._local_keepers(kept)]
         local = bundles([unit for unit, _ in kept_at], [[rank] for _, rank in kept_at])
         if self.config.preset == "moetion":  # each expert has a version of its own
             local = [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
@@ -194,7 +197,7 @@ class Safety:
         self._sent = {number: (bundle.units, by_unit[bundle.units[0]].period) for number, bundle in enumerate(found)}
         self.store.arrange([*found, *local], generation, member, self.group.rank)
 
-    def _local_keepers(self, kept: Kept, active: Mapping[str, Sequence[int]]) -> list[int]:
+    def _local_keepers(self, kept: Kept) -> list[int]:
         """Ranks that keep snapshots of their own of what they train and send no snapshots of.
 
         Where others follow the state a step late, all must be able to go back by one: also after a loss of nodes.
@@ -202,7 +205,7 @@ class Safety:
         if not self.commits_late:
             return [kept.primary]
         nodes = {self._membership.nodes[kept.primary]: kept.primary}
-        for rank in active[kept.unit]:
+        for rank in self._trained_by[kept.unit]:
             nodes.setdefault(self._membership.nodes[rank], rank)
         return list(nodes.values())[: self.config.copies]
 
@@ -233,7 +236,6 @@ class Safety:
                 unit.nbytes,
                 unit.pieces[0].nbytes if unit.layer is not None else unit.nbytes,
                 active[unit.name],
-                unit.layer is not None,
                 tokens,
                 is_replayable,
             )
@@ -300,7 +302,7 @@ class Safety:
             return True
         every = [unit.name for unit in self.state.units if unit.layer is not None]
         rank, ranks = self.group.rank, self.group.size
-        self._round = saver.save(version, every, self._active(), rank, ranks, self.couriers["snapshots"])
+        self._round = saver.save(version, every, self._trained_by, rank, ranks, self.couriers["snapshots"])
         self.ledger.copied(every, step_of(version))
         if self._round is not None:
             self._round.errand.wait()
@@ -401,8 +403,7 @@ class Safety:
         """Units whose replicas follow the step that runs; None for all."""
         if self.config.preset != "moetion":
             return None
-        kept = {each.unit for each in self.arrangement.kept if each.kind == "replayed"}
-        self._selected = self.chooser.for_peers(kept, self.ledger.counts())
+        self._selected = self.chooser.for_peers(self._followed, self.ledger.counts())
         return self._selected
 
     def _next_round(self, version: int) -> Round | Saving | None:
@@ -455,7 +456,7 @@ class Safety:
         chosen = sorted(self.chooser.to_save())
         self.ledger.copied(chosen, step_of(version))
         rank, ranks = self.group.rank, self.group.size
-        return saver.save(version, chosen, self._active(), rank, ranks, self.couriers["snapshots"])
+        return saver.save(version, chosen, self._trained_by, rank, ranks, self.couriers["snapshots"])
 
     def sent(self) -> list[Sent]:
         """The latest messages of this member's copies, for traces."""
@@ -489,9 +490,7 @@ class Safety:
         self._is_settled, is_whole = True, True
         if self._round is not None:
             self._round.wait_captured()
-            is_whole = self.couriers["snapshots"].wait(self._round.errand, self._membership.group) and bool(
-                self._round.errand.result
-            )
+            is_whole = self._wait_for_round()
         if self._exchange is not None:
             is_whole = self._exchange.wait() and is_whole
         self._round = self._exchange = None
