@@ -208,13 +208,13 @@ class Worker:
 
     def settle(self):
         """Waits until nothing of the steps so far is under way in the couriers."""
-        for courier in self.session.safety.couriers.values():
+        for courier in self.session.safety.couriers:
             courier.go(lambda: None).wait()
         self.baseline.settle()
 
     def sent_since(self, start):
         """Bytes of messages that were begun after `start`, by `time.monotonic_ns`."""
-        couriers = self.session.safety.couriers.values()
+        couriers = self.session.safety.couriers
         return sum(sent.nbytes for courier in couriers for sent in courier.sent if sent.start >= start)
 
 

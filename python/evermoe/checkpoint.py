@@ -20,10 +20,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from evermoe import planning
 from evermoe._native import digest
+from evermoe.config import SessionConfig
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy
 from evermoe.units import TrainingState, weight_tensors
+from evermoe.versions import step_of
 
 FORMAT = 1
 KEPT = 2
@@ -182,3 +185,40 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Checkpoints:
+    """When a session writes checkpoints, and which units each of its members writes."""
+
+    def __init__(self, config: SessionConfig, state: TrainingState, group: Group) -> None:
+        self._config, self._state, self._group = config, state, group
+        self._newest = -1
+
+    def is_due(self, step: int) -> bool:
+        """After so many steps."""
+        every = self._config.checkpoint_every
+        return bool(every) and step % every == 0
+
+    def has(self, version: int) -> bool:
+        """Whether there is nothing to write at the end of a job at this version, as far as is known here."""
+        return self._config.checkpoint_dir is None or self._newest == version
+
+    def forget(self) -> None:
+        """Other members may know less of what was written."""
+        self._newest = -1
+
+    def write(self, version: int) -> Path:
+        """Writes the state, which is that of `version`; collective. Returns the folder.
+
+        Raises:
+            PeerLost: a member is gone, and nothing is written.
+        """
+        assert self._config.checkpoint_dir is not None
+        rank, ranks = self._group.rank, self._group.size
+        units = self._state.units
+        active = self._state.active(ranks)
+        primaries = planning.primaries([active[unit.name] for unit in units], [unit.nbytes for unit in units], ranks)
+        mine = [unit.name for unit, primary in zip(units, primaries, strict=True) if primary == rank]
+        path = write(Path(self._config.checkpoint_dir), self._state, mine, version, step_of(version), self._group)
+        self._newest = version
+        return path

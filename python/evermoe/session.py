@@ -10,7 +10,6 @@ sent when, and from when on a step counts as committed, is `Safety`'s.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -23,12 +22,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from evermoe import checkpoint, gradients, planning, progress
+from evermoe import gradients, progress
 from evermoe.balance import is_worth_it
+from evermoe.checkpoint import Checkpoints
 from evermoe.config import SessionConfig, with_environment
 from evermoe.copies import CopyStore
 from evermoe.courier import Listener
@@ -42,6 +41,7 @@ from evermoe.safety import Safety
 from evermoe.step import Step
 from evermoe.units import TrainingState
 from evermoe.versions import generation_of, step_of, version_of
+from evermoe.voting import Ballot, Voting
 
 logger = logging.getLogger(__name__)
 
@@ -126,13 +126,10 @@ class Session:
         """Steps that no failure which the preset covers can undo; -1 before the first copies."""
         self._unconfirmed: dict[str, Any] | None = None
         """Of a step that was taken, but whose copies are not whole yet: the event of its commit."""
-        self._pending: int | None = None
-        """The version of a state whose next gradients are whole here, while the vote on them is not known."""
-        self._tally: tuple[int, int, list[float]] | None = None
-        """Version before and after the last step that was voted for, and the votes."""
+        self._voting = Voting(self.membership)
         self._missing_since = math.inf
         """Since when some units are in nobody's memory; infinite when none are missing."""
-        self._saved_version = -1
+        self._checkpoints = Checkpoints(self.config, self.state, self.group)
         self._version = 0
         self._reducer = ExpertReducer([], [], 0)
         if self._trains:
@@ -202,7 +199,7 @@ class Session:
         """The last checkpoint and a farewell, so that nobody leaves while another still needs its copies."""
         try:
             self._confirm_last()
-            if self.config.checkpoint_dir is not None and self._saved_version != self._version and self._trains:
+            if self._trains and not self._checkpoints.has(self._version):
                 self._checkpoint()
             self._verify()
             self.membership.everyone.all_reduce(torch.ones(1))
@@ -275,7 +272,7 @@ class Session:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
         self.state.reset_load()
-        self._pending = None
+        self._voting.begin()
         self.safety.begin_step()
         self._emit("begin", {"step": step.number})
 
@@ -285,12 +282,13 @@ class Session:
             self._reduce(step.number + 1)
             is_whole, asked = self.safety.finish(step.number + 1)
             self._emit("vote", {"step": step.number})
-            votes = self._vote(step, is_whole, asked)
+            sums = self._vote(step, is_whole, asked)
         except PeerLost as lost:
             self.group.drop(str(lost))
             return False
-        self._pass(votes)
-        self._checkpoint_if_due()
+        self._pass(sums)
+        if self._checkpoints.is_due(self.step):
+            self._try_checkpoint()
         return True
 
     def _follow(self) -> bool:
@@ -299,22 +297,20 @@ class Session:
         try:
             is_whole, asked = self.safety.finish(self.step + 1)
             self._emit("vote", {"step": self.step})
-            votes = self._poll(is_whole, asked, loss=0.0, squares=0.0)
+            sums = self._voting.poll(self._version, self._ballot(is_whole, asked))
         except PeerLost as lost:
             self.group.drop(str(lost))
             return False
-        self._pass(votes)
+        self._pass(sums)
         return True
 
-    def _pass(self, votes: list[float]) -> None:
+    def _pass(self, sums: Ballot) -> None:
         """The vote on a step has passed: it is taken."""
         self._confirm()
-        version = version_of(self.membership.generation, self.step + 1)
-        self._tally = (self._version, version, votes)
         self._emit("update", {"step": self.step})
-        self._update(version, votes)
+        self._update(version_of(self.membership.generation, self.step + 1), sums)
         self._emit("copy", {"step": self.step})
-        self.safety.begin_copies(version)
+        self.safety.begin_copies(self._version)
         members, generation = self.membership.trainers, self.membership.generation
         commit = {"step": self.step - 1, "loss": self.loss, "members": members, "generation": generation}
         if self.safety.commits_late:
@@ -322,7 +318,7 @@ class Session:
         else:
             self.copied_step = self.step if self.config.copies else -1
             self._emit("commit", commit)
-        self._heal_and_pace(votes)
+        self._heal_and_pace(sums)
 
     def _confirm(self) -> None:
         """The copies of the version now are whole everywhere: the step that made it counts as committed."""
@@ -346,33 +342,22 @@ class Session:
         reduce_dense(self.state.dense, self.group)
         self._reducer.reduce(gradients.of_experts(self.state), self.group)
 
-    def _vote(self, step: Step, is_safe: bool, asked: int) -> list[float]:
-        """All have whole gradients once this returns. Returns what `_poll` does."""
+    def _vote(self, step: Step, is_safe: bool, asked: int) -> Ballot:
+        """All have whole gradients once this returns, with the sums over all members."""
         assert step._loss is not None
         is_clipped = self.config.max_grad_norm is not None
         squares = gradients.squares(self.state, self.group.rank) if is_clipped else 0.0
-        return self._poll(is_safe and self.group.is_whole(), asked, loss=float(step._loss), squares=squares)
+        mine = self._ballot(is_safe and self.group.is_whole(), asked, loss=float(step._loss), squares=squares)
+        return self._voting.poll(self._version, mine)
 
-    def _poll(self, is_whole: bool, asked: int, *, loss: float, squares: float) -> list[float]:
-        """Everybody's vote on the step, replica nodes included.
+    def _ballot(self, is_whole: bool, asked: int, *, loss: float = 0.0, squares: float = 0.0) -> Ballot:
+        return Ballot(float(is_whole), loss, squares, float(asked), *self.safety.measures())
 
-        Returns sums over all members: votes, the loss, the square of the gradient's norm, units of which a replica
-        needs the state anew, seconds of a capture and of a step.
-        """
-        everyone = self.membership.everyone
-        self._pending = self._version if is_whole else None
-        ballot = [float(is_whole), loss, squares, float(asked), *self.safety.measures()]
-        votes = everyone.all_reduce(torch.tensor(ballot, dtype=torch.float64)).tolist()
-        if votes[0] != everyone.size:
-            self._pending = None
-            raise PeerLost(f"{votes[0]:.0f} of {everyone.size} members voted for step {self.step}")
-        return votes
-
-    def _update(self, version: int, votes: list[float]) -> None:
+    def _update(self, version: int, sums: Ballot) -> None:
         """Takes the step that all have voted for."""
-        self._pending = None
-        self.loss = votes[1]
-        clip = gradients.clip_factor(votes[2], self.config.max_grad_norm)
+        self._voting.passed(self._version, version, sums)
+        self.loss = sums.loss
+        clip = gradients.clip_factor(sums.squares, self.config.max_grad_norm)
         self.safety.before_update()
         self._version = version
         if self._trains:
@@ -385,10 +370,10 @@ class Session:
             self._save_progress()
         self.safety.committed(version, clip)
 
-    def _heal_and_pace(self, votes: list[float]) -> None:
-        self.safety.set_pace(votes[4], votes[5])
+    def _heal_and_pace(self, sums: Ballot) -> None:
+        self.safety.snapshots.set_pace(sums.capture_seconds, sums.step_seconds)
         try:
-            if votes[3]:
+            if sums.asked:
                 self.safety.heal()
             self.safety.pacing.after(self.step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
@@ -397,21 +382,14 @@ class Session:
     def _save_progress(self) -> None:
         self.state.set_progress(progress.collect(self.sampler, self.optimizer, self.scheduler))
 
-    def _checkpoint_if_due(self) -> None:
-        every = self.config.checkpoint_every
-        if every and self.step % every == 0:
-            try:
-                self._checkpoint()
-            except PeerLost as lost:  # the step itself is committed; the next look finds the group broken
-                warnings.warn(f"the checkpoint of step {self.step} was not written: {lost}", stacklevel=4)
+    def _try_checkpoint(self) -> None:
+        try:
+            self._checkpoint()
+        except PeerLost as lost:  # the step itself is committed; the next look finds the group broken
+            warnings.warn(f"the checkpoint of step {self.step} was not written: {lost}", stacklevel=5)
 
     def _checkpoint(self) -> None:
-        assert self.config.checkpoint_dir is not None
-        mine = [unit for unit, primary in self._primaries() if primary == self.group.rank]
-        path = checkpoint.write(
-            Path(self.config.checkpoint_dir), self.state, mine, self._version, self.step, self.group
-        )
-        self._saved_version = self._version
+        path = self._checkpoints.write(self._version)
         self._emit("checkpoint", {"step": self.step, "path": str(path)})
 
     # ---- membership and recovery
@@ -470,14 +448,16 @@ class Session:
 
     def _recover(self, report: RecoveryReport, clock: PhaseClock) -> None:
         self.safety.settle()
-        self._complete_vote()
+        completed = self._voting.complete(self._version)
+        if completed is not None:
+            self._update(*completed)
         outcome = report.outcome = self._recovery(clock.enter).run()
         self._version = outcome.version
         if self._unconfirmed is not None and self.step <= self._unconfirmed["step"]:
             self._unconfirmed = None  # taken, but never committed
         # versions only ever grow
         self.membership.generation = max(self.membership.generation, generation_of(self._version) + 1)
-        self._saved_version = -1  # members may differ in what they know to be saved
+        self._checkpoints.forget()
         if self._trains:
             progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
             layers = list(self.state.layers.values())
@@ -490,12 +470,12 @@ class Session:
         if outcome.stale:  # another state than that of the version: who still has that must not be taken for a peer
             self._version = version_of(self.membership.generation, self.step)
         report.plt = self.safety.ledger.plt
-        self.safety.arrange(self.membership.nodes, self.membership.generation, self.membership.id)
+        self.safety.arrange(self.membership.generation, self.membership.id)
         self._emit("copy", {"step": self.step})
         self.safety.protect(self._version)
         self._confirm()
         self.copied_step = self.step if self.config.copies else -1
-        self._tally = None
+        self._voting.forget()
         clock.stop()
         report.step, report.members = self.step, self.membership.trainers
         if self.step and not self.membership.established and self.group.rank == 0:
@@ -503,16 +483,6 @@ class Session:
         report.steps_lost = max(0, step_of(outcome.newest) - self.step)
         self.reports.append(report)
         self._emit("recovered", report.fields())
-
-    def _complete_vote(self) -> None:
-        """Takes a step that others have seen pass, when this member lost a peer before it knew. Collective."""
-        mine = json.dumps({"tally": self._tally, "pending": self._pending})
-        everyone = [json.loads(text) for text in self.membership.everyone.all_gather_bytes(mine.encode())]
-        for before, after, votes in (found["tally"] for found in everyone if found["tally"]):
-            if self._pending == before == self._version:
-                self._tally = before, after, votes
-                self._update(after, votes)
-        self._pending = None
 
     def _recovery(self, phase: Callable[[str], None]) -> Recovery:
         limit = self.config.rejoin_limit
@@ -531,15 +501,3 @@ class Session:
             patient=limit > 0 and time.monotonic() < self._missing_since + limit,
             phase=phase,
         )
-
-    def _primaries(self) -> list[tuple[str, int]]:
-        """Per unit: the rank that writes it to disk."""
-        everyone = list(range(self.group.size))
-        active = [
-            everyone
-            if unit.layer is None
-            else np.flatnonzero(self.state.layers[unit.layer].matrix_RE[:, unit.expert]).tolist()
-            for unit in self.state.units
-        ]
-        primaries = planning.primaries(active, [unit.nbytes for unit in self.state.units], self.group.size)
-        return list(zip((unit.name for unit in self.state.units), primaries, strict=True))

@@ -162,6 +162,15 @@ class TrainingState:
 
     # ---- what this rank holds
 
+    def active(self, ranks: int) -> dict[str, tuple[int, ...]]:
+        """Per unit, which of so many ranks train it: all of them, or those where its expert is placed."""
+        return {
+            unit.name: tuple(range(ranks))
+            if unit.layer is None
+            else tuple(np.flatnonzero(self.layers[unit.layer].matrix_RE[:, unit.expert]).tolist())
+            for unit in self.units
+        }
+
     def held(self) -> list[str]:
         """Names of the units that this rank trains on: all but the experts of other ranks."""
         experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.experts]
