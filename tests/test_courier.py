@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -166,7 +167,7 @@ def paced_transfer(group, folder):
     clock = Clock()
     pacer = Pacer(clock)
     pacer.expect(PLACES)
-    courier = Courier(background, pacer, "courier", Link(0.5, 8.0))  # one byte takes 0.625 s
+    courier = Courier(background, pacer, "courier", link=Link(0.5, 8.0))  # one byte takes 0.625 s
     box = torch.arange(3, dtype=torch.uint8) if group.rank == 0 else torch.zeros(3, dtype=torch.uint8)
     parcels = [Parcel(box[i : i + 1], 1 - group.rank, 5, i) for i in range(3)]
     if group.rank == 1:
@@ -219,3 +220,19 @@ def silent_peer(group, folder):
 
 def test_a_silent_peer_is_given_up_after_the_limit(tmp_path):
     assert run_ranks(tmp_path, 2, silent_peer, str(tmp_path)) == ["copies have stopped: a peer is silent", ""]
+
+
+@pytest.mark.gpu
+def test_errands_read_what_was_launched_before_them_and_wait_for_nothing_after():
+    values = torch.zeros(1 << 20, device="cuda")
+    courier = Courier(Group(), None, "courier", device=values.device)
+    torch.cuda._sleep(100_000_000)
+    values += 1
+    errand = courier.go(values.cpu)
+    torch.cuda._sleep(2_000_000_000)
+    later = torch.cuda.current_stream().record_event()
+    assert errand.wait()
+    assert not later.query()
+    assert errand.result is not None
+    assert bool((errand.result == 1).all())
+    courier.close()

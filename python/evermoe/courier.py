@@ -2,6 +2,7 @@
 
 A courier never stops the training thread. It begins a message only in a window, between two collectives of the training
 thread, unless that says `hurry`; it learns of a lost peer as a result (`Errand.lost`), not as an exception over there.
+What it reads from a GPU it reads on a stream of its own, after what the training thread had launched when it was told.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from evermoe.elastic import Group, Transfer
@@ -235,8 +237,8 @@ class Pacer:
 class Errand(Generic[T]):
     """Something that a courier does. `result` is there once `wait` has returned, unless a peer was `lost`."""
 
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], T], after: torch.cuda.Event | None = None) -> None:
+        self._work, self._after = work, after
         self._over = threading.Event()
         self.result: T | None = None
         self.lost: str | None = None
@@ -247,6 +249,8 @@ class Errand(Generic[T]):
     def run(self) -> None:
         """In the courier's thread."""
         try:
+            if self._after is not None:
+                torch.cuda.current_stream().wait_event(self._after)
             self.result = self._work()
         except PeerLost as lost:
             self.lost = str(lost)
@@ -279,11 +283,21 @@ class Courier:
         group: of all members, for this and other threads alone.
         pacer: None for one that never waits for a window.
         name: of the thread.
+        device: that errands read from.
         link: how long a message takes.
     """
 
-    def __init__(self, group: Group, pacer: Pacer | None, name: str, link: Link = Link(0.0, 1e9)) -> None:  # noqa: B008
+    def __init__(
+        self,
+        group: Group,
+        pacer: Pacer | None,
+        name: str,
+        *,
+        device: torch.device | None = None,
+        link: Link = Link(0.0, 1e9),  # noqa: B008
+    ) -> None:
         self._group, self._pacer, self.link = group, pacer, link
+        self._device = device if device is not None and device.type == "cuda" else None
         self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
         """The latest messages."""
         self.progress = 0
@@ -293,8 +307,14 @@ class Courier:
         self._thread.start()
 
     def go(self, work: Callable[[], T]) -> Errand[T]:
-        """Runs `work` in the thread, after the errands before it."""
-        errand = Errand(work)
+        """Runs `work` in the thread, after the errands before it.
+
+        What it reads from a GPU is what the caller's stream will have written by then.
+        """
+        after = None
+        if self._device is not None:
+            after = torch.cuda.current_stream(self._device).record_event()
+        errand = Errand(work, after)
         self._errands.put(errand)  # type: ignore[arg-type]
         return errand
 
@@ -377,5 +397,7 @@ class Courier:
         each.on_sent(nbytes)
 
     def _run(self) -> None:
-        while (errand := self._errands.get()) is not None:
-            errand.run()
+        own = nullcontext() if self._device is None else torch.cuda.stream(torch.cuda.Stream(self._device))
+        with own:
+            while (errand := self._errands.get()) is not None:
+                errand.run()

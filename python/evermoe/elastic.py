@@ -308,8 +308,9 @@ class Membership:
         """How many members train."""
         self.store: Any = None
         """Of the members now: where groups of others can meet, under a prefix that no other epoch uses."""
+        self.device = device
+        """Of the tensors that `group` takes."""
         self._lighthouse = lighthouse
-        self._device = device
         self._hang_limit = timedelta(seconds=hang_limit)
         self._agree_limit = agree_limit
         self._quorum_limit = max(30.0, 2 * hang_limit)
@@ -481,7 +482,7 @@ class Membership:
         if size > self.trainers:
             self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
         if self.role == "train":
-            self.group.rebuild(store, rank, self.trainers, self._device, limit)
+            self.group.rebuild(store, rank, self.trainers, self.device, limit)
         else:
             self.group.rebuild(store, 0, 1, cpu, limit)
 

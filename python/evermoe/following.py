@@ -56,7 +56,7 @@ class Following:
 
     def __init__(self, state: TrainingState, membership: Membership, config: SessionConfig, emit: Listener) -> None:
         self._state, self._membership, self._config, self._emit = state, membership, config, emit
-        self.courier = Courier(membership.background, None, "evermoe-gradients")
+        self.courier = Courier(membership.background, None, "evermoe-gradients", device=membership.device)
         self._profile: Profile | None = None
         self._is_calibrated = False
         self._now: _Replicas | None = None

@@ -313,7 +313,9 @@ class _Source:
             return
         if not len(self._record):
             self._record = np.empty(RECORD_HEADER_BYTES + 4 * self.elements, np.uint8)
-        values = self._own(gradient).reshape(-1).cpu()
+        values = self._own(gradient).reshape(-1).to("cpu", non_blocking=True)  # to page-locked memory
+        if gradient.is_cuda:
+            torch.cuda.current_stream(gradient.device).synchronize()
         bits = values.view(torch.int16).numpy().view(np.uint16) if values.dtype == torch.bfloat16 else values.numpy()
         self.draft = _Draft(t, numbers, encode_gradient(bits, numbers, self._record))
 

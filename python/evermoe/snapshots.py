@@ -55,7 +55,7 @@ class Snapshots:
         self._ledger, self._chooser, self._emit = ledger, chooser, emit
         self.pacer = Pacer()
         self.pacer.attach(membership.group)
-        self.courier = Courier(membership.background, self.pacer, "evermoe-snapshots")
+        self.courier = Courier(membership.background, self.pacer, "evermoe-snapshots", device=membership.device)
         self.pacing = Pacing(self.pacer, self.courier, store, membership, config)
         self.saver = None
         if config.preset == "pec" and config.checkpoint_dir is not None:
