@@ -15,7 +15,7 @@ HEALED = 5
 """The step with which full states come again, beside the gradients."""
 
 
-def train(group, first_bytes):
+def train(group, first_bytes, device):
     """What each rank trained, and what it keeps of the other one: unit → bytes after the last step."""
     replayed.FIRST_BYTES = first_bytes
     torch.manual_seed(0)
@@ -29,7 +29,7 @@ def train(group, first_bytes):
         Kept(expert_unit(path, expert), "replayed", rank, (1 - rank,)) for rank in experts for expert in experts[rank]
     ]
     courier = Courier(group, None, "courier")
-    copies = replayed.ReplayedCopies(state, kept, group.rank, calibrate(optimizer))
+    copies = replayed.ReplayedCopies(state, kept, group.rank, calibrate(optimizer), device=device)
     sent = [send(courier, copies, 0, only_states=True)]
     for step in range(1, STEPS + 1):
         layer.weights.grad = torch.randn_like(layer.weights)
@@ -56,8 +56,8 @@ def send(courier, copies, step, **options):
 
 
 @pytest.mark.parametrize("first_bytes", [0, 2000, 1 << 20], ids=["none fits", "some fit", "all fit"])
-def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_path, first_bytes):
-    results = run_ranks(tmp_path, 2, train, first_bytes)
+def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_path, first_bytes, device):
+    results = run_ranks(tmp_path, 2, train, first_bytes, device)
     for rank in range(2):
         theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
         assert len(trained) == 3

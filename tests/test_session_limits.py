@@ -223,6 +223,12 @@ def options_error(**options):
         ({"hang_limit": 0}, "expected hang_limit > 0 seconds, got 0"),
         ({"agree_limit": float("nan")}, "expected agree_limit > 0 seconds, got nan"),
         ({"checkpoint_every": 5}, "checkpoint_dir must say where"),
+        ({"replica_device": "gpu"}, "expected replica_device to be cpu, cuda or cuda:N, got 'gpu'"),
+        pytest.param(
+            {"replica_device": "cuda:1"},
+            "replica_device is 'cuda:1', but this process has no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_wrong_options(options, message):

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
+
+from evermoe import ops
 from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS, PlacementPolicy, PresetName
 
 Role = Literal["train", "replica"]
@@ -45,6 +48,8 @@ class SessionConfig:
     as the budget allows. `gemini` and `baft` make them at every step."""
     replay_log_bytes: int = 1 << 30
     """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
+    replica_device: str = "cpu"
+    """Where the units that a member keeps for others are, and repeat their steps: `cpu`, or a GPU such as `cuda:1`."""
     experts_per_copy: int | None = None
     """Experts of each layer that `pec` saves at a step (K); None: a quarter, or one."""
     plt_limit: float = 1.0
@@ -104,6 +109,7 @@ class SessionConfig:
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"Session: expected {name} >= {least}, got {getattr(self, name)}")
         self._check_keeping()
+        self._check_replica_device()
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
             raise ValueError("Session: lighthouse is set, so job must name the job, the same for all members")
         if self.rejoin_limit < 0:
@@ -133,6 +139,19 @@ class SessionConfig:
         for name in ("copy_budget", "plt_limit"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"Session: expected 0 < {name} <= 1, got {getattr(self, name)}")
+
+    def _check_replica_device(self) -> None:
+        try:
+            device = torch.device(self.replica_device)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"Session: expected replica_device to be cpu, cuda or cuda:N, got {self.replica_device!r}")
+        if device.type == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+            raise ValueError(
+                f"Session: replica_device is {self.replica_device!r}, but this process has no GPU, or this build no "
+                "CUDA kernels; use cpu"
+            )
 
     def shared(self) -> str:
         """The options that must be the same for all members, as text."""

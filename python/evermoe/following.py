@@ -118,6 +118,7 @@ class Following:
             self._profile,
             log_bytes=self._config.replay_log_bytes,
             keeps_previous=keeps_previous,
+            device=self._config.replica_device,
         )
         self._now = _Replicas(copies, generation)
 

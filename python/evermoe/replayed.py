@@ -56,6 +56,7 @@ class ReplayedCopies:
         log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
             are needed at a time.
         keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.
+        device: where the units that are kept here are.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ReplayedCopies:
         *,
         log_bytes: int | None = None,
         keeps_previous: bool = False,
+        device: str = "cpu",
     ) -> None:
         self.state, self.keeps_previous = state, keeps_previous
         kept = list(kept)
@@ -86,7 +88,7 @@ class ReplayedCopies:
             for piece in _parameters(state, u)
         ]
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
-        self.replica = Replica(theirs, log_bytes=max([1, log_bytes, *gradients]))
+        self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
 
     @property
     def has_peers(self) -> bool:
