@@ -1,6 +1,8 @@
 # One command a need. `make` alone lists them.
 SHELL := /bin/bash
 PYTHON ?= python3
+# Tests that run side by side: as many as there are processors, but no more than 8.
+TEST_PROCESSES ?= $(shell nproc | awk '{ print $$1 < 8 ? $$1 : 8 }')
 VENV := .venv
 # The Python of the machine with a GPU, which `make wheel` packs for.
 GPU_PYTHON ?= 3.12
@@ -36,7 +38,7 @@ test-rust: setup
 	cargo test --quiet
 
 test-python: setup
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
 
 test-torch: setup ## This very build on the oldest and the newest supported torch
 	for version in 2.10.0 2.15.0; do tests/on_torch.sh $$version || exit 1; done

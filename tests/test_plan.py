@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from commands import evermoe
 from evermoe.plan.advice import advise, best, percent
 from evermoe.plan.compare import Cluster, Comparison, Heavy, LoadSummary, Result, compare
 from evermoe.plan.load import read_load
@@ -22,8 +23,7 @@ SMALL = ["--nodes", "4", "--slots", "4", "--experts", "8"]
 
 
 def plan(*arguments: str, folder, limit: float = 60) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "evermoe.cli", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=limit, cwd=folder, check=False)
+    return evermoe("plan", *arguments, folder=folder, limit=limit)
 
 
 @pytest.mark.parametrize("module", ["load", "advice", "drive"])
@@ -229,19 +229,14 @@ def test_experts_are_needed_without_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["rich", "matplotlib"])
-def test_says_what_to_install(missing):
-    code = f"import sys; sys.modules[{missing!r}] = None; from evermoe.cli import main; sys.exit(main(sys.argv[1:]))"
+def test_says_what_to_install(tmp_path, missing):
     flags = [*SMALL, "--policy", "spread"]
-
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, "plan", *flags, *more]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-    done = run("--plot", "never-written.png")
+    done = evermoe("plan", *flags, "--plot", "never-written.png", folder=tmp_path, missing=missing)
     assert done.returncode == 2
     assert f"evermoe plan needs {missing}" in done.stderr and "evermoe[demo]" in done.stderr
     assert done.stdout == ""
-    assert run().returncode == (2 if missing == "rich" else 0)  # matplotlib is for --plot alone
+    alone = evermoe("plan", *flags, folder=tmp_path, missing=missing)
+    assert alone.returncode == (2 if missing == "rich" else 0)  # matplotlib is for --plot alone
 
 
 def test_help_has_every_flag_and_an_example(tmp_path):

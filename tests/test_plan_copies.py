@@ -5,11 +5,11 @@ from __future__ import annotations
 import doctest
 import json
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
+from commands import evermoe
 from evermoe.plan import show_copies
 from evermoe.plan.compare import Cluster, compare
 from evermoe.plan.copies import AutoReport, make_layout, plan_auto
@@ -231,8 +231,7 @@ def test_windows_add_up_to_the_idle_share(idle):
 
 
 def plan(*arguments: str, folder) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "evermoe.cli", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=folder, check=False)
+    return evermoe("plan", *arguments, folder=folder)
 
 
 def test_report_and_json(tmp_path):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import evermoe
+from commands import evermoe as command
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy
 from evermoe.parallel import reduce_dense
@@ -27,7 +28,6 @@ from evermoe.profile.patches import Patches
 from evermoe.profile.peers import connect, offset_of
 from harness import wait_until
 from ranks import run_ranks
-from test_cli import evermoe as command
 
 CPU = torch.device("cpu")
 
