@@ -20,6 +20,8 @@ RECORD_BYTES = 256
 """What a logged gradient counts for beside its bytes, at most."""
 FAILURE = 1e-4
 """Probability that a node fails in a step; the same for all, it only weighs units against each other."""
+UNKNOWN_SECONDS = 1e6
+"""Of a step that was not profiled yet."""
 BYTES_PER_SECOND = 1e9
 """Of the network, until a profile says better."""
 
@@ -83,6 +85,27 @@ class Arrangement:
         self.by_unit.update({each.unit: each for each in self.kept})
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What is to be arranged."""
+
+    preset: planning.PresetName
+    subjects: Sequence[Subject]
+    members: Sequence[Member]
+    copies: int
+    budget: float
+
+    def primaries(self) -> list[int]:
+        """The rank that sends each unit: one that trains it, so that all have as many bytes to send as can be."""
+        units = self.subjects
+        return planning.primaries([unit.active for unit in units], [unit.nbytes for unit in units], len(self.members))
+
+    def active_only(self, words: str) -> Arrangement:
+        """No copies beside the active ones."""
+        pairs = zip(self.subjects, self.primaries(), strict=True)
+        return Arrangement([Kept(subject.name, "active", rank) for subject, rank in pairs], f"{self.preset}: {words}")
+
+
 def arrange(
     preset: planning.PresetName,
     subjects: Sequence[Subject],
@@ -103,41 +126,28 @@ def arrange(
     Example: two nodes, an expert on each, a router on both, `auto`: each expert is replayed on the other node, the
     router needs nothing.
     """
-    primaries = planning.primaries(
-        [subject.active for subject in subjects], [subject.nbytes for subject in subjects], len(members)
-    )
-    arrangement = _arrange(preset, subjects, members, primaries, copies, budget)
-    arrangement = _use_replica_nodes(arrangement, subjects, members)
-    return _within_logs(arrangement, subjects, members) if preset == "auto" else arrangement
+    asked = _Asked(preset, subjects, members, copies, budget)
+    arrangement = _use_replica_nodes(_arrange(asked), asked)
+    return _within_logs(arrangement, asked) if preset == "auto" else arrangement
 
 
-def _arrange(
-    preset: planning.PresetName,
-    subjects: Sequence[Subject],
-    members: Sequence[Member],
-    primaries: Sequence[int],
-    copies: int,
-    budget: float,
-) -> Arrangement:
-    placement = planning.PRESETS[preset].copy_placement
-    if preset == "auto":
-        return _auto(subjects, members, primaries, copies, budget)
-    if placement == "none" or copies < 2:
-        kept = [Kept(subject.name, "active", rank) for subject, rank in zip(subjects, primaries, strict=True)]
-        return Arrangement(kept, f"{preset}: no copies beside the active ones")
-    if placement == "training":
-        return _uncovered_only(preset, subjects, members, primaries, copies)
-    return _everything(preset, subjects, members, primaries, copies)
+def _arrange(asked: _Asked) -> Arrangement:
+    placement = planning.PRESETS[asked.preset].copy_placement
+    if asked.preset == "auto":
+        return _auto(asked)
+    if placement == "none" or asked.copies < 2:
+        return asked.active_only("no copies beside the active ones")
+    return _uncovered_only(asked) if placement == "training" else _everything(asked)
 
 
-def _use_replica_nodes(arrangement: Arrangement, subjects: Sequence[Subject], members: Sequence[Member]) -> Arrangement:
+def _use_replica_nodes(arrangement: Arrangement, asked: _Asked) -> Arrangement:
     """Copies go to replica nodes where there are some: evenly, and to others if one would be the sender's own node."""
-    replicas = [rank for rank, member in enumerate(members) if not member.trains]
+    replicas = [rank for rank, member in enumerate(asked.members) if not member.trains]
     if not replicas:
         return arrangement
     load = dict.fromkeys(replicas, 0)
     kept = []
-    for subject, each in zip(subjects, arrangement.kept, strict=True):
+    for subject, each in zip(asked.subjects, arrangement.kept, strict=True):
         chosen = sorted(replicas, key=lambda rank: (load[rank], rank))[: len(each.holders)]
         for rank in chosen:
             load[rank] += subject.nbytes
@@ -147,11 +157,11 @@ def _use_replica_nodes(arrangement: Arrangement, subjects: Sequence[Subject], me
     return Arrangement(kept, arrangement.words)
 
 
-def _within_logs(arrangement: Arrangement, subjects: Sequence[Subject], members: Sequence[Member]) -> Arrangement:
+def _within_logs(arrangement: Arrangement, asked: _Asked) -> Arrangement:
     """Snapshots of each step instead, of units whose gradients do not fit into the logs of their holders."""
-    room = [member.log_bytes for member in members]
+    room = [member.log_bytes for member in asked.members]
     kept = []
-    for subject, each in zip(subjects, arrangement.kept, strict=True):
+    for subject, each in zip(asked.subjects, arrangement.kept, strict=True):
         nbytes = LOGGED_STEPS * (subject.gradient_bytes + RECORD_BYTES)
         if each.kind == "replayed" and any(room[holder] < nbytes for holder in each.holders):
             kept.append(Kept(each.unit, "snapshot", each.primary, each.holders))
@@ -165,58 +175,46 @@ def _within_logs(arrangement: Arrangement, subjects: Sequence[Subject], members:
     return Arrangement(kept, arrangement.words + words)
 
 
-def _everything(
-    preset: str, subjects: Sequence[Subject], members: Sequence[Member], primaries: Sequence[int], copies: int
-) -> Arrangement:
+def _everything(asked: _Asked) -> Arrangement:
     """Gemini and BAFT: snapshots of all units; each unit is sent by one of the ranks that have it."""
-    nodes = [member.node for member in members]
-    active = [subject.active for subject in subjects]
-    if preset == "baft":
-        previous = planning.copy_holders(nodes, copies, policy="ring")
+    nodes, primaries = [member.node for member in asked.members], asked.primaries()
+    if asked.preset == "baft":
+        previous = planning.copy_holders(nodes, asked.copies, policy="ring")
         # The ring's next node keeps a rank's copies; BAFT's previous stage is the ring the other way round.
         keepers = {holder: rank for rank, ranks in enumerate(previous) for holder in ranks[1:2]}
         others: list[tuple[int, ...]] = [(keepers[rank],) if rank in keepers else () for rank in primaries]
     else:
-        others = [tuple(ranks[1:]) for ranks in planning.unit_copy_holders(primaries, active, nodes, copies)]
+        active = [subject.active for subject in asked.subjects]
+        others = [tuple(ranks[1:]) for ranks in planning.unit_copy_holders(primaries, active, nodes, asked.copies)]
     kept = [
         Kept(subject.name, "snapshot", rank, holders)
-        for subject, rank, holders in zip(subjects, primaries, others, strict=True)
+        for subject, rank, holders in zip(asked.subjects, primaries, others, strict=True)
     ]
-    sent = sum(subject.nbytes * len(each.holders) for subject, each in zip(subjects, kept, strict=True))
-    return Arrangement(kept, f"{preset}: snapshots of all {len(kept)} units, {sent / 1e6:.1f} MB to peers each step")
+    sent = sum(subject.nbytes * len(each.holders) for subject, each in zip(asked.subjects, kept, strict=True))
+    words = f"{asked.preset}: snapshots of all {len(kept)} units, {sent / 1e6:.1f} MB to peers each step"
+    return Arrangement(kept, words)
 
 
-def _uncovered_only(
-    preset: str, subjects: Sequence[Subject], members: Sequence[Member], primaries: Sequence[int], copies: int
-) -> Arrangement:
+def _uncovered_only(asked: _Asked) -> Arrangement:
     """MoEtion: copies of what no peer holds already, replayed where that is exact."""
-    domains = _domains(members)
+    domains, primaries = _domains(asked.members), asked.primaries()
     nodes = [f"{domain:06d}" for domain in domains]
-    holders = planning.unit_copy_holders(primaries, [subject.active for subject in subjects], nodes, copies)
+    active = [subject.active for subject in asked.subjects]
+    holders = planning.unit_copy_holders(primaries, active, nodes, asked.copies)
     kept = []
-    for subject, rank, ranks in zip(subjects, primaries, holders, strict=True):
-        is_safe = len({domains[r] for r in subject.active}) >= min(copies, len(set(domains)))
+    for subject, rank, ranks in zip(asked.subjects, primaries, holders, strict=True):
+        is_safe = len({domains[r] for r in subject.active}) >= min(asked.copies, len(set(domains)))
         others = () if is_safe else tuple(ranks[1:])
         kept.append(Kept(subject.name, "active" if not others else "replayed", rank, others))
     number = sum(each.kind == "replayed" for each in kept)
-    return Arrangement(kept, f"{preset}: copies of up to {number} of {len(kept)} units within the budget")
+    return Arrangement(kept, f"{asked.preset}: copies of up to {number} of {len(kept)} units within the budget")
 
 
-def _auto(
-    subjects: Sequence[Subject],
-    members: Sequence[Member],
-    primaries: Sequence[int],
-    copies: int,
-    budget: float,
-) -> Arrangement:
-    domains = _domains(members)
-    if copies < 2 or len(set(domains)) < 2:
-        kept = [Kept(subject.name, "active", rank) for subject, rank in zip(subjects, primaries, strict=True)]
-        return Arrangement(kept, "auto: one node alone keeps no copies")
-    steps = [member.step_seconds for member in members if member.trains]
-    step_seconds = max((seconds for seconds in steps if seconds is not None), default=1e6)
-    if None in steps:
-        step_seconds = 1e6
+def _auto(asked: _Asked) -> Arrangement:
+    domains = _domains(asked.members)
+    if asked.copies < 2 or len(set(domains)) < 2:
+        return asked.active_only("one node alone keeps no copies")
+    step_seconds = _step_seconds(asked.members)
     nodes = [
         planning.CopyNode(
             FAILURE,
@@ -225,25 +223,38 @@ def _auto(
             network_seconds=step_seconds if member.network_seconds is None else member.network_seconds,
             host_link_seconds=step_seconds,
         )
-        for domain, member in zip(domains, members, strict=True)
+        for domain, member in zip(domains, asked.members, strict=True)
     ]
     units = [
         planning.CopyUnit(
             subject.nbytes, subject.gradient_bytes, list(subject.active), max(subject.tokens, 1.0), subject.replayable
         )
-        for subject in subjects
+        for subject in asked.subjects
     ]
     link = Link(ALPHA_SECONDS, BYTES_PER_SECOND)
     plan = planning.choose_copies(
-        units, nodes, network=link, host_link=link, step_seconds=step_seconds, copies=copies, budget=budget
+        units,
+        nodes,
+        network=link,
+        host_link=link,
+        step_seconds=step_seconds,
+        copies=asked.copies,
+        budget=asked.budget,
     )
     kept = []
-    for subject, rank, choice in zip(subjects, primaries, plan.units, strict=True):
+    for subject, rank, choice in zip(asked.subjects, asked.primaries(), plan.units, strict=True):
         kind: Kind = "active" if choice.kind in ("active", "uncovered") else choice.kind  # type: ignore[assignment]
         others = tuple(holder.node for holder in choice.holders)
         sender = choice.sender if kind != "active" else rank
         kept.append(Kept(subject.name, kind, sender, others, choice.period))
     return Arrangement(kept, f"auto: {plan.summary}")
+
+
+def _step_seconds(members: Sequence[Member]) -> float:
+    """Of the slowest member that trains; before all have been profiled, so long that nothing is too slow."""
+    steps = [member.step_seconds for member in members if member.trains]
+    known = [seconds for seconds in steps if seconds is not None]
+    return max(known, default=UNKNOWN_SECONDS) if len(known) == len(steps) else UNKNOWN_SECONDS
 
 
 def _domains(members: Sequence[Member]) -> list[int]:
