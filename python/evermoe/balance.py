@@ -24,7 +24,7 @@ def place_layers(
     previous: Mapping[str, np.ndarray],
     nodes: Sequence[str],
     config: SessionConfig,
-    boosts: Mapping[str, Sequence[float]] | None = None,
+    boosts: Mapping[str, Sequence[float]],
 ) -> Placement:
     """The placement of all layers for their load; the same on all ranks. May warn of `planning.FewerReplicas`.
 
@@ -34,7 +34,7 @@ def place_layers(
         previous: [R, E] of each layer, what each rank runs now.
         nodes: name of the node of each rank; ranks of one node fail together.
         config: slots, replicas and policy.
-        boosts: factors of the load of each layer's experts; None for none.
+        boosts: factors of the load of the experts of some layers.
     """
     domains = _domains(nodes)
     placement = {}
@@ -42,7 +42,7 @@ def place_layers(
         fewest = -(-number // len(nodes))
         enough = max(fewest + 1, -(-number * min(config.replicas, len(nodes)) // len(nodes)))
         slots = max(fewest, enough if config.slots is None else config.slots)
-        load = np.array(row[:number], dtype=np.float64) * (1.0 if boosts is None else np.array(boosts[path]))
+        load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         replicas = planning.allocate(load, len(nodes), slots, config.replicas)
         placed = planning.place(replicas, len(nodes), slots, config.placement_policy, load, previous[path], domains)
         placement[path] = placed.matrix
@@ -53,7 +53,7 @@ def is_worth_it(
     state: TrainingState,
     nodes: Sequence[str],
     config: SessionConfig,
-    boosts: Mapping[str, Sequence[float]] | None = None,
+    boosts: Mapping[str, Sequence[float]],
 ) -> bool:
     """Whether the load has shifted so far that a new placement makes a layer much more even; the same on all ranks."""
     experts = {path: layer.num_experts for path, layer in state.layers.items()}

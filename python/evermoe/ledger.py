@@ -142,10 +142,11 @@ class Ledger:
                 ledger.lose(self._by_layer(lost))
 
     def boosted(self) -> dict[str, list[float]]:
-        """By layer and expert, the factor of its load when replicas are allotted."""
+        """By expert, the factor of its load when replicas are allotted; of layers in which one is not 1."""
         return {
             path: np.where(row[:number] > 0, BOOST, 1.0).tolist()
             for row, (path, number) in zip(self.owed_LE, self._layers.items(), strict=True)
+            if row.any()
         }
 
     def to_bytes(self) -> bytes:
