@@ -254,6 +254,9 @@ class Arena:
 def digest(array: NDArray[np.uint8]) -> int:
     """xxh3-64 of contiguous bytes."""
 
+def digests(units: Sequence[Sequence[NDArray[np.uint8]]]) -> list[int]:
+    """xxh3-64 of several units, by a few threads; each lies in contiguous parts, whose bytes follow each other."""
+
 # ---- end of planners and arenas ----
 
 # ---- captures: src/python/engine.rs -----------------------------------------------------------

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from evermoe.arrangement import Kept
 from evermoe.config import SessionConfig
-from evermoe.copies import StoredCopy
 from evermoe.courier import Courier, Errand, Listener
 from evermoe.elastic import Membership
 from evermoe.errors import NotReplayable
@@ -38,10 +37,28 @@ class _Replicas:
     base: int = 0
     """The version that they began with."""
 
-    def stored(self) -> Iterator[tuple[str, int, Tensor, int]]:
-        """Unit, version, bytes and digest of everything that is kept here for others."""
-        for unit, step, data, value in self.copies.stored():
-            yield unit, self.base if step == step_of(self.base) else version_of(self.generation, step), data, value
+    def stored(self, has_stepped: bool) -> Iterator[FollowedCopy]:
+        """Everything that is kept here for others."""
+        for unit, step, value in self.copies.stored():
+            version = self.base if step == step_of(self.base) else version_of(self.generation, step)
+            # Version 0 is otherwise that of any process that has just come.
+            version = version_of(self.generation, 0) if version == 0 and has_stepped else version
+            yield FollowedCopy(unit, version, value, self.copies)
+
+
+@dataclass(frozen=True)
+class FollowedCopy:
+    """A version of one unit that a replica here has, or can be brought to."""
+
+    unit: str
+    version: int
+    digest: int
+    copies: ReplayedCopies
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]`; empty if the replica has left the version behind."""
+        return self.copies.read(self.unit, step_of(self.version))
 
 
 class Following:
@@ -216,15 +233,10 @@ class Following:
         self._exchange = None
         return is_whole
 
-    def stored(self) -> Iterator[StoredCopy]:
+    def stored(self) -> Iterator[FollowedCopy]:
         """Every unit that is kept here for others, in every version that it can be brought to."""
-        for replicas in (self._now, self._older):
-            if replicas is None:
-                continue
-            for unit, version, data, value in replicas.stored():
-                # Version 0 is otherwise that of any process that has just come.
-                is_first = version == 0 and self._has_stepped
-                yield StoredCopy(unit, version_of(replicas.generation, 0) if is_first else version, value, data)
+        for replicas in filter(None, (self._now, self._older)):
+            yield from replicas.stored(self._has_stepped)
 
     def close(self) -> None:
         """Ends all threads. Nothing may be under way."""

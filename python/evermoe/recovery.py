@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -22,19 +22,37 @@ from evermoe import checkpoint, planning
 from evermoe._native import RecoveryPlan, digest
 from evermoe.balance import Placement, place_layers
 from evermoe.config import SessionConfig
-from evermoe.copies import StoredCopy
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
-from evermoe.saving import SavedCopy
 from evermoe.units import TrainingState, expert_unit
 
 ROUND_BYTES = 256 << 20
 """Fetches are exchanged in rounds of at most about this many bytes in the whole group."""
 
-ACTIVE, PERSISTED = "active", "persisted"
+ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
 Holding = tuple[str, int, int, str]
 """(unit, version, digest, kind)."""
 Lagging = Literal["never", "if needed", "always"]
+
+
+class AnyCopy(Protocol):
+    """A version of one unit that a member has beside the state that it trains."""
+
+    @property
+    def unit(self) -> str:
+        """Its name."""
+
+    @property
+    def version(self) -> int:
+        """That of its bytes."""
+
+    @property
+    def digest(self) -> int:
+        """XXH3-64 of its bytes."""
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]` on the CPU, read when it is asked for; empty if it cannot be read any more."""
 
 
 @dataclass
@@ -114,7 +132,7 @@ class Recovery:
     def __init__(
         self,
         state: TrainingState,
-        stored: Iterable[tuple[StoredCopy | SavedCopy, str]],
+        stored: Iterable[tuple[AnyCopy, str]],
         group: Group,
         config: SessionConfig,
         *,
@@ -135,8 +153,7 @@ class Recovery:
         self.checkpoints = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None
         self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
         self.outcome = Outcome()
-        self._stored: dict[tuple[str, int, int], StoredCopy | SavedCopy] = {}
-        self._packed: dict[str, Tensor] = {}
+        self._stored: dict[tuple[str, int, int], AnyCopy] = {}
         self._refused: set[tuple[int, Holding]] = set()
 
     def run(self) -> Outcome:
@@ -191,15 +208,13 @@ class Recovery:
     # ---- survey
 
     def _survey(self) -> Inventory:
-        holdings: list[Holding] = []
-        for name in self.state.held() if self.trains else ():
-            data = torch.empty(self.state.by_name[name].nbytes, dtype=torch.uint8)
-            self.state.read(name, data)
-            self._packed[name] = data
-            holdings.append((name, self.version, digest(data.numpy()), ACTIVE))
+        held = self.state.held() if self.trains else []
+        holdings: list[Holding] = [
+            (name, self.version, value, ACTIVE) for name, value in zip(held, self.state.digests(held), strict=True)
+        ]
         for stored, kind in self._copies:
             unit = self.state.by_name.get(stored.unit)
-            if unit is not None and (kind == PERSISTED or unit.nbytes == len(stored.data)):
+            if unit is not None and (kind != SNAPSHOT or unit.nbytes == len(stored.data)):
                 self._stored[stored.unit, stored.version, stored.digest] = stored
                 holdings.append((stored.unit, stored.version, stored.digest, kind))
         experts = {path: layer.experts for path, layer in self.state.layers.items()}
@@ -317,8 +332,13 @@ class Recovery:
             }
         return refused
 
-    def _bytes(self, unit: str, kind: str, expected: tuple[int, int]) -> Tensor:
-        return self._packed[unit] if kind == ACTIVE else self._stored[(unit, *expected)].data
+    def _read(self, unit: str, kind: str, expected: tuple[int, int], out: Tensor) -> None:
+        """Bytes that cannot be read are left as they are: their digest will tell."""
+        if kind == ACTIVE:
+            self.state.read(unit, out)
+            return
+        data = self._stored[(unit, *expected)].data
+        out[: len(data)] = data
 
     def _exchange(
         self, transfers: Sequence[tuple[str, int, int, str]], expected: dict[str, tuple[int, int]]
@@ -328,14 +348,18 @@ class Recovery:
         remote = [transfer for transfer in transfers if transfer[1] != transfer[2]]
         for unit, source, destination, kind in transfers:
             if source == destination == rank:
-                fetched[unit] = self._bytes(unit, kind, expected[unit]).clone()
+                fetched[unit] = torch.zeros(self.state.by_name[unit].nbytes, dtype=torch.uint8)
+                self._read(unit, kind, expected[unit], fetched[unit])
         self.outcome.sources["own memory"] += len(fetched)
         for part in self._rounds(remote):
             outgoing = sorted((t for t in part if t[1] == rank), key=lambda t: t[2])
             incoming = sorted((t for t in part if t[2] == rank), key=lambda t: t[1])
-            data = [self._bytes(unit, kind, expected[unit]) for unit, _, _, kind in outgoing]
+            sizes = [self._size(t) for t in outgoing]
+            data = torch.zeros(sum(sizes), dtype=torch.uint8)
+            for (unit, _, _, kind), place in zip(outgoing, data.split(sizes), strict=True):
+                self._read(unit, kind, expected[unit], place)
             received = self.group.all_to_all(
-                torch.cat(data) if data else torch.empty(0, dtype=torch.uint8),
+                data,
                 [sum(self._size(t) for t in outgoing if t[2] == r) for r in range(self.group.size)],
                 [sum(self._size(t) for t in incoming if t[1] == r) for r in range(self.group.size)],
             )

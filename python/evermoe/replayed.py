@@ -8,6 +8,7 @@ known to all from the vote itself: they need no message.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +20,7 @@ from evermoe._native import RECORD_HEADER_BYTES
 from evermoe.arrangement import RECORD_BYTES, Kept
 from evermoe.courier import Courier, Parcel
 from evermoe.replay import Profile
-from evermoe.replica import Replica, ReplicaBehind
+from evermoe.replica import CaughtUp, Replica, ReplicaBehind
 from evermoe.sender import GradientSender, Row
 from evermoe.units import Piece, TrainingState
 
@@ -89,6 +90,8 @@ class ReplayedCopies:
         ]
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
         self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
+        self._previous: dict[tuple[str, int], CaughtUp] = {}
+        """What `stored` has found of the step before the newest, which the replica itself has left behind since."""
 
     @property
     def has_peers(self) -> bool:
@@ -136,6 +139,7 @@ class ReplayedCopies:
 
     def committed(self, clip: float) -> None:
         """All members have agreed on the step, with gradients multiplied by `clip`; the optimizer has taken it."""
+        self._previous.clear()
         self.sender.stepped()
         self.replica.release(clip=clip)
 
@@ -143,17 +147,32 @@ class ReplayedCopies:
         """The step will be taken anew, or never."""
         self.replica.discard()
 
-    def stored(self) -> Iterator[tuple[str, int, Tensor, int]]:
-        """Unit, step, bytes and digest of everything that is kept here for others, as new as it gets."""
+    def stored(self) -> Iterator[tuple[str, int, int]]:
+        """Unit, step and digest of everything that is kept here for others, as new as it gets; `read` has the bytes.
+
+        The same again when it is asked again: a recovery may fail and another one follow.
+        """
+        if self.keeps_previous:
+            self._remember_previous()
+        for (unit, step), caught_up in self._previous.items():
+            yield unit, step, caught_up.digest
+        yield from self.replica.survey()
+
+    def _remember_previous(self) -> None:
         for unit in self.units:
             newest = self.replica.version(unit)
-            steps = [] if newest is None else [newest - 1, newest] if self.keeps_previous else [newest]
-            for step in steps:
-                try:
-                    caught_up = self.replica.catch_up(unit, step)
-                except ReplicaBehind:
-                    continue
-                yield unit, caught_up.step, caught_up.state, caught_up.digest
+            if newest is not None and (unit, newest - 1) not in self._previous:
+                with suppress(ReplicaBehind):
+                    self._previous[unit, newest - 1] = self.replica.catch_up(unit, newest - 1)
+
+    def read(self, unit: str, step: int) -> Tensor:
+        """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more."""
+        if (unit, step) in self._previous:
+            return self._previous[unit, step].state
+        try:
+            return self.replica.catch_up(unit, step).state
+        except ReplicaBehind:
+            return torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
         """Ends the replica's thread."""

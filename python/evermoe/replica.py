@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -29,9 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe import ops
-from evermoe._native import ReplayLog, digest
+from evermoe._native import ReplayLog, digest, digests
 from evermoe.errors import EvermoeError
-from evermoe.units import Piece, Unit
+from evermoe.units import Piece, Unit, as_numpy
 
 BATCH_STEPS = 8
 """Steps that are applied in one pass over the memory."""
@@ -258,7 +259,6 @@ class Replica:
             KeyError: there is no such unit.
             ReplicaBehind: the step has not come, or steps after it were applied already.
         """
-        indices = self._units[unit]
         newest = self.version(unit)
         if newest is None:
             raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
@@ -266,20 +266,41 @@ class Replica:
         if step > newest:
             raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
         parts = []
-        for index in indices:
-            part = self._parts[index]
-            with part.lock:
-                while self._apply_locked(index, step):
-                    pass
-                version = self._log.version(index)
-                if version != step or part.state is None:
-                    raise ReplicaBehind(
-                        f"{unit}: it is at step {version}, and cannot go to {step}; "
-                        f"{self._failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
-                    )
-                parts.append(part.state.to("cpu", copy=True))
+        for index in self._units[unit]:
+            with self._parts[index].lock:
+                parts.append(self._state_locked(index, step).to("cpu", copy=True))
         state = torch.cat(parts) if len(parts) > 1 else parts[0]
         return CaughtUp(step, state, digest(state.numpy()))
+
+    def survey(self) -> list[tuple[str, int, int]]:
+        """Unit, step and digest of all units that have a state, each at its newest step; without copying them."""
+        found, parts = [], []
+        with ExitStack() as locks:
+            for unit, indices in self._units.items():
+                step = self.version(unit)
+                if step is None:
+                    continue
+                for index in indices:
+                    locks.enter_context(self._parts[index].lock)
+                try:
+                    parts.append([as_numpy(self._state_locked(index, step)) for index in indices])
+                except ReplicaBehind:
+                    continue
+                found.append((unit, step))
+            return [(*each, value) for each, value in zip(found, digests(parts), strict=True)]
+
+    def _state_locked(self, index: int, step: int) -> Tensor:
+        """A part's state after a step. Its lock is the caller's."""
+        part = self._parts[index]
+        while self._apply_locked(index, step):
+            pass
+        version = self._log.version(index)
+        if version != step or part.state is None:
+            raise ReplicaBehind(
+                f"{part.name}: it is at step {version}, and cannot go to {step}; "
+                f"{self._failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
+            )
+        return part.state
 
     def close(self) -> None:
         """Ends the thread after the batch that it is at; what is logged stays and `catch_up` works. Twice is fine."""

@@ -22,7 +22,7 @@ from evermoe import planning
 from evermoe.arrangement import Arrangement, Member, Subject, arrange
 from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
-from evermoe.copies import CopyStore, StoredCopy
+from evermoe.copies import CopyStore
 from evermoe.courier import Courier, Listener, Sent
 from evermoe.elastic import Group, Membership
 from evermoe.errors import CorruptCopy, PeerLost
@@ -30,8 +30,7 @@ from evermoe.following import Following
 from evermoe.ledger import Ledger
 from evermoe.pacing import COPIES, Pacing
 from evermoe.profile.memory import free_host_bytes
-from evermoe.recovery import Lagging
-from evermoe.saving import SavedCopy
+from evermoe.recovery import AnyCopy, Lagging
 from evermoe.snapshots import Snapshots
 from evermoe.units import TrainingState
 from evermoe.versions import step_of
@@ -290,15 +289,15 @@ class Safety:
         self.ledger.lose(known["lost"])
         return known["lost"]
 
-    def stored(self) -> Iterator[tuple[StoredCopy | SavedCopy, str]]:
+    def stored(self) -> Iterator[tuple[AnyCopy, str]]:
         """Every whole version of every unit that this member has a copy of, and the copy's kind."""
         for stored in self._store.stored():
             yield stored, "snapshot"
         if self.snapshots.saver is not None:
             for saved in self.snapshots.saver.saved():
                 yield saved, "persisted"
-        for stored in self.following.stored():
-            yield stored, "replayed"
+        for followed in self.following.stored():
+            yield followed, "replayed"
 
     def close(self) -> None:
         """Ends all threads. Nothing may be under way, or the group must be dropped."""

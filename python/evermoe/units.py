@@ -8,7 +8,7 @@ Every rank computes the same list of units, in the same order, whatever it holds
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evermoe._native import digest
+from evermoe._native import digest, digests
 from evermoe.errors import EvermoeError
 from evermoe.moe import MoE, moe_layers
 from evermoe.planning import LoadAverage
@@ -191,6 +191,13 @@ class TrainingState:
             out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
             start += tensor.nbytes
 
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """XXH3-64 of held units' bytes, as `read` gives them; those on the CPU are not copied."""
+        found = self.tensors(names)
+        if any(tensor.is_cuda for tensors in found for tensor in tensors):  # one after the other: they may be large
+            return [digests([[as_numpy(tensor) for tensor in tensors]])[0] for tensors in found]
+        return digests([[as_numpy(tensor) for tensor in tensors] for tensors in found])
+
     @torch.no_grad()
     def release(self) -> None:
         """Gives up the memory of the model and the optimizer: this process only keeps copies for others."""
@@ -320,6 +327,11 @@ class TrainingState:
         """The state stored last; empty when none was."""
         text = self.progress.numpy().tobytes().rstrip(b"\0")
         return json.loads(text) if text else {}
+
+
+def as_numpy(tensor: Tensor) -> NDArray[np.uint8]:
+    """A tensor's bytes: of a contiguous one on the CPU a view, else a copy."""
+    return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
 
 
 def dense_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:

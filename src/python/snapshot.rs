@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(digest, module)?)?;
+    module.add_function(wrap_pyfunction!(digests, module)?)?;
     module.add_class::<Arena>()
 }
 
@@ -92,10 +93,21 @@ impl Arena {
     }
 }
 
+fn bytes_of<'a>(array: &'a PyReadonlyArray1<'_, u8>) -> PyResult<&'a [u8]> {
+    Ok(array.as_slice().map_err(|_| {
+        Error::Invalid("array: expected contiguous bytes; use numpy.ascontiguousarray".into())
+    })?)
+}
+
 #[pyfunction]
 fn digest(py: Python<'_>, array: PyReadonlyArray1<'_, u8>) -> PyResult<u64> {
-    let bytes = array.as_slice().map_err(|_| {
-        Error::Invalid("array: expected contiguous bytes; use numpy.ascontiguousarray".into())
-    })?;
+    let bytes = bytes_of(&array)?;
     Ok(py.detach(|| snapshot::digest(bytes)))
+}
+
+#[pyfunction]
+fn digests(py: Python<'_>, units: Vec<Vec<PyReadonlyArray1<'_, u8>>>) -> PyResult<Vec<u64>> {
+    let parts = units.iter().map(|parts| parts.iter().map(bytes_of).collect());
+    let parts = parts.collect::<PyResult<Vec<Vec<&[u8]>>>>()?;
+    Ok(py.detach(|| snapshot::digests(&parts)))
 }

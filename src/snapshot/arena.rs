@@ -1,5 +1,6 @@
 //! An arena: begin, write, commit; versions, digests, verification.
 
+use super::digests::digest;
 use super::layout::{HEADER, Layout, STATES, Unit};
 use super::mapping;
 use super::state::{State, oldest};
@@ -7,12 +8,6 @@ use crate::ensure;
 use crate::error::{Error, Result};
 use memmap2::MmapRaw;
 use std::path::{Path, PathBuf};
-use xxhash_rust::xxh3::xxh3_64;
-
-/// xxh3-64 of some bytes: what every copy is checked with.
-pub fn digest(bytes: &[u8]) -> u64 {
-    xxh3_64(bytes)
-}
 
 /// Two versions of a set of units in shared memory.
 ///

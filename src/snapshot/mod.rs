@@ -12,13 +12,15 @@
 //! fills buffers by a thread of its own, beside training.
 
 mod arena;
+mod digests;
 mod engine;
 mod layout;
 mod mapping;
 mod state;
 mod triple;
 
-pub use arena::{Arena, digest};
+pub use arena::Arena;
+pub use digests::{digest, digests};
 pub use engine::{Capture, CaptureState, CopyEngine, Fetch, Run};
 pub use layout::{Layout, Unit};
 pub use triple::{Event, Slot, TripleBuffer};
