@@ -19,7 +19,7 @@ from evermoe._native import RECORD_HEADER_BYTES
 from evermoe.arrangement import RECORD_BYTES, Kept
 from evermoe.courier import Courier, Parcel
 from evermoe.replay import Profile
-from evermoe.replica import Replica, ReplicaBehind
+from evermoe.replica import CaughtUp, Replica, ReplicaBehind
 from evermoe.sender import GradientSender, Row
 from evermoe.units import Piece, TrainingState
 
@@ -87,6 +87,8 @@ class ReplayedCopies:
         ]
         log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
         self.replica = Replica(theirs, log_bytes=max([1, log_bytes, *gradients]))
+        self._previous: dict[tuple[str, int], CaughtUp] = {}
+        """What `stored` has found of the step before the newest, which the replica itself has left behind since."""
 
     @property
     def has_peers(self) -> bool:
@@ -134,6 +136,7 @@ class ReplayedCopies:
 
     def committed(self, clip: float) -> None:
         """All members have agreed on the step, with gradients multiplied by `clip`; the optimizer has taken it."""
+        self._previous.clear()
         self.sender.stepped()
         self.replica.release(clip=clip)
 
@@ -142,15 +145,20 @@ class ReplayedCopies:
         self.replica.discard()
 
     def stored(self) -> Iterator[tuple[str, int, Tensor, int]]:
-        """Unit, step, bytes and digest of everything that is kept here for others, as new as it gets."""
+        """Unit, step, bytes and digest of everything that is kept here for others, as new as it gets.
+
+        The same again when it is asked again: a recovery may fail and another one follow.
+        """
         for unit in self.units:
             newest = self.replica.version(unit)
             steps = [] if newest is None else [newest - 1, newest] if self.keeps_previous else [newest]
             for step in steps:
                 try:
-                    caught_up = self.replica.catch_up(unit, step)
+                    caught_up = self._previous.get((unit, step)) or self.replica.catch_up(unit, step)
                 except ReplicaBehind:
                     continue
+                if step != newest:
+                    self._previous[unit, step] = caught_up
                 yield unit, caught_up.step, caught_up.state, caught_up.digest
 
     def close(self) -> None:
