@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -219,3 +220,28 @@ def silent_peer(group, folder):
 
 def test_a_silent_peer_is_given_up_after_the_limit(tmp_path):
     assert run_ranks(tmp_path, 2, silent_peer, str(tmp_path)) == ["copies have stopped: a peer is silent", ""]
+
+
+def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
+    """Those that wait for the same peer in a collective agree after the limit, without a member that is late."""
+    clock, limit = [0.0], 8.0
+    group = SimpleNamespace(limit_seconds=limit, broken=None)
+    monkeypatch.setattr("evermoe.courier.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    courier = Courier(group, None, "courier")
+    dropped = []
+
+    def drop(reason):
+        dropped.append((reason, clock[0]))
+        group.broken = reason
+
+    def is_over_within(seconds):
+        if clock[0] < 1.0:
+            courier.progress += 1
+        clock[0] += seconds
+        return False
+
+    courier.wait(SimpleNamespace(is_over_within=is_over_within, wait=lambda: False), SimpleNamespace(drop=drop))
+    courier.close()
+    ((reason, at),) = dropped
+    assert reason == "copies have stopped: a peer is silent"
+    assert limit <= at <= 1.25 * limit
