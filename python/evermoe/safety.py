@@ -89,8 +89,6 @@ class Safety:
         self._generation, self._member = 0, ""
         self._is_protected = False
         """Whether all copies of the latest arrangement were whole once."""
-        self._has_stepped = False
-        """Whether this member was there when a step was taken."""
         self._is_settled = False
         """Whether nothing is sent until `protect`, as the members change."""
         self._round: Round | Saving | None = None
@@ -275,6 +273,9 @@ class Safety:
         self.pacer.begin_step()
         self._newest_local = step
         self._is_protected = True
+        if self.config.copies and self.saver is None:
+            self.ledger.copied((kept.unit for kept in self.arrangement.kept if kept.holders), step)
+            self.ledger.copied_here((unit for units in self._local.values() for unit in units), step)
         self._drop_older()
         if self.config.copies:
             self.store.prune(self._generation)
@@ -295,7 +296,7 @@ class Safety:
 
     def _save_everything(self, version: int, saver: Saver) -> bool:
         """Every unit once: from then on a few at a time are enough."""
-        saver.open(self._member, version)
+        saver.open(self._member, version if step_of(version) else 0)
         self.group.all_reduce(_number(0))  # nobody writes a newer version while another still removes those
         has_all = saver.has_all()
         if round(float(self.group.all_reduce(_number(has_all)))) == self.group.size:
@@ -380,7 +381,6 @@ class Safety:
     def committed(self, version: int, clip: float) -> None:
         """All members have agreed on the step, and it is taken: `version` is the state now."""
         assert self._replayed is not None
-        self._has_stepped = True
         self._replayed.committed(clip)
         self.step_seconds = time.monotonic() - self._step_began
         selected = self._selected or set()
@@ -496,8 +496,11 @@ class Safety:
         self._round = self._exchange = None
         return is_whole
 
-    def count_losses(self, stale: dict[str, int], established: bool) -> dict[str, int]:
-        """Tokens that each stale expert has lost, as the first member that knows counts them; collective."""
+    def count_losses(self, stale: dict[str, int], step: int, established: bool) -> dict[str, int]:
+        """Tokens that each stale expert has lost, as the first member that knows counts them; collective.
+
+        `step`: from which all go on.
+        """
         steps = {unit: step_of(version) for unit, version in stale.items()}
         mine = None
         if established:
@@ -510,7 +513,7 @@ class Safety:
             return {}
         if not established:
             self.ledger.load_bytes(known["ledger"].encode())
-        self.ledger.lose(known["lost"])
+        self.ledger.go_on(step, steps, known["lost"])
         return known["lost"]
 
     def stored(self) -> Iterator[tuple[StoredCopy | SavedCopy, str]]:
@@ -523,8 +526,6 @@ class Safety:
         for copies, base, generation in self._replicas():
             for unit, step, data, value in copies.stored():
                 version = base[1] if step == base[0] else version_of(generation, step)
-                if version == 0 and self._has_stepped:  # which is otherwise that of any process that has just come
-                    version = version_of(generation, 0)
                 yield StoredCopy(unit, version, value, data), "replayed"
 
     def _replicas(self) -> list[tuple[ReplayedCopies, tuple[int, int], int]]:
