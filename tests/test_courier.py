@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,3 +237,28 @@ def test_errands_read_what_was_launched_before_them_and_wait_for_nothing_after()
     assert errand.result is not None
     assert bool((errand.result == 1).all())
     courier.close()
+
+
+def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
+    """Those that wait for the same peer in a collective agree after the limit, without a member that is late."""
+    clock, limit = [0.0], 8.0
+    group = SimpleNamespace(limit_seconds=limit, broken=None)
+    monkeypatch.setattr("evermoe.courier.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    courier = Courier(group, None, "courier")
+    dropped = []
+
+    def drop(reason):
+        dropped.append((reason, clock[0]))
+        group.broken = reason
+
+    def is_over_within(seconds):
+        if clock[0] < 1.0:
+            courier.progress += 1
+        clock[0] += seconds
+        return False
+
+    courier.wait(SimpleNamespace(is_over_within=is_over_within, wait=lambda: False), SimpleNamespace(drop=drop))
+    courier.close()
+    ((reason, at),) = dropped
+    assert reason == "copies have stopped: a peer is silent"
+    assert limit <= at <= 1.25 * limit

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from evermoe import MoE, replayed
+from evermoe._native import digest
 from evermoe.arrangement import Kept
 from evermoe.courier import Courier
 from evermoe.replay import calibrate
@@ -15,7 +16,7 @@ HEALED = 5
 """The step with which full states come again, beside the gradients."""
 
 
-def train(group, first_bytes, device):
+def train(group, first_bytes, device="cpu", keeps_previous=False):
     """What each rank trained, and what it keeps of the other one: unit → bytes after the last step."""
     replayed.FIRST_BYTES = first_bytes
     torch.manual_seed(0)
@@ -29,7 +30,9 @@ def train(group, first_bytes, device):
         Kept(expert_unit(path, expert), "replayed", rank, (1 - rank,)) for rank in experts for expert in experts[rank]
     ]
     courier = Courier(group, None, "courier")
-    copies = replayed.ReplayedCopies(state, kept, group.rank, calibrate(optimizer), device=device)
+    copies = replayed.ReplayedCopies(
+        state, kept, group.rank, calibrate(optimizer), device=device, keeps_previous=keeps_previous
+    )
     sent = [send(courier, copies, 0, only_states=True)]
     for step in range(1, STEPS + 1):
         layer.weights.grad = torch.randn_like(layer.weights)
@@ -41,10 +44,12 @@ def train(group, first_bytes, device):
     mine = {name: torch.empty(state.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
     for name, data in mine.items():
         state.read(name, data)
-    theirs = {unit: data for unit, step, data, _ in copies.stored() if step == STEPS}
+    surveys = [sorted(copies.stored()) for _ in range(2)]
+    assert all(digest(copies.read(unit, step).numpy()) == value for unit, step, value in surveys[1])
+    theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
     copies.close()
     courier.close()
-    return {"mine": mine, "theirs": theirs, "sent": sent}
+    return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys}
 
 
 def send(courier, copies, step, **options):
@@ -66,3 +71,12 @@ def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_pa
         sent = results[rank]["sent"]
         assert sent[HEALED] > 3 * sent[HEALED - 1]
         assert sent[0] > 2 * max(sent[1:HEALED])
+
+
+@pytest.mark.parametrize("keeps_previous", [False, True])
+def test_copies_are_found_again_by_the_next_recovery(tmp_path, keeps_previous):
+    for result in run_ranks(tmp_path, 2, train, 1 << 20, "cpu", keeps_previous):
+        first, second = result["surveys"]
+        assert first == second
+        assert {step for _, step, _ in first} == ({STEPS - 1, STEPS} if keeps_previous else {STEPS})
+        assert len(first) == (6 if keeps_previous else 3)

@@ -10,6 +10,7 @@ import torch
 import evermoe
 from evermoe import checkpoint, progress
 from evermoe.elastic import Membership
+from evermoe.errors import PeerLost
 from evermoe.launch import Job as LaunchedJob
 from evermoe.units import TrainingState, UnsupportedState
 from history import check_history, check_recovered
@@ -40,6 +41,54 @@ def test_versions_grow_when_a_new_job_goes_on_from_an_old_checkpoint(tmp_path):
     run_alone(*make_layer(), 5, job="new", **options)
     versions = {path.name: version for version, path in checkpoint.find(tmp_path / "saved").items()}
     assert versions["step-00000005"] > versions["step-00000003"] > 7 << 40
+
+
+def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tmp_path, monkeypatch):
+    """Not even where a peer is lost before the members know what it costs."""
+    options = {"job": "stale", "memory_dir": str(tmp_path), "preset": "pec", "checkpoint_dir": str(tmp_path / "saved")}
+    session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_copy=1, **options)
+    reached = []
+    for step in session.steps(100):
+        with step:
+            step.backward(session.model(torch.randn(8, 8)).square().mean())
+        reached.append(session._version)
+        if session.step == 3:
+            break
+    again = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_copy=1, **options)
+    seen, count_losses = [], again.safety.count_losses
+
+    def lose_a_peer(stale, *arguments):
+        seen.append((again._version, dict(stale)))
+        if len(seen) == 1:
+            raise PeerLost("asked for")
+        return count_losses(stale, *arguments)
+
+    monkeypatch.setattr(again.safety, "count_losses", lose_a_peer)
+    next(again.steps(4))
+    assert (again.step, len(seen)) == (3, 2)
+    assert seen[0][1], "with one expert saved at a step, most are older"
+    assert seen[0][0] not in reached
+    again.close()
+
+
+def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path):
+    """Its files are replaced, although the version is the same."""
+    for seed in range(2):
+        layer, optimizer = make_layer()
+        torch.manual_seed(seed)
+        layer.reset_parameters()
+        options = {"memory_dir": str(tmp_path), "preset": "pec", "checkpoint_dir": str(tmp_path / "saved")}
+        session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), job=f"job{seed}", **options)
+        next(session.steps(3))
+        mine = {
+            unit: torch.empty(session.state.by_name[unit].nbytes, dtype=torch.uint8) for unit in session.state.held()
+        }
+        for unit, data in mine.items():
+            session.state.read(unit, data)
+        saved = {stored.unit: stored.data for stored, kind in session.safety.stored() if kind == "persisted"}
+        assert saved.keys() == mine.keys()
+        assert all(torch.equal(saved[unit], data) for unit, data in mine.items())
+        session.close()
 
 
 def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):

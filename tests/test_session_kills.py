@@ -91,6 +91,19 @@ def test_gradients_find_no_room_in_the_log(start_job, log_bytes, point, part):
         check_survivors(workers, [workers[0], workers[2]], 2)
 
 
+def test_second_death_when_copies_of_both_kinds_are_known(start_job):
+    """The survey of one recovery takes nothing from the next one: it, too, can go back to the step before."""
+    job = start_job(5, copies=3, replay_log_bytes=10_000, **SNAPSHOTS, min_replicas=2, join_every=50)
+    faults = {"d": [Fault("commit", VERSION)], "b": [Fault("phase verify", nth=2)]}
+    workers = job.start_all(faults, "abcde", steps=12)
+    assert [each.join() for each in workers] == [0, -9, 0, -9, 0]
+    check_history(workers)
+    for each in workers[::2]:
+        recovered = check_recovered(workers, each)
+        assert (recovered["members"], recovered["steps_lost"], recovered["stale"]) == (3, 0, {})
+    check_end(workers[::2])
+
+
 @pytest.mark.parametrize("preset, point", [("gemini", "chunk"), ("baft", "published"), ("auto", "held")])
 def test_thread_of_a_copy_that_fails_ends_that_worker_alone(start_job, preset, point):
     job = start_job(preset=preset, **SNAPSHOTS)

@@ -141,6 +141,20 @@ def test_damage_of_all_copies_of_a_unit_goes_back_to_the_version_before(start_jo
     check_history(again, undone=True)
 
 
+@pytest.mark.parametrize("preset", ["auto", "gemini"])
+def test_all_crash_before_the_first_step_and_start_afresh(start_job, preset):
+    """Nothing was learnt, so nothing is missed, whatever memory is gone."""
+    job = start_job(preset=preset, **FEWEST)
+    job.open_gate(0)
+    crash_all(job, job.start_all({}, gated=True), step=0)
+    for node in "bc":
+        job.lose_node(node)
+    job.open_gate(1 << 60)
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    check_history(again)
+
+
 def test_active_replicas_alone_survive_without_copies(start_job):
     job = start_job(copies=0, slots=4, min_replicas=2)
     workers = job.start_all({"b": [Fault("vote", 5)]})

@@ -53,6 +53,45 @@ def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
     check_history(workers)
 
 
+@pytest.mark.parametrize(("preset", "more"), [("moetion", {}), ("pec", {}), ("pec", {"save_every": 50})])
+def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, preset, more):
+    job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_every=0, join_every=50, **more)
+    faults = {"b": [Fault("vote", 5)], "c": [Fault("vote", 8)]}
+    workers = job.start_all(faults, "abcd", steps=12)
+    assert [each.join() for each in workers] == [0, -9, -9, 0]
+    check_history(workers)
+    survivors = workers[::3]
+    for each in survivors:
+        first, second = each.events("recovered")[1:]
+        assert (first["step"], second["step"]) == (5, 8)
+        assert second["stale"]
+        total = 0
+        for unit, copied in second["stale"].items():
+            since = max(copied, 5 if unit in first["stale"] else 0)
+            tokens = tokens_of_steps(workers, unit)
+            lost = sum(count for version, count in tokens.items() if since < version % 2**40 <= 8)
+            assert second["lost_tokens"][unit] == lost, (unit, since)
+            total += lost
+        assert (second["plt"] > first["plt"]) == (total > 0)
+    if more:
+        assert {0} == {*first["stale"].values(), *second["stale"].values()}
+        assert set(first["stale"]) & set(second["stale"])
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini", "baft", *PARTIAL])
+@pytest.mark.parametrize(("point", "step"), [("update", 0), ("copy", 1), ("vote", 1)])
+def test_copies_of_the_start_are_as_good_as_any(start_job, tmp_path, preset, point, step):
+    """Nobody who was there when they were made takes them for those of a process that has just come."""
+    job = start_job(3, **options(preset, tmp_path), **FEWEST)
+    workers = job.start_all({"b": [Fault(point, step)]}, steps=6)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for each in workers[::2]:
+        recovered = each.events("recovered")[-1]
+        assert recovered["steps_lost"] == recovered["digests_mismatched"] == 0
+        assert preset in PARTIAL or not recovered["stale"]
+
+
 def test_lazarus_loses_nothing_while_a_replica_lives(start_job, tmp_path):
     job = start_job(3, **options("lazarus", tmp_path))
     workers = job.start_all({"b": [Fault("vote", 5)]})

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from evermoe.demo.summary import episodes, lost_steps, step_seconds, summarise
+from evermoe.demo.summary import count_lost, episodes, lost_steps, portion_lost, step_seconds, summarise
 
 RECOVERED = {
     "event": "recovered",
@@ -149,3 +149,18 @@ def test_what_the_session_says_was_lost_must_be_what_the_routers_have_counted(lo
     assert result["lost_tokens"] == lost
     assert result["ok"] == ok, result["problems"]
     assert ok or any("PLT" in problem for problem in result["problems"])
+
+
+def test_what_was_lost_before_is_not_lost_again():
+    counts = {step: {"moe": [1, 10**step]} for step in range(5)}
+    recoveries = [
+        {"stale": {"moe.experts.1": 1}, "step": 3},
+        {"stale": {"moe.experts.0": 2, "moe.experts.1": 1}, "step": 4},
+        {"stale": {"moe.experts.1": 4}, "step": 5},
+    ]
+    assert count_lost(counts, recoveries) == [
+        {"moe.experts.1": 110},
+        {"moe.experts.0": 2, "moe.experts.1": 1000},
+        {"moe.experts.1": 10_000},
+    ]
+    assert portion_lost(counts, recoveries) == pytest.approx(11_112 / 11_116)

@@ -30,6 +30,8 @@ IN_FLIGHT = 2
 """Messages that are under way at a time: while one travels, the next is made ready."""
 KEPT_TRANSFERS = 4096
 """Latest transfers that are remembered for traces."""
+LOOKS = 16
+"""At what an errand does, in the time that a silent peer is waited for."""
 UNLIMITED = timedelta(days=7)
 """What is received may come much later: its sender waits for windows. `Courier.wait` notices silent peers."""
 
@@ -364,13 +366,14 @@ class Courier:
     def wait(self, errand: Errand[T], group: Group) -> bool:
         """As `Errand.wait`, for the training thread, which has hurried.
 
-        Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer.
+        Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer: those
+        that wait for the same one in a collective must not have gone on by then without this member.
         """
-        while not self._group.broken:
-            before = self.progress
-            if errand.is_over_within(self._group.limit_seconds):
-                break
-            if self.progress == before:
+        moved, since = self.progress, time.monotonic()
+        while not self._group.broken and not errand.is_over_within(self._group.limit_seconds / LOOKS):
+            if self.progress != moved:
+                moved, since = self.progress, time.monotonic()
+            elif time.monotonic() - since >= self._group.limit_seconds:
                 group.drop("copies have stopped: a peer is silent")
         return errand.wait()
 

@@ -37,12 +37,10 @@ class _Replicas:
     base: int = 0
     """The version that they began with."""
 
-    def stored(self, has_stepped: bool) -> Iterator[FollowedCopy]:
+    def stored(self) -> Iterator[FollowedCopy]:
         """Everything that is kept here for others."""
         for unit, step, value in self.copies.stored():
             version = self.base if step == step_of(self.base) else version_of(self.generation, step)
-            # Version 0 is otherwise that of any process that has just come.
-            version = version_of(self.generation, 0) if version == 0 and has_stepped else version
             yield FollowedCopy(unit, version, value, self.copies)
 
 
@@ -87,8 +85,6 @@ class Following:
         """Units of which this member needs the full state anew."""
         self._has_told = False
         """Of the first message that could not be used."""
-        self._has_stepped = False
-        """Whether this member was there when a step was taken."""
         self.sent_bytes = 0
         """In the last step."""
 
@@ -212,7 +208,6 @@ class Following:
     def committed(self, clip: float) -> None:
         """All members have agreed on the step, and it is taken, with gradients multiplied by `clip`."""
         assert self._now is not None
-        self._has_stepped = True
         self._now.copies.committed(clip)
 
     def heal(self, primary: Callable[[str], int]) -> None:
@@ -236,7 +231,7 @@ class Following:
     def stored(self) -> Iterator[FollowedCopy]:
         """Every unit that is kept here for others, in every version that it can be brought to."""
         for replicas in filter(None, (self._now, self._older)):
-            yield from replicas.stored(self._has_stepped)
+            yield from replicas.stored()
 
     def close(self) -> None:
         """Ends all threads. Nothing may be under way."""

@@ -129,14 +129,20 @@ class Ledger:
             lost[unit] = int(self.total_LE[self._places[unit]]) - before
         return lost
 
-    def lose(self, lost: Mapping[str, int]) -> None:
-        """Experts went back to older copies and lost so many tokens: the same on all members."""
+    def go_on(self, step: int, since: Mapping[str, int], lost: Mapping[str, int]) -> None:
+        """A recovery: all go on after so many steps, some experts from copies of older ones, with so many tokens lost.
+
+        The same on all members. Who goes back to such a copy a second time loses what came after the first.
+        """
+        for marks in self._marks.values():
+            marks[:] = [mark for mark in marks if mark[0] <= step]
         for unit, tokens in lost.items():
             row, expert = self._places[unit]
             self.lost_LE[row, expert] += tokens
             self.owed_LE[row, expert] = self.total_LE[row, expert] + tokens
-            self._marks.pop(unit, None)
+            self._marks[unit] = [(since[unit], int(self.total_LE[row, expert]))]
         self._latest.clear()
+        self._latest.append((step, self.total_LE.copy()))
         for ledger in (self.selection, self.local):
             if ledger is not None and lost:
                 ledger.lose(self._by_layer(lost))

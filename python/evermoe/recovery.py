@@ -25,6 +25,7 @@ from evermoe.config import SessionConfig
 from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.units import TrainingState, expert_unit
+from evermoe.versions import step_of
 
 ROUND_BYTES = 256 << 20
 """Fetches are exchanged in rounds of at most about this many bytes in the whole group."""
@@ -237,9 +238,12 @@ class Recovery:
 
     def _usable(self, inventories: Sequence[Inventory]) -> list[list[Holding]]:
         running = any(inventory.saw_running for inventory in inventories)
-        oldest = 1 if running and not any(inventory.established for inventory in inventories) else 0
+        is_new = not any(inventory.established for inventory in inventories)
+        versions = range(int(running and is_new), 1 << 64)
+        if is_new and not running and not any(step_of(held[1]) for each in inventories for held in each.holdings):
+            versions = range(1)  # what an earlier start without a step has left behind is no progress
         return [
-            [held for held in inventory.holdings if held[1] >= oldest and (rank, held) not in self._refused]
+            [held for held in inventory.holdings if held[1] in versions and (rank, held) not in self._refused]
             for rank, inventory in enumerate(inventories)
         ]
 

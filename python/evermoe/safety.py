@@ -185,6 +185,8 @@ class Safety:
                 break
         else:
             raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+        if self.config.copies and self.snapshots.saver is None:
+            self.ledger.copied((kept.unit for kept in self.arrangement.kept if kept.holders), step_of(version))
         self.snapshots.restart(step_of(version))
         self.following.mark_whole()
 
@@ -272,8 +274,11 @@ class Safety:
         """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
         return all([self.snapshots.settle(), self.following.settle()])
 
-    def count_losses(self, stale: dict[str, int], established: bool) -> dict[str, int]:
-        """Tokens that each stale expert has lost, as the first member that knows counts them; collective."""
+    def count_losses(self, stale: dict[str, int], step: int, established: bool) -> dict[str, int]:
+        """Tokens that each stale expert has lost, as the first member that knows counts them; collective.
+
+        `step`: from which all go on.
+        """
         steps = {unit: step_of(version) for unit, version in stale.items()}
         mine = None
         if established:
@@ -286,7 +291,7 @@ class Safety:
             return {}
         if not established:
             self.ledger.load_bytes(known["ledger"].encode())
-        self.ledger.lose(known["lost"])
+        self.ledger.go_on(step, steps, known["lost"])
         return known["lost"]
 
     def stored(self) -> Iterator[tuple[AnyCopy, str]]:

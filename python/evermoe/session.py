@@ -457,6 +457,8 @@ class Session:
             self._unconfirmed = None  # taken, but never committed
         # versions only ever grow
         self.membership.generation = max(self.membership.generation, generation_of(self._version) + 1)
+        if not self._version:  # which is that of any process that has just come, and as good as nothing
+            self._version = version_of(self.membership.generation, 0)
         self._checkpoints.forget()
         if self._trains:
             progress.restore(self.state.get_progress(), self.sampler, self.optimizer, self.scheduler)
@@ -466,9 +468,10 @@ class Session:
                 [layer.weights.shape[1] for layer in layers],
                 self.group.rank,
             )
-        report.lost_tokens = self.safety.count_losses(outcome.stale, self.membership.established and self._trains)
-        if outcome.stale:  # another state than that of the version: who still has that must not be taken for a peer
-            self._version = version_of(self.membership.generation, self.step)
+        self._distinguish(outcome.stale)
+        knows = self.membership.established and self._trains
+        report.lost_tokens = self.safety.count_losses(outcome.stale, self.step, knows)
+        self._distinguish(outcome.stale)  # what was lost is part of the state
         report.plt = self.safety.ledger.plt
         self.safety.arrange(self.membership.generation, self.membership.id)
         self._emit("copy", {"step": self.step})
@@ -483,6 +486,12 @@ class Session:
         report.steps_lost = max(0, step_of(outcome.newest) - self.step)
         self.reports.append(report)
         self._emit("recovered", report.fields())
+
+    def _distinguish(self, stale: dict[str, int]) -> None:
+        """Another state than that of its version: who still has that must not be taken for a peer."""
+        if stale:
+            self._version = version_of(self.membership.generation, self.step)
+            self.membership.generation += 1
 
     def _recovery(self, phase: Callable[[str], None]) -> Recovery:
         limit = self.config.rejoin_limit

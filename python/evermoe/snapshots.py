@@ -135,7 +135,7 @@ class Snapshots:
         """PEC: every unit once, from then on a few at a time are enough; collective."""
         group, saver = self._membership.everyone, self.saver
         assert saver is not None
-        saver.open(self._member, version)
+        saver.open(self._member, version if step_of(version) else 0)
         group.all_reduce(torch.zeros(1))  # nobody writes a newer version while another still removes those
         if group.all_reduce(torch.tensor([int(saver.has_all())])) == group.size:
             return True
@@ -152,6 +152,7 @@ class Snapshots:
         self.pacing.restart(step, self.commits_late)
         self.pacer.begin_step()
         if self._config.copies:
+            self._ledger.copied_here((unit for units in self._local.values() for unit in units), step)
             self._store.prune(self._generation)
 
     # ---- a step

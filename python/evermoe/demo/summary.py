@@ -139,13 +139,19 @@ def routed(events: Mapping[int, Sequence[Event]]) -> dict[int, dict[str, list[in
     return found
 
 
-def count_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recovered: Event) -> dict[str, int]:
-    """Tokens of each expert in the steps that a recovery gave up for it, from `routed`."""
-    lost = {}
-    for unit, since in recovered["stale"].items():
-        layer, expert = unit.rsplit(".experts.", 1)
-        lost[unit] = sum(counts[step][layer][int(expert)] for step in range(since, recovered["step"]) if step in counts)
-    return lost
+def count_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: Sequence[Event]) -> list[dict[str, int]]:
+    """Of each recovery, the tokens of experts in the steps that it gave up for them and none before, from `routed`."""
+    gone: dict[str, int] = {}
+    found = []
+    for event in recoveries:
+        lost = {}
+        for unit, since in event["stale"].items():
+            layer, expert = unit.rsplit(".experts.", 1)
+            steps = range(max(since, gone.get(unit, 0)), event["step"])
+            lost[unit] = sum(counts[step][layer][int(expert)] for step in steps if step in counts)
+            gone[unit] = event["step"]
+        found.append(lost)
+    return found
 
 
 def portion_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: Sequence[Event]) -> float:
@@ -158,8 +164,8 @@ def portion_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: 
         for layer, tokens_E in layers.items() if step < until else ():
             seen[layer] = seen.get(layer, 0) + sum(tokens_E)
     lost = dict.fromkeys(seen, 0)
-    for event in recoveries:
-        for unit, tokens in count_lost(counts, event).items():
+    for each in count_lost(counts, recoveries):
+        for unit, tokens in each.items():
             lost[unit.rsplit(".experts.", 1)[0]] += tokens
     return statistics.fmean(lost[layer] / seen[layer] for layer in seen)
 
@@ -174,15 +180,14 @@ def _losses(
         for event in rows:
             if event["event"] == "recovered" and event["stale"]:
                 recoveries[event["step"], tuple(sorted(event["stale"].items()))] = event
-    found = [recoveries[key] for key in sorted(recoveries)]
-    told = {unit: tokens for event in found for unit, tokens in event["lost_tokens"].items()}
-    counted = {unit: tokens for event in found for unit, tokens in count_lost(counts, event).items()}
+    found = sorted(recoveries.values(), key=lambda event: (event["step"], event["time"]))
+    told = [event["lost_tokens"] for event in found]
     without = [event["loss"] for event in commits(baseline).values()][-edge:] if baseline else []
     return {
         "lost_tokens": sum(sum(event["lost_tokens"].values()) for event in found),
         "plt": found[-1]["plt"] if found else 0.0,
         "plt_counted": portion_lost(counts, found),
-        "is_told": told == counted,
+        "is_told": told == count_lost(counts, found),
         "loss_without_failures": statistics.fmean(without) if without else None,
         "loss_noise": 3 * statistics.stdev(without) if len(without) > 1 else None,
     }
