@@ -50,7 +50,13 @@ mod tests {
         let cuts = [0, 1, 7, 240, 241, 1024, 65_536, 99_999, 100_000];
         let units: Vec<Vec<&[u8]>> = cuts
             .iter()
-            .map(|&end| cuts.iter().zip(&cuts[1..]).filter(|(_, to)| **to <= end).map(|(&a, &b)| &bytes[a..b]).collect())
+            .map(|&end| {
+                cuts.iter()
+                    .zip(&cuts[1..])
+                    .filter(|(_, to)| **to <= end)
+                    .map(|(&a, &b)| &bytes[a..b])
+                    .collect()
+            })
             .collect();
         let expected: Vec<u64> = cuts.iter().map(|&end| digest(&bytes[..end])).collect();
         assert_eq!(digests(&units), expected);

@@ -17,10 +17,11 @@ pub(super) fn summary(
     let busiest = (0..nodes.len()).max_by(|&a, &b| busy(a).total_cmp(&busy(b)).then(b.cmp(&a)));
     if let Some(node) = busiest.filter(|_| bytes > 0) {
         let (used, idle) = (busy(node), request.nodes[node].network_seconds);
-        parts.push(format!(
-            "{} a step, at most {used:.6} s of the network of a node, which has {idle:.6} s of windows",
-            size(bytes)
-        ));
+        let windows = match idle < request.step_seconds {
+            true => format!(", which is idle for {}", time(idle)),
+            false => String::new(),
+        };
+        parts.push(format!("{} a step, at most {} of a node's network{windows}", size(bytes), time(used)));
     }
     if delay > 0.0 {
         parts.push(format!("a step takes {:.2} % longer", 100.0 * delay / request.step_seconds));
@@ -68,6 +69,17 @@ fn limited(units: &[UnitChoice]) -> Vec<String> {
     groups.into_iter().map(sentence).collect()
 }
 
+/// Seconds with three digits.
+fn time(seconds: f64) -> String {
+    let (value, unit) = match seconds {
+        seconds if seconds >= 0.9995 => (seconds, "s"),
+        seconds if seconds >= 0.9995e-3 => (seconds * 1e3, "ms"),
+        seconds => (seconds * 1e6, "µs"),
+    };
+    let decimals = if value < 9.995 { 2 } else { usize::from(value < 99.95) };
+    format!("{value:.decimals$} {unit}")
+}
+
 /// Bytes with three digits.
 fn size(bytes: u64) -> String {
     let units = ["B", "kB", "MB", "GB", "TB", "PB", "EB"];
@@ -79,7 +91,15 @@ fn size(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::size;
+    use super::{size, time};
+
+    #[test]
+    fn times_have_three_digits() {
+        assert_eq!(
+            [0.0, 25e-6, 1e-3, 0.1188, 0.9999, 12.34].map(time),
+            ["0.00 µs", "25.0 µs", "1.00 ms", "119 ms", "1.00 s", "12.3 s"]
+        );
+    }
 
     #[test]
     fn sizes_have_units() {
