@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import evermoe
 import pipeline_worker
 from evermoe import stages
 from harness import PATIENCE, SERVER, Job, Worker
-from pipeline_worker import PEERS, STAGES, Options
+from pipeline_worker import PEERS, STAGES, Options, Stage, batch
 
 RANKS = STAGES * PEERS
 STEPS, PROFILE_STEPS = 22, 6
@@ -165,6 +166,76 @@ def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):
     done = pipeline.finish()
     assert {each.events("recovered")[0]["step"] for each in pipeline.ranks[RANKS:]} in ({5}, {6})
     assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
+    assert [each["digests"] for each in done] == digests
+
+
+def losses_alone(chunks):
+    """By rank and step, as the last stage would say them, when one process trains all of the model."""
+    options = Options("", "", "", 0)
+    model = torch.nn.Sequential(*(Stage(number, options.width, 0) for number in range(STAGES * chunks)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    found = {}
+    for step in range(options.steps):
+        optimizer.zero_grad()
+        for peer in range(PEERS):
+            inputs, target = batch(step, peer, options.width)
+            loss = torch.nn.functional.mse_loss(model(inputs), target)
+            (loss / PEERS).backward()
+            found[RANKS - PEERS + peer, step + 1] = float(loss.detach())
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_ranks_with_several_virtual_stages(start_job, preset):
+    """Interleaved 1F1B: a rank that dies takes two stages of the model with it."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset], chunks=2)
+    started = [pipeline.start(rank, kill_in_step=4 if rank == 2 else None) for rank in range(RANKS)]
+    pipeline.lose(started[2])
+    newcomer = pipeline.start(2)
+    done = pipeline.finish()
+    assert newcomer.events("recovered")[0]["fetched"] == len(done[2]["digests"])
+    for each in done:
+        assert each["different"] == []
+        assert {name.split(".")[1] for name in each["digests"]} == {"0", "1"}
+    expected = losses_alone(chunks=2)
+    found = pipeline.losses()
+    assert found.keys() == expected.keys()
+    for key, values in found.items():
+        assert len(set(values)) == 1
+        assert values[0] == pytest.approx(expected[key], rel=1e-3)
+
+
+POINTS = ["recovered", "address is known", "default group", "peers", "all groups", "connected"]
+"""On the way to torch's groups."""
+
+
+@pytest.mark.parametrize("victim", [0, RANKS - 1])
+def test_a_rank_dies_while_torch_connects(start_job, uninterrupted, victim):
+    """At each point, one after the other. Nobody waits for it, but where only a time limit of gloo's can end that."""
+    losses, digests = uninterrupted
+    limits = {"hang_limit": 5.0}
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | limits)
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_at=POINTS[0] if rank == victim else None)
+    for point in [*POINTS[1:], None]:
+        pipeline.lose(pipeline.ranks[-1] if len(pipeline.ranks) > RANKS else pipeline.ranks[victim])
+        pipeline.start(victim, kill_at=point)
+    done = pipeline.finish()
+    assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
+    assert [each["digests"] for each in done] == digests
+
+
+def test_a_rank_hangs_while_torch_connects(start_job, uninterrupted):
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
+    ranks = [pipeline.start(rank, stop_at="peers" if rank == 1 else None) for rank in range(RANKS)]
+    ranks[1].wait_until_stopped()
+    for each in ranks[:1] + ranks[2:]:
+        each.wait_for("lost")
+    ranks[1].signal(signal.SIGCONT)
+    done = pipeline.finish()
+    assert pipeline.losses() == losses
     assert [each["digests"] for each in done] == digests
 
 
