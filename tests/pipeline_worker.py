@@ -39,7 +39,7 @@ class Options:
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
     kill_at: str | None = None
-    """Dies where `reach` is called with these words, on the way to torch's groups."""
+    """Dies where `reach` is called with these words."""
     stop_at: str | None = None
     """Stops there for the first time, until someone continues it."""
     chunks: int = 1
@@ -103,12 +103,12 @@ def reach(options: Options, point: str) -> None:
 
 
 def reach_in_store(options: Options) -> None:
-    """The point at which the others have been told where to connect to, and this rank has connected to nobody."""
+    """Points at which this rank has connected to nobody: the others know that it is here; gloo has told them where."""
     tell = WatchedStore.set
 
     def tell_and_reach(store: WatchedStore, key: str, value: bytes) -> None:
         tell(store, key, value)
-        reach(options, "address is known")
+        reach(options, "address is known" if key.rpartition("/")[2].isdigit() else "here")
 
     WatchedStore.set = tell_and_reach  # type: ignore[method-assign]
 
@@ -215,6 +215,7 @@ def train(options: Options) -> None:
                     reach(options, "all groups")
                 reach(options, "connected")
             copies.begin()
+            reach(options, "step")
             loss = run_step(options, schedule, peers, chunks, step)
             step = copies.commit()
             write(options, "step", step=step, loss=loss, plans=copies.pacing.plans, words=copies.pacing.words)

@@ -6,14 +6,16 @@ import doctest
 import json
 import shutil
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import evermoe
 import pipeline_worker
-from evermoe import stages
+from evermoe import stages, torch_groups
 from harness import PATIENCE, SERVER, Job, Worker
 from pipeline_worker import PEERS, STAGES, Options, Stage, batch
 
@@ -206,30 +208,45 @@ def test_ranks_with_several_virtual_stages(start_job, preset):
         assert values[0] == pytest.approx(expected[key], rel=1e-3)
 
 
-POINTS = ["recovered", "address is known", "default group", "peers", "all groups", "connected"]
+POINTS = ["recovered", "here", "default group", "peers", "all groups", "connected"]
 """On the way to torch's groups."""
 
 
 @pytest.mark.parametrize("victim", [0, RANKS - 1])
 def test_a_rank_dies_while_torch_connects(start_job, uninterrupted, victim):
-    """At each point, one after the other. Nobody waits for it, but where only a time limit of gloo's can end that."""
+    """At each point, one after the other. Nobody waits for it until some limit is over."""
     losses, digests = uninterrupted
-    limits = {"hang_limit": 5.0}
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | limits)
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2 * PATIENCE})
     for rank in range(RANKS):
         pipeline.start(rank, kill_at=POINTS[0] if rank == victim else None)
+    last = pipeline.ranks[victim]
     for point in [*POINTS[1:], None]:
-        pipeline.lose(pipeline.ranks[-1] if len(pipeline.ranks) > RANKS else pipeline.ranks[victim])
-        pipeline.start(victim, kill_at=point)
+        pipeline.lose(last)
+        last = pipeline.start(victim, kill_at=point)
     done = pipeline.finish()
     assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
     assert [each["digests"] for each in done] == digests
 
 
-def test_a_rank_hangs_while_torch_connects(start_job, uninterrupted):
+def test_a_rank_dies_while_gloo_connects(start_job, uninterrupted):
+    """Those that gloo lets wait for it do so until the limit is over."""
     losses, digests = uninterrupted
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
-    ranks = [pipeline.start(rank, stop_at="peers" if rank == 1 else None) for rank in range(RANKS)]
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_at="address is known" if rank == 1 else None)
+    pipeline.lose(pipeline.ranks[1])
+    pipeline.start(1)
+    done = pipeline.finish()
+    assert pipeline.losses() == losses
+    assert [each["digests"] for each in done] == digests
+
+
+@pytest.mark.parametrize("point", ["peers", "step"])
+def test_a_rank_hangs(start_job, uninterrupted, point):
+    """While torch connects its groups, or in a step: the others notice it at the limit, and it comes back later."""
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
+    ranks = [pipeline.start(rank, stop_at=point if rank == 1 else None) for rank in range(RANKS)]
     ranks[1].wait_until_stopped()
     for each in ranks[:1] + ranks[2:]:
         each.wait_for("lost")
@@ -237,6 +254,20 @@ def test_a_rank_hangs_while_torch_connects(start_job, uninterrupted):
     done = pipeline.finish()
     assert pipeline.losses() == losses
     assert [each["digests"] for each in done] == digests
+
+
+def test_groups_have_the_limit_that_they_are_given():
+    default = dist.constants.default_pg_timeout
+    try:
+        with torch_groups.quick_groups(timedelta(seconds=7)):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            longer = dist.new_group([0], timeout=timedelta(seconds=70))
+        later = dist.new_group([0])
+        groups = (dist.group.WORLD, longer, later)
+        limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        assert limits == [timedelta(seconds=7), timedelta(seconds=70), default]
+    finally:
+        torch_groups.end_torch_groups()
 
 
 def read_traces(folder):

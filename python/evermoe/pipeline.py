@@ -8,9 +8,11 @@ Version n is kept until version n + 1 is whole on all nodes, so whoever dies, on
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -31,7 +33,7 @@ from evermoe.profile import Profiler
 from evermoe.profile.recorder import OpenSpan
 from evermoe.recovery import Outcome
 from evermoe.stages import PipelinePreset, Seat, StagePacing, StageRecovery, StageState, stage_bundles
-from evermoe.torch_groups import WatchedStore, default_timeout, end_torch_groups
+from evermoe.torch_groups import WatchedStore, end_torch_groups, quick_groups
 from evermoe.versions import generation_of, step_of, version_of
 
 logger = logging.getLogger(__name__)
@@ -256,11 +258,11 @@ class PipelineCopies:
             PeerLost: a rank is gone, or did not get here in time: `recover`.
             RuntimeError: of torch, for the same reason.
         """
-        background = self.membership.background
-        watch = self.courier.go(self._watch)
-        store = WatchedStore(self.membership.store, lambda: background.broken)
+        lost, limit = threading.Event(), timedelta(seconds=self.config.hang_limit)
+        watch = self.courier.go(functools.partial(self._watch, lost))
+        store = WatchedStore(self.membership.store, lost, limit)
         try:
-            with default_timeout(timedelta(seconds=self.config.hang_limit)):
+            with quick_groups(limit):
                 dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
                 yield
             self._all_connected(watch)
@@ -268,12 +270,17 @@ class PipelineCopies:
             self.group.drop(f"torch's groups were not made: {error}")  # which the others see at once
             raise
 
-    def _watch(self) -> None:
+    def _watch(self, lost: threading.Event) -> None:
         """Ends with the next rank's message, or when that rank is lost or has dropped its groups. For the courier."""
-        received = self.membership.background.receive(torch.empty(1), (self.rank + 1) % self.size, _CONNECTED)
-        received.wait(UNLIMITED)
+        try:
+            message = self.membership.background.receive(torch.empty(1), (self.rank + 1) % self.size, _CONNECTED)
+            message.wait(UNLIMITED)
+        except PeerLost:
+            lost.set()
+            raise
 
     def _all_connected(self, watch: Errand[None]) -> None:
+        """The vote that torch's groups are there, on all ranks."""
         background = self.membership.background
         if background.broken is not None:
             raise PeerLost(f"a rank was lost while torch's groups were made: {background.broken}")

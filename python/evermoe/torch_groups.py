@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -15,8 +16,12 @@ from evermoe.errors import PeerLost
 
 _NEVER_SENT = 0x7FFF_FFFE
 """Tag of no message."""
-_LOOK_SECONDS = 0.05
-"""How often one who waits for a key looks whether anybody is lost: the wait itself cannot be ended."""
+_FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
+"""Seconds from one look for a key to the next one: soon at first, as most are there at once."""
+_CONNECT_SECONDS = 3.0
+"""Time to connect, per hundred ranks: all of them are there."""
+_GLOO_PATIENCE = 5
+"""Gloo waits so many times its limit for a peer to connect."""
 
 
 class WatchedStore(dist.Store):
@@ -24,29 +29,28 @@ class WatchedStore(dist.Store):
 
     Args:
         store: the one that all ranks share.
-        lost: says why it is in vain to wait; None as long as it is not.
+        lost: is set when it is in vain to wait.
+        limit: how long it waits for a key, whatever it is asked to.
     """
 
-    def __init__(self, store: dist.Store, lost: Callable[[], str | None]) -> None:
+    def __init__(self, store: dist.Store, lost: threading.Event, limit: timedelta) -> None:
         super().__init__()
-        self._store, self._lost = store, lost
+        self._store, self._lost, self._limit = store, lost, limit
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until all keys are there.
 
         Raises:
-            PeerLost: they may never be.
-            DistStoreError: they are not within the time limit.
+            PeerLost: they never may be, or are not within the limit.
         """
-        deadline = time.monotonic() + (timeout or self.timeout).total_seconds()
-        while True:
-            self._check()
-            left = deadline - time.monotonic()
-            try:
-                return self._store.wait(keys, timedelta(seconds=max(1e-3, min(left, _LOOK_SECONDS))))
-            except dist.DistStoreError:
-                if left <= _LOOK_SECONDS:
-                    raise
+        deadline = time.monotonic() + self._limit.total_seconds()
+        pause = _FIRST_LOOK
+        while not self._store.check(keys):
+            if self._lost.wait(pause):
+                raise PeerLost("torch's groups cannot be connected, as a rank is lost")
+            if time.monotonic() > deadline:
+                raise PeerLost(f"torch's groups are not connected: nothing from some rank for {self._limit}")
+            pause = min(2 * pause, _LAST_LOOK)
 
     def get(self, key: str) -> bytes:
         """The key's value, once it is there."""
@@ -55,33 +59,39 @@ class WatchedStore(dist.Store):
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """What torch's groups tell each other are bytes."""
-        self._check()
         self._store.set(key, value)  # type: ignore[arg-type]
 
     def add(self, key: str, value: int) -> int:
         """The sum of all that was added."""
-        self._check()
         return self._store.add(key, value)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
         return self._store.check(keys)
 
-    def _check(self) -> None:
-        reason = self._lost()
-        if reason is not None:
-            raise PeerLost(f"torch's groups cannot be connected: {reason}")
-
 
 @contextmanager
-def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """The limit of all groups that are made meanwhile and are given none."""
-    before = c10d.default_pg_timeout
-    c10d.default_pg_timeout = timeout
+def quick_groups(limit: timedelta) -> Iterator[None]:
+    """Gloo groups that are made meanwhile are connected once all their ranks are there, or fail within the limit.
+
+    It is also the time limit of those that are given none.
+    """
+
+    class Gloo(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            # Gloo itself would wait for one rank after the other, and some waits of it nobody can end.
+            store.set(f"rank {rank}", "is here")
+            store.wait([f"rank {each}" for each in range(size)])
+            connect = timedelta(seconds=_CONNECT_SECONDS * (1 + size // 100))
+            super().__init__(store, rank, size, timeout=min(connect, limit / _GLOO_PATIENCE))
+            self.set_timeout(timeout)
+
+    before = c10d.ProcessGroupGloo, c10d.default_pg_timeout
+    c10d.ProcessGroupGloo, c10d.default_pg_timeout = Gloo, limit  # type: ignore[misc]
     try:
         yield
     finally:
-        c10d.default_pg_timeout = before
+        c10d.ProcessGroupGloo, c10d.default_pg_timeout = before  # type: ignore[misc]
 
 
 def end_torch_groups() -> None:
