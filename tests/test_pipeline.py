@@ -6,6 +6,7 @@ import doctest
 import json
 import shutil
 import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -241,23 +242,28 @@ def test_a_rank_dies_while_gloo_connects(start_job, uninterrupted):
     pipeline.finish_as(uninterrupted)
 
 
-@pytest.mark.parametrize("point", ["peers", "step"])
-def test_a_rank_hangs(start_job, uninterrupted, point):
-    """While torch connects its groups, or in a step: the others notice it at the limit, and it comes back later."""
+@pytest.mark.parametrize(("victim", "point"), [(0, "here"), (1, "peers"), (2, "step")])
+def test_a_rank_hangs(start_job, uninterrupted, victim, point):
+    """While torch connects its groups, or in a step: the others notice it at the limit, and it comes back later.
+
+    With rank 0 the store hangs in which the others look for each other.
+    """
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
-    ranks = [pipeline.start(rank, stop_at=point if rank == 1 else None) for rank in range(RANKS)]
-    ranks[1].wait_until_stopped()
-    for each in ranks[:1] + ranks[2:]:
-        each.wait_for("lost")
-    ranks[1].signal(signal.SIGCONT)
+    ranks = [pipeline.start(rank, stop_at=point if rank == victim else None) for rank in range(RANKS)]
+    ranks[victim].wait_until_stopped()
+    for each in ranks:
+        if each is not ranks[victim]:
+            each.wait_for("lost")
+    ranks[victim].signal(signal.SIGCONT)
     pipeline.finish_as(uninterrupted)
 
 
 def test_groups_have_the_limit_that_they_are_given():
     default = dist.constants.default_pg_timeout
+    store = torch_groups.WatchedStore(dist.HashStore(), threading.Event(), timedelta(seconds=7))
     try:
         with torch_groups.quick_groups(timedelta(seconds=7)):
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             longer = dist.new_group([0], timeout=timedelta(seconds=70))
         later = dist.new_group([0])
         groups = (dist.group.WORLD, longer, later)
@@ -265,6 +271,20 @@ def test_groups_have_the_limit_that_they_are_given():
         assert limits == [timedelta(seconds=7), timedelta(seconds=70), default]
     finally:
         torch_groups.end_torch_groups()
+
+
+def test_a_wait_in_a_store_ends():
+    """When the key is there, when a rank is lost, and at the limit, however long it was asked to wait."""
+    lost, store = threading.Event(), dist.HashStore()
+    patient = torch_groups.WatchedStore(store, lost, timedelta(seconds=PATIENCE))
+    threading.Timer(0.1, store.set, ("late", "value")).start()
+    assert patient.get("late") == b"value"
+    hasty = torch_groups.WatchedStore(store, lost, timedelta(seconds=0.1))
+    with pytest.raises(evermoe.PeerLost, match="nothing from some rank"):
+        hasty.wait(["never"], timedelta(seconds=2 * PATIENCE))
+    threading.Timer(0.1, lost.set).start()
+    with pytest.raises(evermoe.PeerLost, match="a rank is lost"):
+        patient.wait(["never"])
 
 
 def read_traces(folder):
@@ -338,6 +358,15 @@ def test_arguments_out_of_range_are_named(wrong, words):
     fine = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2, "lighthouse": "", "job": "x"}
     with pytest.raises(ValueError, match=words):
         evermoe.PipelineCopies(module, torch.optim.SGD(module.parameters(), lr=1.0), **fine | wrong)
+
+
+def test_ranks_meet_before_they_connect():
+    module = torch.nn.Linear(2, 2)
+    place = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2}
+    copies = evermoe.PipelineCopies(module, torch.optim.SGD(module.parameters()), **place, lighthouse="", job="x")
+    with pytest.raises(ValueError, match=r"after recover\(\)"), copies.connecting():
+        pass
+    copies.close()
 
 
 def test_another_model_on_a_rank_of_the_same_stage_is_refused(start_job):

@@ -152,6 +152,7 @@ class PipelineCopies:
         self.profiler = self._new_profiler()
         self.outcome = Outcome()
         """What the latest recovery did."""
+        self._torch_store: WatchedStore | None = None
         self._seats: list[Seat] = []
         self._round: Round | None = None
         self._version = 0
@@ -257,13 +258,16 @@ class PipelineCopies:
         Raises:
             PeerLost: a rank is gone, or did not get here in time: `recover`.
             RuntimeError: of torch, for the same reason.
+            ValueError: there was no `recover` before.
         """
+        if not self._seats:
+            raise ValueError("PipelineCopies: connecting() is for after recover(), as ranks meet there")
         lost, limit = threading.Event(), timedelta(seconds=self.config.hang_limit)
         watch = self.courier.go(functools.partial(self._watch, lost))
-        store = WatchedStore(self.membership.store, lost, limit)
+        self._torch_store = WatchedStore(self.membership.store, lost, limit)
         try:
             with quick_groups(limit):
-                dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+                dist.init_process_group("gloo", store=self._torch_store, rank=self.rank, world_size=self.size)
                 yield
             self._all_connected(watch)
         except BaseException as error:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from evermoe.courier import Errand
 from evermoe.errors import PeerLost
 
+T = TypeVar("T")
 _NEVER_SENT = 0x7FFF_FFFE
 """Tag of no message."""
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
@@ -25,17 +28,19 @@ _GLOO_PATIENCE = 5
 
 
 class WatchedStore(dist.Store):
-    """A store in which nobody waits for the key of a rank that is lost.
+    """A store in which nobody waits for the key of a rank that is lost, nor for the rank that has the keys.
+
+    Keep it as long as groups that were made with it are used.
 
     Args:
         store: the one that all ranks share.
         lost: is set when it is in vain to wait.
-        limit: how long it waits for a key, whatever it is asked to.
+        limit: how long it waits, whatever it is asked to.
     """
 
     def __init__(self, store: dist.Store, lost: threading.Event, limit: timedelta) -> None:
         super().__init__()
-        self._store, self._lost, self._limit = store, lost, limit
+        self._store, self._lost, self._limit = store, lost, limit.total_seconds()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Until all keys are there.
@@ -43,31 +48,40 @@ class WatchedStore(dist.Store):
         Raises:
             PeerLost: they never may be, or are not within the limit.
         """
-        deadline = time.monotonic() + self._limit.total_seconds()
+        deadline = time.monotonic() + self._limit
         pause = _FIRST_LOOK
-        while not self._store.check(keys):
+        while not self.check(keys):
             if self._lost.wait(pause):
                 raise PeerLost("torch's groups cannot be connected, as a rank is lost")
             if time.monotonic() > deadline:
-                raise PeerLost(f"torch's groups are not connected: nothing from some rank for {self._limit}")
+                raise PeerLost(f"torch's groups are not connected: nothing from some rank for {self._limit:.0f} s")
             pause = min(2 * pause, _LAST_LOOK)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._ask(lambda: self._store.check(keys))
 
     def get(self, key: str) -> bytes:
         """The key's value, once it is there."""
         self.wait([key])
-        return self._store.get(key)
+        return self._ask(lambda: self._store.get(key))
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         """What torch's groups tell each other are bytes."""
-        self._store.set(key, value)  # type: ignore[arg-type]
+        self._ask(lambda: self._store.set(key, value))  # type: ignore[arg-type]
 
     def add(self, key: str, value: int) -> int:
         """The sum of all that was added."""
-        return self._store.add(key, value)
+        return self._ask(lambda: self._store.add(key, value))
 
-    def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
-        return self._store.check(keys)
+    def _ask(self, question: Callable[[], T]) -> T:
+        """In a thread, as torch's stores wait for ever for a server that hangs."""
+        errand = Errand(question)
+        threading.Thread(target=errand.run, name="evermoe-torch-store", daemon=True).start()
+        if not errand.is_over_within(self._limit):
+            raise PeerLost(f"torch's groups are not connected: no answer from their store for {self._limit:.0f} s")
+        errand.wait()
+        return cast(T, errand.result)
 
 
 @contextmanager
