@@ -33,7 +33,7 @@ class Options:
     folder: str
     lighthouse: str
     rank: int
-    steps: int = 12
+    steps: int = 13
     kill_in_step: int | None = None
     """Dies in the second microbatch of this step."""
     kill_in_copy: int | None = None
