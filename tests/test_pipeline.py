@@ -131,7 +131,8 @@ def test_each_rank_dies_in_a_step_and_its_successor_in_a_copy(start_job, uninter
             assert newcomer.events("recovered")[0]["fetched"] == len(done[rank]["digests"])
 
     found = pipeline.losses()
-    assert found.keys() == losses.keys()
+    unsaid = {key for key in losses if key[1] in [in_copy for _, in_copy in deaths]}  # taken by dying or in recover()
+    assert losses.keys() - unsaid <= found.keys() <= losses.keys()
     for key, values in found.items():
         assert values == pytest.approx(losses[key] * len(values), abs=1e-6)
     for each, expected in zip(done, digests, strict=True):

@@ -22,7 +22,7 @@ _NEVER_SENT = 0x7FFF_FFFE
 _FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
 """Seconds from one look for a key to the next one: soon at first, as most are there at once."""
 _CONNECT_SECONDS = 3.0
-"""Time to connect, per hundred ranks: all of them are there."""
+"""Limit that gloo is given to connect, per hundred ranks: all of them are there."""
 _GLOO_PATIENCE = 5
 """Gloo waits so many times its limit for a peer to connect."""
 
