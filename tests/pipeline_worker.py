@@ -21,6 +21,7 @@ from torch.distributed import pipelining
 
 import evermoe
 from evermoe._native import digest
+from evermoe.torch_groups import WatchedStore
 
 ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
@@ -32,11 +33,17 @@ class Options:
     folder: str
     lighthouse: str
     rank: int
-    steps: int = 12
+    steps: int = 13
     kill_in_step: int | None = None
     """Dies in the second microbatch of this step."""
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
+    kill_at: str | None = None
+    """Dies where `reach` is called with these words."""
+    stop_at: str | None = None
+    """Stops there for the first time, until someone continues it."""
+    chunks: int = 1
+    """Virtual stages of each rank; several for an interleaved schedule."""
     width: int = 96
     """Of the model."""
     work: int = 0
@@ -84,40 +91,73 @@ def write(options: Options, event: str, **fields: Any) -> None:
         file.write(json.dumps({"event": event, **fields}) + "\n")
 
 
-def connect(options: Options, copies: evermoe.PipelineCopies, module: nn.Module) -> tuple[Any, Any]:
+def reach(options: Options, point: str) -> None:
+    """The worker may die or stop here."""
+    if point == options.kill_at:
+        write(options, "dies", point=point)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if point == options.stop_at:
+        options.stop_at = None
+        write(options, "stops", point=point)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def reach_in_store(options: Options) -> None:
+    """Points at which this rank has connected to nobody: the others know that it is here; gloo has told them where."""
+    tell = WatchedStore.set
+
+    def tell_and_reach(store: WatchedStore, key: str, value: bytes) -> None:
+        tell(store, key, value)
+        reach(options, "address is known" if key.rpartition("/")[2].isdigit() else "here")
+
+    WatchedStore.set = tell_and_reach  # type: ignore[method-assign]
+
+
+def connect(options: Options, chunks: nn.ModuleList) -> tuple[Any, Any]:
     """torch's own groups of this epoch, and the schedule; the group of the data-parallel peers."""
-    dist.init_process_group("gloo", store=copies.torch_store, rank=copies.rank, world_size=copies.size)
+    reach(options, "default group")
     peers = [dist.new_group([stage * PEERS + peer for peer in range(PEERS)]) for stage in range(STAGES)]
+    reach(options, "peers")
     chains = [dist.new_group([stage * PEERS + peer for stage in range(STAGES)]) for peer in range(PEERS)]
     stage, peer = divmod(options.rank, PEERS)
     example = torch.zeros(ROWS, options.width)
-    part = pipelining.PipelineStage(
-        module,
-        stage,
-        STAGES,
-        torch.device("cpu"),
-        input_args=(example,),
-        output_args=(example,),
-        group=chains[peer],
-    )
+    parts = [
+        pipelining.PipelineStage(
+            chunk,
+            stage + number * STAGES,
+            STAGES * len(chunks),
+            torch.device("cpu"),
+            input_args=(example,),
+            output_args=(example,),
+            group=chains[peer],
+        )
+        for number, chunk in enumerate(chunks)
+    ]
     loss = functools.partial(nn.functional.mse_loss, reduction="mean")
-    return pipelining.Schedule1F1B(part, MICROBATCHES, loss_fn=loss), peers[stage]
+    if len(parts) == 1:
+        return pipelining.Schedule1F1B(parts[0], MICROBATCHES, loss_fn=loss), peers[stage]
+    return pipelining.ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_fn=loss), peers[stage]
 
 
-def run_step(options: Options, schedule: Any, peers: Any, module: Stage, step: int) -> float:
+def batch(step: int, peer: int, width: int) -> torch.Tensor:
+    """Inputs and targets of all microbatches."""
+    generator = torch.Generator().manual_seed(1000 * step + peer)
+    return torch.randn(2, ROWS * MICROBATCHES, width, generator=generator)
+
+
+def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList, step: int) -> float:
     """Forward, backward and the reduction over the data-parallel peers; the mean loss, on the last stage."""
     stage, peer = divmod(options.rank, PEERS)
-    generator = torch.Generator().manual_seed(1000 * step + peer)
-    inputs, target = torch.randn(2, ROWS * MICROBATCHES, options.width, generator=generator)
+    inputs, target = batch(step, peer, options.width)
     losses: list[torch.Tensor] = []
     if stage == 0:
         schedule.step(inputs)
     else:
         schedule.step(target=target, losses=losses)
-    gradients = torch.cat([p.grad.flatten() for p in module.parameters()])
+    gradients = torch.cat([p.grad.flatten() for p in chunks.parameters()])
     dist.all_reduce(gradients, group=peers)
     start = 0
-    for parameter in module.parameters():
+    for parameter in chunks.parameters():
         parameter.grad.copy_(gradients[start : start + parameter.numel()].view_as(parameter) / PEERS)
         start += parameter.numel()
     return float(torch.stack(losses).mean().detach()) if losses else 0.0
@@ -134,10 +174,11 @@ def digests(copies: evermoe.PipelineCopies) -> dict[str, int]:
 
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, PEERS)
-    module = Stage(stage, options.width, options.work)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
+    numbers = range(stage, STAGES * options.chunks, STAGES)
+    chunks = nn.ModuleList([Stage(number, options.width, options.work) for number in numbers])
+    optimizer = torch.optim.AdamW(chunks.parameters(), lr=1e-2, fused=True)
     copies = evermoe.PipelineCopies(
-        module,
+        chunks,
         optimizer,
         stage=stage,
         stages=STAGES,
@@ -156,7 +197,8 @@ def train(options: Options) -> None:
             write(options, "dies", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    module.register_forward_pre_hook(die_in_step)
+    reach_in_store(options)
+    chunks[0].register_forward_pre_hook(die_in_step)
     optimizer.register_step_post_hook(mark)
     step, schedule, peers = -1, None, None
     while step < options.steps:
@@ -164,12 +206,17 @@ def train(options: Options) -> None:
             step = copies.recover()
             outcome = copies.outcome
             write(options, "recovered", step=step, fetched=outcome.fetched_units, sources=dict(outcome.sources))
-            module.calls = 0
+            chunks[0].calls = 0
         try:
             if schedule is None:
-                schedule, peers = connect(options, copies, module)
+                reach(options, "recovered")
+                with copies.connecting():
+                    schedule, peers = connect(options, chunks)
+                    reach(options, "all groups")
+                reach(options, "connected")
             copies.begin()
-            loss = run_step(options, schedule, peers, module, step)
+            reach(options, "step")
+            loss = run_step(options, schedule, peers, chunks, step)
             step = copies.commit()
             write(options, "step", step=step, loss=loss, plans=copies.pacing.plans, words=copies.pacing.words)
         except (evermoe.PeerLost, RuntimeError) as error:

@@ -80,6 +80,26 @@ def test_messages_may_go_later_than_planned_but_not_earlier():
     assert not pacer.may_begin(2, 1.5)
 
 
+def test_a_message_begins_when_it_was_seen_that_it_may():
+    """Not when its thread comes to look at the clock again, which may be after the window's end."""
+    clock, pacer = paced()
+    clock.pass_seconds(1.0)
+    times = iter([clock.now])
+    pacer._now = lambda: next(times, clock.now + 10**10)
+    assert pacer.wait(0, 1.0) == (0, clock.now)
+
+
+def test_what_was_over_before_the_step_is_none_of_it():
+    clock, pacer = paced()
+    clock.pass_seconds(1.0)
+    pacer.begin_step()
+    pacer.transfer_ends("reduce", clock.now - 1)
+    assert pacer.may_begin(0, 2.0)
+    assert not pacer.may_begin(1, 0.5)
+    pacer.transfer_ends("reduce", clock.now)
+    assert pacer.may_begin(1, 3.0)
+
+
 def test_who_hurries_sends_everything_until_the_next_step():
     clock, pacer = paced()
     collective(pacer, clock)
@@ -137,9 +157,9 @@ def test_a_waiting_thread_is_woken_when_its_window_opens():
     asked, answers = threading.Event(), []
     inner = pacer._may_begin
 
-    def may_begin(window, seconds):
+    def may_begin(*arguments):
         asked.set()
-        return inner(window, seconds)
+        return inner(*arguments)
 
     pacer._may_begin = may_begin
     thread = threading.Thread(target=lambda: answers.append(pacer.wait(2, 0.5)))

@@ -104,6 +104,7 @@ class Pacer:
         self._change = threading.Condition()
         self._is_busy = False
         self._busy_since = 0
+        self._began = 0
         self._is_hurried = False
         self._seen: dict[str, int] = {}
         self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
@@ -130,7 +131,7 @@ class Pacer:
     def begin_step(self) -> None:
         """A step begins, and with it the window that follows no collective, if there is one."""
         with self._change:
-            now = self._now()
+            now = self._began = self._now()
             self._record_step(now)
             self._seen, self._reached, self._is_hurried = {}, -1, False
             self._open((None, 0), now)
@@ -168,8 +169,13 @@ class Pacer:
             self._window = None
 
     def transfer_ends(self, name: str, at: int) -> None:
-        """Such a transfer is over since `at`, of `time.perf_counter_ns`; the window after it opened then, if any."""
-        self._ends(name, at)
+        """Such a transfer is over since `at`, of `time.perf_counter_ns`; the window after it opened then, if any.
+
+        A thread may be late to say so: what was over before the step began is none of this step's.
+        """
+        with self._change:
+            if at >= self._began:
+                self._ends(name, at)
 
     def _begins(self, name: str) -> None:
         with self._change:
@@ -217,22 +223,23 @@ class Pacer:
         `window`: the one that it was planned for; it may also go later.
         """
         with self._change:
-            self._change.wait_for(lambda: self._may_begin(window, seconds))
-            return Opening(None if self._is_hurried else self._window, self._now())
+            while not self._may_begin(window, seconds, now := self._now()):
+                self._change.wait()
+            return Opening(None if self._is_hurried else self._window, now)
 
     def may_begin(self, window: int | None, seconds: float) -> bool:
         """Whether `wait` would return at once."""
         with self._change:
-            return self._may_begin(window, seconds)
+            return self._may_begin(window, seconds, self._now())
 
-    def _may_begin(self, window: int | None, seconds: float) -> bool:
+    def _may_begin(self, window: int | None, seconds: float, now: int) -> bool:
         if self._is_hurried:
             return True
         if self._is_busy:
             return False
         if not self._places:
             return True
-        in_time = self._window is not None and self._now() + seconds * 1e9 <= self._closes
+        in_time = self._window is not None and now + seconds * 1e9 <= self._closes
         return in_time and (window is None or self._reached >= window)
 
 

@@ -8,24 +8,24 @@ Version n is kept until version n + 1 is whole on all nodes, so whoever dies, on
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 from evermoe.config import SessionConfig
 from evermoe.copies import CopyStore, Round
-from evermoe.courier import Courier, Pacer
+from evermoe.courier import UNLIMITED, Courier, Errand, Pacer
 from evermoe.elastic import Identity, Membership
 from evermoe.errors import CorruptCopy, JoinTimeout, PeerLost
 from evermoe.pacing import COPIES
@@ -33,12 +33,13 @@ from evermoe.profile import Profiler
 from evermoe.profile.recorder import OpenSpan
 from evermoe.recovery import Outcome
 from evermoe.stages import PipelinePreset, Seat, StagePacing, StageRecovery, StageState, stage_bundles
+from evermoe.torch_groups import WatchedStore, end_torch_groups, quick_groups
 from evermoe.versions import generation_of, step_of, version_of
 
 logger = logging.getLogger(__name__)
 
-_NEVER_SENT = 0x7FFF_FFFE
-"""Tag of no message."""
+_CONNECTED = 0x7FFF_FFFD
+"""Tag of the message that says that all of torch's groups are there."""
 
 
 class PipelineCopies:
@@ -51,8 +52,8 @@ class PipelineCopies:
             try:
                 if schedule is None:                   # at the start, and after a failure
                     step = copies.recover()            # waits for all ranks
-                    dist.init_process_group("gloo", store=copies.torch_store, rank=copies.rank, world_size=copies.size)
-                    schedule = build_schedule(module)
+                    with copies.connecting():          # torch's groups: the default one, and those made here
+                        schedule = build_schedule(module)
                 copies.begin()
                 schedule.step(*batch(step))
                 average_gradients(module)              # over the data-parallel peers
@@ -62,17 +63,18 @@ class PipelineCopies:
         copies.close()
 
     Every rank holds its stage's modules with their optimizer state; ranks of one stage hold the same and share the work
-    of copying it. A process that died is replaced by another one with the same `stage` and `data_parallel`. For gloo
-    and stages on the CPU. While it lives, it has the process's one `evermoe.profile.Profiler`.
+    of copying it. With several virtual stages on each rank (interleaved schedules), the stage is an `nn.ModuleList` of
+    them, and its number the rank's place in the pipeline. A process that died is replaced by another one with the same
+    `stage` and `data_parallel`. For gloo and stages on the CPU. While it lives, it has the process's one
+    `evermoe.profile.Profiler`.
 
-    A process that dies while torch makes its groups leaves the others waiting there, as gloo has no limit for it: start
-    all again, and they go on from their nodes' memory. A RuntimeError of the script itself is repeated for ever.
+    A RuntimeError of the script itself is repeated for ever.
 
     Args:
         stage_module: this rank's stage, the same on all its ranks, on the CPU.
         optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
         stage: number of this rank's stage.
-        stages: how many there are, 2 or more.
+        stages: how many there are, 2 or more; virtual ones do not count.
         data_parallel: this rank's data-parallel coordinate.
         data_parallel_size: how many ranks each stage has.
         preset: `baft` copies all units to the stage before, of stage 0 to the last one; `moetion` only what fewer than
@@ -85,7 +87,7 @@ class PipelineCopies:
         copy_buffer_bytes: bytes that travel at once, at most.
         profile_steps: steps that are recorded to find the bubbles; until then, and with 0, copies travel at any time.
         profile_every: steps between two such profiles; another one follows each recovery.
-        hang_limit: seconds that a vote waits for a silent rank.
+        hang_limit: seconds that a vote, and any wait in torch's groups, may last: more than a rank is ever idle.
         agree_limit: seconds that `recover` waits for all ranks to be there.
 
     Raises:
@@ -150,6 +152,7 @@ class PipelineCopies:
         self.profiler = self._new_profiler()
         self.outcome = Outcome()
         """What the latest recovery did."""
+        self._torch_store: WatchedStore | None = None
         self._seats: list[Seat] = []
         self._round: Round | None = None
         self._version = 0
@@ -162,11 +165,6 @@ class PipelineCopies:
     def step(self) -> int:
         """Steps that were taken."""
         return step_of(self._version)
-
-    @property
-    def torch_store(self) -> Any:
-        """For `dist.init_process_group`, with this `rank` and `size`; another one after each recovery."""
-        return self.membership.store
 
     # ---- a step
 
@@ -222,7 +220,7 @@ class PipelineCopies:
     def recover(self) -> int:
         """Waits until there is a process for every stage and coordinate, and brings all to one version. Collective.
 
-        Ends all groups of `torch.distributed` in this process; make them anew afterwards, with `torch_store`.
+        Ends all groups of `torch.distributed` in this process; make them anew afterwards, in `connecting`.
 
         Returns:
             The step to go on from, the same on all ranks.
@@ -249,6 +247,51 @@ class PipelineCopies:
                 continue
             return self.step
         raise JoinTimeout(f"the {self.size} ranks did not recover within {self.config.agree_limit:.0f} s")
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Makes the default group of `torch.distributed`, over gloo; make all other groups inside. Collective.
+
+        Global ranks are `rank` of `size`. Groups that are given no time limit have `hang_limit`. Once a rank is lost
+        nobody waits for it any more; for one that hangs, as long as `hang_limit`.
+
+        Raises:
+            PeerLost: a rank is gone, or did not get here in time: `recover`.
+            RuntimeError: of torch, for the same reason.
+            ValueError: there was no `recover` before.
+        """
+        if not self._seats:
+            raise ValueError("PipelineCopies: connecting() is for after recover(), as ranks meet there")
+        lost, limit = threading.Event(), timedelta(seconds=self.config.hang_limit)
+        watch = self.courier.go(functools.partial(self._watch, lost))
+        self._torch_store = WatchedStore(self.membership.store, lost, limit)
+        try:
+            with quick_groups(limit):
+                dist.init_process_group("gloo", store=self._torch_store, rank=self.rank, world_size=self.size)
+                yield
+            self._all_connected(watch)
+        except BaseException as error:
+            self.group.drop(f"torch's groups were not made: {error}")  # which the others see at once
+            raise
+
+    def _watch(self, lost: threading.Event) -> None:
+        """Ends with the next rank's message, or when that rank is lost or has dropped its groups. For the courier."""
+        try:
+            message = self.membership.background.receive(torch.empty(1), (self.rank + 1) % self.size, _CONNECTED)
+            message.wait(UNLIMITED)
+        except PeerLost:
+            lost.set()
+            raise
+
+    def _all_connected(self, watch: Errand[None]) -> None:
+        """The vote that torch's groups are there, on all ranks."""
+        background = self.membership.background
+        if background.broken is not None:
+            raise PeerLost(f"a rank was lost while torch's groups were made: {background.broken}")
+        self.group.all_reduce(torch.zeros(1))
+        background.send(torch.zeros(1), (self.rank - 1) % self.size, _CONNECTED).wait()
+        if not self.courier.wait(watch, self.group):
+            raise PeerLost(f"a rank was lost when torch's groups were made: {watch.lost}")
 
     def _settle(self) -> None:
         """Until nothing is under way, which is at once in a dropped group."""
@@ -357,22 +400,6 @@ class PipelineCopies:
         self.membership.close()
         self.courier.close()
         self.store.close(self.membership.id)
-
-
-def end_torch_groups() -> None:
-    """Ends all gloo groups of `torch.distributed` in this process, so that peers that wait in one fail at once.
-
-    Their sockets would stay open while a schedule or an exception still refers to them; a wait that times out closes
-    them.
-    """
-    if not dist.is_initialized():
-        return
-    for group in list(c10d._world.pg_map):
-        if group.size() > 1:
-            with suppress(RuntimeError):
-                never = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
-                never.wait(timedelta(milliseconds=1))
-    dist.destroy_process_group()
 
 
 def _check(

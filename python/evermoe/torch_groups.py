@@ -1,0 +1,125 @@
+"""Groups of `torch.distributed` among processes of which any may die: nobody waits for long for one that is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from evermoe.courier import Errand
+from evermoe.errors import PeerLost
+
+T = TypeVar("T")
+_NEVER_SENT = 0x7FFF_FFFE
+"""Tag of no message."""
+_FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
+"""Seconds from one look for a key to the next one: soon at first, as most are there at once."""
+_CONNECT_SECONDS = 3.0
+"""Limit that gloo is given to connect, per hundred ranks: all of them are there."""
+_GLOO_PATIENCE = 5
+"""Gloo waits so many times its limit for a peer to connect."""
+
+
+class WatchedStore(dist.Store):
+    """A store in which nobody waits for the key of a rank that is lost, nor for the rank that has the keys.
+
+    Keep it as long as groups that were made with it are used.
+
+    Args:
+        store: the one that all ranks share.
+        lost: is set when it is in vain to wait.
+        limit: how long it waits, whatever it is asked to.
+    """
+
+    def __init__(self, store: dist.Store, lost: threading.Event, limit: timedelta) -> None:
+        super().__init__()
+        self._store, self._lost, self._limit = store, lost, limit.total_seconds()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are there.
+
+        Raises:
+            PeerLost: they never may be, or are not within the limit.
+        """
+        deadline = time.monotonic() + self._limit
+        pause = _FIRST_LOOK
+        while not self.check(keys):
+            if self._lost.wait(pause):
+                raise PeerLost("torch's groups cannot be connected, as a rank is lost")
+            if time.monotonic() > deadline:
+                raise PeerLost(f"torch's groups are not connected: nothing from some rank for {self._limit:.0f} s")
+            pause = min(2 * pause, _LAST_LOOK)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._ask(lambda: self._store.check(keys))
+
+    def get(self, key: str) -> bytes:
+        """The key's value, once it is there."""
+        self.wait([key])
+        return self._ask(lambda: self._store.get(key))
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """What torch's groups tell each other are bytes."""
+        self._ask(lambda: self._store.set(key, value))  # type: ignore[arg-type]
+
+    def add(self, key: str, value: int) -> int:
+        """The sum of all that was added."""
+        return self._ask(lambda: self._store.add(key, value))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """In a thread, as torch's stores wait for ever for a server that hangs."""
+        errand = Errand(question)
+        threading.Thread(target=errand.run, name="evermoe-torch-store", daemon=True).start()
+        if not errand.is_over_within(self._limit):
+            raise PeerLost(f"torch's groups are not connected: no answer from their store for {self._limit:.0f} s")
+        errand.wait()
+        return cast(T, errand.result)
+
+
+@contextmanager
+def quick_groups(limit: timedelta) -> Iterator[None]:
+    """Gloo groups that are made meanwhile are connected once all their ranks are there, or fail within the limit.
+
+    It is also the time limit of those that are given none.
+    """
+
+    class Gloo(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            # Gloo itself would wait for one rank after the other, and some waits of it nobody can end.
+            store.set(f"rank {rank}", "is here")
+            store.wait([f"rank {each}" for each in range(size)])
+            connect = timedelta(seconds=_CONNECT_SECONDS * (1 + size // 100))
+            super().__init__(store, rank, size, timeout=min(connect, limit / _GLOO_PATIENCE))
+            self.set_timeout(timeout)
+
+    before = c10d.ProcessGroupGloo, c10d.default_pg_timeout
+    c10d.ProcessGroupGloo, c10d.default_pg_timeout = Gloo, limit  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo, c10d.default_pg_timeout = before  # type: ignore[misc]
+
+
+def end_torch_groups() -> None:
+    """Ends all gloo groups of `torch.distributed` in this process, so that peers that wait in one fail at once.
+
+    Their sockets would stay open while a schedule or an exception still refers to them; a wait that times out closes
+    them.
+    """
+    if not dist.is_initialized():
+        c10d._world.group_count = 0  # groups are named by number, and a first one that failed has taken its own
+        return
+    for group in list(c10d._world.pg_map):
+        if group.size() > 1:
+            with suppress(RuntimeError):
+                never = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _NEVER_SENT)
+                never.wait(timedelta(milliseconds=1))
+    dist.destroy_process_group()
