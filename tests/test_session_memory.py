@@ -18,9 +18,13 @@ FEWEST = {"slots": 1}
 
 
 def crash_all(job, workers, step=CRASH):
-    """All processes die between two steps; their nodes live on."""
+    """All processes die between two steps, with all copies of this version whole; their nodes live on."""
     for each in workers:
         each.wait_for("gate", step=step)
+    if job.session["preset"] in ("gemini", "baft"):
+        for each in workers:
+            bundles = len(each.events("published", step=step - 1)) if step else 1
+            each.wait_for("published", step=step, count=bundles)
     for each in workers:
         each.signal(signal.SIGKILL)
     assert {each.join() for each in workers} == {-9}
