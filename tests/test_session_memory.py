@@ -21,7 +21,7 @@ def crash_all(job, workers, step=CRASH):
     """All processes die between two steps, with all copies of this version whole; their nodes live on."""
     for each in workers:
         each.wait_for("gate", step=step)
-    if job.session["preset"] in ("gemini", "baft"):
+    if job.session.get("preset") in ("gemini", "baft"):
         for each in workers:
             bundles = len(each.events("published", step=step - 1)) if step else 1
             each.wait_for("published", step=step, count=bundles)
