@@ -20,6 +20,7 @@ step without its processor or network, as one does whose step runs on an acceler
 
 import argparse
 import json
+import math
 import random
 import shutil
 import statistics
@@ -141,7 +142,7 @@ class Candidate:
 def main():
     arguments = parse()
     random.seed(0)
-    names = ("none", "again", *BASELINES[1:], *arguments.presets)
+    names = ("none", "again", *arguments.baselines, *arguments.presets)
     started = []
     try:
         for name in names:
@@ -182,6 +183,7 @@ def works(candidate, function, *of):
 def parse():
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
+    made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[1:]))
     made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
     made.add_argument("--rounds", type=int, default=4, help="turns of each candidate and setting (%(default)s)")
@@ -214,6 +216,7 @@ def show(candidates, sizes, arguments):
         "step ms": "8.0f",
         "ratio": "7.3f",
         "quartiles": "<13",
+        "95 %": "<13",
         "processor": "10.3f",
         "send ms": "8.1f",
         "vote ms": "8.1f",
@@ -238,6 +241,7 @@ def figures(turns, plain):
     """Medians over the rounds; ratios are to the turn beside."""
     row = {"ratio": ratios(turns, plain, "seconds")[1], "processor": ratios(turns, plain, "processor")[1]}
     row["quartiles"] = "{0:.3f}–{2:.3f}".format(*ratios(turns, plain, "seconds"))
+    row["95 %"] = "{:.3f}–{:.3f}".format(*confidence(turns, plain, "seconds"))
     row["training thread"] = ratios(turns, plain, "training thread")[1]
     row["step ms"] = statistics.median(mean(turn, "seconds") for turn in turns) * 1e3
     row["sent"] = statistics.fmean(mean(turn, "sent") for turn in turns)
@@ -253,10 +257,25 @@ def mean(turn, what):
     return statistics.fmean(answer[what] for answer in turn)
 
 
+def each_ratio(turns, plain, what):
+    """A turn's figure over that of the plain turn beside it, ascending."""
+    return sorted(mean(turn, what) / mean(beside, what) for turn, beside in zip(turns, plain, strict=True))
+
+
 def ratios(turns, plain, what):
-    """Quartiles of a turn's figure over that of the plain turn beside it."""
-    found = [mean(turn, what) / mean(beside, what) for turn, beside in zip(turns, plain, strict=True)]
+    """Quartiles."""
+    found = each_ratio(turns, plain, what)
     return statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else found * 3
+
+
+def confidence(turns, plain, what):
+    """Between which two of the ratios the true median is with 95 %, by the binomial law; their ends if there are few."""
+    found = each_ratio(turns, plain, what)
+    number, rank = len(found), 0
+    while 2 * sum(math.comb(number, below) for below in range(rank + 1)) <= 0.05 * 2**number:
+        rank += 1
+    place = max(rank - 1, 0)
+    return found[place], found[-1 - place]
 
 
 if __name__ == "__main__":
