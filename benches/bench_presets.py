@@ -269,7 +269,7 @@ def ratios(turns, plain, what):
 
 
 def confidence(turns, plain, what):
-    """Between which two of the ratios the true median is with 95 %, by the binomial law; their ends if there are few."""
+    """Between which ratios the true median is with 95 %, by the binomial law; the outermost if there are few."""
     found = each_ratio(turns, plain, what)
     number, rank = len(found), 0
     while 2 * sum(math.comb(number, below) for below in range(rank + 1)) <= 0.05 * 2**number:
