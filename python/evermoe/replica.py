@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe import ops
-from evermoe._native import ReplayLog, digest, digests
+from evermoe._native import ReplayLog, digest
 from evermoe.errors import EvermoeError
-from evermoe.units import Piece, Unit, as_numpy
+from evermoe.units import Piece, Unit, digests_of
 
 BATCH_STEPS = 8
 """Steps that are applied in one pass over the memory."""
@@ -274,7 +274,8 @@ class Replica:
 
     def survey(self) -> list[tuple[str, int, int]]:
         """Unit, step and digest of all units that have a state, each at its newest step; without copying them."""
-        found, parts = [], []
+        found: list[tuple[str, int]] = []
+        states: list[list[Tensor]] = []
         with ExitStack() as locks:
             for unit, indices in self._units.items():
                 step = self.version(unit)
@@ -283,11 +284,11 @@ class Replica:
                 for index in indices:
                     locks.enter_context(self._parts[index].lock)
                 try:
-                    parts.append([as_numpy(self._state_locked(index, step)) for index in indices])
+                    states.append([self._state_locked(index, step) for index in indices])
                 except ReplicaBehind:
                     continue
                 found.append((unit, step))
-            return [(*each, value) for each, value in zip(found, digests(parts), strict=True)]
+            return [(*each, value) for each, value in zip(found, digests_of(states), strict=True)]
 
     def _state_locked(self, index: int, step: int) -> Tensor:
         """A part's state after a step. Its lock is the caller's."""

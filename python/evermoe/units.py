@@ -192,11 +192,8 @@ class TrainingState:
             start += tensor.nbytes
 
     def digests(self, names: Sequence[str]) -> list[int]:
-        """XXH3-64 of held units' bytes, as `read` gives them; those on the CPU are not copied."""
-        found = self.tensors(names)
-        if any(tensor.is_cuda for tensors in found for tensor in tensors):  # one after the other: they may be large
-            return [digests([[as_numpy(tensor) for tensor in tensors]])[0] for tensors in found]
-        return digests([[as_numpy(tensor) for tensor in tensors] for tensors in found])
+        """XXH3-64 of held units' bytes, as `read` gives them."""
+        return digests_of(self.tensors(names))
 
     @torch.no_grad()
     def release(self) -> None:
@@ -329,8 +326,14 @@ class TrainingState:
         return json.loads(text) if text else {}
 
 
-def as_numpy(tensor: Tensor) -> NDArray[np.uint8]:
-    """A tensor's bytes: of a contiguous one on the CPU a view, else a copy."""
+def digests_of(units: Sequence[Sequence[Tensor]]) -> list[int]:
+    """XXH3-64 of each unit's bytes, one tensor after the other; of contiguous ones on the CPU without a copy."""
+    if any(tensor.is_cuda for tensors in units for tensor in tensors):  # one at a time: they may be large
+        return [digests([[_bytes(tensor) for tensor in tensors]])[0] for tensors in units]
+    return digests([[_bytes(tensor) for tensor in tensors] for tensors in units])
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
 
 
