@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn parts_count_like_their_bytes_in_one_piece() {
-        let bytes: Vec<u8> = (0..100_000u32).map(|i| (i * 2_654_435_761 >> 24) as u8).collect();
+        let bytes: Vec<u8> = (0..100_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
         let cuts = [0, 1, 7, 240, 241, 1024, 65_536, 99_999, 100_000];
         let units: Vec<Vec<&[u8]>> = cuts
             .iter()
