@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evermoe.elastic import Group
+from evermoe.group import Group
 from harness import PATIENCE, SERVER
 
 

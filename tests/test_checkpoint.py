@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from evermoe import CorruptCopy, ElasticSampler, Session, checkpoint, load_weights
-from evermoe.elastic import Group
+from evermoe.group import Group
 from test_units import digests, everyone, make
 from worker import SAMPLES, Model, dataset
 

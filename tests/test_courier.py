@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from evermoe.courier import Courier, Pacer, Parcel
-from evermoe.elastic import Group
+from evermoe.group import Group
 from evermoe.planning.schedule import Link
 from ranks import run_ranks
 

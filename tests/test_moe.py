@@ -10,7 +10,7 @@ from torch import nn
 
 from evermoe import MoE, load_balancing_loss, moe_layers
 from evermoe._native import digest
-from evermoe.elastic import Group
+from evermoe.group import Group
 from evermoe.parallel import ExpertReducer, reduce_dense
 from ranks import run_ranks
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import evermoe
 from commands import evermoe as command
-from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy
+from evermoe.group import Group
 from evermoe.parallel import reduce_dense
 from evermoe.planning.schedule import Receiver, SentChunk, Span, Step, chrome_trace, find_windows
 from evermoe.profile import GatheredProfile, Profiler, Recorded, clock_offset, meet

@@ -1,5 +1,9 @@
 """evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`."""
 
+import os
+
+os.environ.setdefault("RUST_LOG", "warn")  # torchft reads it when it is imported, and logs every quorum otherwise
+
 from evermoe import ops, optim, profile, replay
 from evermoe.checkpoint import load_weights
 from evermoe.config import SessionConfig

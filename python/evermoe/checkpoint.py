@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from evermoe import planning
 from evermoe._native import digest
 from evermoe.config import SessionConfig
-from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy
+from evermoe.group import Group
 from evermoe.units import TrainingState, weight_tensors
 from evermoe.versions import step_of
 

@@ -19,8 +19,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from evermoe.elastic import Group, Transfer
 from evermoe.errors import PeerLost
+from evermoe.group import Group, Transfer
 from evermoe.planning.schedule import Link
 
 T = TypeVar("T")

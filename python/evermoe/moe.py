@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evermoe import ops
-from evermoe.elastic import Group
+from evermoe.group import Group
 from evermoe.parallel import all_to_all
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 

@@ -20,7 +20,8 @@ from evermoe.arrangement import ALPHA_SECONDS, BYTES_PER_SECOND
 from evermoe.config import SessionConfig
 from evermoe.copies import CopyStore, Cut, Cuts
 from evermoe.courier import IN_FLIGHT, Courier, Pacer, Sent, TimedStep
-from evermoe.elastic import Group, Membership
+from evermoe.elastic import Membership
+from evermoe.group import Group
 from evermoe.planning.presets import PRESETS
 from evermoe.planning.schedule import (
     Change,

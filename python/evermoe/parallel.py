@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from evermoe.elastic import Group
+from evermoe.group import Group
 
 BUCKET_BYTES = 25 << 20
 """Size of an all-reduce bucket, as in DistributedDataParallel."""

@@ -22,8 +22,8 @@ from evermoe import checkpoint, planning
 from evermoe._native import RecoveryPlan, digest
 from evermoe.balance import Placement, place_layers
 from evermoe.config import SessionConfig
-from evermoe.elastic import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
+from evermoe.group import Group
 from evermoe.units import TrainingState, expert_unit
 from evermoe.versions import step_of
 

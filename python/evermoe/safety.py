@@ -24,9 +24,10 @@ from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
 from evermoe.copies import CopyStore
 from evermoe.courier import Courier, Listener, Sent
-from evermoe.elastic import Group, Membership
+from evermoe.elastic import Membership
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.following import Following
+from evermoe.group import Group
 from evermoe.ledger import Ledger
 from evermoe.pacing import COPIES, Pacing
 from evermoe.profile.memory import free_host_bytes

@@ -18,7 +18,7 @@ from evermoe._native import digest
 from evermoe.balance import Placement
 from evermoe.config import SessionConfig
 from evermoe.copies import Bundle, StoredCopy, bundles
-from evermoe.elastic import Group
+from evermoe.group import Group
 from evermoe.pacing import COPIES, Pacing
 from evermoe.planning.schedule import Step
 from evermoe.profile import Profiler

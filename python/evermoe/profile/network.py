@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evermoe.elastic import Group
+from evermoe.group import Group
 from evermoe.planning.schedule import Kind
 from evermoe.profile.patches import Patches
 from evermoe.profile.recorder import OpenSpan, Recorder
@@ -193,7 +193,7 @@ def _waited(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
 
 
 def attach_group(recorder: Recorder, patches: Patches) -> None:
-    """The methods of `evermoe.elastic.Group`, which wait until the transfer is over."""
+    """The methods of `evermoe.group.Group`, which wait until the transfer is over."""
     for method in ("all_reduce", "all_gather", "all_to_all"):
 
         def describe(group: Group, *_: Any, method: str = method) -> tuple[str, Kind, Sequence[int]]:

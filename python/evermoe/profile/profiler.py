@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evermoe.courier import Sent
-from evermoe.elastic import Group
+from evermoe.group import Group
 from evermoe.planning.schedule import (
     Change,
     ChunkPlan,
