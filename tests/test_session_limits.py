@@ -226,7 +226,7 @@ def options_error(**options):
         ({"replica_device": "gpu"}, "expected replica_device to be cpu, cuda or cuda:N, got 'gpu'"),
         pytest.param(
             {"replica_device": "cuda:1"},
-            "replica_device is 'cuda:1', but this process has no GPU",
+            "replica_device is 'cuda:1', but this process has no such GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],

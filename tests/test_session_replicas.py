@@ -57,6 +57,15 @@ def test_replica_node_is_killed_and_comes_back(start_job, point):
         assert each.events("recovered")[-1]["members"] == 2
 
 
+def test_replica_node_dies_before_the_first_step(start_job):
+    """Those who are left were not the first ones to start this job: what they have is no older start's."""
+    job = start_job(2, **FEWEST)
+    a, b, y = start(job, {"y": [Fault("confirm", 0)]}, steps=8)
+    assert [each.join() for each in (a, b, y)] == [0, 0, -9]
+    check_history([a, b])
+    assert {each.events("verified")[0]["digests_mismatched"] for each in (a, b)} == {0}
+
+
 def test_trainer_dies_with_clipping_and_another_comes(start_job):
     job = start_job(2, max_grad_norm=0.3, **FEWEST)
     job.open_gate(8)

@@ -147,10 +147,10 @@ class SessionConfig:
             device = torch.device("meta")
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"Session: expected replica_device to be cpu, cuda or cuda:N, got {self.replica_device!r}")
-        if device.type == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        if device.type == "cuda" and not ((device.index or 0) < torch.cuda.device_count() and ops.has_cuda_kernels()):
             raise ValueError(
-                f"Session: replica_device is {self.replica_device!r}, but this process has no GPU, or this build no "
-                "CUDA kernels; use cpu"
+                f"Session: replica_device is {self.replica_device!r}, but this process has no such GPU, or this build "
+                "no CUDA kernels; use cpu"
             )
 
     def shared(self) -> str:

@@ -306,7 +306,7 @@ class Courier:
         link: Link = Link(0.0, 1e9),  # noqa: B008
     ) -> None:
         self._group, self._pacer, self.link = group, pacer, link
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
         """The latest messages."""
         self.progress = 0
@@ -321,8 +321,8 @@ class Courier:
         What it reads from a GPU is what the caller's stream will have written by then.
         """
         after = None
-        if self._device is not None:
-            after = torch.cuda.current_stream(self._device).record_event()
+        if self._stream is not None:
+            after = torch.cuda.current_stream(self._stream.device).record_event()
         errand = Errand(work, after)
         self._errands.put(errand)  # type: ignore[arg-type]
         return errand
@@ -373,8 +373,8 @@ class Courier:
     def wait(self, errand: Errand[T], group: Group) -> bool:
         """As `Errand.wait`, for the training thread, which has hurried.
 
-        Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer: those
-        that wait for the same one in a collective must not have gone on by then without this member.
+        Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer; hardly
+        later, as members that wait for the same peer in a collective then agree, and go on without who comes too late.
         """
         moved, since = self.progress, time.monotonic()
         while not self._group.broken and not errand.is_over_within(self._group.limit_seconds / LOOKS):
@@ -407,7 +407,6 @@ class Courier:
         each.on_sent(nbytes)
 
     def _run(self) -> None:
-        own = nullcontext() if self._device is None else torch.cuda.stream(torch.cuda.Stream(self._device))
-        with own:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             while (errand := self._errands.get()) is not None:
                 errand.run()

@@ -136,7 +136,7 @@ class Following:
         self._now = _Replicas(copies, generation)
 
     def mark_whole(self) -> None:
-        """All copies of the arrangement are whole, on all members: what was before it is not needed any more."""
+        """All members have said that the copies of the arrangement are whole: what was before it is not needed."""
         self._is_whole = True
         self._drop_older()
 
@@ -195,7 +195,7 @@ class Following:
         if self.asked and not self._has_told:
             self._has_told = True
             logger.warning(
-                "the copies here of %s wait for its full state, which comes with the next step: %s",
+                "the copies here of %s wait for its full state, which comes next: %s",
                 min(self.asked),
                 exchanged.problem,
             )

@@ -155,6 +155,10 @@ class PipelineCopies:
         self._torch_store: WatchedStore | None = None
         self._seats: list[Seat] = []
         self._round: Round | None = None
+        self._watching: Errand[None] | None = None
+        """Whether the next rank lives while torch connects its groups."""
+        self._is_established = False
+        """Whether this rank got through a recovery."""
         self._version = 0
         self._pending: int | None = None
         """The version that this rank has voted to step from, while it does not know the result."""
@@ -245,6 +249,7 @@ class PipelineCopies:
                 self.group.drop(str(lost))
                 self._settle()
                 continue
+            self._is_established = True
             return self.step
         raise JoinTimeout(f"the {self.size} ranks did not recover within {self.config.agree_limit:.0f} s")
 
@@ -263,7 +268,7 @@ class PipelineCopies:
         if not self._seats:
             raise ValueError("PipelineCopies: connecting() is for after recover(), as ranks meet there")
         lost, limit = threading.Event(), timedelta(seconds=self.config.hang_limit)
-        watch = self.courier.go(functools.partial(self._watch, lost))
+        watch = self._watching = self.courier.go(functools.partial(self._watch, lost))
         self._torch_store = WatchedStore(self.membership.store, lost, limit)
         try:
             with quick_groups(limit):
@@ -300,6 +305,9 @@ class PipelineCopies:
             self._round.wait_captured()
             self.courier.wait(self._round.errand, self.group)
             self._round = None
+        if self._watching is not None:
+            self.courier.wait(self._watching, self.group)
+            self._watching = None
 
     def _meet(self) -> None:
         """Who sits where."""
@@ -325,12 +333,22 @@ class PipelineCopies:
         self._pending = None
 
     def _restore(self) -> None:
-        recovery = StageRecovery(
-            self.state, self.store.stored(), self.group, self.config, seats=self._seats, version=self._version
-        )
-        self.outcome = recovery.run()
+        self.outcome = self._recovery().run()
         self._version, self._taken = self.outcome.version, None
         self.membership.generation = max(self.membership.generation, generation_of(self._version) + 1)
+        if not self._version:  # which is that of any process that has just come, and as good as nothing
+            self._version = version_of(self.membership.generation, 0)
+
+    def _recovery(self) -> StageRecovery:
+        return StageRecovery(
+            self.state,
+            self.store.stored(),
+            self.group,
+            self.config,
+            seats=self._seats,
+            version=self._version,
+            established=self._is_established,
+        )
 
     def _protect(self) -> None:
         """All copies of this version; returns when they are whole everywhere."""
@@ -378,10 +396,7 @@ class PipelineCopies:
             PeerLost: a rank is gone.
         """
         self._settle()
-        recovery = StageRecovery(
-            self.state, self.store.stored(), self.group, self.config, seats=self._seats, version=self._version
-        )
-        return recovery.verify()
+        return self._recovery().verify()
 
     def write_trace(self, path: str | Path) -> None:
         """Writes this rank's latest steps, its windows and its copies for Perfetto; `evermoe trace` merges the ranks'.

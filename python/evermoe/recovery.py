@@ -154,7 +154,7 @@ class Recovery:
         self.checkpoints = Path(config.checkpoint_dir) if config.checkpoint_dir is not None else None
         self.patient, self.established, self.saw_running, self.phase = patient, established, saw_running, phase
         self.outcome = Outcome()
-        self._stored: dict[tuple[str, int, int], AnyCopy] = {}
+        self._stored: dict[Holding, AnyCopy] = {}
         self._refused: set[tuple[int, Holding]] = set()
 
     def run(self) -> Outcome:
@@ -198,7 +198,7 @@ class Recovery:
         mine: list[tuple[str, int]] = []
         for unit, version, value, kind in self._survey().holdings:
             if version == self.version and kind != PERSISTED:
-                stored = self._stored[unit, version, value].data.numpy() if kind != ACTIVE else None
+                stored = self._stored[unit, version, value, kind].data.numpy() if kind != ACTIVE else None
                 mine.append((unit, value if stored is None else digest(stored)))
         everyone = [json.loads(part) for part in self.group.all_gather_bytes(json.dumps(mine).encode())]
         found: dict[str, set[int]] = {}
@@ -216,7 +216,7 @@ class Recovery:
         for stored, kind in self._copies:
             unit = self.state.by_name.get(stored.unit)
             if unit is not None and (kind != SNAPSHOT or unit.nbytes == len(stored.data)):
-                self._stored[stored.unit, stored.version, stored.digest] = stored
+                self._stored[stored.unit, stored.version, stored.digest, kind] = stored
                 holdings.append((stored.unit, stored.version, stored.digest, kind))
         experts = {path: layer.experts for path, layer in self.state.layers.items()}
         found = sorted(checkpoint.find(self.checkpoints)) if self.checkpoints else []
@@ -239,12 +239,17 @@ class Recovery:
     def _usable(self, inventories: Sequence[Inventory]) -> list[list[Holding]]:
         running = any(inventory.saw_running for inventory in inventories)
         is_new = not any(inventory.established for inventory in inventories)
-        versions = range(int(running and is_new), 1 << 64)
-        if is_new and not running and not any(step_of(held[1]) for each in inventories for held in each.holdings):
-            versions = range(1)  # what an earlier start without a step has left behind is no progress
+        holdings = [inventory.holdings for inventory in inventories]
+        if is_new and not running and not any(step_of(version) for held in holdings for _, version, _, _ in held):
+            # Nobody has learnt anything. What an earlier start has left behind is no progress, nor is it that some
+            # members got through a recovery in which others were lost.
+            holdings = [
+                [(unit, 0, value, kind) for unit, _, value, kind in held if kind == ACTIVE] for held in holdings
+            ]
+        oldest = int(running and is_new)
         return [
-            [held for held in inventory.holdings if held[1] in versions and (rank, held) not in self._refused]
-            for rank, inventory in enumerate(inventories)
+            [each for each in held if each[1] >= oldest and (rank, each) not in self._refused]
+            for rank, held in enumerate(holdings)
         ]
 
     def _newest_checkpoint(self, inventories: Sequence[Inventory]) -> int | None:
@@ -341,7 +346,7 @@ class Recovery:
         if kind == ACTIVE:
             self.state.read(unit, out)
             return
-        data = self._stored[(unit, *expected)].data
+        data = self._stored[(unit, *expected, kind)].data
         out[: len(data)] = data
 
     def _exchange(

@@ -143,10 +143,6 @@ class ReplayedCopies:
         self.sender.stepped()
         self.replica.release(clip=clip)
 
-    def interrupted(self) -> None:
-        """The step will be taken anew, or never."""
-        self.replica.discard()
-
     def stored(self) -> Iterator[tuple[str, int, int]]:
         """Unit, step and digest of everything that is kept here for others, as new as it gets; `read` has the bytes.
 

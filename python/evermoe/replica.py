@@ -97,6 +97,12 @@ class _Part:
 
     def install(self, words: NDArray[np.float32]) -> None:
         self.state = torch.from_numpy(words).view(torch.uint8)[: self.pieces.nbytes].to(self.device)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Waits for the GPU: who holds the lock next may be another thread, which uses another stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def apply(self, numbers: NDArray[np.float32], gradients: list[Any], t: int | None) -> None:
         """Repeats steps in place.
@@ -120,6 +126,7 @@ class _Part:
             raise RuntimeError(f"{self.name}: a step of AdamW came for a state without {error}") from None
         if "step" in flat and t is not None:
             flat["step"].fill_(t)
+        self._finish()
 
     def _gradient(self, gradient: NDArray[Any]) -> Tensor:
         if gradient.dtype == np.uint16:
@@ -273,7 +280,7 @@ class Replica:
         return CaughtUp(step, state, digest(state.numpy()))
 
     def survey(self) -> list[tuple[str, int, int]]:
-        """Unit, step and digest of all units that have a state, each at its newest step; without copying them."""
+        """Unit, step and digest of all units that have a state, each at its newest step; on the CPU without a copy."""
         found: list[tuple[str, int]] = []
         states: list[list[Tensor]] = []
         with ExitStack() as locks:

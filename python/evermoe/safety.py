@@ -176,7 +176,7 @@ class Safety:
 
         Raises:
             PeerLost: a member was lost meanwhile.
-            CorruptCopy: copies did not match their digests three times in a row.
+            CorruptCopy: copies did not match their digests several times in a row.
         """
         self.snapshots.pacer.hurry()
         for _ in range(MOST_TRIES):
@@ -185,7 +185,9 @@ class Safety:
             if self.group.all_reduce(torch.tensor([int(is_whole)])) == self.group.size:
                 break
         else:
-            raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+            raise CorruptCopy(
+                f"copies arrive with other bytes than were sent, {MOST_TRIES} times in a row: check the network"
+            )
         if self.config.copies and self.snapshots.saver is None:
             self.ledger.copied((kept.unit for kept in self.arrangement.kept if kept.holders), step_of(version))
         self.snapshots.restart(step_of(version))
@@ -193,7 +195,8 @@ class Safety:
 
     def _protect_once(self, version: int) -> bool:
         if self.snapshots.saver is not None:
-            return self.snapshots.save_everything(version)
+            self.snapshots.save_everything(version)
+            return True
         self.snapshots.begin_everything(version)
         self.following.begin_states(version)
         is_whole = all([self.snapshots.wait(), self.following.wait()])
@@ -275,23 +278,28 @@ class Safety:
         """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
         return all([self.snapshots.settle(), self.following.settle()])
 
-    def count_losses(self, stale: dict[str, int], step: int, established: bool) -> dict[str, int]:
-        """Tokens that each stale expert has lost, as the first member that knows counts them; collective.
+    def count_losses(self, stale: dict[str, int], step: int, before: int | None) -> dict[str, int]:
+        """Tokens that each stale expert has lost, as the member counts them that knows most; collective.
 
-        `step`: from which all go on.
+        All go on with its ledger: some may have counted in a recovery that failed, and others not.
+
+        Args:
+            stale: experts that were taken at older versions.
+            step: from which all go on.
+            before: version of this member's state before the recovery; None where that was of no running job.
         """
-        steps = {unit: step_of(version) for unit, version in stale.items()}
-        mine = None
-        if established:
-            mine = {"lost": self.ledger.count_lost(steps), "ledger": self.ledger.to_bytes().decode()}
         if self.lagging == "never" or not self.state.layers:
             return {}
+        steps = {unit: step_of(version) for unit, version in stale.items()}
+        mine = None
+        if before is not None:
+            lost, ledger = self.ledger.count_lost(steps), self.ledger.to_bytes().decode()
+            mine = {"version": before, "lost": lost, "ledger": ledger}
         everyone = [json.loads(text) for text in self.group.all_gather_bytes(json.dumps(mine).encode())]
-        known = next((found for found in everyone if found is not None), None)
+        known = max(filter(None, everyone), key=lambda found: found["version"], default=None)
         if known is None:
             return {}
-        if not established:
-            self.ledger.load_bytes(known["ledger"].encode())
+        self.ledger.load_bytes(known["ledger"].encode())
         self.ledger.go_on(step, steps, known["lost"])
         return known["lost"]
 

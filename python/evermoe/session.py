@@ -386,7 +386,7 @@ class Session:
         try:
             self._checkpoint()
         except PeerLost as lost:  # the step itself is committed; the next look finds the group broken
-            warnings.warn(f"the checkpoint of step {self.step} was not written: {lost}", stacklevel=5)
+            warnings.warn(f"the checkpoint of step {self.step} was not written: {lost}", stacklevel=4)
 
     def _checkpoint(self) -> None:
         path = self._checkpoints.write(self._version)
@@ -451,6 +451,7 @@ class Session:
         completed = self._voting.complete(self._version)
         if completed is not None:
             self._update(*completed)
+        before = self._version if self.membership.established and self._trains else None
         outcome = report.outcome = self._recovery(clock.enter).run()
         self._version = outcome.version
         if self._unconfirmed is not None and self.step <= self._unconfirmed["step"]:
@@ -469,8 +470,7 @@ class Session:
                 self.group.rank,
             )
         self._distinguish(outcome.stale)
-        knows = self.membership.established and self._trains
-        report.lost_tokens = self.safety.count_losses(outcome.stale, self.step, knows)
+        report.lost_tokens = self.safety.count_losses(outcome.stale, self.step, before)
         self._distinguish(outcome.stale)  # what was lost is part of the state
         report.plt = self.safety.ledger.plt
         self.safety.arrange(self.membership.generation, self.membership.id)

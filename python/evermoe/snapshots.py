@@ -131,20 +131,21 @@ class Snapshots:
         """Begins to copy all bundles as of `version`."""
         self._round = Round(self._store, version, self.courier, emit=self._emit)
 
-    def save_everything(self, version: int) -> bool:
+    def save_everything(self, version: int) -> None:
         """PEC: every unit once, from then on a few at a time are enough; collective."""
         group, saver = self._membership.everyone, self.saver
         assert saver is not None
-        saver.open(self._member, version if step_of(version) else 0)
+        is_running = bool(group.all_reduce(torch.tensor([int(self._membership.established)])))
+        # What an earlier start has saved before its first step is not of this one.
+        saver.open(self._member, version if is_running or step_of(version) else 0)
         group.all_reduce(torch.zeros(1))  # nobody writes a newer version while another still removes those
         if group.all_reduce(torch.tensor([int(saver.has_all())])) == group.size:
-            return True
+            return
         every = [unit.name for unit in self._state.units if unit.layer is not None]
         self._round = self._save(version, every)
         if self._round is not None:
             self._round.errand.wait()
             saver.flush()
-        return True
 
     def restart(self, step: int) -> None:
         """All copies are whole; the next step begins."""
@@ -221,6 +222,8 @@ class Snapshots:
         if self.commits_late:
             return None if self._is_settled else Round(self._store, version, self.courier, emit=self._emit)
         due = self._due_for_peers(step)
+        if not due and self._round is not None and not self._round.errand.is_over_within(0):
+            return self._round  # which takes several steps; what stays at home can wait for it
         self._ledger.copied((unit for number in due for unit in self._sent[number][0]), step)
         due |= self._due_at_home(step)
         if not due or self._is_settled:  # where the members change, nobody would receive it

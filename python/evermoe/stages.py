@@ -151,6 +151,7 @@ class StageRecovery(Recovery):
         config: for the number of copies.
         seats: by rank.
         version: of the state that this rank has.
+        established: whether this rank got through a recovery before.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class StageRecovery(Recovery):
         *,
         seats: Sequence[Seat],
         version: int,
+        established: bool,
         phase: Callable[[str], None] = lambda name: None,
     ) -> None:
         super().__init__(
@@ -175,7 +177,7 @@ class StageRecovery(Recovery):
             trainers=group.size,
             version=version,
             patient=False,
-            established=version > 0,
+            established=established,
             saw_running=False,
             phase=phase,
         )
