@@ -148,8 +148,11 @@ def test_a_whole_stage_is_lost(start_job, uninterrupted, preset):
     """Nobody trains its units any more: their copies at the other stage are all that is left of them."""
     _, digests = uninterrupted
     pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])
-    deaths = [1 + 7 * (rank // PEERS) for rank in range(RANKS)]
-    started = [pipeline.start(rank, kill_in_step=step) for rank, step in enumerate(deaths)]
+    deaths = [1 if rank < PEERS else 8 for rank in range(RANKS)]
+    started = [
+        pipeline.start(rank, **{"kill_in_copy" if rank < PEERS else "kill_in_step": step})
+        for rank, step in enumerate(deaths)
+    ]
     newcomers = []
     for stage in range(STAGES):
         victims = [stage * PEERS + peer for peer in range(PEERS)]
