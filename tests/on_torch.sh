@@ -12,4 +12,4 @@ fi
 export PYTHONPATH=python
 "$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/test_ops.py tests/test_adamw.py tests/test_optim.py
 "$venv/bin/python" -m pytest -q -p no:cacheprovider tests/test_session.py -k "killed_at and vote or joiner"
-"$venv/bin/python" -m pytest -q -p no:cacheprovider tests/test_pipeline.py -k "limit or gloo_connects"
+"$venv/bin/python" -m pytest -q -p no:cacheprovider tests/test_pipeline.py -k "limit or wait_in_a_store"

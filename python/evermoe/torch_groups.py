@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -92,12 +92,12 @@ def quick_groups(limit: timedelta) -> Iterator[None]:
     """
 
     class Gloo(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
             # Gloo itself would wait for one rank after the other, and some waits of it nobody can end.
             store.set(f"rank {rank}", "is here")
             store.wait([f"rank {each}" for each in range(size)])
             connect = timedelta(seconds=_CONNECT_SECONDS * (1 + size // 100))
-            super().__init__(store, rank, size, timeout=min(connect, limit / _GLOO_PATIENCE))
+            super().__init__(store, rank, size, timeout=min(connect, limit / _GLOO_PATIENCE), **more)
             self.set_timeout(timeout)
 
     before = c10d.ProcessGroupGloo, c10d.default_pg_timeout
