@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from evermoe import MoE
 from evermoe.ledger import Ledger
+from evermoe.safety import Safety
 from evermoe.units import TrainingState, expert_unit
+from evermoe.versions import version_of
+from ranks import run_ranks
 
 FIRST, SECOND = expert_unit("", 0), expert_unit("", 1)
 
 
 @pytest.fixture
 def ledger():
+    return make_ledger()
+
+
+def make_ledger():
     layer = MoE(8, 8, 2, top_k=1)
     found = Ledger(TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1)))
 
@@ -71,3 +80,22 @@ def test_copies_of_steps_that_were_undone_are_forgotten(ledger):
     ledger.copied([FIRST], 2)
     ledger.take(3, 2, 20)
     assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 2}
+
+
+def count_after_a_recovery_that_failed(group):
+    """Rank 1 has counted the loss in it, rank 0 has not."""
+    ledger, before = make_ledger(), version_of(1, 2)
+    ledger.take(1, 5, 50)
+    ledger.take(2, 7, 70)
+    if group.rank == 1:
+        assert recover(ledger, 2, {FIRST: 0}) == {FIRST: 12}
+        before = version_of(2, 2)
+    safety = SimpleNamespace(lagging="always", state=SimpleNamespace(layers=[""]), ledger=ledger, group=group)
+    lost = Safety.count_losses(safety, {FIRST: version_of(1, 0)}, 2, before)
+    return {"lost": lost, "ledger": ledger.to_bytes().decode()}
+
+
+def test_all_go_on_with_the_ledger_of_who_knows_most(tmp_path):
+    first, second = run_ranks(tmp_path, 2, count_after_a_recovery_that_failed)
+    assert first == second
+    assert first["lost"] == {FIRST: 0}
