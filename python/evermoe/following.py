@@ -85,8 +85,6 @@ class Following:
         """Units of which this member needs the full state anew."""
         self._has_told = False
         """Of the first message that could not be used."""
-        self.sent_bytes = 0
-        """In the last step."""
 
     # ---- who follows what
 
@@ -190,7 +188,6 @@ class Following:
         return is_done
 
     def _note(self, exchanged: Exchanged) -> None:
-        self.sent_bytes = exchanged.sent_bytes
         self.asked |= exchanged.needs_full_state
         if self.asked and not self._has_told:
             self._has_told = True

@@ -92,11 +92,6 @@ class Safety:
         return self.snapshots.commits_late
 
     @property
-    def sent_bytes(self) -> int:
-        """Of gradients and states sent to replicas in the last step."""
-        return self.following.sent_bytes
-
-    @property
     def couriers(self) -> tuple[Courier, Courier]:
         """The threads that send."""
         return self.following.courier, self.snapshots.courier
