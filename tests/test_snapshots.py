@@ -42,12 +42,12 @@ def make(group, folder):
     snapshots.begin_everything(version_of(1, 0))
     assert snapshots.wait()
     snapshots.restart(0)
-    return snapshots, store, home[group.rank]
+    return snapshots, store, home[group.rank], found
 
 
 def take_steps(group, folder):
     """Newest step at home, and of what was sent, after the steps in which snapshots travel or not."""
-    snapshots, store, home = make(group, folder)
+    snapshots, store, home, all_members = make(group, folder)
     snapshots.pacer.expect({("never", 0): (0, 1.0)})  # no window ever opens
 
     def newest():
@@ -62,6 +62,7 @@ def take_steps(group, folder):
         snapshots.begin(version_of(1, step))
         snapshots.wait_captured()  # as the optimizer does: it must not wait for what travels
     seen["under way"] = newest()
+    all_members.all_reduce(torch.zeros(1))  # nothing is sent before the other has looked, too
     snapshots.pacer.hurry()
     assert snapshots.wait()
     snapshots.begin(version_of(1, PERIOD + 2))

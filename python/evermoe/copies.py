@@ -27,6 +27,8 @@ from evermoe.errors import CorruptCopy
 from evermoe.units import SESSION, TrainingState
 from evermoe.versions import step_of
 
+MOST_TRIES = 3
+"""In which copies must arrive with the bytes that were sent."""
 SLOTS = 4
 """Page-locked chunks that a capture from a GPU goes through."""
 FIRST_TAG = 16

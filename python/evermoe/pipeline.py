@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from evermoe.config import SessionConfig
-from evermoe.copies import CopyStore, Round
+from evermoe.copies import MOST_TRIES, CopyStore, Round
 from evermoe.courier import UNLIMITED, Courier, Errand, Pacer
 from evermoe.elastic import Identity, Membership
 from evermoe.errors import CorruptCopy, JoinTimeout, PeerLost
@@ -354,7 +354,7 @@ class PipelineCopies:
         """All copies of this version; returns when they are whole everywhere."""
         bundles = stage_bundles(self.preset, self._seats, self.config.copies)
         self.store.arrange(bundles, self.membership.generation, self.membership.id, self.rank)
-        for _ in range(3):
+        for _ in range(MOST_TRIES):
             self._round = Round(self.store, self._version, self.courier)
             if not self.courier.wait(self._round.errand, self.group):
                 raise PeerLost(self._round.errand.lost or "the group was dropped")

@@ -166,7 +166,7 @@ class ReplayedCopies:
         if (unit, step) in self._previous:
             return self._previous[unit, step].state
         try:
-            return self.replica.catch_up(unit, step).state
+            return self.replica.read(unit, step)
         except ReplicaBehind:
             return torch.empty(0, dtype=torch.uint8)
 

@@ -266,18 +266,23 @@ class Replica:
             KeyError: there is no such unit.
             ReplicaBehind: the step has not come, or steps after it were applied already.
         """
+        if step is None:
+            step = self.version(unit) or 0
+        state = self.read(unit, step)
+        return CaughtUp(step, state, digest(state.numpy()))
+
+    def read(self, unit: str, step: int) -> Tensor:
+        """The state of `catch_up`, without its digest; the same errors."""
         newest = self.version(unit)
         if newest is None:
             raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
-        step = newest if step is None else step
         if step > newest:
             raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
         parts = []
         for index in self._units[unit]:
             with self._parts[index].lock:
                 parts.append(self._state_locked(index, step).to("cpu", copy=True))
-        state = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return CaughtUp(step, state, digest(state.numpy()))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def survey(self) -> list[tuple[str, int, int]]:
         """Unit, step and digest of all units that have a state, each at its newest step; on the CPU without a copy."""

@@ -22,7 +22,7 @@ from evermoe import planning
 from evermoe.arrangement import Arrangement, Member, Subject, arrange
 from evermoe.choosing import Chooser
 from evermoe.config import SessionConfig
-from evermoe.copies import CopyStore
+from evermoe.copies import MOST_TRIES, CopyStore
 from evermoe.courier import Courier, Listener, Sent
 from evermoe.elastic import Membership
 from evermoe.errors import CorruptCopy, PeerLost
@@ -37,9 +37,6 @@ from evermoe.units import TrainingState
 from evermoe.versions import step_of
 
 logger = logging.getLogger(__name__)
-
-MOST_TRIES = 3
-"""In which copies must arrive with the bytes that were sent."""
 
 
 class Safety:
