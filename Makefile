@@ -6,6 +6,8 @@ TEST_PROCESSES ?= $(shell nproc | awk '{ print $$1 < 8 ? $$1 : 8 }')
 VENV := .venv
 # The Python of the machine with a GPU, which `make wheel` packs for.
 GPU_PYTHON ?= 3.12
+# The oldest and the newest torch that is supported.
+TORCH_VERSIONS ?= 2.10.0 2.15.0
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
@@ -13,7 +15,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-torch check lint fmt kernels bench test-gpu bench-gpu wheel clean
+.PHONY: help setup demo test test-rust test-python test-long test-torch check lint fmt kernels bench test-gpu bench-gpu wheel release coverage docs clean
 
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,30 +34,42 @@ setup: $(STAMPS)/package ## Install all tools into .venv and build evermoe, CUDA
 demo: setup ## Train a small MoE on 4 workers, kill one, recover, let one join
 	$(BIN)/evermoe demo --json out/demo.json --plot out/demo.png
 
-test: test-rust test-python ## All tests that need no GPU
+test: test-rust test-python ## The tests that need no GPU, but for the long ones
 
 test-rust: setup
 	cargo test --quiet
 
 test-python: setup
-	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(TEST_PROCESSES) --dist worksteal
 
-test-torch: setup ## This very build on the oldest and the newest supported torch
-	for version in 2.10.0 2.15.0; do tests/on_torch.sh $$version || exit 1; done
+test-long: setup ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
+	cargo test --quiet --lib --bins --tests -- --include-ignored
+	cargo test --quiet --doc
+	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
+	$(BIN)/python tests/python/support/soak.py --runs 20
+	$(MAKE) test-torch
+
+test-torch: setup ## This very build on the oldest and the newest supported torch, or TORCH_VERSIONS
+	for version in $(TORCH_VERSIONS); do tests/on_torch.sh $$version || exit 1; done
 
 check: setup lint test kernels ## Everything that must hold before a commit
 
-lint: setup ## Formatting, clippy, ruff, types
+lint: setup ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	cargo fmt --check
 	cargo clippy --quiet --all-targets -- -D warnings
 	cargo clippy --quiet --all-targets --all-features -- -D warnings
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/vulture
+	$(BIN)/cargo-shear
 
 kernels: setup ## Compile every CUDA kernel; fails without nvcc
 	EVERMOE_CUDA=require cargo build --quiet
 	$(BIN)/python -c "import evermoe.ops as o; assert o.has_cuda_kernels(), 'the build has no CUDA kernels'"
+
+docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d out/docs
 
 fmt: setup ## Format all sources
 	cargo fmt
@@ -74,16 +88,22 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step w
 
 # Both run with the python on PATH where there is no .venv, and with the wheels of `make wheel` where there is no evermoe.
 test-gpu: ## The tests that need a CUDA device, then some under compute-sanitizer; JSON in out/gpu
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/on_gpu.py test
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py test
 
 bench-gpu: ## The benches on a CUDA device; JSON in out/gpu
-	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/on_gpu.py bench
+	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py bench
 
 wheel: setup ## Build the abi3 wheel into out/wheels, with the torchft that a torch machine lacks (GPU_PYTHON=3.12)
 	rm -rf out/wheels
 	$(BIN)/maturin build --release --quiet --out out/wheels
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
 	  -d out/wheels "$$(grep ^torchft constraints.txt)"
+
+release: setup ## Build what a release uploads into out/release, and check it as its users will get it
+	tests/release/release.sh
+
+coverage: setup ## What the tests execute, in Python and Rust; tables and HTML in out/coverage
+	tests/release/coverage.sh
 
 clean: ## Remove everything that was built or installed
 	rm -rf $(VENV) target out python/evermoe/*.so

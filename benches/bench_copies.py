@@ -14,7 +14,8 @@ the tensors' bytes once. A ratio below 1 means: faster than the copy.
 import torch
 
 from common import Table, medians, parse, parser, ratio, take_turns, where
-from evermoe import chunks
+from evermoe.ops import chunks
+from evermoe.snapshot import chunked_copy
 
 
 def tensors_of(mib, count, device):
@@ -49,7 +50,7 @@ def cpu_benches(tensors, chunk_bytes):
 
 def cuda_benches(tensors, chunk_bytes):
     """Yields (op, candidates)."""
-    copier = chunks.ChunkedCopy(tensors, chunk_bytes)
+    copier = chunked_copy.ChunkedCopy(tensors, chunk_bytes)
     flat = torch.cat(tensors)
     pinned = torch.empty(flat.shape, pin_memory=True)
     packed = torch.empty(copier.chunks.shape, dtype=torch.uint8, device="cuda")

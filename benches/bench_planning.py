@@ -34,7 +34,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peers import eplb
 
 from evermoe.planning import (
     Survival,
@@ -50,6 +49,8 @@ from evermoe.planning import (
     split_tokens,
     training_copy_holders,
 )
+from evermoe.planning.windows import Span, StepProfile, find_windows
+from peers import eplb
 
 NODES, EXPERTS, LAYERS = 32, 256, 58
 DRIFTS = 20
@@ -353,14 +354,14 @@ def migration(arguments: argparse.Namespace) -> Iterator[Record]:
 
 def chunks(arguments: argparse.Namespace) -> Iterator[Record]:
     """1,000 windows of a profile of 20 steps, and 10,000 units of one or of 10,000 sizes for them."""
-    spans = [schedule.Span(f"s{place}", "send", "network", place * 2e-3, 1e-3) for place in range(1000)]
-    steps = [schedule.Step(2.0, spans)] * 20
-    ms, windows = timed(functools.partial(schedule.find_windows, steps), arguments.runs)
+    spans = [Span(f"s{place}", "send", "network", place * 2e-3, 1e-3) for place in range(1000)]
+    steps = [StepProfile(2.0, spans)] * 20
+    ms, windows = timed(functools.partial(find_windows, steps), arguments.runs)
     yield {"what": "windows", "sizes": 0, "ms": ms, "steps": 0, "delay ms": 0.0}
     link, memory = schedule.Link(2e-5, 1.2e10), schedule.Memory(8 << 20, 8, schedule.Link(1e-5, 2e10))
     for sizes in (1, 10_000):
         nbytes = (1 << 20) + 16 * (np.random.default_rng(8).permutation(10_000) % sizes)
-        pieces = [schedule.Piece(f"unit{unit}", int(size), [1]) for unit, size in enumerate(nbytes)]
+        pieces = [schedule.CopyItem(f"unit{unit}", int(size), [1]) for unit, size in enumerate(nbytes)]
         ends = [schedule.Receiver(1, windows, 1e-4)]
         for policy in schedule.CHUNK_POLICIES:
             plan = functools.partial(schedule.plan_chunks, pieces, windows, link, memory, policy=policy, receivers=ends)

@@ -30,11 +30,10 @@ import tempfile
 import uuid
 from pathlib import Path
 
-from preset_worker import BASELINES, MODEL, SPANS
-
 from common import Table
-from evermoe.launch import Job
+from evermoe.launch import LocalJob
 from evermoe.planning import PRESET_NAMES
+from preset_worker import BASELINES, MODEL, SPANS
 
 SETTINGS = ("idle", "busy")
 SIZES = ("arenas MB", "other MB")
@@ -61,7 +60,7 @@ class Candidate:
             "--folder",
             str(self.folder),
         ]
-        self._job = Job(
+        self._job = LocalJob(
             [*command, *options],
             f"bench-{uuid.uuid4().hex[:8]}",
             arguments.workers,

@@ -14,8 +14,8 @@ import torch
 from common import Table, medians, parse, parser, ratio, take_turns
 from evermoe import optim
 from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, encode_gradient, seal_record
-from evermoe.replica import Replica
-from evermoe.sender import GradientSender
+from evermoe.replay.replica import Replica
+from evermoe.replay.sender import GradientSender
 
 BATCH = 8
 
@@ -83,7 +83,7 @@ def measure(table, arguments, name, gradient, threads):
     _, _, t, numbers, gradients, _ = receiver.receive().take(0, BATCH, 1 << 60) or (None,) * 6
     source, target = torch.ones(elements), torch.empty(elements)
     part = Replica(trainer.sender.layouts())._parts[0]
-    part.install(np.zeros(part.pieces.nbytes // 4, np.float32))
+    part.install(np.zeros(part.layout.nbytes // 4, np.float32))
     timed = {
         "memcpy": lambda: target.copy_(source),
         "step": optim.AdamW([plain]).step,

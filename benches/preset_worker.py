@@ -49,12 +49,14 @@ class Blocking:
     def after_step(self):
         state, group = self.session.state, self.session.group
         if self._host is None:
-            self._host = torch.empty(sum(state.by_name[name].nbytes for name in state.held()), dtype=torch.uint8)
+            self._host = torch.empty(
+                sum(state.catalog.by_name[name].nbytes for name in state.held()), dtype=torch.uint8
+            )
             sizes = group.all_gather(torch.tensor([len(self._host)])).flatten().tolist()
             self._from = torch.empty(sizes[group.rank - 1], dtype=torch.uint8)
         start = 0
         for name in state.held():
-            end = start + state.by_name[name].nbytes
+            end = start + state.catalog.by_name[name].nbytes
             state.read(name, self._host[start:end])
             start = end
         following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -198,23 +200,23 @@ class Worker:
     def about(self):
         """How large everything is."""
         state = self.session.state
-        experts = [unit for unit in state.units if unit.layer is not None]
+        experts = [unit for unit in state.catalog.units if unit.layer is not None]
         return {
             "parameters": sum(p.numel() for p in self.session.model.parameters() if p.requires_grad),
-            "expert_parameters": sum(unit.pieces[0].nbytes // 4 for unit in experts),
-            "state_bytes": sum(unit.nbytes for unit in state.units),
-            "words": self.session.safety.arrangement.words,
+            "expert_parameters": sum(unit.specs[0].nbytes // 4 for unit in experts),
+            "state_bytes": sum(unit.nbytes for unit in state.catalog.units),
+            "summary": self.session.protection.plan.summary,
         }
 
     def settle(self):
         """Waits until nothing of the steps so far is under way in the couriers."""
-        for courier in self.session.safety.couriers:
-            courier.go(lambda: None).wait()
+        for courier in self.session.protection.couriers:
+            courier.submit(lambda: None).wait()
         self.baseline.settle()
 
     def sent_since(self, start):
         """Bytes of messages that were begun after `start`, by `time.monotonic_ns`."""
-        couriers = self.session.safety.couriers
+        couriers = self.session.protection.couriers
         return sum(sent.nbytes for courier in couriers for sent in courier.sent if sent.start >= start)
 
 

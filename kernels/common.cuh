@@ -1,12 +1,11 @@
 // common.cuh -- what the kernels share: index helpers, and floats of every row type as float32.
 //
 // Rules. Kernels take raw pointers and 64-bit numbers only; no headers of torch or CUDA libraries, so that any
-// nvcc builds them, and g++ does for the tests (tests/cuda_on_cpu). Indices are size_t before they are
+// nvcc builds them, and g++ does for the tests (tests/emulator). Indices are size_t before they are
 // multiplied. Inline PTX stays in this file, with a stand-in under EVERMOE_ON_CPU. Products and sums are rounded
 // one by one (no fused multiply-add), so that the CPU's arithmetic in src/cpu gives the same bits.
 #pragma once
-#include <cstddef>
-#include <cstdint>
+#include "abi.h"
 
 #ifdef EVERMOE_ON_CPU
 #define EVERMOE_DYNAMIC_SHARED(type, name) type* const name = reinterpret_cast<type*>(emulated_shared())
@@ -14,7 +13,6 @@
 #define EVERMOE_DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif
 
-constexpr unsigned kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ inline size_t global_thread() { return static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
@@ -69,8 +67,6 @@ __device__ inline RowGroup row_group(size_t units) {
   const size_t threads = size_t{1} << shift;
   return {global_thread() >> shift, num_threads() >> shift, threadIdx.x & (threads - 1), threads};
 }
-// Loads of each thread that are on their way before the first of them is used.
-constexpr int kInFlight = 4;
 
 // Whether addresses and row size are multiples of so many bytes.
 __device__ inline bool multiples_of(size_t bytes, const void* one, const void* two, const void* three, size_t row_bytes) {

@@ -10,18 +10,9 @@
 // 16q..16q + 16 of each stripe: four threads share a block, each with accesses of 16 bytes, and meet at the end.
 #include "common.cuh"
 
-constexpr size_t kBlockBytes = 4096;
 constexpr unsigned kStripes = 64;   // of a block
-constexpr unsigned kQuarters = 4;   // threads of a block
 constexpr unsigned kAtOnce = 8;     // loads in flight
 constexpr unsigned kKeys = 18;      // words of the secret that a thread uses
-
-// Where the bytes of a tensor are. In step with `Span` of src/cuda/chunks.rs.
-struct Span {
-  unsigned char* at;  // device, of any alignment
-  uint64_t start;     // in the stream, a multiple of 16; spans are in its order and do not overlap
-  uint64_t bytes;     // above 0
-};
 
 struct alignas(16) Unit { uint64_t low, high; };  // 16 bytes of the stream
 
@@ -184,7 +175,7 @@ __device__ inline void for_blocks(size_t num_blocks, Body body) {
 }
 
 // Launch: 1-D grid of any size, blockDim.x 32 or 64.
-extern "C" __global__ __launch_bounds__(64) void pack_chunks(const Span* __restrict__ spans,   // [num_spans]                device
+extern "C" __global__ __launch_bounds__(kCopyThreads) void pack_chunks(const Span* __restrict__ spans,   // [num_spans]                device
                                        size_t num_spans,
                                        uint64_t first_byte,              // of the stream, a multiple of 4096
                                        size_t num_blocks,
@@ -214,7 +205,7 @@ extern "C" __global__ __launch_bounds__(64) void pack_chunks(const Span* __restr
 }
 
 // Launch: as pack_chunks.
-extern "C" __global__ __launch_bounds__(64) void hash_blocks(const unsigned char* __restrict__ chunks,  // [num_blocks * 4096]  device, aligned to 16
+extern "C" __global__ __launch_bounds__(kCopyThreads) void hash_blocks(const unsigned char* __restrict__ chunks,  // [num_blocks * 4096]  device, aligned to 16
                                        size_t num_blocks,
                                        uint64_t* __restrict__ hashes) {           // [num_blocks]         device
   for_blocks(num_blocks, [=](size_t block, unsigned quarter, Lanes& lanes) {
@@ -229,7 +220,7 @@ extern "C" __global__ __launch_bounds__(64) void hash_blocks(const unsigned char
 
 // A block whose hash is not the expected one is counted and writes nothing: it is read again, from the cache, only when
 // it has been found right. Launch: as pack_chunks.
-extern "C" __global__ __launch_bounds__(64) void unpack_chunks(const Span* __restrict__ spans,   // [num_spans]              device
+extern "C" __global__ __launch_bounds__(kCopyThreads) void unpack_chunks(const Span* __restrict__ spans,   // [num_spans]              device
                                          size_t num_spans,
                                          uint64_t first_byte,              // of the stream, a multiple of 4096
                                          size_t num_blocks,

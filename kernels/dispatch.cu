@@ -16,11 +16,11 @@ __device__ inline void set_index(void* indices, size_t i, size_t wide, int64_t v
 
 // ---- plan ---------------------------------------------------------------------------------------
 // A tile of consecutive slots is one warp's, so that the order within it is the order of the lanes. With many experts it
-// is longer, so that its counts take at most two bytes a slot. In step with tile_slots of src/cuda/launch.rs.
+// is longer, by kTileSlotsPerExpert.
 // Example: 512 for up to 256 experts, 8192 for 4096.
 __device__ inline size_t tile_slots(size_t num_experts) {
-  size_t slots = 512;
-  while (slots < 2 * num_experts) slots *= 2;
+  size_t slots = kLeastTileSlots;
+  while (slots < kTileSlotsPerExpert * num_experts) slots *= 2;
   return slots;
 }
 

@@ -62,8 +62,8 @@ struct Holder {
   uint32_t rank;
   uint32_t has_rest;  // whether the floor cut anything off
 };
-static_assert(sizeof(Holder) == 64, "in step with HOLDER_BYTES of src/cuda/exchange.rs");
 struct Source { int64_t count, kept; };  // tokens of a rank; what it has room for, scaled
+static_assert(sizeof(Holder) == kHolderBytes && sizeof(Source) == kSourceBytes, "what the launcher asks shared memory for");
 
 // Sum of a number of each lane, at most kMaxScale + 1: what is more, or was negative, is that.
 __device__ inline uint64_t add_up_to(uint64_t sum, uint64_t more) {

@@ -5,18 +5,6 @@
 // Caller owns and zeroes counts. Integer atomics, so the result does not depend on the order of threads.
 #include "common.cuh"
 
-constexpr size_t kMaxLayers = 64;  // of one launch; in step with MAX_LAYERS of src/cuda/histogram.rs
-
-// The ids of one layer. In step with `Entry` of src/cuda/histogram.rs.
-struct LayerIds {
-  const void* ids;     // [num_slots] int32_t or int64_t  device
-  size_t num_slots;
-  uint32_t end_block;  // the layer's blocks end before it; they start where those of the layer before end
-  uint32_t is_wide;    // whether ids are int64_t
-};
-struct LayersIds { LayerIds at[kMaxLayers]; };
-static_assert(sizeof(LayersIds) == kMaxLayers * 24, "words of 8 bytes without gaps between the layers");
-
 // Counts the ids that are this block's, which is number `block` of the layer's `num_blocks`.
 template <typename Id>
 __device__ inline void count_ids(const Id* __restrict__ ids, unsigned* __restrict__ block_counts_E, size_t num_slots,

@@ -4,35 +4,12 @@
 // intrinsic, which nvcc neither fuses nor approximates (a build with -use_fast_math would flush subnormals: there is
 // none). Several steps take one pass over the memory. Caller owns all of it.
 //
-// Example: AdamW, p 4, m and v 0, gradient 2, numbers decay 0.75, lerp 0.5, square 0.25, keep 0.75, rate 1, spread 0.5,
-// eps 0: m = fma(0.5, 2 - 0, 0) = 1, v = fma(0.25 * 2, 2, 0 * 0.75) = 1, p = 4 * 0.75 - (1 * 1) / (1 / 0.5 + 0) = 2.5.
-// SGD, p 4, buffer 6, gradient 2, numbers decay 0.25, momentum 0.5, intake 1, lr 0.5: g = fma(4, 0.25, 2) = 3,
+// Example: AdamW, p 4, m and v 0, gradient 2, numbers decay 0.75, one_minus_beta1 0.5, one_minus_beta2 0.25, beta2 0.75,
+// step_size 1, bias_correction2_sqrt 0.5, eps 0: m = fma(0.5, 2 - 0, 0) = 1, v = fma(0.25 * 2, 2, 0 * 0.75) = 1,
+// p = 4 * 0.75 - (1 * 1) / (1 / 0.5 + 0) = 2.5.
+// SGD, p 4, buffer 6, gradient 2, numbers decay 0.25, momentum 0.5, one_minus_dampening 1, lr 0.5: g = fma(4, 0.25, 2) = 3,
 // buffer = fma(3, 1, 6 * 0.5) = 6, p = fma(6, -0.5, 4) = 1.
 #include "common.cuh"
-
-constexpr int kMaxSteps = 8;       // in step with MAX_STEPS of src/cuda/optim.rs
-constexpr size_t kTorchLanes = 8;  // elements that torch's CPU loops take at once
-enum GradientKind : uint16_t { kZero, kFloat32, kBfloat16 };
-enum Profile : uint16_t { kEvermoe, kTorchCpuFused, kTorchCudaFused, kTorchCudaForeach };  // in step with src/cpu/steps.rs
-
-// The numbers of one step, computed by the trainer, and its gradient. In step with `Entry` of src/cuda/optim.rs.
-struct AdamWStep {
-  static constexpr int kArrays = 3;  // p, m, v
-  float loss_scale, factor, decay, lerp, square, keep, rate, spread, eps;
-  GradientKind kind;
-  Profile profile;
-  const void* gradient;  // [num_elements] float or Bf16  device; unused where all are zero
-};
-struct SgdStep {
-  static constexpr int kArrays = 2;  // p, buffer
-  float loss_scale, factor, decay, momentum, intake, lr, is_first, nesterov, unused;
-  GradientKind kind;
-  Profile profile;
-  const void* gradient;  // as above
-};
-template <typename Step> struct Steps { Step at[kMaxSteps]; };
-static_assert(sizeof(Steps<AdamWStep>) == kMaxSteps * 48, "words of 8 bytes without gaps between the steps");
-static_assert(sizeof(Steps<SgdStep>) == kMaxSteps * 48, "as above");
 
 template <typename Step>
 __device__ inline float scaled(const Step& step, float g) {
@@ -45,24 +22,25 @@ __device__ inline void take_step(const AdamWStep& step, float g, bool in_tail, f
   float &p = state[0], &m = state[1], &v = state[2];
   g = scaled(step, g);
   const float square_of_g = __fmul_rn(g, g);
-  if (step.profile == kTorchCudaFused) {
+  if (step.arithmetic == kTorchCudaFused) {
     if (__float_as_uint(step.decay) != 0) p = __fmaf_rn(p, step.decay, p);
-    m = __fmaf_rn(m, step.lerp, __fmaf_rn(g, -step.lerp, g));
-    v = __fmaf_rn(v, step.keep, __fmaf_rn(square_of_g, -step.keep, square_of_g));
+    const float beta1 = step.one_minus_beta1;  // under this arithmetic
+    m = __fmaf_rn(m, beta1, __fmaf_rn(g, -beta1, g));
+    v = __fmaf_rn(v, step.beta2, __fmaf_rn(square_of_g, -step.beta2, square_of_g));
   } else {
     p = __fmul_rn(p, step.decay);
-    const bool near = step.lerp < 0.5f;  // the end to start from: m, or g
-    const float slope = near ? step.lerp : -__fsub_rn(1.0f, step.lerp);
+    const bool near = step.one_minus_beta1 < 0.5f;  // the end to start from: m, or g
+    const float slope = near ? step.one_minus_beta1 : -__fsub_rn(1.0f, step.one_minus_beta1);
     m = __fmaf_rn(slope, __fsub_rn(g, m), near ? m : g);
-    const float part = __fmul_rn(step.square, g), kept = __fmul_rn(v, step.keep);
-    if (step.profile == kTorchCudaForeach) v = __fmaf_rn(square_of_g, step.square, kept);
-    else if (in_tail && step.profile == kTorchCpuFused) v = __fmaf_rn(v, step.keep, __fmul_rn(part, g));
+    const float part = __fmul_rn(step.one_minus_beta2, g), kept = __fmul_rn(v, step.beta2);
+    if (step.arithmetic == kTorchCudaForeach) v = __fmaf_rn(square_of_g, step.one_minus_beta2, kept);
+    else if (in_tail && step.arithmetic == kTorchCpuFused) v = __fmaf_rn(v, step.beta2, __fmul_rn(part, g));
     else v = __fmaf_rn(part, g, kept);
   }
-  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), step.spread), step.eps);
-  const bool divides_first = step.profile == kTorchCudaForeach;
-  const float quotient = __fdiv_rn(divides_first ? m : __fmul_rn(step.rate, m), denominator);
-  p = divides_first ? __fmaf_rn(quotient, -step.rate, p) : __fsub_rn(p, quotient);
+  const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), step.bias_correction2_sqrt), step.eps);
+  const bool divides_first = step.arithmetic == kTorchCudaForeach;
+  const float quotient = __fdiv_rn(divides_first ? m : __fmul_rn(step.step_size, m), denominator);
+  p = divides_first ? __fmaf_rn(quotient, -step.step_size, p) : __fsub_rn(p, quotient);
 }
 __device__ inline float decayed(const SgdStep& step, float p, float g) {
   g = scaled(step, g);
@@ -76,8 +54,9 @@ __device__ inline void take_step(const SgdStep& step, float g, bool in_tail, flo
   g = decayed(step, p, g);
   if (step.momentum != 0.0f) {
     if (step.is_first != 0.0f) buffer = g;
-    else if (in_tail && step.profile == kTorchCpuFused) buffer = __fmaf_rn(buffer, step.momentum, __fmul_rn(g, step.intake));
-    else buffer = __fmaf_rn(g, step.intake, __fmul_rn(buffer, step.momentum));
+    else if (in_tail && step.arithmetic == kTorchCpuFused)
+      buffer = __fmaf_rn(buffer, step.momentum, __fmul_rn(g, step.one_minus_dampening));
+    else buffer = __fmaf_rn(g, step.one_minus_dampening, __fmul_rn(buffer, step.momentum));
     g = step.nesterov != 0.0f ? __fmaf_rn(buffer, step.momentum, g) : buffer;
   }
   p = __fmaf_rn(g, -step.lr, p);

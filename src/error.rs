@@ -1,6 +1,6 @@
 //! Errors by what the caller can do about them. `src/python` maps each variant to one Python exception.
 
-/// What went wrong; the message says what was expected, what came and what to do.
+/// Error of the crate; the message says what was expected, what came and what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// An argument is wrong: Python's `ValueError`.
@@ -9,7 +9,7 @@ pub enum Error {
     /// The operating system refused: Python's `OSError`.
     #[error("{context}: {source}")]
     Io {
-        /// What was being done, with the path.
+        /// Operation that failed, with the path.
         context: String,
         /// The system's own error.
         source: std::io::Error,
@@ -17,7 +17,7 @@ pub enum Error {
     /// Bytes do not match their digest, or a file is not what it claims: `evermoe.CorruptCopy`.
     #[error("{0}")]
     Corrupt(String),
-    /// What was waited for will not come, for somebody cancelled it: `evermoe.errors.CaptureCancelled`.
+    /// The awaited result was cancelled and will not come: `evermoe.errors.CaptureCancelled`.
     #[error("{0}")]
     Cancelled(String),
     /// libtorch or the CUDA driver failed: Python's `RuntimeError`.

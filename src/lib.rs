@@ -8,11 +8,14 @@
 //! | module | what |
 //! |---|---|
 //! | [`error`] | the one public error type, by what the caller can do |
-//! | [`dispatch`] | pure: counts and replicas → who sends which tokens where |
-//! | [`placement`] | pure: load → replicas → which rank holds which expert; who keeps whose copies |
+//! | [`dispatch`] | pure: counts and replicas → which rank sends which tokens where |
+//! | [`placement`] | pure: load → replicas → which rank holds which expert; the holders of copies |
+//! | [`persist`] | pure: which version is written, persisted and recovered from; which durable versions stay |
+//! | [`protection`] | pure: units, nodes and idle windows → how each unit is protected, on which nodes |
+//! | [`protocol`] | pure: the commit protocol of one member as a state machine: events in, commands out |
 //! | [`recovery`] | pure: what survives → target version and transfers |
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
-//! | [`selection`] | pure: tokens at risk → which experts to copy now; how each unit is kept safe; who saves which part of the rest |
+//! | [`selection`] | pure: tokens at risk → which experts to copy now; which rank saves which part of the rest |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
 //! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
@@ -21,14 +24,17 @@
 //! | `python` | the extension module: convert, release the GIL, call; no decisions |
 //!
 //! Imports point one way: `error ← planners and cpu ← replay, snapshot, cuda, torch ← python`; of the planners `placement`
-//! uses `dispatch`, `schedule` uses `placement`, and `selection` uses both of these.
+//! uses `dispatch`, `schedule` uses `placement`, and `protection` uses both of these.
 
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dispatch;
 pub mod error;
+pub mod persist;
 pub mod placement;
+pub mod protection;
+pub mod protocol;
 #[cfg(feature = "python")]
 mod python;
 pub mod recovery;

@@ -1,6 +1,6 @@
 //! AdamW against its recipe, element by element; steps at once against one after the other.
 
-use evermoe::cpu::{AdamWOptions, AdamWStep, Gradient, Parallel, Profile, Serial, adamw};
+use evermoe::cpu::{AdamWOptions, AdamWStep, Arithmetic, Gradient, Parallel, Serial, adamw};
 use half::bf16;
 use proptest::prelude::*;
 use std::ops::Range;
@@ -18,25 +18,40 @@ impl Parallel for OneByOne {
 
 /// The recipes as the module's documentation has them. `in_tail`: among the last `len % 8` elements.
 fn recipe(step: &AdamWStep, g: f32, in_tail: bool, [p, m, v]: [f32; 3]) -> [f32; 3] {
-    let AdamWStep { profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps } = *step;
+    let AdamWStep {
+        arithmetic,
+        loss_scale,
+        factor,
+        decay,
+        one_minus_beta1,
+        one_minus_beta2,
+        beta2,
+        step_size,
+        bias_correction2_sqrt,
+        eps,
+    } = *step;
     let g = (g / loss_scale) * factor;
     let q = g * g;
-    if profile == Profile::TorchCudaFused {
+    if arithmetic == Arithmetic::TorchCudaFused {
         let p = if decay.to_bits() == 0 { p } else { f32::mul_add(p, decay, p) };
-        let m = f32::mul_add(m, lerp, f32::mul_add(g, -lerp, g));
-        let v = f32::mul_add(v, keep, f32::mul_add(q, -keep, q));
-        return [p - (m * rate) / (v.sqrt() / spread + eps), m, v];
+        let m = f32::mul_add(m, one_minus_beta1, f32::mul_add(g, -one_minus_beta1, g));
+        let v = f32::mul_add(v, beta2, f32::mul_add(q, -beta2, q));
+        return [p - (m * step_size) / (v.sqrt() / bias_correction2_sqrt + eps), m, v];
     }
-    let m = if lerp < 0.5 { f32::mul_add(lerp, g - m, m) } else { f32::mul_add(-(1.0 - lerp), g - m, g) };
-    let v = match profile {
-        Profile::TorchCudaForeach => f32::mul_add(q, square, v * keep),
-        Profile::TorchCpuFused if in_tail => f32::mul_add(v, keep, (square * g) * g),
-        _ => f32::mul_add(square * g, g, v * keep),
+    let m = if one_minus_beta1 < 0.5 {
+        f32::mul_add(one_minus_beta1, g - m, m)
+    } else {
+        f32::mul_add(-(1.0 - one_minus_beta1), g - m, g)
     };
-    let (p, denominator) = (p * decay, v.sqrt() / spread + eps);
-    let p = match profile {
-        Profile::TorchCudaForeach => f32::mul_add(m / denominator, -rate, p),
-        _ => p - (rate * m) / denominator,
+    let v = match arithmetic {
+        Arithmetic::TorchCudaForeach => f32::mul_add(q, one_minus_beta2, v * beta2),
+        Arithmetic::TorchCpuFused if in_tail => f32::mul_add(v, beta2, (one_minus_beta2 * g) * g),
+        _ => f32::mul_add(one_minus_beta2 * g, g, v * beta2),
+    };
+    let (p, denominator) = (p * decay, v.sqrt() / bias_correction2_sqrt + eps);
+    let p = match arithmetic {
+        Arithmetic::TorchCudaForeach => f32::mul_add(m / denominator, -step_size, p),
+        _ => p - (step_size * m) / denominator,
     };
     [p, m, v]
 }
@@ -67,11 +82,11 @@ fn options() -> impl Strategy<Value = AdamWOptions> {
 
 fn step() -> impl Strategy<Value = AdamWStep> {
     let scaling = prop_oneof![Just((1.0, 1.0)), (1e-3..65536.0, 0.0..2.0)];
-    (options(), 1..2000_i64, scaling, 0..4_usize).prop_map(|(options, t, (scale, clip), profile)| {
-        let profile = Profile::ALL[profile];
+    (options(), 1..2000_i64, scaling, 0..4_usize).prop_map(|(options, t, (scale, clip), arithmetic)| {
+        let arithmetic = Arithmetic::ALL[arithmetic];
         let powers = options.betas.map(|beta| (beta as f32).powf(t as f32));
-        let powers = (profile == Profile::TorchCudaFused).then_some(powers);
-        AdamWStep::with_profile(profile, &options, t, powers, scale, clip).unwrap()
+        let powers = (arithmetic == Arithmetic::TorchCudaFused).then_some(powers);
+        AdamWStep::with_arithmetic(arithmetic, &options, t, powers, scale, clip).unwrap()
     })
 }
 
@@ -124,8 +139,9 @@ proptest! {
 fn decay_by_nothing_is_a_decay() {
     let zero_after = |weight_decay| {
         let options = AdamWOptions { lr: 0.0, betas: [0.5, 0.5], eps: 1.0, weight_decay, maximize: false };
-        let step = AdamWStep::with_profile(Profile::TorchCudaFused, &options, 1, Some([0.5, 0.5]), 1.0, 1.0)
-            .unwrap();
+        let step =
+            AdamWStep::with_arithmetic(Arithmetic::TorchCudaFused, &options, 1, Some([0.5, 0.5]), 1.0, 1.0)
+                .unwrap();
         let mut p = [-0.0];
         adamw(&mut p, &mut [1.0], &mut [0.0], &[(step, Gradient::F32(&[1.0]))], &Serial);
         p[0].to_bits()

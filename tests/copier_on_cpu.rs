@@ -11,7 +11,7 @@ use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, Launcher, PinnedBuffer, Sl
 use evermoe::snapshot::{Arena, CopyEngine, Run};
 use std::sync::Arc;
 
-#[path = "cuda_on_cpu/driver.rs"]
+#[path = "emulator/driver.rs"]
 #[allow(dead_code, reason = "each test uses its part")]
 mod driver;
 

@@ -4,11 +4,11 @@
 #![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
 
 use driver::{Driver, finish};
-use evermoe::cpu::{self, AdamWOptions, AdamWStep, Gradient, Profile, Serial, SgdOptions, SgdStep};
+use evermoe::cpu::{self, AdamWOptions, AdamWStep, Arithmetic, Gradient, Serial, SgdOptions, SgdStep};
 use evermoe::cuda::{self, FloatType, GradientAt, Launcher};
 use half::bf16;
 
-#[path = "cuda_on_cpu/driver.rs"]
+#[path = "emulator/driver.rs"]
 #[allow(dead_code, reason = "each test uses its part")]
 mod driver;
 
@@ -282,9 +282,9 @@ fn adamw(launcher: &Launcher, len: usize, offset: usize) {
         ([draw(3), draw(4), vec![0.0; len + offset]], [draw(3), draw(4), vec![0.0; len + offset]]);
     let (mut there, mut here) = (Vec::new(), Vec::new());
     for t in 1..=STEPS {
-        let (profile, scale) = (Profile::ALL[t % 4], if t % 2 == 0 { 1.0 } else { 3.0 });
-        let powers = (profile == Profile::TorchCudaFused).then_some([0.5, 0.75]);
-        let step = AdamWStep::with_profile(profile, &options, t as i64, powers, scale, 1.0).unwrap();
+        let (arithmetic, scale) = (Arithmetic::ALL[t % 4], if t % 2 == 0 { 1.0 } else { 3.0 });
+        let powers = (arithmetic == Arithmetic::TorchCudaFused).then_some([0.5, 0.75]);
+        let step = AdamWStep::with_arithmetic(arithmetic, &options, t as i64, powers, scale, 1.0).unwrap();
         let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
         there.push((step, at_device));
         here.push((step, on_host));
@@ -310,7 +310,7 @@ fn sgd(launcher: &Launcher, len: usize, offset: usize) {
             SgdOptions { lr: 0.1, momentum, dampening: 0.0, weight_decay: 0.1, nesterov, maximize: true };
         let (mut there, mut here) = (Vec::new(), Vec::new());
         for t in 0..STEPS {
-            let step = SgdStep::new(SgdStep::PROFILES[t % 2], &options, t == 0, 3.0, 0.5).unwrap();
+            let step = SgdStep::new(SgdStep::ARITHMETICS[t % 2], &options, t == 0, 3.0, 0.5).unwrap();
             let (at_device, on_host) = gradient(t, &wide[offset..], &narrow[offset..]);
             there.push((step, at_device));
             here.push((step, on_host));

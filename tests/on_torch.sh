@@ -10,6 +10,6 @@ if [ ! -e "$venv/.ready" ]; then
   touch "$venv/.ready"
 fi
 export PYTHONPATH=python
-"$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/test_ops.py tests/test_adamw.py tests/test_optim.py
-"$venv/bin/python" -m pytest -q -p no:cacheprovider tests/test_session.py -k "killed_at and vote or joiner"
-"$venv/bin/python" -m pytest -q -p no:cacheprovider tests/test_pipeline.py -k "limit or wait_in_a_store"
+"$venv/bin/python" -m pytest -q -m "not gpu" -p no:cacheprovider tests/python/ops/test_ops.py tests/python/ops/test_adamw.py tests/python/test_optim.py
+"$venv/bin/python" -m pytest -q -p no:cacheprovider tests/python/session/test_session.py -k "killed_at and vote or joiner"
+"$venv/bin/python" -m pytest -q -p no:cacheprovider tests/python/pipeline/test_pipeline.py -k "limit or wait_in_a_store"

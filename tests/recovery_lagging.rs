@@ -1,6 +1,7 @@
 //! Recovery plans with units that may lag, against an oracle that tries every version, and the cases that matter by name.
 
-use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging, retained};
+use evermoe::persist::retained;
+use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

@@ -1,22 +1,32 @@
 //! SGD against its recipe, element by element; steps at once against one after the other.
 
-use evermoe::cpu::{Gradient, Profile, Serial, SgdOptions, SgdStep, sgd};
+use evermoe::cpu::{Arithmetic, Gradient, Serial, SgdOptions, SgdStep, sgd};
 use proptest::prelude::*;
 
 const STEPS: usize = 3;
 
 /// The recipe as the module's documentation has it. `in_tail`: among the last `len % 8` elements.
 fn recipe(step: &SgdStep, g: f32, in_tail: bool, [p, buffer]: [f32; 2]) -> [f32; 2] {
-    let SgdStep { profile, loss_scale, factor, decay, momentum, intake, lr, is_first, nesterov } = *step;
+    let SgdStep {
+        arithmetic,
+        loss_scale,
+        factor,
+        decay,
+        momentum,
+        one_minus_dampening,
+        lr,
+        is_first,
+        nesterov,
+    } = *step;
     let g = (g / loss_scale) * factor;
     let g = if decay == 0.0 { g } else { f32::mul_add(p, decay, g) };
     if momentum == 0.0 {
         return [f32::mul_add(g, -lr, p), buffer];
     }
-    let b = match profile {
+    let b = match arithmetic {
         _ if is_first => g,
-        Profile::TorchCpuFused if in_tail => f32::mul_add(buffer, momentum, g * intake),
-        _ => f32::mul_add(g, intake, buffer * momentum),
+        Arithmetic::TorchCpuFused if in_tail => f32::mul_add(buffer, momentum, g * one_minus_dampening),
+        _ => f32::mul_add(g, one_minus_dampening, buffer * momentum),
     };
     [f32::mul_add(if nesterov { f32::mul_add(b, momentum, g) } else { b }, -lr, p), b]
 }
@@ -39,7 +49,7 @@ fn step() -> impl Strategy<Value = SgdStep> {
         |((momentum, dampening), lr, weight_decay, (scale, clip), [is_first, nesterov, maximize, tail])| {
             let nesterov = nesterov && momentum > 0.0 && dampening == 0.0;
             let options = SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
-            SgdStep::new(SgdStep::PROFILES[usize::from(tail)], &options, is_first, scale, clip).unwrap()
+            SgdStep::new(SgdStep::ARITHMETICS[usize::from(tail)], &options, is_first, scale, clip).unwrap()
         },
     )
 }
@@ -113,12 +123,12 @@ fn numbers_out_of_range_are_named() {
         nesterov: true,
         maximize: false,
     };
-    let refusal = |change: &dyn Fn(&mut SgdOptions), profile, scale, clip| {
+    let refusal = |change: &dyn Fn(&mut SgdOptions), arithmetic, scale, clip| {
         let mut options = fine;
         change(&mut options);
-        SgdStep::new(profile, &options, false, scale, clip).unwrap_err().to_string()
+        SgdStep::new(arithmetic, &options, false, scale, clip).unwrap_err().to_string()
     };
-    let ours = Profile::Evermoe;
+    let ours = Arithmetic::Evermoe;
     for bad in [-1.0, f64::NAN, f64::INFINITY, 1e300] {
         assert!(refusal(&|options| options.lr = bad, ours, 1.0, 1.0).starts_with("lr: expected"));
         assert!(refusal(&|options| options.momentum = bad, ours, 1.0, 1.0).starts_with("momentum: expected"));
@@ -130,5 +140,5 @@ fn numbers_out_of_range_are_named() {
         refusal(&|options| options.dampening = f64::NAN, ours, 1.0, 1.0).starts_with("dampening: expected")
     );
     assert!(refusal(&|options| options.dampening = 0.1, ours, 1.0, 1.0).starts_with("nesterov: expected"));
-    assert!(refusal(&|_| (), Profile::TorchCudaFused, 1.0, 1.0).starts_with("profile: expected"));
+    assert!(refusal(&|_| (), Arithmetic::TorchCudaFused, 1.0, 1.0).starts_with("profile: expected"));
 }

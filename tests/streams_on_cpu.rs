@@ -10,7 +10,7 @@ use evermoe::cuda::LayerIds;
 use std::ffi::c_void;
 use std::ptr;
 
-#[path = "cuda_on_cpu/driver.rs"]
+#[path = "emulator/driver.rs"]
 #[allow(dead_code, reason = "each test uses its part")]
 mod driver;
 

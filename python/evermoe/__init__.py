@@ -1,22 +1,54 @@
-"""evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`."""
+"""evermoe: train Mixture-of-Experts models on machines that fail. See `Session`, `MoE` and `ElasticSampler`.
 
-import os
+Each name is imported on first use, so that `import evermoe.ops` loads the ops alone.
+"""
 
-os.environ.setdefault("RUST_LOG", "warn")  # torchft reads it when it is imported, and logs every quorum otherwise
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from evermoe import ops, optim, profile, replay
-from evermoe.checkpoint import load_weights
-from evermoe.config import SessionConfig
-from evermoe.data import ElasticSampler, Share
-from evermoe.errors import CorruptCopy, EvermoeError, JoinTimeout, LostExperts, NotReplayable, PeerLost
-from evermoe.moe import MoE, load_balancing_loss, moe_layers
-from evermoe.pipeline import PipelineCopies
-from evermoe.report import RecoveryReport
-from evermoe.session import Session
-from evermoe.step import Step
-from evermoe.units import UnsupportedState
+if TYPE_CHECKING:
+    from evermoe import ops, optim, planning, profile, replay, snapshot
+    from evermoe.config import SessionConfig
+    from evermoe.errors import (
+        CorruptCopy,
+        EvermoeError,
+        JoinTimeout,
+        LostExperts,
+        NotReplayable,
+        PeerLost,
+        UnsupportedState,
+    )
+    from evermoe.moe import MoE, load_balancing_loss, moe_layers
+    from evermoe.persist.checkpoint import load_weights
+    from evermoe.recovery.report import RecoveryReport
+    from evermoe.sampler import ElasticSampler, Share
+    from evermoe.train.pipeline import PipelineSession
+    from evermoe.train.session import Session
+    from evermoe.train.step import Step
 
-__version__ = "0.1.0"
+    __version__: str
+
+_HOMES = {
+    "CorruptCopy": "errors",
+    "ElasticSampler": "sampler",
+    "EvermoeError": "errors",
+    "JoinTimeout": "errors",
+    "LostExperts": "errors",
+    "MoE": "moe",
+    "NotReplayable": "errors",
+    "PeerLost": "errors",
+    "PipelineSession": "train.pipeline",
+    "RecoveryReport": "recovery.report",
+    "Session": "train.session",
+    "SessionConfig": "config",
+    "Share": "sampler",
+    "Step": "train.step",
+    "UnsupportedState": "errors",
+    "load_balancing_loss": "moe",
+    "load_weights": "persist.checkpoint",
+    "moe_layers": "moe",
+}
+"""The module of each name."""
 
 __all__ = [
     "CorruptCopy",
@@ -27,7 +59,7 @@ __all__ = [
     "MoE",
     "NotReplayable",
     "PeerLost",
-    "PipelineCopies",
+    "PipelineSession",
     "RecoveryReport",
     "Session",
     "SessionConfig",
@@ -39,6 +71,27 @@ __all__ = [
     "moe_layers",
     "ops",
     "optim",
+    "planning",
     "profile",
     "replay",
+    "snapshot",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: object = version("evermoe")
+    elif name in _HOMES:
+        value = getattr(import_module(f"evermoe.{_HOMES[name]}"), name)
+    elif name in __all__:
+        value = import_module(f"evermoe.{name}")
+    else:
+        raise AttributeError(f"module 'evermoe' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -79,6 +79,9 @@ def recovery_plan(
     needs: list[list[str]],
     may_lag: list[str],
 ) -> RecoveryPlan: ...
+def usable_holdings(
+    members: list[tuple[bool, bool]], holdings: list[list[tuple[str, int, int, str]]]
+) -> list[list[tuple[str, int, int, str]]]: ...
 def retained_versions(versions: list[list[int]], may_lag: list[int], spare: int) -> list[list[int]]:
     """Of the durable versions of each unit, those that a recovery from the store alone needs, now or soon."""
 
@@ -115,7 +118,7 @@ def chrome_trace(
 def merge_traces(traces: list[str]) -> str: ...
 
 class Windows:
-    """Idle windows of a rank: `evermoe.planning.schedule.Windows`."""
+    """Idle windows of a rank: `evermoe.planning.windows.Windows`."""
 
     @staticmethod
     def from_json(text: str) -> Windows: ...
@@ -350,7 +353,7 @@ class Capture:
 # ---- copies: src/python/chunks.rs; in builds with CUDA ----------------------------------------
 
 class ChunkCopier:
-    """Copies CUDA tensors to chunks in page-locked host memory and back; `evermoe.chunks.ChunkedCopy` drives it."""
+    """Copies CUDA tensors to chunks in page-locked host memory and back; `evermoe.snapshot.ChunkedCopy` drives it."""
 
     @staticmethod
     def workspace_bytes(sizes: list[int], chunk_bytes: int, slots: int) -> int:
@@ -440,10 +443,52 @@ def seal_record(
 ) -> int:
     """Write the header of "step", "no_step", "skip_all" or "full_state"; returns the record's bytes."""
 
+def version_of(generation: int, step: int) -> int:
+    """The version after `step` steps, the last of them taken by the members of `generation`.
+
+    Example: step 5 of generation 2 is 2 · 2⁴⁰ + 5; it is newer than step 9 of generation 1.
+    """
+
+def step_of(version: int) -> int:
+    """Steps that the state of a version has taken."""
+
+def generation_of(version: int) -> int:
+    """The membership that made a version."""
+
+class Protocol:
+    """The commit protocol of one member as a state machine: `src/protocol/`, driven by `evermoe.train.protocol`.
+
+    Args:
+        settings: JSON of `protocol::Settings`.
+    """
+
+    def __init__(self, settings: str) -> None: ...
+    def handle(self, event: str) -> str:
+        """JSON of the commands that follow on an event, given as JSON.
+
+        Raises:
+            ValueError: the event does not answer what is under way; nothing changes.
+        """
+    @property
+    def version(self) -> int:
+        """Version of this member's state."""
+    @property
+    def generation(self) -> int:
+        """Generation of the group, or of the last one."""
+    @property
+    def is_established(self) -> bool:
+        """Whether this member has state of the running job."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether this member can compute a step without a recovery."""
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is over for this member."""
+
 class TripleBuffer:
     """Who may use which of three slots of host memory: the writer, the persister, or nobody. The bytes are elsewhere.
 
-    An event that cannot happen now is a ValueError and changes nothing. `evermoe.persist.Persister` drives it.
+    An event that cannot happen now is a ValueError and changes nothing. `evermoe.persist.persister` drives it.
     """
 
     def __init__(self) -> None: ...
@@ -478,7 +523,7 @@ class TripleBuffer:
         """Newer versions, none of them durable, belong to steps that never were."""
 
 class ReplayLog:
-    """A replica's records, until it repeats the steps; `evermoe.replica.Replica` drives it."""
+    """A replica's records, until it repeats the steps; `evermoe.replay.Replica` drives it."""
 
     def __init__(self, units: list[tuple[str, int, int]], limit_bytes: int) -> None: ...
     def accept(

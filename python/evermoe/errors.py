@@ -14,7 +14,7 @@ class CaptureCancelled(EvermoeError):
 
 
 class PersistFailed(EvermoeError):
-    """A snapshot did not get to the folder of persisted units. Training goes on; the next snapshot tries again."""
+    """A snapshot did not get to the folder of persisted units. Training continues; the next snapshot tries again."""
 
 
 class PeerLost(EvermoeError):
@@ -41,5 +41,21 @@ class JoinTimeout(EvermoeError):
     """Too few members came, or the Lighthouse did not answer, within the time limit."""
 
 
+class LeftBehind(EvermoeError):
+    """The other members went on without this one, and none of them is left to tell it what they committed."""
+
+
 class NotReplayable(EvermoeError):
     """The optimizer's steps cannot be repeated bit for bit elsewhere: its state must be sent instead."""
+
+
+class UnsupportedState(EvermoeError, ValueError):
+    """The optimizer, or the loop's own state, cannot be divided into units; the message says why."""
+
+
+class ReplicaBehind(EvermoeError):
+    """A replica cannot be brought to the step; the message says why, and which steps it has."""
+
+
+class LaunchError(EvermoeError):
+    """A worker could not do its part; the message has the end of its output."""

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evermoe.errors import EvermoeError
-
 STOP_SECONDS = 10.0
 """Time that workers get between SIGTERM and SIGKILL."""
 
@@ -33,7 +31,7 @@ class Worker:
 
 
 @dataclass
-class Job:
+class LocalJob:
     """A Lighthouse (its own, unless `lighthouse` names one) and the workers that use it.
 
     Args:
@@ -59,7 +57,7 @@ class Job:
     _server: Any = None
     _lock: Any = None
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> LocalJob:
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = (self.memory / "lock").open("w")
         try:
@@ -69,7 +67,7 @@ class Job:
                 f"job {self.name!r} is already running on this machine (it holds {self.memory}): choose another --job"
             ) from None
         if self.lighthouse is None:
-            from evermoe.elastic import start_local_lighthouse
+            from evermoe.comm.lighthouse import start_local_lighthouse
 
             self._server, self.lighthouse = start_local_lighthouse(
                 heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
@@ -127,7 +125,7 @@ class Job:
                 process.wait()
 
 
-def run(job: Job, workers: int, restarts: int, replicas: int = 0) -> int:
+def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0) -> int:
     """Runs `workers` processes that train, and `replicas` that keep copies for them, until they end.
 
     One killed by a crash is restarted on the same node.
@@ -165,9 +163,5 @@ def run(job: Job, workers: int, restarts: int, replicas: int = 0) -> int:
     if not any(job.memory.glob("*/*.arena")):
         job.forget()
     else:
-        print(f"evermoe run: started again with --job {job.name}, the job goes on from {job.memory}", file=sys.stderr)
+        print(f"evermoe run: started again with --job {job.name}, the job resumes from {job.memory}", file=sys.stderr)
     return failed[0] if failed else 1
-
-
-class LaunchError(EvermoeError):
-    """A worker could not do its part; the message has the end of its output."""

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evermoe import ops
-from evermoe.group import Group
-from evermoe.parallel import all_to_all
+from evermoe.comm.collectives import all_to_all
+from evermoe.comm.group import Group
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
 ROW_ALIGNMENT = 16
@@ -48,7 +48,7 @@ class MoE(nn.Module):
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
             (token, k) slots routed to e and P_e this rank's mean router probability.
         tokens_E: after a forward, numpy int64 `[E]`: tokens routed to each expert on all ranks together.
-        load_E: the same summed over all forwards in training mode, until somebody sets it to zero; a session does so at
+        load_E: the same summed over all forwards in training mode, until it is set to zero; a session does so at
             each step.
     """
 

@@ -3,43 +3,45 @@
 //! A step of one element, all in float32, each operation rounded once to nearest even, subnormals kept:
 //!
 //! ```text
-//! g = (g / loss_scale) · factor                      factor = ±clip, negative to maximize
-//! p = p · decay                                      decay  = 1 − lr·weight_decay
-//! m = fma(lerp, g − m, m)            lerp < 0.5      lerp   = 1 − β1
-//!     fma(−(1 − lerp), g − m, g)     otherwise
-//! v = fma(square · g, g, v · keep)                   square = 1 − β2, keep = β2
-//! p = p − (rate · m) / (√v / spread + eps)           rate   = lr / (1 − β1^t), spread = √(1 − β2^t)
+//! g = (g / loss_scale) · factor                          factor = ±clip, negative to maximize
+//! p = p · decay                                          decay  = 1 − lr·weight_decay
+//! m = fma(one_minus_beta1, g − m, m)                     one_minus_beta1 < 0.5
+//!     fma(−(1 − one_minus_beta1), g − m, g)              otherwise
+//! v = fma(one_minus_beta2 · g, g, v · beta2)
+//! p = p − (step_size · m) / (√v / bias_correction2_sqrt + eps)
+//!                                                        step_size = lr / (1 − β1^t)
+//!                                                        bias_correction2_sqrt = √(1 − β2^t)
 //! ```
 //!
 //! This is `torch.optim.AdamW(fused=True)` on an x86 CPU bit for bit, as long as torch does not come to its loop for
 //! the last elements (`numel % 8 == 0`). NaNs are the exception: which NaN comes out is the processor's choice.
 //!
-//! The other [`Profile`]s repeat the steps of torch's own optimizers; they differ from the above in
+//! The other [`Arithmetic`]s repeat the steps of torch's own optimizers; they differ from the above in
 //!
 //! ```text
-//! TorchCpuFused      v = fma(v, keep, (square · g) · g)        in the last numel % 8 elements
-//! TorchCudaFused     p = fma(p, decay, p)                      decay = −(lr · weight_decay)
-//!                    m = fma(m, lerp, fma(g, −lerp, g))        lerp  = β1
-//!                    v = fma(v, keep, fma(g², −keep, g²))      rate, spread: of powers computed in float32 on the GPU
-//! TorchCudaForeach   v = fma(g², square, v · keep)
-//!                    p = fma(m / (√v / spread + eps), −rate, p)
+//! TorchCpuFused      v = fma(v, beta2, (one_minus_beta2 · g) · g)    in the last numel % 8 elements
+//! TorchCudaFused     p = fma(p, decay, p)                            decay = −(lr · weight_decay)
+//!                    m = fma(m, β1, fma(g, −β1, g))                  one_minus_beta1 holds β1
+//!                    v = fma(v, beta2, fma(g², −beta2, g²))          powers of β computed in float32 on the GPU
+//! TorchCudaForeach   v = fma(g², one_minus_beta2, v · beta2)
+//!                    p = fma(m / (√v / bias_correction2_sqrt + eps), −step_size, p)
 //! ```
 //!
 //! Torch's other CPU variants take √ from a library that does not round it correctly: they cannot be repeated.
 
 use super::parallel::Parallel;
-use super::steps::{Gradient, Profile, Scaling, Step, apply_steps, check_option, for_each};
+use super::steps::{Arithmetic, Gradient, Numbers, Scaling, Step, apply_steps, check_option, for_each};
 use crate::ensure;
 use crate::error::{Error, Result};
 
-/// What the user sets.
+/// Options that the user sets.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamWOptions {
     /// Learning rate.
     pub lr: f64,
     /// Decay of the first and the second moment.
     pub betas: [f64; 2],
-    /// Keeps the denominator from zero.
+    /// Epsilon, which keeps the denominator from zero.
     pub eps: f64,
     /// Decoupled weight decay.
     pub weight_decay: f64,
@@ -53,30 +55,30 @@ pub struct AdamWOptions {
 /// differs between libraries.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamWStep {
-    /// Whose step it is; the numbers below are other ones for [`Profile::TorchCudaFused`] (see the module).
-    pub profile: Profile,
-    /// What the loss was multiplied by; the gradient is divided by it first.
+    /// Optimizer whose step it is; the numbers below are other ones for [`Arithmetic::TorchCudaFused`] (see the module).
+    pub arithmetic: Arithmetic,
+    /// Factor of the loss; the gradient is divided by it first.
     pub loss_scale: f32,
-    /// Then multiplied by this: the coefficient of clipping, negative to maximize.
+    /// Coefficient of clipping, by which the gradient is multiplied then; negative to maximize.
     pub factor: f32,
     /// `1 − lr·weight_decay`
     pub decay: f32,
-    /// `1 − β1`
-    pub lerp: f32,
+    /// `1 − β1`; under [`Arithmetic::TorchCudaFused`] `β1`.
+    pub one_minus_beta1: f32,
     /// `1 − β2`
-    pub square: f32,
+    pub one_minus_beta2: f32,
     /// `β2`
-    pub keep: f32,
+    pub beta2: f32,
     /// `lr / (1 − β1^t)`
-    pub rate: f32,
+    pub step_size: f32,
     /// `√(1 − β2^t)`
-    pub spread: f32,
-    /// As given.
+    pub bias_correction2_sqrt: f32,
+    /// Epsilon, as given.
     pub eps: f32,
 }
 
 impl AdamWStep {
-    /// How many numbers a step consists of.
+    /// Count of a step's numbers.
     pub const LEN: usize = 10;
 
     /// The numbers of step `t`, which counts from 1, for gradients of a loss that was multiplied by `loss_scale`, to be
@@ -93,24 +95,25 @@ impl AdamWStep {
     /// # Errors
     /// [`crate::error::Error::Invalid`] when a number is out of its range; it names it.
     pub fn new(options: &AdamWOptions, t: i64, loss_scale: f64, clip: f64) -> Result<Self> {
-        Self::with_profile(Profile::Evermoe, options, t, None, loss_scale, clip)
+        Self::with_arithmetic(Arithmetic::Evermoe, options, t, None, loss_scale, clip)
     }
 
-    /// As [`AdamWStep::new`], for another profile. [`Profile::TorchCudaFused`] needs `powers`: β1^t and β2^t as
-    /// the trainer's GPU computes them in float32, since no two libraries agree on them; the others take none.
+    /// The numbers of [`AdamWStep::new`] for another arithmetic. [`Arithmetic::TorchCudaFused`] needs `powers`: β1^t
+    /// and β2^t as the trainer's GPU computes them in float32, since no two libraries agree on them; the others take
+    /// none.
     ///
     /// ```
-    /// use evermoe::cpu::{AdamWOptions, AdamWStep, Profile};
+    /// use evermoe::cpu::{AdamWOptions, AdamWStep, Arithmetic};
     /// let options = AdamWOptions { lr: 0.5, betas: [0.5, 0.75], eps: 0.25, weight_decay: 0.5, maximize: false };
-    /// let step = AdamWStep::with_profile(Profile::TorchCudaFused, &options, 1, Some([0.5, 0.75]), 1.0, 1.0)?;
+    /// let step = AdamWStep::with_arithmetic(Arithmetic::TorchCudaFused, &options, 1, Some([0.5, 0.75]), 1.0, 1.0)?;
     /// assert_eq!(step.to_array(), [2.0, 1.0, 1.0, -0.25, 0.5, 0.25, 0.75, 1.0, 0.5, 0.25]);
     /// # Ok::<(), evermoe::error::Error>(())
     /// ```
     ///
     /// # Errors
-    /// As [`AdamWStep::new`]; also when `powers` are missing, not wanted, or no powers.
-    pub fn with_profile(
-        profile: Profile,
+    /// Those of [`AdamWStep::new`]; also when `powers` are missing, not wanted, or no powers.
+    pub fn with_arithmetic(
+        arithmetic: Arithmetic,
         options: &AdamWOptions,
         t: i64,
         powers: Option<[f32; 2]>,
@@ -125,33 +128,33 @@ impl AdamWStep {
             ensure!((0.0..1.0).contains(&beta), "betas: expected numbers of 0 to below 1, got {beta}");
         }
         ensure!(t >= 1, "t: expected a step of 1 or more (steps count from 1), got {t}");
-        let [loss_scale, factor] = Scaling::checked(loss_scale, clip, maximize)?.numbers();
+        let Scaling { loss_scale, factor, .. } = Scaling::checked(arithmetic, loss_scale, clip, maximize)?;
         let step = Self {
-            profile,
+            arithmetic,
             loss_scale,
             factor,
             // One rounding in double: a compiler fuses it in torch.
             decay: (-lr).mul_add(weight_decay, 1.0) as f32,
-            lerp: (1.0 - beta1) as f32,
-            square: (1.0 - beta2) as f32,
-            keep: beta2 as f32,
-            rate: (lr / (1.0 - beta1.powf(t as f64))) as f32,
-            spread: (1.0 - beta2.powf(t as f64)).sqrt() as f32,
+            one_minus_beta1: (1.0 - beta1) as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
+            beta2: beta2 as f32,
+            step_size: (lr / (1.0 - beta1.powf(t as f64))) as f32,
+            bias_correction2_sqrt: (1.0 - beta2.powf(t as f64)).sqrt() as f32,
             eps: eps as f32,
         };
-        match (profile, powers) {
-            (Profile::TorchCudaFused, Some(powers)) => step.with_powers(options, powers),
-            (Profile::TorchCudaFused, None) => Err(Error::Invalid(
+        match (arithmetic, powers) {
+            (Arithmetic::TorchCudaFused, Some(powers)) => step.with_powers(options, powers),
+            (Arithmetic::TorchCudaFused, None) => Err(Error::Invalid(
                 "powers: expected beta1**t and beta2**t in float32 from the trainer's GPU, got None".into(),
             )),
             (_, Some(_)) => Err(Error::Invalid(format!(
                 "powers: expected None, as profile {} computes them in double",
-                profile.name()
+                arithmetic.name()
             ))),
             // Python computes both, without fusing the one and with a power of one half for the other.
-            (Profile::TorchCudaForeach, None) => Ok(Self {
+            (Arithmetic::TorchCudaForeach, None) => Ok(Self {
                 decay: (1.0 - lr * weight_decay) as f32,
-                spread: (1.0 - beta2.powf(t as f64)).powf(0.5) as f32,
+                bias_correction2_sqrt: (1.0 - beta2.powf(t as f64)).powf(0.5) as f32,
                 ..step
             }),
             _ => Ok(step),
@@ -170,31 +173,75 @@ impl AdamWStep {
         }
         // A decay of +0 is none; of −0, one of a learning rate of 0, which still turns −0 into +0.
         let decay = if weight_decay == 0.0 { 0.0 } else { -(lr * weight_decay) };
-        let (rate, spread) = (lr / (1.0 - powers[0]), (1.0 - powers[1]).sqrt());
-        Ok(Self { decay, lerp: beta1, rate, spread, ..self })
+        let (step_size, bias_correction2_sqrt) = (lr / (1.0 - powers[0]), (1.0 - powers[1]).sqrt());
+        Ok(Self { decay, one_minus_beta1: beta1, step_size, bias_correction2_sqrt, ..self })
     }
 
-    /// The numbers in the order of the fields; the profile is its number.
+    /// The numbers in the order of the fields; the arithmetic is its number.
     pub fn to_array(&self) -> [f32; Self::LEN] {
-        let Self { profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps } = *self;
-        [profile.number(), loss_scale, factor, decay, lerp, square, keep, rate, spread, eps]
+        let Self {
+            arithmetic,
+            loss_scale,
+            factor,
+            decay,
+            one_minus_beta1,
+            one_minus_beta2,
+            beta2,
+            step_size,
+            bias_correction2_sqrt,
+            eps,
+        } = *self;
+        [
+            arithmetic.number(),
+            loss_scale,
+            factor,
+            decay,
+            one_minus_beta1,
+            one_minus_beta2,
+            beta2,
+            step_size,
+            bias_correction2_sqrt,
+            eps,
+        ]
     }
 
     /// The step of these numbers, in the order of the fields.
     ///
     /// # Errors
-    /// [`crate::error::Error::Invalid`] when the first one is no profile's.
+    /// [`crate::error::Error::Invalid`] when the first one is not the number of an arithmetic.
     pub fn from_array(numbers: [f32; Self::LEN]) -> Result<Self> {
-        let [profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps] = numbers;
-        let profile = Profile::numbered(profile, &Profile::ALL)?;
-        Ok(Self { profile, loss_scale, factor, decay, lerp, square, keep, rate, spread, eps })
+        let [
+            arithmetic,
+            loss_scale,
+            factor,
+            decay,
+            one_minus_beta1,
+            one_minus_beta2,
+            beta2,
+            step_size,
+            bias_correction2_sqrt,
+            eps,
+        ] = numbers;
+        let arithmetic = Arithmetic::numbered(arithmetic, &Arithmetic::ALL)?;
+        Ok(Self {
+            arithmetic,
+            loss_scale,
+            factor,
+            decay,
+            one_minus_beta1,
+            one_minus_beta2,
+            beta2,
+            step_size,
+            bias_correction2_sqrt,
+            eps,
+        })
     }
 }
 
 /// Applies the steps in their order: the same bits as one call for each, in one pass over the memory.
 ///
 /// `p` are the parameters, `m` and `v` the first and second moment. A step that the trainer skipped, since a gradient
-/// was infinite, is no step: it is left out here. Under [`Profile::TorchCpuFused`] the arrays are a whole parameter, as
+/// was infinite, is no step: it is left out here. Under [`Arithmetic::TorchCpuFused`] the arrays are a whole parameter, as
 /// its last elements are stepped in another way.
 ///
 /// ```
@@ -219,15 +266,13 @@ pub fn adamw(
     apply_steps([p, m, v], steps, pool);
 }
 
-impl Step<3> for AdamWStep {
+impl Numbers for AdamWStep {
     fn scaling(&self) -> Scaling {
-        Scaling::of(self.loss_scale, self.factor)
+        Scaling::of(self.arithmetic, self.loss_scale, self.factor)
     }
+}
 
-    fn profile(&self) -> Profile {
-        self.profile
-    }
-
+impl Step<3> for AdamWStep {
     #[inline(always)]
     fn update<G: Copy>(
         &self,
@@ -236,33 +281,43 @@ impl Step<3> for AdamWStep {
         widen: impl Fn(G) -> f32,
         in_tail: bool,
     ) {
-        let Self { decay, lerp, square, keep, rate, spread, eps, .. } = *self;
-        let (near, slope) = (lerp < 0.5, if lerp < 0.5 { lerp } else { -(1.0 - lerp) });
+        let Self {
+            decay,
+            one_minus_beta1,
+            one_minus_beta2,
+            beta2,
+            step_size,
+            bias_correction2_sqrt,
+            eps,
+            ..
+        } = *self;
+        let near = one_minus_beta1 < 0.5;
+        let slope = if near { one_minus_beta1 } else { -(1.0 - one_minus_beta1) };
         // From the end that is nearer: m, or g.
         let first_moment = |m: f32, g: f32| slope.mul_add(g - m, if near { m } else { g });
-        let denominator = |v: f32| v.sqrt() / spread + eps;
-        match self.profile {
-            Profile::TorchCpuFused if in_tail => for_each(state, gradient, |[p, m, v], g| {
+        let denominator = |v: f32| v.sqrt() / bias_correction2_sqrt + eps;
+        match self.arithmetic {
+            Arithmetic::TorchCpuFused if in_tail => for_each(state, gradient, |[p, m, v], g| {
                 let g = widen(g);
-                let (m, v) = (first_moment(m, g), v.mul_add(keep, square * g * g));
-                [p * decay - rate * m / denominator(v), m, v]
+                let (m, v) = (first_moment(m, g), v.mul_add(beta2, one_minus_beta2 * g * g));
+                [p * decay - step_size * m / denominator(v), m, v]
             }),
-            Profile::Evermoe | Profile::TorchCpuFused => for_each(state, gradient, |[p, m, v], g| {
+            Arithmetic::Evermoe | Arithmetic::TorchCpuFused => for_each(state, gradient, |[p, m, v], g| {
                 let g = widen(g);
-                let (m, v) = (first_moment(m, g), (square * g).mul_add(g, v * keep));
-                [p * decay - rate * m / denominator(v), m, v]
+                let (m, v) = (first_moment(m, g), (one_minus_beta2 * g).mul_add(g, v * beta2));
+                [p * decay - step_size * m / denominator(v), m, v]
             }),
-            Profile::TorchCudaFused => for_each(state, gradient, |[p, m, v], g| {
-                let g = widen(g);
+            Arithmetic::TorchCudaFused => for_each(state, gradient, |[p, m, v], g| {
+                let (g, beta1) = (widen(g), one_minus_beta1);
                 let p = if decay.to_bits() == 0 { p } else { p.mul_add(decay, p) };
-                let m = m.mul_add(lerp, g.mul_add(-lerp, g));
-                let v = v.mul_add(keep, (g * g).mul_add(-keep, g * g));
-                [p - rate * m / denominator(v), m, v]
+                let m = m.mul_add(beta1, g.mul_add(-beta1, g));
+                let v = v.mul_add(beta2, (g * g).mul_add(-beta2, g * g));
+                [p - step_size * m / denominator(v), m, v]
             }),
-            Profile::TorchCudaForeach => for_each(state, gradient, |[p, m, v], g| {
+            Arithmetic::TorchCudaForeach => for_each(state, gradient, |[p, m, v], g| {
                 let g = widen(g);
-                let (m, v) = (first_moment(m, g), (g * g).mul_add(square, v * keep));
-                [(m / denominator(v)).mul_add(-rate, p * decay), m, v]
+                let (m, v) = (first_moment(m, g), (g * g).mul_add(one_minus_beta2, v * beta2));
+                [(m / denominator(v)).mul_add(-step_size, p * decay), m, v]
             }),
         }
     }
@@ -285,13 +340,14 @@ mod tests {
         values.iter().map(|value| if value.is_nan() { 0x7fc0_0000 } else { value.to_bits() }).collect()
     }
 
-    fn run(profile: Profile, update: Update<3, AdamWStep>) -> [Vec<u32>; 3] {
+    fn run(arithmetic: Arithmetic, update: Update<3, AdamWStep>) -> [Vec<u32>; 3] {
         let options =
             AdamWOptions { lr: 0.3, betas: [0.9, 0.99], eps: 1e-8, weight_decay: 0.1, maximize: false };
         let gradient = any_bits(9);
-        let powers = (profile == Profile::TorchCudaFused).then_some([0.5, 0.75]);
-        let step =
-            |t, scale, clip| AdamWStep::with_profile(profile, &options, t, powers, scale, clip).unwrap();
+        let powers = (arithmetic == Arithmetic::TorchCudaFused).then_some([0.5, 0.75]);
+        let step = |t, scale, clip| {
+            AdamWStep::with_arithmetic(arithmetic, &options, t, powers, scale, clip).unwrap()
+        };
         let steps =
             [(step(1, 1.0, 1.0), Gradient::F32(&gradient)), (step(2, 3.0, 0.7), Gradient::F32(&gradient))];
         let (mut p, mut m) = (any_bits(1), any_bits(2));
@@ -303,11 +359,11 @@ mod tests {
 
     #[test]
     fn variants_give_the_same_bits() {
-        for profile in Profile::ALL {
+        for arithmetic in Arithmetic::ALL {
             assert_eq!(
-                run(profile, update_for_this_processor()),
-                run(profile, update_portable),
-                "{profile:?}"
+                run(arithmetic, update_for_this_processor()),
+                run(arithmetic, update_portable),
+                "{arithmetic:?}"
             );
         }
     }

@@ -14,7 +14,7 @@ pub const LEAST_BYTES: usize = 1 << 20;
 /// Large pages, where the system gives them: fewer faults and fewer misses of scattered rows.
 const PAGE_BYTES: usize = 2 << 20;
 
-/// Memory of `capacity` bytes that is somebody's alone.
+/// Memory of `capacity` bytes with one owner.
 #[derive(Debug)]
 pub struct Buffer {
     start: NonNull<u8>,
@@ -37,7 +37,7 @@ impl Buffer {
         Some(Self { start, capacity })
     }
 
-    /// The address and the capacity; whoever has them owns the memory.
+    /// The address and the capacity; the receiver owns the memory.
     pub fn into_raw(self) -> (NonNull<u8>, usize) {
         let buffer = std::mem::ManuallyDrop::new(self);
         (buffer.start, buffer.capacity)
@@ -71,7 +71,7 @@ pub struct Buffers {
 
 #[derive(Debug)]
 struct Idle {
-    /// Those that were given back last are at the back.
+    /// Idle buffers; those that were given back last are at the back.
     buffers: VecDeque<Buffer>,
     bytes: usize,
     /// Most bytes to keep; none: as many as were in use at the peak.

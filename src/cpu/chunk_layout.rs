@@ -1,4 +1,4 @@
-//! Where the bytes of many tensors lie in a stream of chunks of one size.
+//! Layout of the bytes of many tensors in a stream of chunks of one size.
 
 use crate::ensure;
 use crate::error::Result;

@@ -8,7 +8,7 @@
 //! | `rows` | copies rows into the order of the plan, and combines them back |
 //! | `exchange` | regroups rows that came from other ranks by expert, and back |
 //! | `adamw`, `sgd` | an optimizer's step, with the same bits everywhere |
-//! | `steps` | what they share: gradients, profiles, several steps in one pass |
+//! | `steps` | parts that they share: gradients, arithmetics, several steps in one pass |
 //! | `float_mode` | the processor's mode while they run |
 //! | `chunk_layout` | where the bytes of many tensors lie in a stream of chunks |
 //! | `chunks` | tensors to chunks and back, hashed on the way |
@@ -51,7 +51,7 @@ pub use plan::{dispatch_plan, invert_positions};
 pub use rows::{Backward, Combine, DOT_PARTIALS, permute, unpermute, unpermute_backward};
 pub(crate) use sgd::check_no_momentum;
 pub use sgd::{SgdOptions, SgdStep, sgd};
-pub use steps::{Gradient, Profile};
+pub use steps::{Arithmetic, Gradient, TORCH_LANES};
 
 /// Whether the processor has the parts of AVX-512 that all processors of servers with it have.
 #[cfg(target_arch = "x86_64")]

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// Runs a body over `0..len`, in any cut and order, possibly on several threads at once.
 pub trait Parallel {
-    /// How many threads a loop is spread over.
+    /// Number of threads that a loop is spread over.
     fn threads(&self) -> usize {
         1
     }
@@ -46,7 +46,7 @@ impl<'a, T> Disjoint<'a, T> {
     /// Elements `range`, to be written.
     ///
     /// # Safety
-    /// Nobody else uses an element of `range` while the result lives.
+    /// No other code uses an element of `range` while the result lives.
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn part(&self, range: Range<usize>) -> &mut [T] {
         assert!(range.start <= range.end && range.end <= self.len);
@@ -57,7 +57,7 @@ impl<'a, T> Disjoint<'a, T> {
     /// Stores one element.
     ///
     /// # Safety
-    /// `index` is below the length, and nobody else uses the element during the call.
+    /// `index` is below the length, and no other code uses the element during the call.
     #[inline(always)]
     pub(crate) unsafe fn store(&self, index: usize, value: T) {
         debug_assert!(index < self.len);

@@ -1,4 +1,4 @@
-//! Which row of the send buffer each slot takes: a stable counting sort by (destination rank, expert, slot).
+//! Plan of the rows that slots take in the send buffer: a stable counting sort by (destination rank, expert, slot).
 //!
 //! Each thread places one chunk of the slots. What earlier chunks hold of each expert is counted first; the last
 //! chunk is not, so that one thread alone reads the ids once: that the counts add up shows while placing.
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 /// Ids whose rows are found before the first of them is stored.
 const BLOCK_IDS: usize = 512;
 
-/// Where the next slots of one expert go, in one segment.
+/// Rows for the next slots of one expert, in one segment.
 #[derive(Clone, Copy, Default)]
 struct Cursor {
     next_row: u32,

@@ -21,7 +21,7 @@ const COLUMNS: usize = 128;
 /// Elements that a thread should be given at least.
 const GRAIN_ELEMENTS: usize = 1 << 16;
 
-/// What [`unpermute`] reads. `rows` is `[N, width]`, `positions` `[T, top_k]`, `weights` like `positions`.
+/// Inputs of [`unpermute`]: `rows` is `[N, width]`, `positions` `[T, top_k]`, `weights` like `positions`.
 #[derive(Debug, Clone, Copy)]
 pub struct Combine<'a, F, I> {
     /// The rows, in the order of the plan.
@@ -36,7 +36,7 @@ pub struct Combine<'a, F, I> {
     pub top_k: usize,
 }
 
-/// What [`unpermute_backward`] reads: `grad` is `[T, width]`, `rows` `[N, width]`, `positions` and `weights`
+/// Inputs of [`unpermute_backward`]: `grad` is `[T, width]`, `rows` `[N, width]`, `positions` and `weights`
 /// `[T, top_k]`.
 #[derive(Debug, Clone, Copy)]
 pub struct Backward<'a, F, I> {

@@ -1,4 +1,4 @@
-//! What the optimizers share: gradients, profiles, and steps that are applied block by block.
+//! Parts that the optimizers share: gradients, arithmetics, and steps that are applied block by block.
 
 use super::float_mode::KeepSubnormals;
 #[cfg(target_arch = "x86_64")]
@@ -15,15 +15,15 @@ const BLOCK: usize = 2048;
 /// Blocks that a thread should be given at least.
 const GRAIN_BLOCKS: usize = 32;
 /// Elements that torch's CPU loops take at once; what is left at the end goes through another loop.
-const TORCH_LANES: usize = 8;
+pub const TORCH_LANES: usize = 8;
 static ZEROS: [f32; BLOCK] = [0.0; BLOCK];
 
-/// Whose arithmetic a step follows, bit for bit.
+/// Optimizer whose arithmetic a step follows, bit for bit.
 ///
 /// The same formula, evaluated in another order or with other roundings, gives other bits: a step is repeated exactly
-/// only under the profile of the optimizer that took it.
+/// only under the arithmetic of the optimizer that took it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Profile {
+pub enum Arithmetic {
     /// This library's: one formula for every element.
     Evermoe,
     /// `fused=True` on an x86 CPU: the library's, but for the last `numel % 8` elements of a parameter.
@@ -34,8 +34,8 @@ pub enum Profile {
     TorchCudaForeach,
 }
 
-impl Profile {
-    /// All of them; a profile's number is its place.
+impl Arithmetic {
+    /// All of them; an arithmetic's number is its place.
     pub const ALL: [Self; 4] =
         [Self::Evermoe, Self::TorchCpuFused, Self::TorchCudaFused, Self::TorchCudaForeach];
 
@@ -49,13 +49,13 @@ impl Profile {
         }
     }
 
-    /// The profile of a name, one of `among`.
+    /// The arithmetic of a name, one of `among`.
     ///
     /// # Errors
     /// [`Error::Invalid`] when none of them has the name.
     pub fn named(name: &str, among: &[Self]) -> Result<Self> {
-        among.iter().copied().find(|profile| profile.name() == name).ok_or_else(|| {
-            let names: Vec<_> = among.iter().map(|profile| profile.name()).collect();
+        among.iter().copied().find(|arithmetic| arithmetic.name() == name).ok_or_else(|| {
+            let names: Vec<_> = among.iter().map(|arithmetic| arithmetic.name()).collect();
             Error::Invalid(format!("profile: expected one of {}, got {name:?}", names.join(", ")))
         })
     }
@@ -65,12 +65,12 @@ impl Profile {
         self as u8 as f32
     }
 
-    /// The profile of a step's number, one of `among`.
+    /// The arithmetic of a step's number, one of `among`.
     ///
     /// # Errors
     /// [`Error::Invalid`] when none of them has the number.
     pub fn numbered(number: f32, among: &[Self]) -> Result<Self> {
-        among.iter().copied().find(|profile| profile.number() == number).ok_or_else(|| {
+        among.iter().copied().find(|arithmetic| arithmetic.number() == number).ok_or_else(|| {
             Error::Invalid(format!(
                 "steps: expected rows that begin with the number of a profile of this optimizer, got {number}; \
                  rows come from the function of the optimizer's steps"
@@ -100,30 +100,33 @@ impl Gradient<'_> {
     }
 }
 
-/// What every step does to its gradient first.
+/// The arithmetic of a step, and what it does to its gradient first.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Scaling {
-    loss_scale: f32,
-    factor: f32,
+    pub(super) arithmetic: Arithmetic,
+    pub(super) loss_scale: f32,
+    pub(super) factor: f32,
 }
 
 impl Scaling {
-    pub(super) fn of(loss_scale: f32, factor: f32) -> Self {
-        Self { loss_scale, factor }
+    pub(super) fn of(arithmetic: Arithmetic, loss_scale: f32, factor: f32) -> Self {
+        Self { arithmetic, loss_scale, factor }
     }
 
     /// The two numbers rounded to float32, or what is wrong with them.
-    pub(super) fn checked(loss_scale: f64, clip: f64, maximize: bool) -> Result<Self> {
+    pub(super) fn checked(
+        arithmetic: Arithmetic,
+        loss_scale: f64,
+        clip: f64,
+        maximize: bool,
+    ) -> Result<Self> {
         check_option("clip", clip)?;
         ensure!(
             (loss_scale as f32) > 0.0 && (loss_scale as f32).is_finite(),
             "loss_scale: expected a positive finite number, got {loss_scale}"
         );
-        Ok(Self { loss_scale: loss_scale as f32, factor: if maximize { -clip } else { clip } as f32 })
-    }
-
-    pub(super) fn numbers(self) -> [f32; 2] {
-        [self.loss_scale, self.factor]
+        let factor = if maximize { -clip } else { clip } as f32;
+        Ok(Self { arithmetic, loss_scale: loss_scale as f32, factor })
     }
 }
 
@@ -136,12 +139,13 @@ pub(super) fn check_option(name: &str, value: f64) -> Result<()> {
     Ok(())
 }
 
-/// A step of an optimizer that keeps `N` arrays: the parameters, and its state of each.
-pub(super) trait Step<const N: usize>: Copy + Sync {
+/// The numbers of a step, of any optimizer.
+pub(super) trait Numbers: Copy + Sync {
     fn scaling(&self) -> Scaling;
+}
 
-    fn profile(&self) -> Profile;
-
+/// A step of an optimizer that keeps `N` arrays: the parameters, and its state of each.
+pub(super) trait Step<const N: usize>: Numbers {
     /// Updates elements with [`for_each`]; `in_tail` are those that torch's CPU loops leave to the end.
     fn update<G: Copy>(
         &self,
@@ -256,7 +260,7 @@ fn update_both<const N: usize, S: Step<N>, G: Copy>(
     body: usize,
     widen: impl Fn(G) -> f32,
 ) {
-    let Scaling { loss_scale, factor } = step.scaling();
+    let Scaling { loss_scale, factor, .. } = step.scaling();
     if loss_scale == 1.0 && factor == 1.0 {
         update_body_and_tail(step, state, gradient, body, widen);
     } else {
@@ -272,7 +276,7 @@ fn update_body_and_tail<const N: usize, S: Step<N>, G: Copy>(
     body: usize,
     widen: impl Fn(G) -> f32,
 ) {
-    if step.profile() != Profile::TorchCpuFused || body == gradient.len() {
+    if step.scaling().arithmetic != Arithmetic::TorchCpuFused || body == gradient.len() {
         return step.update(state, gradient, widen, false);
     }
     step.update(state.each_mut().map(|values| &mut values[..body]), &gradient[..body], &widen, false);

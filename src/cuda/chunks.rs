@@ -1,27 +1,12 @@
 //! Launching the copies between tensors and chunks.
 
+use super::abi::{COPY_THREADS, Span, THREADS_PER_BLOCK};
 use super::device::{Grid, Launcher};
 use crate::cpu::{BLOCK_BYTES, ChunkLayout};
 use crate::ensure;
 use crate::error::Result;
 
-/// Four threads share a block of bytes. Few warps, so that one chunk spreads over many multiprocessors. In
-/// step with the launch bounds of `kernels/copy.cu`.
-const THREADS: usize = 64;
-const THREADS_OF_BLOCK: usize = 4;
 const MAX_BLOCKS: usize = 1 << 16;
-
-/// Where the bytes of a tensor are. In step with `Span` of `kernels/copy.cu`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Span {
-    /// Device address, of any alignment.
-    pub at: u64,
-    /// First byte in the stream of chunks.
-    pub start: u64,
-    /// Length, above 0.
-    pub bytes: u64,
-}
 
 impl Span {
     /// The spans of the tensors that have bytes; `addresses` are in the order of the layout.
@@ -61,8 +46,8 @@ impl ChunkRange {
 }
 
 fn grid(num_blocks: usize) -> Grid {
-    let blocks = num_blocks.div_ceil(THREADS / THREADS_OF_BLOCK).min(MAX_BLOCKS);
-    Grid { blocks, threads: THREADS, shared_bytes: 0 }
+    let blocks = num_blocks.div_ceil(COPY_THREADS / THREADS_PER_BLOCK).min(MAX_BLOCKS);
+    Grid { blocks, threads: COPY_THREADS, shared_bytes: 0 }
 }
 
 impl Launcher {
@@ -105,7 +90,7 @@ impl Launcher {
     /// [`crate::cpu::unpack_chunks`].
     ///
     /// # Safety
-    /// As of [`Launcher::pack_chunks`]; `wrong` holds an int64 for each `chunk_blocks` blocks, set before.
+    /// Those of [`Launcher::pack_chunks`]; `wrong` holds an int64 for each `chunk_blocks` blocks, set before.
     ///
     /// # Errors
     /// Chunks that are not aligned, or the driver's.

@@ -10,7 +10,8 @@
 //! Work goes through slots of device memory, a *group* of chunks at a time: small chunks share a slot, so that each
 //! transfer is large enough to pay for itself. `restore` is the same from right to left.
 
-use super::chunks::{ChunkRange, Span};
+use super::abi::Span;
+use super::chunks::ChunkRange;
 use super::device::{Device, Launcher};
 use super::pinned::PinnedBuffer;
 use super::streams::{CopyStream, Event};
@@ -26,7 +27,7 @@ const WORD: usize = size_of::<u64>();
 /// The device memory through which chunks go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Slots {
-    /// How many transfers may be on their way at once.
+    /// Transfers that may be on their way at once.
     pub count: usize,
     /// Bytes of a transfer: a chunk at least, and several where they are smaller.
     pub bytes: usize,
@@ -49,7 +50,7 @@ struct Slot {
     free: Event,
 }
 
-/// Where a copier's device memory is divided.
+/// Division of a copier's device memory.
 #[derive(Debug, Clone, Copy)]
 struct Workspace {
     num_spans: usize,
@@ -183,7 +184,7 @@ impl ChunkCopier {
         Ok(copier)
     }
 
-    /// What is where in the chunks.
+    /// The layout of the chunks.
     pub fn layout(&self) -> &ChunkLayout {
         &self.layout
     }
@@ -207,8 +208,8 @@ impl ChunkCopier {
     /// Returns at once.
     ///
     /// # Safety
-    /// `stream` is a live stream of the device, or null. Whoever writes the tensors later comes after
-    /// [`ChunkCopier::release`]; nobody uses these chunks on the host until they are done.
+    /// `stream` is a live stream of the device, or null. Later writes of the tensors come after
+    /// [`ChunkCopier::release`]; these chunks are not used on the host until they are done.
     ///
     /// # Errors
     /// A range beyond the chunks, or the driver's.
@@ -221,10 +222,10 @@ impl ChunkCopier {
     /// example. What torch's stream has been given since is not waited for. Returns at once.
     ///
     /// # Safety
-    /// As of [`ChunkCopier::save`]; the tensors have not been written since.
+    /// Those of [`ChunkCopier::save`]; the tensors have not been written since.
     ///
     /// # Errors
-    /// As of [`ChunkCopier::save`].
+    /// Those of [`ChunkCopier::save`].
     pub unsafe fn save_more(&self, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(None, chunks, Self::save_group) }
@@ -234,16 +235,17 @@ impl ChunkCopier {
     /// Blocks with a wrong hash are counted and not written. Returns at once.
     ///
     /// # Safety
-    /// As of [`ChunkCopier::save`]; whoever uses the tensors later comes after [`ChunkCopier::release`].
+    /// Those of [`ChunkCopier::save`]; later uses of the tensors come after [`ChunkCopier::release`].
     ///
     /// # Errors
-    /// As of [`ChunkCopier::save`].
+    /// Those of [`ChunkCopier::save`].
     pub unsafe fn restore(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(Some(stream), chunks, Self::restore_group) }
     }
 
-    /// What `stream` gets from now on waits until the tensors are no longer used by what was started. Returns at once.
+    /// Makes work that `stream` gets from now on wait until started transfers no longer use the tensors. Returns at
+    /// once.
     ///
     /// # Safety
     /// `stream` is a live stream of the device, or null.
@@ -272,12 +274,12 @@ impl ChunkCopier {
     /// Blocks the calling thread until [`ChunkCopier::is_done`].
     ///
     /// # Errors
-    /// As of [`ChunkCopier::is_done`].
+    /// Those of [`ChunkCopier::is_done`].
     pub fn wait(&self, chunks: Range<usize>) -> Result<()> {
         self.events_of(chunks)?.iter().try_for_each(Event::wait)
     }
 
-    /// All of them: ranges may have been started in any order, so that the last chunk need not be done last.
+    /// Events of all chunks: ranges may have been started in any order, so that the last chunk need not be done last.
     fn events_of(&self, chunks: Range<usize>) -> Result<&[Event]> {
         self.check_range(&chunks)?;
         let slot_chunks = self.workspace.slot_chunks;

@@ -37,7 +37,7 @@ pub(super) struct Grid {
     pub(super) shared_bytes: usize,
 }
 
-/// Launches kernels on a stream that belongs to somebody else.
+/// Launches kernels on a stream that belongs to the caller.
 pub struct Launcher {
     device: Arc<Device>,
     stream: Arc<CudaStream>,
@@ -70,7 +70,7 @@ impl Launcher {
     /// A launcher on a stream of a device that is open.
     ///
     /// # Safety
-    /// As of [`Launcher::new`].
+    /// Those of [`Launcher::new`].
     pub(super) unsafe fn of(device: Arc<Device>, stream: *mut c_void) -> Self {
         // SAFETY: by the caller's promise.
         let stream = unsafe { device.context.wrap_borrowed_stream(stream.cast()) };
@@ -106,7 +106,7 @@ impl Launcher {
     ///
     /// # Safety
     /// `from` holds `num_bytes` on the device and `to` on the host, until the stream has passed this point; meanwhile
-    /// nobody else uses those at `to`.
+    /// no other code uses those at `to`.
     pub(super) unsafe fn copy_to_host(&self, from: u64, to: *mut u8, num_bytes: usize) -> Result<()> {
         let _current = self.device.make_current()?;
         if num_bytes == 0 {
@@ -145,7 +145,7 @@ impl Launcher {
     /// Launches a kernel of 64-bit arguments and, after them, a table by value.
     ///
     /// # Safety
-    /// As of [`Launcher::launch`].
+    /// Those of [`Launcher::launch`].
     pub(super) unsafe fn launch_with<T: DeviceRepr>(
         &self,
         name: &'static str,

@@ -1,15 +1,13 @@
 //! Launching what crosses ranks: the split of tokens, and the regrouping of rows.
 
+use super::abi::{HOLDER_BYTES, IN_FLIGHT, SOURCE_BYTES, WARP};
 use super::device::{Grid, Launcher};
-use super::launch::{IN_FLIGHT, row_grid};
+use super::launch::row_grid;
 use crate::ensure;
 use crate::error::Result;
 
-const WARP: usize = 32;
-/// In step with `Holder` of `kernels/exchange.cu`.
-const HOLDER_BYTES: usize = 64;
-/// `Source`s and sums of a warp there.
-const WARP_BYTES: usize = WARP * (16 + 8);
+/// Shared memory of a warp in the split of tokens, beside the holders.
+const WARP_BYTES: usize = WARP * (SOURCE_BYTES + size_of::<u64>());
 /// Holders must fit into the shared memory that every GPU gives without asking.
 const MAX_RANKS: usize = (48 * 1024 - WARP_BYTES) / HOLDER_BYTES - 1;
 
@@ -58,7 +56,7 @@ pub struct SplitTokens {
     pub num_experts: usize,
     /// Ranks.
     pub num_ranks: usize,
-    /// Whose part is written.
+    /// Rank whose part is written.
     pub rank: usize,
 }
 
@@ -97,8 +95,8 @@ impl Launcher {
         }
     }
 
-    /// What a rank sends and receives: the integers of [`crate::dispatch::split_tokens`] with `Policy::Even`. An expert that
-    /// it refuses sends nothing.
+    /// Counts that a rank sends and receives: the integers of [`crate::dispatch::split_tokens`] with `Policy::Even`. An
+    /// expert that it refuses sends nothing.
     ///
     /// # Safety
     /// The addresses hold what [`SplitTokens`] states.

@@ -1,11 +1,12 @@
-//! A copier's tensors to the host bit by bit, as far as somebody wants to read them.
+//! A copier's tensors to the host bit by bit, as far as a reader wants them.
 
 use super::copier::ChunkCopier;
 use crate::error::Result;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// Brings the bytes of a copier's tensors to its chunks, in their order, for one who reads them beside training.
+/// Brings the bytes of a copier's tensors to its chunks, in their order, for a reader that runs concurrently with
+/// training.
 #[derive(Debug)]
 pub struct Fetcher {
     copier: Arc<ChunkCopier>,
@@ -18,7 +19,7 @@ impl Fetcher {
     /// The tensors as they are when `stream` has done what it has been given so far. Returns at once.
     ///
     /// # Safety
-    /// `stream` is a live stream of the device, or null. Until all is fetched, or this is dropped, nobody writes the
+    /// `stream` is a live stream of the device, or null. Until all is fetched, or this is dropped, no other code writes the
     /// tensors or uses the copier for anything else.
     ///
     /// # Errors

@@ -1,15 +1,13 @@
 //! Launching the counts of tokens per expert.
 
+use super::abi::{LayerEntry, LayerTable, MAX_LAYERS};
 use super::device::{Grid, Launcher};
 use super::launch::check_experts;
 use crate::error::Result;
-use cudarc::driver::DeviceRepr;
 
 const THREADS: usize = 256;
 /// Blocks that the layers of a launch share in proportion to their ids; each layer with an id gets one at least.
 const MAX_BLOCKS: usize = 1024;
-/// Layers of one launch, which are arguments by value. In step with `kMaxLayers` of `kernels/histogram.cu`.
-const MAX_LAYERS: usize = 64;
 
 /// The ids of one layer, for [`Launcher::histograms`].
 #[derive(Debug, Clone, Copy)]
@@ -22,25 +20,7 @@ pub struct LayerIds {
     pub num_slots: usize,
 }
 
-/// One layer as the kernel reads it. In step with `LayerIds` of `kernels/histogram.cu`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct Entry {
-    ids: u64,
-    num_slots: u64,
-    end_block: u32,
-    is_wide: u32,
-}
-
-/// The layers of one launch.
-#[repr(C)]
-#[derive(Debug)]
-struct Entries([Entry; MAX_LAYERS]);
-
-// SAFETY: numbers alone, laid out as in C.
-unsafe impl DeviceRepr for Entries {}
-
-impl Entries {
+impl LayerTable {
     /// The table of at most [`MAX_LAYERS`] layers, and how many blocks they take together.
     ///
     /// Example: 3000 and 0 and 1500 slots, 3 experts: a block counts 1036 of them, so the layers' blocks end before 3, 3
@@ -49,11 +29,11 @@ impl Entries {
         let num_slots: usize = layers.iter().map(|layer| layer.num_slots).sum();
         // Enough ids for each block to pay for clearing and adding its counts.
         let per_block = (THREADS * 4 + num_experts * 4).max(num_slots.div_ceil(MAX_BLOCKS));
-        let mut entries = [Entry::default(); MAX_LAYERS];
+        let mut entries = [LayerEntry::default(); MAX_LAYERS];
         let mut end_block = 0;
         for (entry, layer) in entries.iter_mut().zip(layers) {
             end_block += layer.num_slots.div_ceil(per_block);
-            *entry = Entry {
+            *entry = LayerEntry {
                 ids: layer.ids,
                 num_slots: layer.num_slots as u64,
                 end_block: end_block as u32,
@@ -79,7 +59,7 @@ impl Launcher {
         // SAFETY: by the caller's promise.
         unsafe { self.fill(counts, 0, layers.len() * row_bytes)? };
         for (chunk, layers) in layers.chunks(MAX_LAYERS).enumerate() {
-            let (entries, blocks) = Entries::new(layers, num_experts);
+            let (entries, blocks) = LayerTable::new(layers, num_experts);
             if blocks == 0 {
                 continue;
             }
@@ -99,7 +79,7 @@ mod tests {
 
     fn end_blocks(slots: &[usize], num_experts: usize) -> (Vec<u32>, usize) {
         let layer = |&num_slots: &usize| LayerIds { ids: 0, wide_ids: false, num_slots };
-        let (entries, blocks) = Entries::new(&slots.iter().map(layer).collect::<Vec<_>>(), num_experts);
+        let (entries, blocks) = LayerTable::new(&slots.iter().map(layer).collect::<Vec<_>>(), num_experts);
         (entries.0[..slots.len()].iter().map(|entry| entry.end_block).collect(), blocks)
     }
 

@@ -1,17 +1,15 @@
 //! One method per operation: checks, grid, arguments. Addresses are the device's.
 
+use super::abi::{IN_FLIGHT, LEAST_TILE_SLOTS, TILE_SLOTS_PER_EXPERT, WARP};
 use super::device::{Grid, Launcher};
 use crate::ensure;
 use crate::error::{Error, Result};
 
-const WARP: usize = 32;
 const THREADS: usize = 256;
 /// Threads of a block, at most.
 const MAX_THREADS: usize = 1024;
 /// Blocks of a grid whose blocks take several items in turn.
 const MAX_BLOCKS: usize = 1 << 16;
-/// Loads of a thread at once, in step with `kInFlight` of `kernels/common.cuh`.
-pub(super) const IN_FLIGHT: usize = 4;
 /// Counts per expert must fit into the shared memory that every GPU gives without asking.
 const MAX_EXPERTS: usize = 48 * 1024 / size_of::<u32>();
 
@@ -108,7 +106,7 @@ pub struct Combine {
 /// Arguments of [`Launcher::unpermute_backward`]: those of the forward pass, and the gradients.
 #[derive(Debug, Clone, Copy)]
 pub struct Backward {
-    /// What the forward pass read; its `out` is the gradient of its result.
+    /// Arguments of the forward pass; its `out` is the gradient of its result.
     pub forward: Combine,
     /// `[num_rows]` like `positions`, written
     pub row_ids: u64,
@@ -134,9 +132,9 @@ pub(super) fn check_experts(num_experts: usize) -> Result<()> {
     Ok(())
 }
 
-/// Slots of a tile, in step with the function of this name in `kernels/dispatch.cu`.
+/// Slots of a tile, as the function of this name in `kernels/dispatch.cu` counts them.
 fn tile_slots(num_experts: usize) -> usize {
-    (2 * num_experts).next_power_of_two().max(512)
+    (TILE_SLOTS_PER_EXPERT * num_experts).next_power_of_two().max(LEAST_TILE_SLOTS)
 }
 
 fn index_bytes(wide: bool) -> usize {

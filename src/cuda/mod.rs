@@ -1,9 +1,10 @@
 //! The kernels of `kernels/` through the CUDA driver API, which is loaded at run time.
 //!
-//! Knows nothing of torch: a [`Launcher`] is a device and somebody's stream, and its methods take device addresses
+//! Knows nothing of torch: a [`Launcher`] is a device and the caller's stream, and its methods take device addresses
 //! and sizes. Every launch is checked here first; nothing waits for the device, but where it says so.
 //! [`ChunkCopier`] has streams of its own, and page-locked host memory.
 
+mod abi;
 mod chunks;
 mod copier;
 mod device;
@@ -11,13 +12,13 @@ mod exchange;
 mod fetch;
 mod histogram;
 mod launch;
+mod optim;
 mod pinned;
 mod streams;
 
-pub use chunks::{ChunkRange, Span};
+pub use abi::Span;
+pub use chunks::ChunkRange;
 pub use copier::{ChunkCopier, Slots};
-mod optim;
-
 pub use device::Launcher;
 pub use exchange::{Regroup, SplitTokens};
 pub use fetch::Fetcher;

@@ -1,17 +1,15 @@
 //! Launching the optimizers' steps.
 
+use super::abi::{GradientKind, MAX_STEPS, NUMBERS, StepEntry, StepTable};
 use super::device::{Grid, Launcher};
-use crate::cpu::{AdamWStep, Profile, SgdStep, check_no_momentum};
+use crate::cpu::{AdamWStep, Arithmetic, SgdStep, check_no_momentum};
 use crate::error::Result;
-use cudarc::driver::DeviceRepr;
 
 const THREADS: usize = 256;
 /// Blocks take several packs of elements in turn.
 const MAX_BLOCKS: usize = 1 << 16;
 /// Elements that a thread takes at once.
 const PACK: usize = 4;
-/// Steps of one launch, which are arguments by value. In step with `kMaxSteps` of `kernels/replay.cu`.
-const MAX_STEPS: usize = 8;
 
 /// The gradient of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,12 +23,12 @@ pub enum GradientAt {
 }
 
 impl GradientAt {
-    /// The kind, by the kernel's number, and the address.
-    fn parts(self) -> (u16, u64) {
+    /// The kind, and the address.
+    fn parts(self) -> (GradientKind, u64) {
         match self {
-            Self::Zero => (0, 0),
-            Self::F32(address) => (1, address),
-            Self::Bf16(address) => (2, address),
+            Self::Zero => (GradientKind::Zero, 0),
+            Self::F32(address) => (GradientKind::Float32, address),
+            Self::Bf16(address) => (GradientKind::Bfloat16, address),
         }
     }
 
@@ -72,19 +70,16 @@ pub struct Sgd<'a> {
     pub steps: &'a [(SgdStep, GradientAt)],
 }
 
-/// Numbers of a step in the kernels' table.
-const NUMBERS: usize = 9;
-
 /// A step of any optimizer, as its kernel reads it.
 trait Step: Copy {
-    fn profile(&self) -> Profile;
-    /// All but the profile; zeros fill the table up.
+    fn arithmetic(&self) -> Arithmetic;
+    /// All but the arithmetic; zeros fill the table up.
     fn numbers(&self) -> [f32; NUMBERS];
 }
 
 impl Step for AdamWStep {
-    fn profile(&self) -> Profile {
-        self.profile
+    fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
     }
 
     fn numbers(&self) -> [f32; NUMBERS] {
@@ -94,8 +89,8 @@ impl Step for AdamWStep {
 }
 
 impl Step for SgdStep {
-    fn profile(&self) -> Profile {
-        self.profile
+    fn arithmetic(&self) -> Arithmetic {
+        self.arithmetic
     }
 
     fn numbers(&self) -> [f32; NUMBERS] {
@@ -105,31 +100,13 @@ impl Step for SgdStep {
     }
 }
 
-/// One step as the kernel reads it. In step with `AdamWStep` and `SgdStep` of `kernels/replay.cu`.
-#[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
-struct Entry {
-    numbers: [f32; NUMBERS],
-    kind: u16,
-    profile: u16,
-    gradient: u64,
-}
-
-/// The steps of one launch.
-#[repr(C)]
-#[derive(Debug, Default)]
-struct Entries([Entry; MAX_STEPS]);
-
-// SAFETY: numbers alone, laid out as in C.
-unsafe impl DeviceRepr for Entries {}
-
-impl Entries {
+impl StepTable {
     fn new<S: Step>(steps: &[(S, GradientAt)]) -> Self {
         let mut entries = Self::default();
         for (entry, (step, gradient)) in entries.0.iter_mut().zip(steps) {
             let (kind, gradient) = gradient.parts();
-            *entry =
-                Entry { numbers: step.numbers(), kind, profile: u16::from(step.profile() as u8), gradient };
+            let arithmetic = u16::from(step.arithmetic() as u8);
+            *entry = StepEntry { numbers: step.numbers(), kind, arithmetic, gradient };
         }
         entries
     }
@@ -157,7 +134,7 @@ impl Launcher {
     /// Applies steps of SGD in place: the bits of [`crate::cpu::sgd`].
     ///
     /// # Safety
-    /// As of [`Launcher::adamw`], for what [`Sgd`] states.
+    /// Those of [`Launcher::adamw`], for what [`Sgd`] states.
     ///
     /// # Errors
     /// The driver's; [`crate::error::Error::Invalid`] when a step has momentum and there is no buffer.
@@ -198,7 +175,7 @@ impl Launcher {
             let grid = Grid { blocks, threads: THREADS, shared_bytes: 0 };
             let arguments = arguments(steps.len() as u64);
             // SAFETY: by the caller's promise.
-            unsafe { self.launch_with(name, grid, &arguments, Some(&Entries::new(steps)))? };
+            unsafe { self.launch_with(name, grid, &arguments, Some(&StepTable::new(steps)))? };
         }
         Ok(())
     }

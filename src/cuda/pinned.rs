@@ -7,8 +7,8 @@ use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Host memory that the device copies to and from while the host goes on. Cached as any other: the host reads it at full
-/// speed (cudarc's own pinned memory is write-combined, and is not).
+/// Host memory that the device copies to and from while the host continues. Cached as any other: the host reads it at
+/// full speed (cudarc's own pinned memory is write-combined, and is not).
 #[derive(Debug)]
 pub struct PinnedBuffer {
     device: Arc<Device>,
@@ -18,7 +18,7 @@ pub struct PinnedBuffer {
     owned: bool,
 }
 
-// SAFETY: an address; who may use the memory when is the callers' business, as `as_ptr` says.
+// SAFETY: an address; the callers order the uses of the memory, as `as_ptr` says.
 unsafe impl Send for PinnedBuffer {}
 // SAFETY: as above.
 unsafe impl Sync for PinnedBuffer {}

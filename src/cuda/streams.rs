@@ -31,7 +31,7 @@ impl CopyStream {
 
     /// A launcher on this stream, which must not outlive it.
     pub(super) fn launcher(&self) -> Launcher {
-        // SAFETY: a live stream of this device; the launcher is used at once by the callers, who own the stream.
+        // SAFETY: a live stream of this device; the launcher is used at once by the callers, which own the stream.
         unsafe { Launcher::of(self.device.clone(), self.stream.cast()) }
     }
 
@@ -87,10 +87,10 @@ impl Event {
         driver(unsafe { result::event::record(self.event, stream.cast()) }, "cuEventRecord")
     }
 
-    /// What a stream gets from now on waits for the event as recorded last. The host does not wait.
+    /// Makes work that a stream gets from now on wait for the event as recorded last. The host does not wait.
     ///
     /// # Safety
-    /// As of [`Event::record`].
+    /// Those of [`Event::record`].
     pub(super) unsafe fn before(&self, stream: *mut c_void) -> Result<()> {
         let _current = self.device.make_current()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;

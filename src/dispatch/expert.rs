@@ -20,7 +20,7 @@ pub struct Route {
     pub source: usize,
     /// The rank that computes them.
     pub destination: usize,
-    /// How many; never zero.
+    /// Number of the tokens; never zero.
     pub tokens: i64,
 }
 
@@ -33,7 +33,7 @@ pub(super) const MAX_SCALE: i128 = 1 << 61;
 /// replica if there is a token: [`split_tokens`](super::split_tokens) checks that and names the expert.
 ///
 /// Rounding: every row keeps its sum, every entry is the floor or the ceiling of its exact share, and the error that
-/// a column has gathered decides who gets the odd token, so that totals of columns stay near exact too (off by 1.2 tokens
+/// a column has gathered decides which gets the odd token, so that totals of columns stay near exact too (off by 1.2 tokens
 /// at worst in 400 000 random experts).
 pub fn split_expert(tokens: &[i64], replicas: &[i64], mut visit: impl FnMut(Route)) {
     let total: i64 = tokens.iter().sum();
@@ -67,7 +67,7 @@ struct Entry {
     /// Index into `Rows::holders`, none for the rank's own part.
     holder: Option<usize>,
     floor: i64,
-    /// What the floor cut off, over the common denominator.
+    /// Remainder that the floor cut off, over the common denominator.
     rest: i128,
     /// `rest` and what the holder was owed: the largest get the odd tokens.
     claim: i128,

@@ -1,4 +1,4 @@
-//! The least room that every rank needs so that the tokens of all experts fit on their holders, and who computes how
+//! The least capacity that every rank needs so that the tokens of all experts fit on their holders, and how each computes
 //! many of them then: maximum flow from experts to ranks by Dinic's algorithm.
 //!
 //! When the tokens do not fit, the search that found no way out has seen a set of ranks that are all full, and all
@@ -20,7 +20,7 @@ const UNSEEN: u32 = u32::MAX;
 struct Link {
     /// The node at the other end.
     to: usize,
-    /// Where the pair stands in `Flow::tokens`.
+    /// Place of the pair in `Flow::tokens`.
     pair: usize,
 }
 
@@ -113,7 +113,7 @@ impl Flow {
         }
     }
 
-    /// Places as many tokens as fit and returns how many do not; `level` then marks who could not help these.
+    /// Places as many tokens as fit and returns how many do not; `level` then marks the nodes that could not help these.
     fn fill(&mut self) -> i64 {
         while self.label() {
             self.next.copy_from_slice(&self.first[..self.level.len()]);

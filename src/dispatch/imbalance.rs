@@ -1,4 +1,4 @@
-//! How uneven a placement makes the work: the busiest node against the mean node.
+//! Imbalance of the work under a placement: the busiest node against the mean node.
 
 use super::Policy;
 use super::flow::Flow;

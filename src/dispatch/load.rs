@@ -1,4 +1,4 @@
-//! How many tokens an expert gets in a step, as an average that forgets: what placements are planned for.
+//! Tokens that an expert gets in a step, as an average that forgets: the load that placements are planned for.
 
 use crate::ensure;
 use crate::error::Result;
@@ -48,7 +48,7 @@ impl LoadAverage {
     /// The average with the state that [`state`](Self::state) gave.
     ///
     /// # Errors
-    /// As [`new`](Self::new); and for a state of another size, or that no steps lead to.
+    /// Those of [`new`](Self::new); and for a state of another size, or that no steps lead to.
     pub fn from_state(layers: usize, experts: usize, half_life: f64, state: &[f64]) -> Result<Self> {
         let empty = Self::new(layers, experts, half_life)?;
         ensure!(

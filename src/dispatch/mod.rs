@@ -1,4 +1,4 @@
-//! Who sends which tokens where: pure functions of the gathered counts, the same on every rank.
+//! Split of tokens among the ranks that hold their experts: pure functions of the gathered counts, the same on every rank.
 //!
 //! Every rank knows all counts (one all-gather) and the replica matrix, so every rank computes the same whole table
 //! of every expert and reads its own row (what it sends) and column (what it receives) from it: no second exchange.
@@ -19,10 +19,10 @@ pub use imbalance::imbalance;
 pub use load::LoadAverage;
 pub use split::{Split, split_tokens};
 
-/// How the tokens of an expert are shared by the ranks that hold it.
+/// Policy by which the ranks that hold an expert share its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// The same number for each replica.
+    /// Equal numbers for all replicas.
     Even,
     /// Whatever makes the busiest rank compute the fewest.
     Balanced,

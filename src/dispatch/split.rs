@@ -6,7 +6,7 @@ use super::expert::{MAX_SCALE, Route, split_expert};
 use crate::ensure;
 use crate::error::Result;
 
-/// What one rank sends and receives.
+/// Tokens that one rank sends and receives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Split {
     /// `[experts, ranks]`: tokens of each expert that this rank sends to each rank.

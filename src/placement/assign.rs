@@ -1,4 +1,4 @@
-//! Which node takes which position of a new placement, so that the fewest bytes move.
+//! Assignment of nodes to the positions of a new placement, so that the fewest bytes move.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

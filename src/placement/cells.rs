@@ -8,11 +8,11 @@ use super::layout::{Layout, Problem};
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// How a layout is held together.
+/// Frame that holds a layout together.
 pub(super) struct Frame<'a> {
     /// Sets of `spread` nodes; those that may hold fragile experts first.
     pub(super) cells: &'a [Vec<usize>],
-    /// How many cells may hold fragile experts.
+    /// Number of cells that may hold fragile experts.
     pub(super) fragile_cells: usize,
     /// The first cell of each node, none for nodes that are in none.
     pub(super) cell_of: Vec<Option<usize>>,

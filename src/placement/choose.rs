@@ -4,13 +4,13 @@ use super::assign::Assignment;
 use super::cells::{build, cells, fewest_cells, is_fragile};
 use super::improve::improve;
 use super::layout::{Problem, fatal_sets};
-use super::place::{Construction, Placement, Reason};
 use super::respread::respread;
+use super::result::{Construction, Placement, Reason};
 use super::survival::weigh;
 
 /// The busiest node's load over the mean that `balanced` accepts where that makes the job safer or moves less.
 const IMBALANCE: f64 = 1.05;
-/// How even a new placement is made.
+/// The busiest node's load over the mean at which a new placement is even enough.
 const FINE_IMBALANCE: f64 = 1.005;
 /// Where less than this survives, no placement protects, and `balanced` does not trade balance for the rest.
 const HOPELESS: f64 = 0.5;
@@ -20,7 +20,7 @@ const POINTS: f64 = 0.05;
 const MOST_WORK: usize = 1 << 23;
 /// `safest` tries exchanges where pairs of replicas times choices of failures are at most this many.
 const MOST_CLIMBED: f64 = (1 << 17) as f64;
-/// How near to the least imbalance that the replicas allow is even enough not to move more.
+/// Factor on the least imbalance that the replicas allow up to which no more replicas move.
 const SLACK: f64 = 1.02;
 /// A new placement must be this much more even than one that keeps the previous to be worth the moves.
 const WORTH_MOVING: f64 = 1.05;
@@ -56,7 +56,7 @@ impl Candidate {
         Placement { matrix: self.matrix, reason }
     }
 
-    /// The same placement with its rows given to the nodes that have the most of them already, within the nodes that fail
+    /// The placement with its rows given to the nodes that have the most of them already, within the nodes that fail
     /// together.
     pub(super) fn settled(mut self, problem: &Problem) -> Self {
         if problem.previous.is_empty() {
@@ -101,7 +101,7 @@ fn moved(problem: &Problem, matrix: &[i64]) -> usize {
     (0..matrix.len()).filter(new).count()
 }
 
-/// What the survival of no placement of these replicas can be above: experts with one replica are on some nodes, each of
+/// Upper bound on survival over all placements of these replicas: experts with one replica are on some nodes, each of
 /// which must live.
 fn most_survival(problem: &Problem) -> f64 {
     let single = |&expert: &usize| problem.each[expert] == 0 && problem.wanted[expert] == 1;
@@ -115,10 +115,10 @@ fn most_survival(problem: &Problem) -> f64 {
     (0..problem.failures).map(lives).product()
 }
 
-/// What no placement of these replicas can be below: load of the busiest node over the mean.
+/// Lower bound on imbalance over all placements of these replicas: load of the busiest node over the mean.
 ///
-/// Of the heaviest `k · nodes + 1` replicas one node has `k + 1`, each at least as heavy as the last of them, and the rest of its
-/// slots filled, with the lightest replicas at best.
+/// One node has `k + 1` of the heaviest `k · nodes + 1` replicas, each at least as heavy as the last of them, and the
+/// rest of its slots filled, with the lightest replicas at best.
 ///
 /// ```text
 /// 3 nodes × 2 slots, mean load 4: replicas of 5 3 1 1 1 1 → one of 5 and one of 1 on a node: 6 / 4

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-/// What is to be placed. Experts with more replicas than nodes are on every node as often as they can be; `wanted` and
+/// Problem of a placement. Experts with more replicas than nodes are on every node as often as they can be; `wanted` and
 /// `slots` are what is left after that, so that every expert wants at most one replica on each node.
 #[derive(Clone)]
 pub(super) struct Problem {
@@ -33,7 +33,7 @@ impl Problem {
         self.domains == self.nodes
     }
 
-    /// The same without anything to keep.
+    /// The problem without anything to keep.
     pub(super) fn without_previous(&self) -> Self {
         Self { previous: Vec::new(), ..self.clone() }
     }

@@ -14,22 +14,22 @@ pub struct ExpertTransfer {
     pub source: usize,
     /// The node that needs it.
     pub destination: usize,
-    /// Its size.
+    /// Bytes of the expert.
     pub nbytes: i64,
 }
 
-/// How to get from one placement to another.
+/// Way from one placement to another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Migration {
     /// The node that takes each position, all different.
     pub node_map: Vec<usize>,
-    /// In order of size, largest first.
+    /// Transfers in order of size, largest first.
     pub transfers: Vec<ExpertTransfer>,
     /// Bytes of all transfers.
     pub nbytes: i128,
 }
 
-/// Gives the positions of a new placement to nodes so that the fewest bytes move, and says who fetches what from whom.
+/// Gives the positions of a new placement to nodes so that the fewest bytes move, and lists the transfers.
 ///
 /// `old` is `[nodes, experts]`: what each node holds now, zero rows for nodes that join. `new` is `[positions, experts]`:
 /// what each position is to hold; nodes without a position leave. Anything above 0 is held. `nbytes` is `[experts]`.

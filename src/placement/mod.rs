@@ -1,11 +1,11 @@
-//! How many replicas of each expert, on which nodes, and who keeps the copies: pure functions, the same on every rank.
+//! Replicas of each expert, their nodes, and the holders of copies: pure functions, the same on every rank.
 //!
 //! ```text
 //! load ─ allocate ─ replicas ─ place ─ matrix [nodes, experts]
-//! nodes ─ copy_holders, training_copy_holders ─ who keeps copies of a rank
-//! holders ─ primaries ─ who makes the copies of a unit
-//! both ─ unit_copy_holders ─ who keeps the copies of a unit
-//! old and new matrix ─ migrate ─ which node takes which row, and who fetches what
+//! nodes ─ copy_holders, training_copy_holders ─ holders of a rank's copies
+//! holders ─ primaries ─ the rank that makes a unit's copies
+//! both ─ unit_copy_holders ─ holders of a unit's copies
+//! old and new matrix ─ migrate ─ which node takes which row, and the transfers
 //! any of them ─ survival ─ how likely nothing is lost when some nodes fail at once
 //! ```
 
@@ -14,21 +14,23 @@ mod assign;
 mod cells;
 mod choose;
 mod classic;
-mod copies;
 mod domains;
+mod holders;
 mod improve;
 mod layout;
 mod migrate;
 mod place;
 mod respread;
+mod result;
 mod survival;
-mod training_copies;
-mod unit_copies;
+mod training_holders;
+mod unit_holders;
 
 pub use allocate::allocate;
-pub use copies::{CopyPolicy, copy_holders, primaries};
+pub use holders::{CopyPolicy, copy_holders, primaries};
 pub use migrate::{ExpertTransfer, Migration, migrate};
-pub use place::{Construction, Placement, Policy, Reason, Request, place};
+pub use place::{Policy, Request, place};
+pub use result::{Construction, Placement, Reason};
 pub use survival::{Survival, copy_recovery_probability, recovery_probability, survival};
-pub use training_copies::{TrainingCopies, training_copy_holders};
-pub use unit_copies::unit_copy_holders;
+pub use training_holders::{TrainingHolders, training_copy_holders};
+pub use unit_holders::unit_copy_holders;

@@ -1,18 +1,18 @@
-//! Which node holds which expert, by policy: the face of the placements and the choice between them.
+//! Placement of experts on nodes, by policy: the face of the placements and the choice between them.
 
 use super::choose::{Candidate, balanced, safest};
 use super::classic::{compact, mro, spread};
 use super::domains::domain_of;
 use super::layout::Problem;
+use super::result::{Construction, Placement};
 use crate::dispatch::check_load;
 use crate::ensure;
 use crate::error::Result;
-use std::fmt;
 
 /// (node, expert) pairs of a placement: half a gigabyte of table.
 const MOST_CELLS: usize = 1 << 26;
 
-/// How experts are placed.
+/// Policy by which experts are placed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
     /// Lazarus' maximum rank overlap, as printed: Theorem 1 fails where the last group is cut by the number of nodes.
@@ -29,7 +29,7 @@ pub enum Policy {
     Balanced,
 }
 
-/// What is to be placed.
+/// Replicas to be placed, on how many nodes, and by which policy.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     /// `[experts]` replicas; they sum to `nodes · slots`.
@@ -38,7 +38,7 @@ pub struct Request<'a> {
     pub nodes: usize,
     /// Replicas that each node holds.
     pub slots: usize,
-    /// How.
+    /// Policy of the placement.
     pub policy: Policy,
     /// `[experts]` tokens, or any measure of work; without it every replica counts the same.
     pub load: Option<&'a [f64]>,
@@ -51,86 +51,6 @@ pub struct Request<'a> {
     pub failures: Option<usize>,
 }
 
-/// Which node holds which expert, and why.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Placement {
-    /// `[nodes, experts]` replicas.
-    pub matrix: Vec<i64>,
-    /// Why this one.
-    pub reason: Reason,
-}
-
-/// Why a placement was chosen.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Reason {
-    /// The construction that won.
-    pub construction: Construction,
-    /// Simultaneous losses at which survival was weighed.
-    pub failures: usize,
-    /// Part of these losses that leave every expert a replica.
-    pub survival: f64,
-    /// Distinct failure domains that every expert is on, at least: any smaller number of losses is survived.
-    pub spread: usize,
-    /// Load of the busiest node over the mean, with an even split of each expert's tokens.
-    pub imbalance: f64,
-    /// What no placement of the same replicas can be below, from 1 on.
-    pub least_imbalance: f64,
-    /// (node, expert) pairs that are new since the previous placement, if there was one.
-    pub moved: Option<usize>,
-}
-
-/// How a placement was made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Construction {
-    /// Maximum rank overlap.
-    Mro,
-    /// Round robin.
-    Spread,
-    /// Node after node.
-    Compact,
-    /// Cells, of which this many hold the experts that the losses could take.
-    Cells(usize),
-    /// Cells, starting from the previous placement.
-    Kept(usize),
-    /// The previous placement, as it was.
-    Previous,
-    /// One of the others, made safer by exchanging replicas.
-    Exchanged,
-}
-
-impl fmt::Display for Construction {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Mro => write!(f, "maximum rank overlap"),
-            Self::Spread => write!(f, "round robin"),
-            Self::Compact => write!(f, "node after node"),
-            Self::Cells(count) => write!(f, "fragile experts in {count} cells"),
-            Self::Previous => write!(f, "as before"),
-            Self::Exchanged => write!(f, "made safer by exchanges"),
-            Self::Kept(count) => write!(f, "kept from before, fragile experts in {count} cells"),
-        }
-    }
-}
-
-impl fmt::Display for Reason {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { construction, failures, survival, spread, imbalance, least_imbalance, moved } = self;
-        write!(
-            f,
-            "{construction}: every expert on {spread} failure domains or more, {:.1} % of {failures} simultaneous losses \
-             survived, busiest node at {imbalance:.2} of the mean load",
-            survival * 100.0
-        )?;
-        if *least_imbalance > 1.05 {
-            write!(f, " ({least_imbalance:.2} is the least that these replicas allow)")?;
-        }
-        match moved {
-            Some(moved) => write!(f, ", {moved} new replicas"),
-            None => Ok(()),
-        }
-    }
-}
-
 /// Places replicas on nodes.
 ///
 /// ```
@@ -141,7 +61,7 @@ impl fmt::Display for Reason {
 /// };
 /// let placement = place(&request)?;
 /// assert_eq!(placement.matrix, [1, 1, 0,  1, 1, 0,  1, 0, 1]);
-/// // Rank 2 held experts 0 and 1, rank 1 held 0 and 2, rank 0 is new: it fetches two, nobody else moves.
+/// // Rank 2 held experts 0 and 1, rank 1 held 0 and 2, rank 0 is new: it fetches two, no other rank moves.
 /// let previous = [0, 0, 0,  1, 0, 1,  1, 1, 0];
 /// let placement = place(&Request { previous: Some(&previous), ..request })?;
 /// assert_eq!(placement.matrix, [1, 1, 0,  1, 0, 1,  1, 1, 0]);
@@ -150,10 +70,11 @@ impl fmt::Display for Reason {
 /// ```
 ///
 /// With every policy each node gets exactly `slots` replicas. With `safest` and `balanced` every expert is on at least
-/// `min(f, nodes)` distinct nodes, where f is the fewest replicas that any expert has; `balanced` puts it on as many as it
-/// has replicas (on all of them, evenly, where it has more), but where only `mro` or `spread` is safe enough. With
-/// `domains`, exchanges take it to `min(f, domains)` distinct ones where they can: [`Reason::spread`] says what they
-/// reached. Of its equally safe candidates `safest` takes the one with the fewest replicas that are new since `previous`.
+/// `min(f, nodes)` distinct nodes, where f is the fewest replicas that any expert has; `balanced` puts it on as many as
+/// it has replicas (on all of them, evenly, where it has more), but where only `mro` or `spread` is safe enough. With
+/// `domains`, exchanges take it to `min(f, domains)` distinct ones where they can:
+/// [`Reason::spread`](super::Reason::spread) says what they reached. Of its equally safe candidates `safest` takes the
+/// one with the fewest replicas that are new since `previous`.
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when the replicas do not sum to `nodes · slots`, an expert has

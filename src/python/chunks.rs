@@ -60,7 +60,7 @@ impl ChunkCopier {
             unsafe { cuda::PinnedBuffer::register(device, host.data(), host.len()) }
         });
         let host = host.transpose()?;
-        // SAFETY: `evermoe.chunks`, the one caller, passes the addresses of what it puts into `kept`.
+        // SAFETY: `evermoe.snapshot.chunked_copy`, the one caller, passes the addresses of what it puts into `kept`.
         let copier = py.detach(move || unsafe {
             let current_stream = stream(current_stream);
             cuda::ChunkCopier::new(

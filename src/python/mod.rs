@@ -1,25 +1,27 @@
 //! The extension module `evermoe._native`: converts, releases the GIL, calls. No decisions.
 
+mod capture;
 #[cfg(feature = "cuda")]
 mod chunks;
-mod engine;
 mod error;
 mod ops;
+mod persist;
 mod planning;
+mod protocol;
 mod replay;
 mod snapshot;
-mod triple;
 
 use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    capture::register(module)?;
     #[cfg(feature = "cuda")]
     chunks::register(module)?;
-    engine::register(module)?;
     ops::register(module)?;
+    persist::register(module)?;
     planning::register(module)?;
+    protocol::register(module)?;
     replay::register(module)?;
-    snapshot::register(module)?;
-    triple::register(module)
+    snapshot::register(module)
 }

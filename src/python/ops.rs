@@ -1,6 +1,6 @@
 //! Python face of the torch ops, and the numbers of an optimizer's step.
 
-use crate::cpu::{AdamWOptions, AdamWStep, Profile, SgdOptions, SgdStep};
+use crate::cpu::{AdamWOptions, AdamWStep, Arithmetic, SgdOptions, SgdStep};
 use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
 
@@ -48,8 +48,8 @@ fn adamw_step(
     powers: Option<[f32; 2]>,
 ) -> PyResult<[f32; AdamWStep::LEN]> {
     let options = AdamWOptions { lr, betas, eps, weight_decay, maximize };
-    let profile = Profile::named(profile, &Profile::ALL)?;
-    Ok(AdamWStep::with_profile(profile, &options, t, powers, loss_scale, clip)?.to_array())
+    let arithmetic = Arithmetic::named(profile, &Arithmetic::ALL)?;
+    Ok(AdamWStep::with_arithmetic(arithmetic, &options, t, powers, loss_scale, clip)?.to_array())
 }
 
 /// The numbers of one step of SGD, in the order of `SgdStep`'s fields; each is a float32.
@@ -69,8 +69,8 @@ fn sgd_step(
     profile: &str,
 ) -> PyResult<[f32; SgdStep::LEN]> {
     let options = SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
-    let profile = Profile::named(profile, &SgdStep::PROFILES)?;
-    Ok(SgdStep::new(profile, &options, is_first, loss_scale, clip)?.to_array())
+    let arithmetic = Arithmetic::named(profile, &SgdStep::ARITHMETICS)?;
+    Ok(SgdStep::new(arithmetic, &options, is_first, loss_scale, clip)?.to_array())
 }
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -127,7 +127,7 @@ fn code(fault: &Fault) -> &'static str {
 #[pyclass(frozen, module = "evermoe._native")]
 struct ReplayLog(Mutex<replay::Log>);
 
-/// What became of a record: code, unit, message, the state's bytes as words.
+/// Fate of a record: code, unit, message, the state's bytes as words.
 type Received<'py> = (&'static str, Option<usize>, String, Option<Bound<'py, PyArray1<f32>>>);
 /// Epoch, version, steps of the unit, numbers, gradients, bytes.
 type Taken<'py> = (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize);
@@ -201,10 +201,6 @@ impl ReplayLog {
 
     fn discard(&self, py: Python<'_>) {
         py.detach(|| self.lock().discard());
-    }
-
-    fn is_held(&self, py: Python<'_>, unit: usize) -> bool {
-        py.detach(|| self.lock().is_held(unit))
     }
 
     fn installed(&self, py: Python<'_>, unit: usize) {

@@ -1,12 +1,14 @@
-//! From what survives to what is fetched from whom: a pure function of the gathered survey, the same on every rank.
+//! Plan of a recovery, from what survives to its transfers: a pure function of the gathered survey, the same on every rank.
 //!
 //! ```text
 //! holdings (unit, version, digest, kind) of every rank ─ target version ─ vote on digests ─ transfers
 //! ```
 
+mod holding;
 mod plan;
-mod retain;
+mod usable;
 mod vote;
 
-pub use plan::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};
-pub use retain::retained;
+pub use holding::{Conflict, Holding, Kind};
+pub use plan::{Plan, Reason, Transfer, plan, plan_lagging};
+pub use usable::{Knowledge, usable};

@@ -1,43 +1,11 @@
 //! The target version, and the transfers that bring every rank what it needs.
 
+use super::holding::{Conflict, Holding, Kind};
 use super::vote::{Sources, sources};
 use crate::ensure;
 use crate::error::Result;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-
-/// Where a rank has the bytes of a unit, the cheapest to read first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
-    /// In the running model and optimizer.
-    Active,
-    /// In a replica that repeats the optimizer's steps from gradients.
-    Replayed,
-    /// In a complete version of an arena.
-    Snapshot,
-    /// In a store that all who list it can read.
-    Persisted,
-}
-
-impl Kind {
-    /// Whether the rank's own memory has it.
-    pub fn is_memory(self) -> bool {
-        self != Self::Persisted
-    }
-}
-
-/// One unit that a rank has, at one version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Holding {
-    /// Index of the unit.
-    pub unit: usize,
-    /// Version of the bytes; 0 is the state before the first step.
-    pub version: u64,
-    /// Digest of the bytes.
-    pub digest: u64,
-    /// Where they are.
-    pub kind: Kind,
-}
 
 /// `destination` takes `unit` from `source`; when they are the same, from what it has itself outside the running model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,41 +16,28 @@ pub struct Transfer {
     pub source: usize,
     /// The rank that needs it.
     pub destination: usize,
-    /// What the source reads it from.
+    /// Place that the source reads it from.
     pub kind: Kind,
 }
 
-/// A holder at the version that is taken whose bytes are not those that most holders have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Conflict {
-    /// Index of the unit.
-    pub unit: usize,
-    /// The rank that was outvoted.
-    pub rank: usize,
-    /// Its digest.
-    pub digest: u64,
-    /// The digest that won.
-    pub expected: u64,
-}
-
-/// Why the target is what it is.
+/// Reason of the target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
     /// No rank has made a step: all start from version 0.
     Fresh,
-    /// The newest version of all is whole.
+    /// The newest version of all is complete.
     Newest,
-    /// Some units have no holder at the newest version, so an older one, which is whole, is the target.
+    /// Units without a holder at the newest version make an older, complete one the target.
     Older {
         /// The newest version that was reported.
         newest: u64,
     },
     /// All units that may not lag have a holder at the target, and some of the others only at older versions.
     Lagging {
-        /// How many are older.
+        /// Number of units that are older.
         units: usize,
     },
-    /// No version is whole; `lost` are the units missing at this one, which misses the fewest.
+    /// No version is complete; `lost` are the units missing at this one, which misses the fewest.
     NotWhole {
         /// The version that misses the fewest units, the newest of those.
         version: u64,
@@ -110,20 +65,20 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// What to do after a failure.
+/// Plan of a recovery after a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// The version to continue from; none if no version is whole.
+    /// The version to continue from; none if no version is complete.
     pub version: Option<u64>,
     /// Units that no rank holds at the version that misses the fewest; empty when there is a target.
     pub lost: Vec<usize>,
     /// Units that all ranks take at an older version than the target, and that version; by unit.
     pub stale: Vec<(usize, u64)>,
-    /// In order of unit size, largest first.
+    /// Transfers in order of unit size, largest first.
     pub transfers: Vec<Transfer>,
     /// Holders that were outvoted; not reported at version 0.
     pub conflicts: Vec<Conflict>,
-    /// Why.
+    /// Reason of the target.
     pub reason: Reason,
 }
 
@@ -153,7 +108,7 @@ pub fn plan(bytes: &[u64], holdings: &[Vec<Holding>], needs: &[Vec<usize>]) -> R
     plan_lagging(bytes, holdings, needs, &[])
 }
 
-/// As [`plan`], where the units of `may_lag` may be older than the target.
+/// Plans like [`plan`], where the units of `may_lag` may be older than the target.
 ///
 /// Policies that copy a few experts at a time (PEC, MoEtion) leave some experts with older copies only. The target is the
 /// newest version at which every other unit has a holder and every unit that may lag has one at that version or before.

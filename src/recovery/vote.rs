@@ -1,6 +1,6 @@
-//! Which ranks have the right bytes of each unit: the digest that most of its holders have.
+//! Vote on the right bytes of each unit: the digest that most of its holders have.
 
-use super::plan::{Conflict, Holding, Kind};
+use super::holding::{Conflict, Holding, Kind};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 

@@ -32,7 +32,7 @@ const ZERO: u8 = 0;
 const BF16: u8 = 1;
 const F32: u8 = 2;
 
-/// In which form a gradient travels.
+/// Form in which a gradient travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Encoding {
@@ -53,7 +53,7 @@ impl Encoding {
     }
 }
 
-/// What [`encode_gradient`] wrote.
+/// Result of [`encode_gradient`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Encoded {
     /// The form.
@@ -333,7 +333,7 @@ pub(super) fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-/// As [`bytes_of`], to be written.
+/// Bytes like those of [`bytes_of`], to be written.
 pub(super) fn bytes_of_mut<T: Plain>(values: &mut [T]) -> &mut [u8] {
     const { assert!(cfg!(target_endian = "little")) };
     // SAFETY: as above; every pattern of bits is a `T`.

@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 pub use super::gradient::Dense as Stored;
 
-/// What is done with the step of a record: unit, header, checksum, gradient.
+/// Function that keeps the step of a record: unit, header, checksum, gradient.
 type Keep = fn(&mut Log, usize, &Header, u64, Gradient);
 
 /// Units, and what is logged of each.
@@ -34,12 +34,12 @@ pub struct Log {
 struct Unit {
     elements: usize,
     state_bytes: usize,
-    /// How often a full state came: entries of an earlier one are worth nothing.
+    /// Number of full states that came: entries of an earlier one are worth nothing.
     epoch: u64,
     /// The version of the state; none before the first one.
     version: Option<u64>,
     newest: u64,
-    /// Of the newest record, to tell it from another one of the same step.
+    /// Checksum of the newest record, to tell it from another one of the same step.
     checksum: u64,
     /// A record was lost: what is logged holds, but nothing can follow it.
     broken: bool,
@@ -49,7 +49,7 @@ struct Unit {
     bytes: usize,
 }
 
-/// A step that is there and whole, but may never be.
+/// A complete step that the vote may still refuse.
 #[derive(Debug)]
 struct Held {
     header: Header,
@@ -65,7 +65,7 @@ struct Entry {
     t: u64,
     rule: Rule,
     gradient: Gradient,
-    /// What it counts for.
+    /// Bytes that it counts for.
     bytes: usize,
 }
 
@@ -76,34 +76,34 @@ enum Gradient {
     Blocks(Vec<u8>),
 }
 
-/// What became of a record.
+/// Fate of a record.
 #[derive(Debug, PartialEq)]
 pub enum Accepted {
     /// It is logged.
     Logged {
-        /// Its unit's place.
+        /// Place of the record's unit.
         unit: usize,
     },
     /// It was there already.
     Duplicate {
-        /// Its unit's place.
+        /// Place of the record's unit.
         unit: usize,
     },
     /// There is no room for it: apply some of what is logged, then offer it again.
     ApplyNow {
-        /// Its unit's place.
+        /// Place of the record's unit.
         unit: usize,
     },
     /// It is the unit's full state: replace the unit's by it, then call [`Log::installed`].
     State {
-        /// Its unit's place.
+        /// Place of the record's unit.
         unit: usize,
         /// The state's bytes, padded to whole words.
         words: Vec<f32>,
     },
 }
 
-/// Some steps of a unit, to be applied in one pass.
+/// Steps of a unit, to be applied in one pass.
 #[derive(Debug)]
 pub struct Batch {
     /// For [`Log::applied`].
@@ -216,7 +216,7 @@ impl Log {
     /// that [`Log::discard`] takes it back. A later record of the same step replaces it.
     ///
     /// # Errors
-    /// As of [`Log::accept`].
+    /// Those of [`Log::accept`].
     pub fn hold(
         &mut self,
         bytes: &[u8],
@@ -238,16 +238,11 @@ impl Log {
         }
     }
 
-    /// The held steps will never be.
+    /// Drops the held steps: the vote refused them.
     pub fn discard(&mut self) {
         for unit in 0..self.units.len() {
             self.discard_unit(unit);
         }
-    }
-
-    /// Whether a step of the unit is held.
-    pub fn is_held(&self, unit: usize) -> bool {
-        self.units[unit].held.is_some()
     }
 
     fn discard_of(&mut self, bytes: &[u8]) {
@@ -333,7 +328,7 @@ impl Log {
         Ok(Accepted::State { unit, words })
     }
 
-    /// Says that the state that came last is in its place: the log goes on from it.
+    /// Records that the state that came last is in its place: the log continues from it.
     pub fn installed(&mut self, unit: usize) {
         let own = &mut self.units[unit];
         (own.version, own.broken) = (Some(own.newest), false);

@@ -17,7 +17,7 @@
 
 use super::checksum;
 use super::gradient::{Encoding, is_payload};
-use crate::cpu::{AdamWStep, Parallel, Profile, SgdStep};
+use crate::cpu::{AdamWStep, Arithmetic, Parallel, SgdStep};
 use xxhash_rust::xxh3::Xxh3;
 
 const MAGIC: [u8; 4] = *b"EVMR";
@@ -29,13 +29,13 @@ const NUMBERS_AT: usize = 48;
 /// Place of the factor of gradients among the numbers of either optimizer.
 const FACTOR: usize = 2;
 
-/// What happened to a unit in a step of the trainer.
+/// Outcome of a step of the trainer for a unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
     /// It took a step with the gradient of the payload.
     Step,
-    /// Its gradient was None: nothing changed, its own count of steps neither.
+    /// The gradient was None: nothing changed, the unit's own count of steps neither.
     NoStep,
     /// The optimizer skipped the step, since a gradient was not finite: nothing changed.
     SkipAll,
@@ -113,15 +113,15 @@ impl Rule {
 /// Whether a zero's sign in the gradient can make no difference to the state after a step.
 ///
 /// It can in SGD, whose buffer takes over the gradient, and in AdamW where the first moment is computed from the gradient's
-/// end (`fma(−(1 − lerp), g − m, g)`, a `lerp` of a half or more): there, of `m = −0`, a gradient of −0 makes −0, one of +0
-/// makes +0. From the other end, `fma(lerp, g − m, m)`, it cannot, nor in the arithmetic of torch's fused kernel on CUDA.
+/// end (`fma(−β1, g − m, g)`, where `1 − β1` is a half or more): there, of `m = −0`, a gradient of −0 makes −0, one of +0
+/// makes +0. From the other end, `fma(1 − β1, g − m, m)`, it cannot, nor in the arithmetic of torch's fused kernel on CUDA.
 pub fn ignores_sign_of_zero(rule: &Rule) -> bool {
     let Rule::AdamW(numbers) = rule else { return false };
     AdamWStep::from_array(*numbers)
-        .is_ok_and(|step| step.profile == Profile::TorchCudaFused || step.lerp < 0.5)
+        .is_ok_and(|step| step.arithmetic == Arithmetic::TorchCudaFused || step.one_minus_beta1 < 0.5)
 }
 
-/// What is wrong with a record; what to do is the same each time: ask for the unit's full state.
+/// Fault of a record; the remedy is always to ask for the unit's full state.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// The bytes are not those that were sent, or no record.
@@ -136,9 +136,9 @@ pub enum Fault {
     /// The unit has another size here.
     #[error("record of {got} elements or bytes of state, expected {expected}")]
     WrongSize {
-        /// What the replica's layout says.
+        /// Size in the replica's layout.
         expected: usize,
-        /// What the record says.
+        /// Size in the record.
         got: usize,
     },
     /// There is no state yet, or none after an earlier fault, that a step could follow.
@@ -172,13 +172,13 @@ fn corrupt<T>(what: impl Into<String>) -> Result<T, Fault> {
 /// All of a record but its payload.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Header {
-    /// What happened.
+    /// Outcome of the step.
     pub kind: Kind,
     /// The form of the gradient; [`Encoding::Zero`] where there is none.
     pub encoding: Encoding,
     /// The step's numbers; none where there is no step.
     pub rule: Rule,
-    /// Which unit: a digest of its name.
+    /// The unit: a digest of its name.
     pub unit: u64,
     /// The trainer's step: the version that the unit has afterwards.
     pub step: u64,
@@ -300,7 +300,7 @@ impl<'a> Record<'a> {
         Ok(Self { header, payload, checksum, bytes: head })
     }
 
-    /// What tells the record from any other.
+    /// Checksum that tells the record from any other.
     pub fn checksum(&self) -> u64 {
         self.checksum
     }

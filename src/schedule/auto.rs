@@ -1,10 +1,9 @@
 //! Our policy: delay nothing, in as few steps as that takes.
 
 use super::baft;
+use super::capacity::Work;
 use super::pace::{Pace, total};
-use super::plan::MOST_CHUNKS;
-use super::request::Request;
-use super::rooms::Work;
+use super::request::{MOST_CHUNKS, Request};
 use super::stream::{Filled, stream};
 
 /// The fill that delays least, then takes the fewest steps, then the fewest chunks, with its pace.
@@ -21,7 +20,7 @@ pub(super) fn fill(request: &Request<'_>, work: &Work) -> (Pace, Filled) {
     let streams = paces.flat_map(|pace| orders.iter().map(move |loads| (pace, loads)));
     let mut found: Vec<(Pace, Filled)> = streams
         .map(|(pace, loads)| {
-            let mut filled = stream(loads, &work.rooms, &pace, request.max_steps);
+            let mut filled = stream(loads, &work.intervals, &pace, request.max_steps);
             // What is left is spread over all the steps that a version may take.
             filled.steps = if filled.rest.is_empty() { filled.steps } else { request.max_steps };
             (pace, filled)

@@ -1,13 +1,13 @@
 //! BAFT: each window takes the whole units that together have the most bytes.
 
+use super::capacity::{Interval, Load, Work};
 use super::knapsack::{Class, Item, MOST_BRANCHES, denser, fill as choose};
 use super::pace::{Pace, ROUNDING};
-use super::rooms::{Load, Room, Work};
 use super::stream::{Filled, Run};
 
-/// What is left for one destination, by size.
+/// Loads left for one destination, by size.
 struct Pool {
-    rooms: usize,
+    intervals: usize,
     /// Densest first.
     classes: Vec<Class>,
     /// Loads of each class, the next one last.
@@ -19,20 +19,23 @@ struct Pool {
 /// Parts of a unit at most; what is beyond them is left over.
 const MOST_PARTS: usize = 1 << 16;
 
-/// Fills the rooms of up to `max_steps` equal steps. A unit that no room can take is cut to what the longest can.
+/// Fills the intervals of up to `max_steps` equal steps. A unit that no interval can take is cut to what the longest can.
 pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
     let mut filled = Filled::default();
     let mut pools: Vec<Pool> = Vec::new();
     for loads in &work.loads {
         let Some(first) = loads.first() else { continue };
-        let longest = work.rooms[first.rooms].iter().map(|room| room.end - room.start).fold(0.0, f64::max);
+        let longest = work.intervals[first.intervals]
+            .iter()
+            .map(|interval| interval.end - interval.start)
+            .fold(0.0, f64::max);
         // No window takes two parts that are as large as the longest can take.
-        let most_parts = work.rooms[first.rooms].len().saturating_mul(max_steps).min(MOST_PARTS);
+        let most_parts = work.intervals[first.intervals].len().saturating_mul(max_steps).min(MOST_PARTS);
         pools.push(Pool::new(loads, longest, most_parts, pace));
     }
-    let mut order: Vec<(usize, Room)> = Vec::new();
+    let mut order: Vec<(usize, Interval)> = Vec::new();
     for (number, pool) in pools.iter().enumerate() {
-        order.extend(work.rooms[pool.rooms].iter().map(|&room| (number, room)));
+        order.extend(work.intervals[pool.intervals].iter().map(|&interval| (number, interval)));
     }
     order.sort_by(|(a, first), (b, second)| first.start.total_cmp(&second.start).then(a.cmp(b)));
     // A few windows are searched thoroughly, of a thousand each a little.
@@ -40,10 +43,10 @@ pub(super) fn fill(work: &Work, pace: &Pace, max_steps: usize) -> Filled {
     for step in 0..max_steps {
         let before = filled.runs.len();
         let mut time = f64::NEG_INFINITY;
-        for &(number, room) in &order {
-            let mut start = room.start.max(time);
-            for load in pools[number].take(room.end - start + ROUNDING, branches) {
-                filled.runs.push(Run { step, window: room.window, start, load });
+        for &(number, interval) in &order {
+            let mut start = interval.start.max(time);
+            for load in pools[number].take(interval.end - start + ROUNDING, branches) {
+                filled.runs.push(Run { step, window: interval.window, start, load });
                 start += pace.seconds(load.bytes);
                 filled.steps = step + 1;
                 time = start;
@@ -82,7 +85,8 @@ impl Pool {
         parts.sort_by(|(a, one), (b, other)| {
             denser(a, b).then((other.unit, other.offset).cmp(&(one.unit, one.offset)))
         });
-        let mut pool = Self { rooms: loads[0].rooms, classes: Vec::new(), members: Vec::new(), empty: 0 };
+        let mut pool =
+            Self { intervals: loads[0].intervals, classes: Vec::new(), members: Vec::new(), empty: 0 };
         for alike in parts.chunk_by(|(a, _), (b, _)| a == b) {
             pool.classes.push(Class { item: alike[0].0, count: alike.len() });
             pool.members.push(alike.iter().map(|(_, load)| *load).collect());

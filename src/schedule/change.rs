@@ -1,23 +1,23 @@
-//! Whether windows still are what they were.
+//! Changes that make windows wrong.
 
 use super::pace::total;
-use super::span::{Resource, Step, check};
+use super::span::{Resource, StepProfile, check};
 use super::windows::{Aligned, Anchor, Window, Windows, measure};
 use crate::ensure;
 use crate::error::Result;
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Why to plan anew.
+/// Reason to plan anew.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Change {
     /// Half of the steps or more have other spans, or in another order.
     Sequence {
-        /// How many of the steps.
+        /// Number of steps that differ.
         different: usize,
-        /// Of how many.
+        /// Number of all steps.
         steps: usize,
-        /// Where the latest of them differs.
+        /// Place where the latest of them differs.
         resource: Resource,
         /// The span that was expected there; none at the end.
         expected: Option<String>,
@@ -26,9 +26,9 @@ pub enum Change {
     },
     /// A window is shorter or longer by more than its jitter and the tolerance.
     Window {
-        /// What is idle.
+        /// The idle resource.
         resource: Resource,
-        /// What it follows.
+        /// Start of the window.
         anchor: Anchor,
         /// Seconds that were expected.
         before: f64,
@@ -37,7 +37,7 @@ pub enum Change {
     },
     /// All windows of a resource together are, by more than their jitters and the tolerance.
     Total {
-        /// What is idle.
+        /// The idle resource.
         resource: Resource,
         /// Seconds that were expected.
         before: f64,
@@ -67,7 +67,7 @@ impl fmt::Display for Change {
     }
 }
 
-/// What changed since the windows were found, if anything did.
+/// The change since the windows were found, if there is one.
 ///
 /// A change counts when half of the steps or more have another order of spans, or else when a window, or all windows of a
 /// resource together, became shorter or longer by more than its jitter plus `tolerance` × the step's seconds. The largest
@@ -75,7 +75,7 @@ impl fmt::Display for Change {
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) without steps, for times that are none, and for a `tolerance` below 0.
-pub fn has_changed(windows: &Windows, steps: &[Step], tolerance: f64) -> Result<Option<Change>> {
+pub fn has_changed(windows: &Windows, steps: &[StepProfile], tolerance: f64) -> Result<Option<Change>> {
     check(steps)?;
     ensure!(!steps.is_empty(), "steps: expected at least 1, got none");
     ensure!(

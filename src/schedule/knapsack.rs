@@ -3,9 +3,9 @@
 /// One thing that may go in.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Item {
-    /// What it takes.
+    /// Seconds that it takes.
     pub seconds: f64,
-    /// What it is worth.
+    /// Bytes that it is worth.
     pub bytes: u64,
 }
 
@@ -13,7 +13,7 @@ pub struct Item {
 #[derive(Clone, Debug)]
 pub(super) struct Class {
     pub(super) item: Item,
-    /// How many are left.
+    /// Number of items left.
     pub(super) count: usize,
 }
 
@@ -72,7 +72,7 @@ pub(super) fn fill(classes: &[Class], seconds: f64, smallest: f64, branches: usi
 }
 
 impl Class {
-    /// How many fit into so many seconds.
+    /// Number of items that fit into so many seconds.
     fn fitting(&self, seconds: f64) -> usize {
         let mut count = if self.item.seconds > 0.0 {
             ((seconds / self.item.seconds) as usize).min(self.count)

@@ -1,21 +1,21 @@
-//! Where snapshots are, and whose they are.
+//! Memory of snapshots, and the ranks that make them.
 
 use crate::ensure;
 use crate::error::{Error, Result};
 use crate::placement::primaries;
 use std::str::FromStr;
 
-/// Where a unit's snapshot is.
+/// Memory that has a unit's snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Place {
     /// On the GPU: fast to take, and nothing crosses the host link yet.
     Device,
-    /// In host memory.
+    /// Host memory.
     Host,
 }
 
 impl Place {
-    /// As in Python.
+    /// The name in Python.
     pub fn name(self) -> &'static str {
         match self {
             Self::Device => "device",
@@ -47,7 +47,7 @@ pub fn snapshot_places(free_bytes: u64, nbytes: &[u64], reserve: u64) -> Vec<Pla
     places
 }
 
-/// How units that all ranks of a data-parallel group hold are shared for copying.
+/// Policy by which the ranks of a data-parallel group share the copying of units that all of them hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Share {
     /// Unit i is rank i mod D's: BAFT.

@@ -1,4 +1,4 @@
-//! When to copy: what a profile recorded → idle windows → which chunk goes in which window; all pure.
+//! Schedule of copying: spans of a profile → idle windows → which chunk goes in which window; all pure.
 //!
 //! ```text
 //! steps of spans ─ find_windows ─ Windows ─┬─ plan_chunks(policy) ─ ChunkPlan ─ chrome_trace ─ merge_traces
@@ -10,13 +10,13 @@
 
 mod auto;
 mod baft;
+mod capacity;
 mod change;
 mod knapsack;
 mod memory;
 mod pace;
 mod plan;
 mod request;
-mod rooms;
 mod span;
 mod stream;
 mod trace;
@@ -26,7 +26,7 @@ pub use change::{Change, has_changed};
 pub use knapsack::{Item, best_subset};
 pub use memory::{Place, Share, snapshot_places, unit_shares};
 pub use plan::{Chunk, ChunkPlan, Reason, plan_chunks};
-pub use request::{Link, Memory, Piece, Policy, Receiver, Request};
-pub use span::{Kind, Resource, Span, Step};
+pub use request::{CopyItem, Link, Memory, Policy, Receiver, Request};
+pub use span::{Kind, Resource, Span, StepProfile};
 pub use trace::{Sent, chrome_trace, merge_traces};
 pub use windows::{Anchor, Evidence, Window, WindowOptions, Windows, find_windows};

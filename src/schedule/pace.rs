@@ -1,4 +1,4 @@
-//! How fast chunks may follow each other on one link through a bounded number of sub-buffers.
+//! Pace at which chunks may follow each other on one link through a bounded number of sub-buffers.
 //!
 //! A sub-buffer is free again when its transfer and then its drain, d seconds, are over. So with b of them a chunk may
 //! start when the one b before it is drained. Two paces keep that without a look back at other chunks:
@@ -49,8 +49,8 @@ impl Pace {
         Self { link, most, least, serial: None }
     }
 
-    /// What `auto` tries besides: where drains count, small chunks and a serial pace use windows that are too short for
-    /// the pipelined pace of full ones.
+    /// Paces that `auto` tries besides: where drains count, small chunks and a serial pace use windows that are too
+    /// short for the pipelined pace of full ones.
     pub(super) fn smaller(link: Link, memory: Memory) -> Vec<Self> {
         if memory.drain.is_none() || memory.buffers == 1 {
             return Vec::new();
@@ -80,7 +80,7 @@ impl Pace {
         if tail > 0 { full + self.cost(tail) } else { full }
     }
 
-    /// How many chunks that is.
+    /// Number of chunks of so many bytes.
     pub(super) fn chunks(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.most)
     }

@@ -1,8 +1,8 @@
 //! The chunk plan: which part of which unit goes where in which window, and why.
 
+use super::capacity::{Load, Work};
 use super::pace::{Pace, total};
-use super::request::{MOST_STEPS, Policy, Request};
-use super::rooms::{Load, Work};
+use super::request::{MOST_CHUNKS, MOST_STEPS, Policy, Request};
 use super::stream::{Filled, stream};
 use super::{auto, baft};
 use crate::ensure;
@@ -22,7 +22,7 @@ pub struct Chunk {
     pub unit: usize,
     /// First byte.
     pub offset: u64,
-    /// How many.
+    /// Number of bytes.
     pub bytes: u64,
     /// The rank that gets them.
     pub destination: usize,
@@ -33,13 +33,13 @@ pub struct Chunk {
     pub seconds: f64,
 }
 
-/// What a plan achieves.
+/// Achievement of a plan.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reason {
     /// All bytes are in windows.
     pub fits: bool,
-    /// Steps after which a version is whole.
+    /// Steps after which a version is complete.
     pub steps_per_version: usize,
     /// Steps that it would take in windows alone: the checkpoint interval without delay; none if more than 4096.
     pub steps_in_windows: Option<usize>,
@@ -51,7 +51,7 @@ pub struct Reason {
     pub available_seconds: f64,
     /// Bytes of the version, counted for each destination.
     pub bytes: u64,
-    /// Those outside of windows.
+    /// Bytes outside of windows.
     pub outside_bytes: u64,
 }
 
@@ -75,37 +75,34 @@ impl fmt::Display for Reason {
     }
 }
 
-/// What to send when.
+/// Plan of what to send when.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ChunkPlan {
-    /// Names.
+    /// Names of the units.
     pub units: Vec<String>,
-    /// In the order in which they are sent: by step, then by window and start, those without a window last.
+    /// Chunks in the order in which they are sent: by step, then by window and start, those without a window last.
     pub chunks: Vec<Chunk>,
-    /// What it achieves.
+    /// Achievement of the plan.
     pub reason: Reason,
 }
-
-/// More chunks than this would be no plan.
-pub(super) const MOST_CHUNKS: u64 = 1 << 22;
 
 /// Plans the transfers of one version.
 ///
 /// A chunk lies within the usable seconds of a window of the sender and, for a destination in `receivers`, within one of
 /// the destination's; chunks do not overlap, and no more sub-buffers are in use than there are, drains included.
-/// Destinations are served one after the other, so that the first whole copy is there early.
+/// Destinations are served one after the other, so that the first complete copy is there early.
 ///
 /// ```
 /// use evermoe::schedule::*;
 /// let send = |start| Span {
 ///     name: "send".into(), kind: Kind::Send, resource: Resource::Network, start, seconds: 1.0, bytes: 64, peers: vec![1],
 /// };
-/// let step = Step { seconds: 8.0, spans: vec![send(0.0), send(4.0)] };
+/// let step = StepProfile { seconds: 8.0, spans: vec![send(0.0), send(4.0)] };
 /// let options = WindowOptions { gamma: 1.0, ..Default::default() };
 /// let windows = find_windows(&[step], &options)?; // two of 3 seconds
 /// let request = Request {
-///     pieces: &[Piece { unit: "expert".into(), bytes: 50, destinations: vec![1] }],
+///     pieces: &[CopyItem { unit: "expert".into(), bytes: 50, destinations: vec![1] }],
 ///     windows: &windows,
 ///     resource: Resource::Network,
 ///     receivers: &[],
@@ -136,7 +133,7 @@ pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
         full.most
     );
     let (pace, filled) = match request.policy {
-        Policy::Gemini => (full, stream(&work.in_order(), &work.rooms, &full, 1)),
+        Policy::Gemini => (full, stream(&work.in_order(), &work.intervals, &full, 1)),
         Policy::Baft => (full, baft::fill(&work, &full, 1)),
         Policy::Moetion => (full, split(request, &work, &full)),
         Policy::Auto => auto::fill(request, &work),
@@ -147,7 +144,7 @@ pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
 }
 
 impl Filled {
-    /// What is sent, in windows and out of them.
+    /// All loads, in windows and out of them.
     pub(super) fn loads(&self) -> impl Iterator<Item = &Load> {
         self.runs.iter().map(|run| &run.load).chain(&self.rest)
     }
@@ -169,7 +166,7 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace) -> Filled {
         inside.extend((first.bytes > 0).then_some(first));
         beside.extend((rest.bytes > 0).then_some(rest));
     }
-    let mut filled = stream(&inside, &work.rooms, pace, 1);
+    let mut filled = stream(&inside, &work.intervals, pace, 1);
     filled.rest.extend(beside);
     filled
 }
@@ -191,7 +188,7 @@ fn reason(request: &Request<'_>, work: &Work, pace: &Pace, filled: &Filled) -> R
     };
     let alone = || match request.policy {
         Policy::Baft => baft::fill(work, pace, MOST_STEPS),
-        _ => stream(&work.in_order(), &work.rooms, pace, MOST_STEPS),
+        _ => stream(&work.in_order(), &work.intervals, pace, MOST_STEPS),
     };
     let steps_in_windows =
         if fits { Some(steps) } else { Some(alone()).filter(|all| all.rest.is_empty()).map(|all| all.steps) };
@@ -258,12 +255,12 @@ fn for_each_chunk(load: &Load, pace: &Pace, mut each: impl FnMut(Load)) {
 }
 
 impl ChunkPlan {
-    /// For the executor, or a file.
+    /// JSON for the executor, or a file.
     pub fn to_json(&self) -> String {
         serde_json::json!(self).to_string()
     }
 
-    /// What [`to_json`](Self::to_json) wrote.
+    /// Reads the JSON of [`to_json`](Self::to_json).
     ///
     /// # Errors
     /// [`Error::Invalid`] unless it is that.

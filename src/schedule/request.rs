@@ -1,4 +1,4 @@
-//! What a chunk plan is made from.
+//! Inputs of a chunk plan.
 
 use super::span::Resource;
 use super::windows::Windows;
@@ -9,10 +9,10 @@ use std::str::FromStr;
 
 /// A unit, or a part of one, that is to be copied.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct CopyItem {
     /// The unit's name.
     pub unit: String,
-    /// Its size.
+    /// Size of the unit.
     pub bytes: u64,
     /// Ranks that each get all of it.
     pub destinations: Vec<usize>,
@@ -54,22 +54,22 @@ pub struct Memory {
     pub bytes: u64,
     /// Into how many sub-buffers of equal size it is cut; a chunk fills one at most.
     pub buffers: u64,
-    /// How long the consumer takes to empty a sub-buffer after the transfer; none if at once.
+    /// Time that the consumer takes to empty a sub-buffer after the transfer; none if at once.
     pub drain: Option<Link>,
 }
 
 /// The other end of a transfer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Receiver {
-    /// Its rank.
+    /// Rank of the receiver.
     pub rank: usize,
-    /// Its windows.
+    /// Windows of the receiver.
     pub windows: Windows,
-    /// When its step starts, in seconds after the sender's; below 0 if before.
+    /// Start of its step, in seconds after the sender's; below 0 if before.
     pub clock_offset: f64,
 }
 
-/// How windows are filled.
+/// Policy by which windows are filled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Policy {
     /// Gemini (SOSP'23): in order, as much as fits; the rest runs after the last window.
@@ -87,10 +87,10 @@ pub enum Policy {
 }
 
 impl Policy {
-    /// All of them.
+    /// All policies.
     pub const ALL: [Self; 4] = [Self::Gemini, Self::Baft, Self::Moetion, Self::Auto];
 
-    /// As in Python.
+    /// The name in Python.
     pub fn name(self) -> &'static str {
         ["gemini", "baft", "moetion", "auto"][self as usize]
     }
@@ -107,14 +107,14 @@ impl FromStr for Policy {
     }
 }
 
-/// What [`plan_chunks`](super::plan_chunks) plans.
+/// Request to [`plan_chunks`](super::plan_chunks).
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
-    /// What to copy.
-    pub pieces: &'a [Piece],
+    /// Units to copy.
+    pub pieces: &'a [CopyItem],
     /// The sender's windows.
     pub windows: &'a Windows,
-    /// Whose windows, at both ends.
+    /// Resource whose windows are used, at both ends.
     pub resource: Resource,
     /// Destinations whose windows count too; the others take a chunk at any time.
     pub receivers: &'a [Receiver],
@@ -122,14 +122,16 @@ pub struct Request<'a> {
     pub link: Link,
     /// Memory for the chunks.
     pub memory: Memory,
-    /// How.
+    /// Policy by which windows are filled.
     pub policy: Policy,
     /// Steps that a version may take; only `auto` takes more than one.
     pub max_steps: usize,
 }
 
-/// No plan has more steps: it would be too old when it is whole.
+/// Steps of a plan, at most: a version of more would be too old when it is complete.
 pub(super) const MOST_STEPS: usize = 1 << 12;
+/// Chunks of a plan, at most.
+pub(super) const MOST_CHUNKS: u64 = 1 << 22;
 
 impl Request<'_> {
     pub(super) fn check(&self) -> Result<()> {
@@ -153,7 +155,7 @@ impl Request<'_> {
     fn check_pieces(&self) -> Result<()> {
         let mut units = HashSet::new();
         let mut all = 0_u128;
-        for Piece { unit, bytes, destinations } in self.pieces {
+        for CopyItem { unit, bytes, destinations } in self.pieces {
             all += u128::from(*bytes) * destinations.len() as u128;
             ensure!(units.insert(unit), "pieces: unit {unit:?} is there twice");
             ensure!(!destinations.is_empty(), "pieces: unit {unit:?} has no destination");

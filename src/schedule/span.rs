@@ -1,4 +1,4 @@
-//! What a profile records: the spans of one step of one rank.
+//! Records of a profile: the spans of one step of one rank.
 
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// What a span did.
+/// Kind of work of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Kind {
@@ -26,7 +26,7 @@ pub enum Kind {
     Copy,
 }
 
-/// What a span keeps busy.
+/// Resource that a span keeps busy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Resource {
@@ -42,7 +42,7 @@ impl Resource {
     /// All of them, in the order of [`Windows::windows`](super::Windows).
     pub const ALL: [Self; 3] = [Self::Compute, Self::Network, Self::HostLink];
 
-    /// As in JSON and in Python.
+    /// The name in JSON and in Python.
     pub fn name(self) -> &'static str {
         ["compute", "network", "host_link"][self as usize]
     }
@@ -60,7 +60,7 @@ impl Kind {
         Self::Copy,
     ];
 
-    /// As in JSON and in Python.
+    /// The name in JSON and in Python.
     pub fn name(self) -> &'static str {
         ["forward", "backward", "optimizer", "collective", "send", "receive", "copy"][self as usize]
     }
@@ -105,15 +105,15 @@ impl FromStr for Kind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Span {
-    /// The same in every step, e.g. `layer3.all_to_all`; it may occur several times in a step.
+    /// Name, the same in every step, e.g. `layer3.all_to_all`; it may occur several times in a step.
     pub name: String,
-    /// What it did.
+    /// Kind of work.
     pub kind: Kind,
-    /// What it kept busy.
+    /// Resource that it kept busy.
     pub resource: Resource,
     /// Seconds from the step's start.
     pub start: f64,
-    /// How long it took.
+    /// Duration in seconds.
     pub seconds: f64,
     /// Bytes moved; 0 for compute.
     #[serde(default)]
@@ -133,15 +133,15 @@ impl Span {
 /// One step of one rank.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Step {
+pub struct StepProfile {
     /// From its start to the start of the next step.
     pub seconds: f64,
-    /// In any order. One that ends after the step goes on in the next one.
+    /// Spans in any order. One that ends after the step continues in the next one.
     pub spans: Vec<Span>,
 }
 
 /// The times of a profile are numbers that can be planned with.
-pub(super) fn check(steps: &[Step]) -> Result<()> {
+pub(super) fn check(steps: &[StepProfile]) -> Result<()> {
     for (number, step) in steps.iter().enumerate() {
         ensure!(
             step.seconds.is_finite() && step.seconds > 0.0,

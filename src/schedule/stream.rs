@@ -1,13 +1,14 @@
-//! Loads in order into rooms in order, as much as fits: Gemini's Algorithm, over as many steps as allowed.
+//! Loads in order into intervals in order, as much as fits: Gemini's Algorithm, over as many steps as allowed.
 //!
-//! The state is a position in the loads. From a position further on, or at an earlier time, or with longer or more rooms,
-//! a stream is at every later moment at least as far: chunks between two positions never become more when the first one
-//! moves on, and a larger chunk never takes less time. So more window never leaves more over; `auto` rests on that.
+//! The state is a position in the loads. From a position further on, or at an earlier time, or with longer or more
+//! intervals, a stream is at every later moment at least as far: chunks between two positions never become more when
+//! the first one moves on, and a larger chunk never takes less time. So more window never leaves more over; `auto`
+//! rests on that.
 
+use super::capacity::{Interval, Load};
 use super::pace::Pace;
-use super::rooms::{Load, Room};
 
-/// Bytes of one load in one room, cut into chunks that follow each other.
+/// Bytes of one load in one interval, cut into chunks that follow each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Run {
     pub(super) step: usize,
@@ -17,7 +18,7 @@ pub(super) struct Run {
     pub(super) load: Load,
 }
 
-/// What went in, and what did not.
+/// Loads that went in, and those that did not.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Filled {
     pub(super) runs: Vec<Run>,
@@ -33,8 +34,8 @@ impl Load {
     }
 }
 
-/// Fills the rooms of up to `max_steps` equal steps.
-pub(super) fn stream(loads: &[Load], rooms: &[Vec<Room>], pace: &Pace, max_steps: usize) -> Filled {
+/// Fills the intervals of up to `max_steps` equal steps.
+pub(super) fn stream(loads: &[Load], intervals: &[Vec<Interval>], pace: &Pace, max_steps: usize) -> Filled {
     let mut filled = Filled::default();
     let mut loads = loads.iter().copied();
     let mut current = loads.next();
@@ -42,20 +43,20 @@ pub(super) fn stream(loads: &[Load], rooms: &[Vec<Room>], pace: &Pace, max_steps
         let before = filled.runs.len();
         let mut time = f64::NEG_INFINITY;
         while let Some(load) = current {
-            let of = &rooms[load.rooms];
-            let Some(room) = of.get(of.partition_point(|room| room.end <= time)) else { break };
-            let start = room.start.max(time);
-            let (part, rest) = load.split(pace.fit(load.bytes, room.end - start));
+            let of = &intervals[load.intervals];
+            let Some(interval) = of.get(of.partition_point(|interval| interval.end <= time)) else { break };
+            let start = interval.start.max(time);
+            let (part, rest) = load.split(pace.fit(load.bytes, interval.end - start));
             if part.bytes == 0 {
-                time = room.end;
+                time = interval.end;
                 continue;
             }
-            filled.runs.push(Run { step, window: room.window, start, load: part });
+            filled.runs.push(Run { step, window: interval.window, start, load: part });
             filled.steps = step + 1;
             time = start + pace.seconds(part.bytes);
             current = if rest.bytes > 0 { Some(rest) } else { loads.next() };
         }
-        // All steps are alike: what found no room in this one finds none in the next.
+        // All steps are alike: what found no interval in this one finds none in the next.
         if current.is_none() || filled.runs.len() == before {
             break;
         }

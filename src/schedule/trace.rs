@@ -1,7 +1,7 @@
 //! Chrome's trace event format, which Perfetto reads: one process a rank, one track a resource.
 
 use super::plan::{Chunk, ChunkPlan};
-use super::span::{Resource, Span, Step, check};
+use super::span::{Resource, Span, StepProfile, check};
 use super::windows::{Anchor, Window, Windows};
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 const CHUNKS: usize = 6;
 const COPIES: usize = 7;
 
-/// What the tracks are called; a window track for each resource, as their windows overlap.
+/// Names of the tracks; a window track for each resource, as their windows overlap.
 const TRACKS: [&str; 8] = [
     "compute",
     "network",
@@ -29,11 +29,11 @@ const LANES: usize = 1000;
 /// A chunk that was really sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sent {
-    /// When it began, in seconds on the clock of the trace's `start`.
+    /// Start, in seconds on the clock of the trace's `start`.
     pub start: f64,
     /// Until it was sent.
     pub seconds: f64,
-    /// How many bytes.
+    /// Bytes that were sent.
     pub bytes: u64,
     /// The rank that got them.
     pub peer: usize,
@@ -58,7 +58,7 @@ struct Event {
 /// # Errors
 /// [`Error::Invalid`] for times that are none, or a plan whose windows are not in `windows`.
 pub fn chrome_trace(
-    steps: &[Step],
+    steps: &[StepProfile],
     windows: Option<&Windows>,
     plan: Option<&ChunkPlan>,
     sent: &[Sent],
@@ -98,8 +98,8 @@ pub fn chrome_trace(
     Ok(json!({ "displayTimeUnit": "ms", "traceEvents": to_json(events, rank) }).to_string())
 }
 
-/// When the window opens in this very step; none if its anchor is not there.
-fn opens(window: &Window, step: &Step) -> Option<f64> {
+/// Opening of the window in this very step; none if its anchor is not there.
+fn opens(window: &Window, step: &StepProfile) -> Option<f64> {
     let Anchor::After { name, occurrence } = &window.anchor else { return Some(window.offset) };
     let mut spans: Vec<&Span> =
         step.spans.iter().filter(|span| span.resource == window.resource && span.name == *name).collect();

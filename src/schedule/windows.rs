@@ -1,13 +1,13 @@
 //! Idle windows: what the busy spans of a resource leave, over several steps that differ a little.
 
-use super::span::{Resource, Span, Step, check};
+use super::span::{Resource, Span, StepProfile, check};
 use crate::ensure;
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt;
 
-/// How careful the windows are.
+/// Options of how careful the windows are.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct WindowOptions {
@@ -41,7 +41,7 @@ impl WindowOptions {
     }
 }
 
-/// What opens a window.
+/// Event that opens a window.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Anchor {
@@ -51,7 +51,7 @@ pub enum Anchor {
     After {
         /// The span's name.
         name: String,
-        /// Which of that name on the resource in the step, from 0 on.
+        /// Number among the spans of that name on the resource in the step, from 0 on.
         occurrence: usize,
     },
 }
@@ -70,13 +70,13 @@ impl fmt::Display for Anchor {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Window {
-    /// What is idle.
+    /// The idle resource.
     pub resource: Resource,
-    /// What it follows.
+    /// Event that opens it.
     pub anchor: Anchor,
     /// Seconds from the anchor to the opening: 0 unless a span that overlaps the anchor sometimes outlasts it.
     pub offset: f64,
-    /// When it opens, in seconds from the step's start: the median.
+    /// Opening, in seconds from the step's start: the median.
     pub start: f64,
     /// Seconds that may be used: `gamma` × `expected`.
     pub seconds: f64,
@@ -93,13 +93,13 @@ impl Window {
     }
 }
 
-/// What the windows rest on.
+/// Steps that the windows rest on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Evidence {
     /// All steps had the same spans in the same order.
     Steady {
-        /// How many.
+        /// Number of steps.
         steps: usize,
     },
     /// Most had; the others are left out.
@@ -113,7 +113,7 @@ pub enum Evidence {
     Unsteady {
         /// Steps in all.
         steps: usize,
-        /// How many the largest group of like ones has.
+        /// Steps of the largest group of like ones.
         alike: usize,
     },
 }
@@ -143,7 +143,7 @@ pub struct Windows {
     pub step_seconds: f64,
     /// By resource, then by start; those of a resource do not overlap.
     pub windows: Vec<Window>,
-    /// Why these.
+    /// Reason for these windows.
     pub evidence: Evidence,
     pub(super) options: WindowOptions,
     pub(super) sequence: Sequence,
@@ -160,7 +160,7 @@ impl Windows {
         serde_json::json!(self).to_string()
     }
 
-    /// What [`to_json`](Self::to_json) wrote.
+    /// Reads the JSON of [`to_json`](Self::to_json).
     ///
     /// # Errors
     /// [`Error::Invalid`] unless it is that, with windows in order.
@@ -200,12 +200,12 @@ impl Windows {
 /// are left out, and without a majority there are no windows.
 ///
 /// ```
-/// use evermoe::schedule::{Anchor, Kind, Resource, Span, Step, WindowOptions, find_windows};
+/// use evermoe::schedule::{Anchor, Kind, Resource, Span, StepProfile, WindowOptions, find_windows};
 /// let send = |start, seconds| Span {
 ///     name: "send".into(), kind: Kind::Send, resource: Resource::Network, start, seconds, bytes: 64, peers: vec![1],
 /// };
 /// // Idle for 3 or 4 seconds after the first send, for 2 after the second.
-/// let steps = [3.0, 4.0].map(|idle| Step { seconds: idle + 4.0, spans: vec![send(0.0, 1.0), send(1.0 + idle, 1.0)] });
+/// let steps = [3.0, 4.0].map(|idle| StepProfile { seconds: idle + 4.0, spans: vec![send(0.0, 1.0), send(1.0 + idle, 1.0)] });
 /// let found = find_windows(&steps, &WindowOptions { quantile: 0.0, gamma: 0.5, ..Default::default() })?;
 /// let network: Vec<_> = found.of(Resource::Network).map(|(_, window)| window).collect();
 /// assert_eq!(network[0].anchor, Anchor::After { name: "send".into(), occurrence: 0 });
@@ -216,7 +216,7 @@ impl Windows {
 ///
 /// # Errors
 /// [`Error::Invalid`] without steps, and for times or options that are none.
-pub fn find_windows(steps: &[Step], options: &WindowOptions) -> Result<Windows> {
+pub fn find_windows(steps: &[StepProfile], options: &WindowOptions) -> Result<Windows> {
     options.check()?;
     check(steps)?;
     ensure!(!steps.is_empty(), "steps: expected at least 1, better 20, got none");
@@ -241,7 +241,7 @@ pub(super) struct Aligned<'a> {
 }
 
 impl<'a> Aligned<'a> {
-    pub(super) fn new(step: &'a Step, options: &WindowOptions) -> Self {
+    pub(super) fn new(step: &'a StepProfile, options: &WindowOptions) -> Self {
         let mut spans = [const { Vec::new() }; 3];
         for span in step.spans.iter().filter(|span| !options.ignore.contains(&span.name)) {
             spans[span.resource as usize].push(span);
@@ -322,7 +322,7 @@ pub(super) fn measure(steps: &[&Aligned<'_>], options: &WindowOptions) -> Vec<Wi
     found
 }
 
-/// What lies before one span, or the step's end, in each step.
+/// Gap before one span, or the step's end, in each step.
 struct Gap {
     /// 0 for the step's start, else 1 + the position of the span that most often ends last.
     anchor: usize,
@@ -384,7 +384,7 @@ fn gaps(steps: &[&Aligned<'_>], spans: &[&[&Span]]) -> Vec<Gap> {
         .collect()
 }
 
-/// Of equally frequent ones the largest.
+/// The most frequent value; the largest of equally frequent ones.
 fn most_frequent(values: &[usize]) -> usize {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();

@@ -5,7 +5,7 @@ use crate::ensure;
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
-/// What the JSON says it is; another number for another layout.
+/// Version of the JSON's layout.
 pub(super) const VERSION: u32 = 1;
 
 /// Counts the tokens of every expert since it was last copied.
@@ -51,16 +51,16 @@ pub struct TokenLedger {
     pub(super) waiting: Vec<i64>,
 }
 
-/// How long a layer has been waiting for copies.
+/// Wait of a layer for copies.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Starvation {
     /// The expert with tokens at risk that has been passed over most often, then the one with the most tokens.
     pub expert: Option<usize>,
-    /// How many checkpoints passed it over.
+    /// Checkpoints that passed it over.
     pub checkpoints: i64,
     /// Tokens at risk in the whole layer.
     pub tokens: f64,
-    /// The same in steps of the layer's average.
+    /// Tokens at risk in steps of the layer's average.
     pub steps: f64,
 }
 
@@ -219,7 +219,7 @@ impl TokenLedger {
         Ok(plt)
     }
 
-    /// For each layer who waits for a copy, and what is at risk.
+    /// Experts that wait for a copy in each layer, and the tokens at risk.
     pub fn starvation(&self) -> Vec<Starvation> {
         let layer = |layer: usize| {
             let row = layer * self.experts..(layer + 1) * self.experts;

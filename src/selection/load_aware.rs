@@ -1,14 +1,14 @@
 //! Experts with the most unsaved tokens: the load-aware policy of PEC (Algorithm 1), without its starvation.
 //!
 //! The layers share one capacity. As printed they take from it in a fixed order, so that some get what they want every
-//! time and the others wait. Here they take turns, one expert each, and the checkpoint decides who is first:
+//! time and the others wait. Here they take turns, one expert each, and the checkpoint decides which is first:
 //!
 //! ```text
 //! 3 layers, capacity 4     checkpoint 0: layers 0 1 2 0    checkpoint 1: layers 1 2 0 1    checkpoint 2: layers 2 0 1 2
 //! ```
 //!
 //! Load alone would also starve experts: one token, long ago, never beats what the hot experts gather between two
-//! checkpoints. So whoever was passed over often enough goes first, those that have waited longest before the others.
+//! checkpoints. So experts that were passed over often enough go first, those that have waited longest before the others.
 
 use super::Selection;
 use super::tokens::{at_risk, check, front, most_tokens};
@@ -19,7 +19,7 @@ use std::cmp::Reverse;
 /// The experts to copy at a checkpoint, at most `capacity` over all layers: those with the most unsaved tokens.
 ///
 /// `tokens` is `[layers, experts]`: unsaved tokens. `waiting` has the same shape: checkpoints that passed an expert over
-/// while it had unsaved tokens, from [`TokenLedger::waiting`](super::TokenLedger::waiting); without it nobody is overdue.
+/// while it had unsaved tokens, from [`TokenLedger::waiting`](super::TokenLedger::waiting); without it none is overdue.
 ///
 /// Layers take turns from the shared capacity S, the first at checkpoint t is `t·S mod layers`; a layer without unsaved
 /// tokens leaves its turn to the others. In a turn the layer's expert with the most unsaved tokens is chosen, but one
@@ -95,7 +95,8 @@ fn queue(tokens: &[i64], waiting: Option<&[i64]>, patience: i64) -> Vec<usize> {
     queue
 }
 
-/// How many experts each layer may choose: turns go round from layer `first` until nobody wants one or none is left.
+/// Number of experts that each layer may choose: turns go round from layer `first` until no layer wants one or none is
+/// left.
 fn deal(queues: &[Vec<usize>], capacity: usize, first: usize) -> Vec<usize> {
     let layers = queues.len();
     let mut turns = vec![0; layers];

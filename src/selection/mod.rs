@@ -1,17 +1,15 @@
-//! What to copy now, what a failure would cost, and who saves what: pure functions, the same on every rank.
+//! Experts to copy now, the cost of a failure, and each rank's share of saving: pure functions, the same on every rank.
 //!
 //! ```text
 //! counts [layers, experts] of each step ─ TokenLedger ─ tokens at risk, checkpoints waited ─┐
 //!      ┌─ copied, or lost in a recovery ◄── experts to copy ◄── sequential, load_aware, budget ◄┘
 //!      └► portion of lost tokens (PLT) ─ Dynamic-K
-//! units, nodes, windows ─ choose_copies ─ how each unit is kept safe, on which nodes
 //! bytes of modules ─ shard_modules ─ which rank saves which part
 //! ```
 //!
 //! A [`Selection`] lists, for each layer, the experts to copy, ascending.
 
 mod budget;
-mod copies;
 mod json;
 mod ledger;
 mod load_aware;
@@ -20,10 +18,6 @@ mod shard;
 mod tokens;
 
 pub use budget::budget;
-pub use copies::{
-    CopyKind, CopyNode, CopyPlan, CopyReason, CopyRequest, CopyUnit, Holder, Limit, LossSurvival, NodeUse,
-    UnitChoice, choose_copies,
-};
 pub use ledger::{Starvation, TokenLedger};
 pub use load_aware::load_aware;
 pub use sequential::sequential;

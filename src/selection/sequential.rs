@@ -13,7 +13,7 @@ use crate::error::Result;
 /// ```
 /// use evermoe::selection::sequential;
 /// assert_eq!(sequential(2, 4, 3, 0)?, [[0, 1, 2], [0, 1, 3]]); // layer 1 starts at 3: experts 3, 0 and 1
-/// assert_eq!(sequential(2, 4, 3, 1)?, [[0, 1, 3], [0, 2, 3]]); // and goes on at 2: experts 2, 3 and 0
+/// assert_eq!(sequential(2, 4, 3, 1)?, [[0, 1, 3], [0, 2, 3]]); // and resumes at 2: experts 2, 3 and 0
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///

@@ -1,4 +1,4 @@
-//! Which rank saves which part of the state that all ranks have: PEC's equal and adaptive sharding (EDPS, ADPS).
+//! Division among ranks of saving the state that all of them have: PEC's equal and adaptive sharding (EDPS, ADPS).
 
 use crate::ensure;
 use crate::error::Result;
@@ -9,7 +9,7 @@ use std::ops::Range;
 pub struct Part {
     /// Index of the module.
     pub module: usize,
-    /// Which of its bytes; never empty.
+    /// Range of its bytes; never empty.
     pub bytes: Range<u64>,
 }
 
@@ -52,7 +52,7 @@ pub fn shard_modules(bytes: &[u64], expert_bytes: &[u64], alignment: u64) -> Res
     Ok(parts)
 }
 
-/// Where the part of a module of `size` bytes ends that starts at `start` on a rank with that room: rounded up, so that
+/// End of the part of a module of `size` bytes that starts at `start` on a rank with that room: rounded up, so that
 /// the ranks before the last one leave nothing over.
 fn cut(start: u64, size: u64, room: u128, alignment: u64) -> u64 {
     let end = (u128::from(start) + room).div_ceil(u128::from(alignment)) * u128::from(alignment);

@@ -1,4 +1,4 @@
-//! What the policies have in common.
+//! Checks and sums that the policies share.
 
 use crate::ensure;
 use crate::error::Result;

@@ -40,12 +40,12 @@ impl Arena {
         Ok(Self { path: path.to_owned(), mapping, layout })
     }
 
-    /// Where the file is, or was.
+    /// Path of the file, which may be unlinked.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What is where in a buffer.
+    /// The layout of a buffer.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }

@@ -1,4 +1,4 @@
-//! Where everything is in an arena file, and the descriptor that says so. Pure.
+//! Layout of an arena file, and the descriptor that records it. Pure.
 //!
 //! ```text
 //! 0     magic, format, descriptor bytes, payload bytes, file bytes, checksum of these and the descriptor   (u64 each)
@@ -83,7 +83,7 @@ impl Layout {
         fits.then_some(Self { meta, units: placed, descriptor, payload_bytes: end, buffers_at, file_bytes })
     }
 
-    /// What the caller wrote about the arena.
+    /// The caller's description of the arena.
     pub fn meta(&self) -> &str {
         &self.meta
     }
@@ -162,7 +162,7 @@ fn field(header: &[u8], index: usize) -> u64 {
     header.get(index * 8..).and_then(|bytes| Reader(bytes).number()).unwrap_or_default()
 }
 
-/// How many bytes of descriptor a header announces; it may lie.
+/// Bytes of descriptor that a header announces; it may lie.
 pub(super) fn descriptor_bytes(header: &[u8]) -> u64 {
     field(header, 2)
 }

@@ -12,15 +12,13 @@
 //! fills buffers by a thread of its own, beside training.
 
 mod arena;
+mod capture;
 mod digests;
-mod engine;
 mod layout;
 mod mapping;
 mod state;
-mod triple;
 
 pub use arena::Arena;
+pub use capture::{Capture, CaptureState, CopyEngine, Fetch, Run};
 pub use digests::{digest, digests};
-pub use engine::{Capture, CaptureState, CopyEngine, Fetch, Run};
 pub use layout::{Layout, Unit};
-pub use triple::{Event, Slot, TripleBuffer};

@@ -1,7 +1,7 @@
 //! The ops between tensors and chunks: checks, and the call to the CPU's or the GPU's copies.
 
+use super::checks::{check_device, check_disjoint, on_cuda};
 use super::library::TorchPool;
-use super::ops::{check_device, check_disjoint, on_cuda};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{self, BLOCK_BYTES, ChunkLayout};
 use crate::ensure;

@@ -1,7 +1,7 @@
 //! The ops for what crosses ranks: `split_tokens`, `regroup` and `regroup_out`.
 
+use super::checks::{check_device, check_disjoint, check_int64, check_out, on_cuda, shape};
 use super::library::TorchPool;
-use super::ops::{check_device, check_disjoint, check_int64, check_out, on_cuda, shape};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::error::Result;
 use crate::{cpu, dispatch, ensure};

@@ -1,7 +1,7 @@
 //! The ops `expert_histogram` and `expert_histograms`: checks, and the call to the CPU's or the GPU's counts.
 
+use super::checks::{check_device, check_ids, on_cuda, with_dtype};
 use super::library::TorchPool;
-use super::ops::{check_device, check_ids, on_cuda, with_dtype};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu;
 use crate::ensure;

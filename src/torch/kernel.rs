@@ -79,9 +79,9 @@ impl<T: Argument> Argument for Vec<T> {
     }
 }
 
-/// What a kernel returns: nothing, a tensor or two.
+/// Results of a kernel: nothing, a tensor or two.
 pub(super) trait Outputs {
-    /// How many values the schema returns.
+    /// Number of values that the schema returns.
     const COUNT: u64;
 
     /// Gives the values to torch.
@@ -170,7 +170,7 @@ thread_local! {
 /// landing pad here, the unwinder needs nothing of Rust's.
 ///
 /// # Safety
-/// As [`Kernel::call`].
+/// Those of [`Kernel::call`].
 pub(super) unsafe extern "C-unwind" fn entry<F: Kernel<A>, A>(
     stack: *mut StableValue,
     inputs: u64,

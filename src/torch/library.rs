@@ -89,7 +89,7 @@ fn c_string(text: &str) -> CString {
 #[derive(Clone, Copy)]
 pub(crate) struct TorchPool;
 
-/// What a thread of a loop needs: the body, and a place for the first panic.
+/// State of a loop that its threads share: the body, and a place for the first panic.
 struct Shared<'a> {
     body: &'a (dyn Fn(Range<usize>) + Sync),
     panic: Mutex<Option<Box<dyn Any + Send>>>,

@@ -9,13 +9,15 @@
 //! | `tensor` | `Tensor`: owned handles, shapes, checked slices |
 //! | `kernel` | arguments and results of kernels; errors and panics become Python's `RuntimeError` |
 //! | `library` | registration with torch's dispatcher, and torch's thread pool |
-//! | `ops` | the ops: schemas, checks, and the call to `cpu` or `cuda` |
+//! | `checks` | checks of arguments, and the choice of device and element types |
+//! | `ops` | the ops: schemas, and those that dispatch rows |
 //! | `histogram` | the ops that count tokens per expert |
 //! | `exchange` | the ops for what crosses ranks: the split of tokens, and the regrouping of rows |
 //! | `chunks` | the ops between tensors and chunks |
 //! | `optim` | the optimizers' ops |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
+mod checks;
 mod chunks;
 mod exchange;
 mod ffi;

@@ -3,6 +3,10 @@
 //! Letters: `T` tokens, `K` choices of a token, `E` experts, `R` ranks, `N` rows, `H` columns. The Python
 //! functions of `evermoe.ops` document each op; fakes and gradients are there too.
 
+use super::checks::{
+    check_device, check_disjoint, check_ids, check_int64, check_out, check_rows, check_weights, on_cuda,
+    shape, with_ids, with_rows,
+};
 use super::chunks::{hash_blocks, pack_chunks, unpack_chunks};
 use super::exchange::{regroup, regroup_out, split_tokens};
 use super::ffi;
@@ -13,7 +17,6 @@ use super::tensor::{BUFFERS, Device, Dtype, Tensor};
 use crate::cpu::{self, Backward, Combine, Float as _};
 use crate::ensure;
 use crate::error::{Error, Result};
-use half::{bf16, f16};
 use std::borrow::Cow;
 use std::sync::Mutex;
 
@@ -103,43 +106,6 @@ pub fn set_cpu_cache_limit(limit: Option<usize>) {
 /// Bytes of idle buffers for results on the CPU.
 pub fn cpu_cache_bytes() -> usize {
     BUFFERS.idle_bytes()
-}
-
-/// Evaluates the call into `on_cuda`, in builds that have it.
-macro_rules! on_cuda {
-    ($function:ident($($argument:expr),*)) => {{
-        #[cfg(feature = "cuda")]
-        let result = $crate::torch::on_cuda::$function($($argument),*);
-        #[cfg(not(feature = "cuda"))]
-        let result = Err($crate::error::Error::Runtime("this build of evermoe has no CUDA".into()));
-        result
-    }};
-}
-pub(super) use on_cuda;
-
-/// Evaluates an expression with `$T` bound to the Rust type of a checked dtype.
-macro_rules! with_dtype {
-    ($dtype:expr, $T:ident in [$($variant:ident = $type:ty),*] => $body:expr) => {
-        match $dtype {
-            $($crate::torch::tensor::Dtype::$variant => { type $T = $type; $body })*
-            other => Err($crate::error::Error::Invalid(format!("no kernel for {other}"))),
-        }
-    };
-}
-pub(super) use with_dtype;
-
-/// Evaluates an expression with `$I` bound to the integer type of a checked tensor of ids, row ids or positions.
-macro_rules! with_ids {
-    ($tensor:expr, $I:ident => $body:expr) => {
-        with_dtype!($tensor.dtype(), $I in [Int32 = i32, Int64 = i64] => $body)
-    };
-}
-
-/// Evaluates an expression with `$F` bound to the float type of a checked tensor of rows or weights.
-macro_rules! with_rows {
-    ($tensor:expr, $F:ident => $body:expr) => {
-        with_dtype!($tensor.dtype(), $F in [Float32 = f32, Bfloat16 = bf16, Float16 = f16] => $body)
-    };
 }
 
 fn dispatch_plan(ids: Tensor, send_counts: Tensor) -> Result<(Tensor, Tensor)> {
@@ -336,74 +302,4 @@ fn as_float32(weights: &Tensor) -> Result<Cow<'_, [f32]>> {
             Ok(Cow::Owned(weights.slice::<F>()?.iter().map(|&weight| F::wide(&[weight])[0]).collect()))
         }),
     }
-}
-
-// ---- checks -----------------------------------------------------------------------------------
-
-pub(super) fn shape<const DIM: usize>(name: &str, expected: &str, tensor: &Tensor) -> Result<[i64; DIM]> {
-    let sizes = tensor.sizes();
-    sizes.try_into().map_err(|_| Error::Invalid(format!("{name}: expected shape {expected}, got {sizes:?}")))
-}
-
-pub(super) fn check_ids(name: &str, tensor: &Tensor) -> Result<()> {
-    let dtype = tensor.dtype();
-    ensure!(matches!(dtype, Dtype::Int32 | Dtype::Int64), "{name}: expected int32 or int64, got {dtype}");
-    Ok(())
-}
-
-pub(super) fn check_int64(name: &str, tensor: &Tensor) -> Result<()> {
-    ensure!(tensor.dtype() == Dtype::Int64, "{name}: expected int64, got {}", tensor.dtype());
-    Ok(())
-}
-
-fn check_rows(name: &str, tensor: &Tensor) -> Result<()> {
-    let dtype = tensor.dtype();
-    ensure!(
-        matches!(dtype, Dtype::Float32 | Dtype::Bfloat16 | Dtype::Float16),
-        "{name}: expected float32, bfloat16 or float16, got {dtype}"
-    );
-    Ok(())
-}
-
-pub(super) fn check_device(name: &str, tensor: &Tensor, other: &Tensor) -> Result<()> {
-    let (here, there) = (tensor.device(), other.device());
-    ensure!(
-        here == there,
-        "{name}: expected a tensor on {there} like the other arguments, got one on {here}"
-    );
-    Ok(())
-}
-
-fn check_weights(weights: &Tensor, positions: &Tensor, rows: &Tensor) -> Result<()> {
-    let (sizes, expected) = (weights.sizes(), positions.sizes());
-    ensure!(sizes == expected, "weights: expected the shape of positions, {expected:?}, got {sizes:?}");
-    let (dtype, row) = (weights.dtype(), rows.dtype());
-    ensure!(
-        dtype == Dtype::Float32 || dtype == row,
-        "weights: expected float32 or the rows' {row}, got {dtype}"
-    );
-    check_device("weights", weights, rows)
-}
-
-pub(super) fn check_out(name: &str, out: &Tensor, sizes: [i64; 2], like: &Tensor) -> Result<()> {
-    ensure!(
-        out.sizes() == sizes && out.dtype() == like.dtype(),
-        "{name}: expected {} of shape {sizes:?}, got {} of shape {:?}",
-        like.dtype(),
-        out.dtype(),
-        out.sizes()
-    );
-    ensure!(out.is_contiguous(), "{name}: expected a contiguous tensor");
-    check_device(name, out, like)
-}
-
-pub(super) fn check_disjoint(out_name: &str, out: &Tensor, inputs: &[(&str, &Tensor)]) -> Result<()> {
-    let written = out.address_range();
-    for (name, input) in inputs {
-        let read = input.address_range();
-        let apart =
-            read.is_empty() || written.is_empty() || read.end <= written.start || written.end <= read.start;
-        ensure!(apart, "{out_name}: expected memory of its own, got a tensor that overlaps {name}");
-    }
-    Ok(())
 }

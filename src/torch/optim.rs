@@ -1,7 +1,7 @@
 //! The optimizers' ops: checks, and the call to the CPU's or the GPU's arithmetic.
 
+use super::checks::{check_device, check_disjoint, on_cuda};
 use super::library::TorchPool;
-use super::ops::{check_device, check_disjoint, on_cuda};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, Gradient, SgdStep, adamw, check_no_momentum, sgd};
 use crate::ensure;
@@ -30,7 +30,7 @@ pub(super) fn adamw_(
     Ok(())
 }
 
-/// As [`adamw_`], of SGD; no buffer where no step has momentum.
+/// Applies steps of SGD like [`adamw_`]; no buffer where no step has momentum.
 pub(super) fn sgd_(
     mut p: Tensor,
     mut buffer: Option<Tensor>,

@@ -106,7 +106,7 @@ impl Element for f16 {
     const DTYPE: Dtype = Dtype::Float16;
 }
 
-/// Where a tensor lives.
+/// Device of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Device {
     Cpu,
@@ -167,7 +167,7 @@ impl Tensor {
     /// Takes ownership of a handle.
     ///
     /// # Safety
-    /// The handle is a live one that nobody else will delete.
+    /// The handle is a live one that no other code will delete.
     pub(super) unsafe fn from_raw(handle: TensorHandle) -> Self {
         Self(handle)
     }
@@ -285,7 +285,7 @@ impl Tensor {
                 std::ptr::without_provenance_mut(capacity),
             )
         };
-        // Who owns the buffer after a failure is not said: it is leaked rather than freed twice, and that once.
+        // The owner of the buffer after a failure is not documented: it is leaked rather than freed twice, and that once.
         REFUSED.store(status != 0, Relaxed);
         (status == 0).then_some(Self(handle))
     }
@@ -296,7 +296,7 @@ impl Tensor {
         check(unsafe { (symbols().aoti_torch_zero_)(self.0) }, "torch.zero_")
     }
 
-    /// The elements of a contiguous CPU tensor. Nobody may write them meanwhile, as for every torch op.
+    /// The elements of a contiguous CPU tensor. They must not be written meanwhile, as for every torch op.
     pub(super) fn slice<T: Element>(&self) -> Result<&[T]> {
         let start = self.host_address::<T>()?;
         // SAFETY: contiguous, on the host, of this type (checked), not null, alive as long as the tensor.

@@ -1,4 +1,4 @@
-"""From the workers' events to the verdict. Pure: event lists in, plain numbers out.
+"""The verdict on a run, from the workers' events. Pure: event lists in, plain numbers out.
 
 An *episode* is what lies between a kill (or several, when no step is committed in between) and the next step that all
 survivors have committed. Its phases, each the longest of any survivor: detect, agree, rebuild, fetch, verify and
@@ -44,7 +44,7 @@ def commits(events: Mapping[int, Sequence[Event]]) -> dict[int, Event]:
 
 
 def lost_steps(events: Mapping[int, Sequence[Event]], steps: int) -> int:
-    """Steps of 0 … steps−1 that nobody committed, plus steps that any worker had to commit again."""
+    """Steps of 0 … steps−1 that no worker committed, plus steps that any worker had to commit again."""
     lost = len(set(range(steps)) - set(commits(events)))
     for rows in events.values():
         numbers = [event["step"] for event in rows if event["event"] == "commit"]
@@ -140,7 +140,7 @@ def routed(events: Mapping[int, Sequence[Event]]) -> dict[int, dict[str, list[in
 
 
 def count_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: Sequence[Event]) -> list[dict[str, int]]:
-    """Of each recovery, the tokens of experts in the steps that it gave up for them and none before, from `routed`."""
+    """Tokens of experts, by recovery, in the steps that it gave up for them and none before, from `routed`."""
     gone: dict[str, int] = {}
     found = []
     for event in recoveries:
@@ -200,7 +200,7 @@ def summarise(
     *,
     is_partial: bool = False,
 ) -> dict[str, Any]:
-    """All that the demo reports, JSON-able; `ok` and `problems` are its verdict.
+    """Report of the demo, JSON-able; `ok` and `problems` are its verdict.
 
     `is_partial`: the preset may lose tokens; the workers then count what the routers choose.
     """

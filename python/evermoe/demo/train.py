@@ -23,7 +23,7 @@ import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
 from evermoe.moe import moe_layers
-from evermoe.planning import POLICIES, PRESET_NAMES
+from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS
 from evermoe.profile import Profiler
 
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--batch", type=int, default=24, help="samples per step over all workers (%(default)s)")
     run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
-    run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is kept safe (%(default)s)")
+    run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (%(default)s)")
     run.add_argument("--slots", type=int, help="expert replicas per worker and layer (default: the fewest plus one)")
     run.add_argument("--placement", choices=POLICIES, help="of experts on workers (default: the preset's)")
     run.add_argument("--min-replicas", type=int, help="of each expert (default: 1; --copies with lazarus)")
@@ -62,7 +62,7 @@ class Reporter:
         self.session: evermoe.Session | None = None
         self.recovering = False
         self.routed: dict[str, torch.Tensor] = {}
-        """By MoE layer, tokens that this worker's router gave to each expert in the step that runs."""
+        """Tokens that this worker's router gave to each expert in the current step, by MoE layer."""
 
     def follow(self, model: torch.nn.Module) -> None:
         """Counts what the routers choose, on its own account: a witness for what the session says was lost."""
@@ -150,7 +150,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         checkpoint_every=options.checkpoint_every,
     )
     reporter.session = session
-    if options.preset in ("moetion", "pec"):
+    if PRESETS[options.preset].may_lose_tokens:
         reporter.follow(model)
     profiler = Profiler(model)
     if options.trace:
@@ -166,7 +166,9 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
     profiler.detach()
     if options.trace:
         profiler.rank = session.group.rank
-        profiler.write_trace(options.trace, windows=session.safety.pacing.windows, sent=session.safety.sent())
+        profiler.write_trace(
+            options.trace, windows=session.protection.window_planner.windows, sent=session.protection.sent()
+        )
     if reporter.out is None and session.group.rank == 0 and session.config.role == "train":
         print(f"{session.step} steps, loss {session.loss:.3f}, {len(session.reports) - 1} changes of membership")
 

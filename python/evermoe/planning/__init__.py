@@ -1,7 +1,8 @@
 """Planners: pure functions of plain numbers, the same on every rank that has the same numbers.
 
 Shapes: E experts, N nodes or ranks, L layers. A wrong argument is a ValueError that names it; nothing here
-communicates, reads a clock or draws a random number. When to copy is a module of its own, `evermoe.planning.schedule`.
+communicates, reads a clock or draws a random number. When to copy is in modules of its own:
+`evermoe.planning.windows`, `schedule` and `trace`.
 """
 
 from evermoe.planning.choose_copies import (
@@ -14,20 +15,23 @@ from evermoe.planning.choose_copies import (
     UnitChoice,
     choose_copies,
 )
-from evermoe.planning.copies import (
-    TrainingCopies,
-    copy_holders,
-    primaries,
-    training_copy_holders,
-    unit_copy_holders,
-)
 from evermoe.planning.dispatch import SPLITS, SplitPolicy, imbalance, split_tokens
+from evermoe.planning.holders import TrainingCopies, copy_holders, primaries, training_copy_holders, unit_copy_holders
 from evermoe.planning.ledger import Starvation, TokenLedger
 from evermoe.planning.load import LoadAverage
 from evermoe.planning.migrate import Migration, migrate
-from evermoe.planning.placement import POLICIES, FewerReplicas, Placement, PlacementPolicy, Reason, allocate, place
+from evermoe.planning.placement import (
+    POLICIES,
+    FewerReplicas,
+    Placement,
+    PlacementPolicy,
+    Reason,
+    allocate,
+    failure_domains,
+    place,
+)
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
-from evermoe.planning.recovery import RecoveryPlan, recovery_plan
+from evermoe.planning.recovery import RecoveryPlan, recovery_plan, usable_holdings
 from evermoe.planning.selection import select_experts, shard_modules
 from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
 from evermoe.planning.survival import Survival, copy_recovery_probability, recovery_probability
@@ -65,6 +69,7 @@ __all__ = [
     "choose_copies",
     "copy_holders",
     "copy_recovery_probability",
+    "failure_domains",
     "imbalance",
     "migrate",
     "place",
@@ -76,4 +81,5 @@ __all__ = [
     "split_tokens",
     "training_copy_holders",
     "unit_copy_holders",
+    "usable_holdings",
 ]

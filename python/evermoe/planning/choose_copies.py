@@ -1,4 +1,4 @@
-"""How each unit is kept safe: one cost model picks active only, replayed, snapshots every n steps, or nothing more."""
+"""How each unit is protected: one cost model picks active only, replayed, snapshots every n steps, or nothing more."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class CopyUnit(NamedTuple):
     """A unit that must not be lost."""
 
     state_bytes: int
-    """Of its parameters, master weights and moments."""
+    """Bytes of its parameters, master weights and moments."""
     gradient_bytes: int
-    """Of its reduced gradient, as it is sent after each step; 0 if it is idle."""
+    """Bytes of its reduced gradient, as it is sent after each step; 0 if it is idle."""
     active: Sequence[int]
     """Nodes that train on it."""
     tokens: float
-    """That it gets in a step: what is lost with a step."""
+    """Tokens that it gets in a step, and that are lost with a step."""
     replayable: bool = True
     """Its optimizer is calibrated: it can be replayed to the bit."""
 
@@ -61,19 +61,19 @@ class Holder(NamedTuple):
     """A node that keeps a copy."""
 
     node: int
-    """Which."""
+    """Number of the node."""
     place: Place
-    """In which memory."""
+    """The memory that it uses."""
 
 
 class UnitChoice(NamedTuple):
-    """How one unit is kept safe."""
+    """How one unit is protected."""
 
     kind: CopyKind
     """Enough domains train on it; copies kept current by gradients; copies of the state; or no copy can be had."""
     period: int
     """Steps from one version to the next; 1 if the copies are always current."""
-    sender: int
+    primary: int
     """The active node that sends."""
     holders: list[Holder]
     """Who keeps copies beside the active nodes."""
@@ -87,8 +87,8 @@ class UnitChoice(NamedTuple):
     """Expected tokens lost in a step."""
     reason: CopyReason
     """Why."""
-    explanation: str
-    """The reason in words."""
+    summary: str
+    """The reason as a sentence."""
 
 
 class NodeUse(NamedTuple):
@@ -97,11 +97,11 @@ class NodeUse(NamedTuple):
     sent_bytes: int
     """To holders."""
     received_bytes: int
-    """As a holder."""
+    """Bytes that it receives as a holder."""
     network_seconds: float
-    """Of its network, both ways."""
+    """Seconds of its network, both ways."""
     host_link_seconds: float
-    """Of its host link."""
+    """Seconds of its host link."""
     host_bytes: int
     """Host memory for copies."""
     device_bytes: int
@@ -120,14 +120,14 @@ class LossSurvival(NamedTuple):
 
 
 class CopyPlan(NamedTuple):
-    """All choices and what they amount to."""
+    """The choices for all units, and what they amount to."""
 
     units: list[UnitChoice]
     """One for each unit."""
     nodes: list[NodeUse]
     """One for each node."""
     delay_seconds: float
-    """By which the slowest node delays a step."""
+    """Seconds by which the slowest node delays a step."""
     lost_tokens: float
     """Expected tokens lost in a step, over all units."""
     survival: list[LossSurvival]
@@ -169,7 +169,7 @@ def choose_copies(
         >>> plan = choose_copies(units, nodes, network=Link(0, 1e4), host_link=Link(0, 1e5), step_seconds=1.0)
         >>> [(unit.kind, unit.period, unit.bytes) for unit in plan.units]
         [('active', 1, 0), ('replayed', 1, 200), ('snapshot', 2, 600)]
-        >>> plan.units[2].explanation
+        >>> plan.units[2].summary
         'windows and budget of node 2 are used up'
 
     Args:

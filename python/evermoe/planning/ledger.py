@@ -16,7 +16,7 @@ class Starvation(NamedTuple):
     """How long a layer has been waiting for copies."""
 
     expert: int | None
-    """Of those with tokens at risk, who was passed over most often, then who has the most; None if nobody has."""
+    """The expert with tokens at risk that was passed over most often, then the one with most; None without any."""
     checkpoints: int
     """How many checkpoints passed it over."""
     tokens: float

@@ -1,4 +1,4 @@
-"""From one placement to another."""
+"""Moves from one placement to another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Migration:
 
 
 def migrate(old: ArrayLike, new: ArrayLike, nbytes: ArrayLike) -> Migration:
-    """Which node takes which row of a new placement so that the fewest bytes move, and who fetches what from whom.
+    """Assigns rows of a new placement to nodes so that the fewest bytes move, and says who fetches what from whom.
 
     Lazarus numbers the rows of a new placement freely; only here do they become nodes. Up to 512 nodes no
     assignment moves fewer bytes, and of those that move as few this is one with the most rows on the node of

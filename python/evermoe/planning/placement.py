@@ -40,15 +40,15 @@ class Reason:
     """What no placement of the same replicas can be below, from 1 on: a node has so many slots, a replica its load."""
     moved: int | None
     """(node, expert) pairs that are new since `previous`, if that was given."""
-    words: str
+    summary: str
 
     def __str__(self) -> str:
-        return self.words
+        return self.summary
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which node holds which expert, and why."""
+    """Which node holds which expert, and the reason."""
 
     matrix: NDArray[np.int64]
     """[N, E] replicas of each expert on each node."""
@@ -103,7 +103,7 @@ def place(
     domains: Sequence[Sequence[int]] | None = None,
     failures: int | None = None,
 ) -> Placement:
-    """Which node holds which expert.
+    """Places the replicas of experts on nodes.
 
     Every node gets exactly `slots` replicas. With `safest` and `balanced` every expert is on at least min(f, N)
     distinct nodes, where f is the fewest replicas of any expert; `balanced` puts it on as many as it has replicas
@@ -160,3 +160,20 @@ def place(
         None if failures is None else count("failures", failures),
     )
     return Placement(matrix_NE, Reason(*reason))
+
+
+def failure_domains(nodes: Sequence[str]) -> list[list[int]]:
+    """Ranks by node, in order of first appearance: they fail together.
+
+    On a single node every rank counts as one, as copies then protect against crashes alone.
+
+        >>> failure_domains(["a", "b", "a"]), failure_domains(["a", "a"])
+        ([[0, 2], [1]], [[0], [1]])
+
+    Args:
+        nodes: name of the node of each rank.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        ranks_of.setdefault(node, []).append(rank)
+    return list(ranks_of.values()) if len(ranks_of) > 1 else [[rank] for rank in range(len(nodes))]

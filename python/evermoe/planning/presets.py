@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
-from evermoe.planning.copies import CopyPolicy
+from evermoe.planning.holders import CopyPolicy
 from evermoe.planning.placement import PlacementPolicy
+from evermoe.planning.recovery import Lagging
 from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.selection import Policy
 
@@ -19,46 +20,84 @@ CopyPlacement = CopyPolicy | Literal["training", "previous_stage", "unit", "none
 
 
 class Preset(NamedTuple):
-    """Which planners a preset uses."""
+    """The planners that a preset uses, and what differs between presets beside. Nothing else asks for their names."""
 
     selection: Selection
     """What is copied."""
     schedule: ChunkPolicy | None
     """When: a policy of `plan_chunks`; None where nothing is copied in windows."""
     kinds: tuple[Literal["active", "replayed", "snapshot", "persisted"], ...]
-    """What keeps a unit safe, beside the one node that trains on it."""
+    """Kinds of copies that protect a unit, in addition to the node that trains on it."""
     copy_placement: CopyPlacement
-    """Where copies are kept."""
+    """Place of the copies."""
     placement: PlacementPolicy | None
-    """Where experts train; None for one replica each."""
-    explanation: str
+    """Policy for where experts train; None for one replica each."""
+    summary: str
     """One line."""
+    lagging: Lagging = "never"
+    """Whether a recovery may take experts at older versions than the rest; if needed: only with copies."""
+    commits_late: bool = False
+    """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+    per_expert_versions: bool = False
+    """Whether each expert's snapshots have versions of their own."""
+    needs_checkpoint_dir: bool = False
+    """Whether copies go to the folder that all members share, and none stay in the members' memory."""
+    active_copies: bool = False
+    """Whether `copies` counts the ranks that train each expert."""
+    for_pipelines: bool = False
+    """Whether `evermoe.PipelineSession` takes it."""
+
+    @property
+    def chooses_copies(self) -> bool:
+        """Whether `choose_copies` says how each unit is protected."""
+        return self.selection == "choose_copies"
+
+    @property
+    def selects_by_budget(self) -> bool:
+        """Whether replicas follow as many experts in a step as a budget of bytes allows."""
+        return self.selection == "budget"
+
+    @property
+    def copies_to_previous_stage(self) -> bool:
+        """Whether each rank's copies are kept by the one before it, in a pipeline that of the stage before."""
+        return self.copy_placement == "previous_stage"
+
+    @property
+    def may_lose_tokens(self) -> bool:
+        """Whether a recovery may lose tokens although enough nodes survive."""
+        return self.lagging == "always"
 
 
 PRESETS: Mapping[PresetName, Preset] = {
     "gemini": Preset(
         "all", "gemini", ("snapshot", "persisted"), "mixed", None,
         "everything to host memory of a group of peers after each step, in chunks in idle network time (SOSP'23)",
+        commits_late=True,
     ),
     "pec": Preset(
         "load-aware", None, ("snapshot", "persisted"), "none", None,
         "some experts of each layer to local memory and on to the store, the rest sharded; a bounded portion is lost",
+        lagging="always", needs_checkpoint_dir=True,
     ),
     "baft": Preset(
         "all", "baft", ("snapshot",), "previous_stage", None,
         "whole units to the previous pipeline stage, packed into bubbles that both ends have",
+        commits_late=True, for_pipelines=True,
     ),
     "moetion": Preset(
         "budget", "moetion", ("replayed", "snapshot"), "training", None,
         "the experts with the most tokens at risk, their optimizer replayed from gradients; split by bubbles",
+        lagging="always", per_expert_versions=True, for_pipelines=True,
     ),
     "lazarus": Preset(
         "none", None, ("active", "persisted"), "none", "mro",
         "experts train on several nodes by load, placed so that most losses leave one; no other copies but the store",
+        active_copies=True,
     ),
     "auto": Preset(
         "choose_copies", "auto", ("active", "replayed", "snapshot", "persisted"), "unit", "balanced",
         "one cost model picks the cheapest way for each unit; no step is lost where windows and memory allow",
+        lagging="if needed",
     ),
 }  # fmt: skip
-"""By name, what `--preset` selects."""
+"""The presets by name, as `--preset` selects them."""

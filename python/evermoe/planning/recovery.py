@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from evermoe import _native
 from evermoe._native import RecoveryPlan
@@ -19,7 +20,7 @@ def recovery_plan(
     """The version to continue from after a failure, and who sends what to whom.
 
     The target is the newest version at which every unit has a holder; version 0, the state before the first
-    step, counts only if nobody has a later one. Where holders differ, the digest that most ranks have is
+    step, counts only if no rank has a later one. Where holders differ, the digest that most ranks have is
     right; who was outvoted is listed in `conflicts`, sends nothing, and fetches what it needs. A rank takes a
     unit from its running model, else from its own replica or snapshot (`source == destination`), else from the
     memory of another with the fewest bytes to send, and only if no memory has it from what is persisted.
@@ -49,3 +50,27 @@ def recovery_plan(
         for rank in holdings
     ]
     return _native.recovery_plan(sized, held, [names("needs", rank) for rank in needs], names("may_lag", may_lag))
+
+
+Lagging = Literal["never", "if needed", "always"]
+
+
+def usable_holdings(
+    members: Sequence[tuple[bool, bool]], holdings: Sequence[Sequence[tuple[str, int, int, str]]]
+) -> list[list[tuple[str, int, int, str]]]:
+    """The holdings that a recovery may use: what an earlier start left behind is no progress of the running job.
+
+    A job that begins takes the members' own models as of version 0; one that was seen to run is never started again
+    from a model that was just built.
+
+        >>> usable_holdings([(False, True)], [[("w", 0, 7, "active")]])
+        [[]]
+
+    Args:
+        members: by rank, whether it has state of the running job, and whether it has seen the job run.
+        holdings: by rank, (unit, version, digest, kind) of what it has.
+
+    Raises:
+        ValueError: a kind that does not exist.
+    """
+    return _native.usable_holdings(list(members), [list(held) for held in holdings])

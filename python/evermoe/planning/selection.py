@@ -1,4 +1,4 @@
-"""Which experts to copy now, and which rank saves which part of the rest."""
+"""The experts to copy now, and the rank that saves each part of the rest."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def select_experts(
       checkpoint; a layer chooses its experts with the most unsaved tokens. As printed, layers and cold experts
       starve. Here, with `waiting`, who was passed over often goes first, so that with capacity S every expert
       with unsaved tokens is copied within 3 * ceil(E * L / S) checkpoints; without it load alone decides.
-    - `"budget"` (MoEtion): the capacity is split over layers by their tokens at risk, floored, no more than a
-      layer has experts at risk, odd ones by largest remainder; each layer chooses its experts with the most.
+    - `"budget"` (MoEtion): capacity is shared in proportion to tokens at risk; leftovers go by largest remainder;
+      never more than a layer's experts at risk. Each layer chooses its experts with the most.
       No bound on waiting.
 
     The capacity S of all layers together is `experts_per_layer * L`, or what fits in a budget: `budget_bytes

@@ -15,19 +15,19 @@ class ModelSize:
     """Parameters of a model, and bytes for each of them."""
 
     non_expert_parameters: int
-    """Of all that every token passes: attention, norms, embeddings, routers."""
+    """Parameters that every token passes: attention, norms, embeddings, routers."""
     layers: int
     """Number of MoE layers."""
     experts: int
     """Experts of each layer."""
     expert_parameters: int
-    """Of one expert."""
+    """Parameters of one expert."""
     weight_bytes: int = 2
-    """Of a weight in the running model; bf16."""
+    """Bytes of a weight in the running model; bf16."""
     optimizer_bytes: int = 12
-    """Of a parameter's optimizer state: fp32 master weight and two moments."""
+    """Bytes of a parameter's optimizer state: fp32 master weight and two moments."""
     gradient_bytes: int = 2
-    """Of a gradient as it is sent."""
+    """Bytes of a gradient as it is sent."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -50,7 +50,7 @@ class CopySize:
     non_expert_bytes: int
     total_bytes: int
     ratio: float
-    """Of the total to a full checkpoint."""
+    """Ratio of the total to a full checkpoint."""
 
 
 def checkpoint_bytes(

@@ -18,7 +18,7 @@ class Survival:
     """How likely nothing is lost; `float(survival)` is the probability."""
 
     probability: float
-    """From 0 to 1."""
+    """Probability from 0 to 1."""
     error: float
     """0 if exact; else the truth is within this of `probability` with a probability of at least 99.9 %."""
     samples: int | None

@@ -4,7 +4,7 @@
 
 `Profiler` records with CUDA events on a GPU and a monotonic clock on the CPU, for plain loops, for a `Session`, and
 for the schedules of `torch.distributed.pipelining`, without a change to the model. What the windows are good for is
-in `evermoe.planning.schedule`.
+in `evermoe.planning.windows`.
 """
 
 from evermoe.profile.gathered import GatheredProfile

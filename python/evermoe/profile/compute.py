@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from evermoe.planning.schedule import Kind
+from evermoe.planning.windows import Kind
 from evermoe.profile.patches import Patches
 from evermoe.profile.recorder import OpenSpan, Recorder
 
 PIPELINING = "torch.distributed.pipelining.stage"
-"""The module whose stages are recorded, once somebody else has imported it: that takes seconds."""
+"""The module whose stages are recorded, once other code has imported it: that takes seconds."""
 
 
 def attach_model(recorder: Recorder, patches: Patches, model: nn.Module) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from evermoe.planning.schedule import merge_traces
+from evermoe.planning.trace import merge_traces
 
 
 def write_whole(path: str | Path, text: str) -> None:

@@ -9,16 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from evermoe.errors import CorruptCopy
-from evermoe.planning.schedule import (
-    ChunkPlan,
-    Receiver,
-    Span,
-    Step,
-    Windows,
-    chrome_trace,
-    find_windows,
-    merge_traces,
-)
+from evermoe.planning.schedule import ChunkPlan, Receiver
+from evermoe.planning.trace import chrome_trace, merge_traces
+from evermoe.planning.windows import Span, StepProfile, Windows, find_windows
 from evermoe.profile.meeting import in_one_order, meet
 from evermoe.profile.recorder import Recorded
 
@@ -32,7 +25,7 @@ class RankProfile(NamedTuple):
     """Seconds by which that may be off."""
 
     def to_bytes(self) -> bytes:
-        """All of it, as compressed JSON."""
+        """The profile as compressed JSON."""
         rows = [
             [r.number, r.start, r.step.seconds, r.step.spans, r.free_device_bytes, r.free_host_bytes]
             for r in self.recorded
@@ -49,7 +42,7 @@ class RankProfile(NamedTuple):
         try:
             fields = json.loads(zlib.decompress(data))
             recorded = [
-                Recorded(number, start, Step(seconds, [Span(*span) for span in spans]), device, host)
+                Recorded(number, start, StepProfile(seconds, [Span(*span) for span in spans]), device, host)
                 for number, start, seconds, spans, device, host in fields["steps"]
             ]
             return cls(recorded, float(fields["clock_error"]))
@@ -72,18 +65,18 @@ class GatheredProfile:
             )
         recorded = [[r for r in profile.recorded if r.number in numbers] for profile in profiles]
         self.starts: list[list[float]] = [[r.start for r in rows] for rows in recorded]
-        """By rank, when each step started: seconds of the shared clock."""
+        """Start of each step, by rank: seconds of the shared clock."""
         met = [meet([r.step for r in rows], [r.start for r in rows]) for rows in zip(*recorded, strict=True)]
-        self.steps: list[list[Step]] = [in_one_order(steps) for steps in zip(*met, strict=True)]
-        """By rank, the steps that all ranks have."""
+        self.steps: list[list[StepProfile]] = [in_one_order(steps) for steps in zip(*met, strict=True)]
+        """Steps that all ranks have, by rank."""
         self.windows: list[Windows] = [find_windows(steps, gamma=gamma, quantile=quantile) for steps in self.steps]
-        """By rank."""
+        """Windows by rank."""
         self.clock_errors: list[float] = [profile.clock_error for profile in profiles]
-        """By rank: seconds by which its times may be off against those of rank 0."""
+        """Seconds by which a rank's times may be off against those of rank 0, by rank."""
         self.free_device_bytes: list[int | None] = [_lowest([r.free_device_bytes for r in rows]) for rows in recorded]
-        """By rank: the least free device memory of all these steps; None without a GPU."""
+        """The least free device memory of all these steps, by rank; None without a GPU."""
         self.free_host_bytes: list[int | None] = [_lowest([r.free_host_bytes for r in rows]) for rows in recorded]
-        """By rank: the least available host memory."""
+        """The least available host memory, by rank."""
 
     @property
     def size(self) -> int:
@@ -96,7 +89,7 @@ class GatheredProfile:
         return Receiver(rank, self.windows[rank], statistics.median(differences))
 
     def trace(self, plans: Sequence[ChunkPlan | None] = ()) -> str:
-        """All ranks in one trace, in Chrome's trace event format; see `evermoe.planning.schedule.chrome_trace`.
+        """Trace of all ranks in Chrome's trace event format; see `evermoe.planning.trace.chrome_trace`.
 
         Args:
             plans: by rank, what it copies when.
@@ -113,10 +106,10 @@ class GatheredProfile:
         return merge_traces(each)
 
 
-def without_gaps(steps: Sequence[Step], starts: Sequence[float]) -> list[Step]:
+def without_gaps(steps: Sequence[StepProfile], starts: Sequence[float]) -> list[StepProfile]:
     """The steps, each as long as until the next one starts: what was not recorded in between is idle time."""
     ends = [*starts[1:], starts[-1] + steps[-1].seconds]
-    return [Step(end - start, step.spans) for step, start, end in zip(steps, starts, ends, strict=True)]
+    return [StepProfile(end - start, step.spans) for step, start, end in zip(steps, starts, ends, strict=True)]
 
 
 def _lowest(values: Sequence[int | None]) -> int | None:

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from evermoe.planning.schedule import Span, Step
+from evermoe.planning.windows import Span, StepProfile
 
 
 class Meeting(NamedTuple):
@@ -23,20 +23,20 @@ class Meeting(NamedTuple):
     members: tuple[int, ...]
     """Sender and receiver, or all ranks in order."""
     occurrence: int
-    """Which of its kind in the step."""
+    """Number among those of its kind in the step."""
 
 
-def meet(steps: Sequence[Step], starts: Sequence[float]) -> list[Step]:
+def meet(steps: Sequence[StepProfile], starts: Sequence[float]) -> list[StepProfile]:
     """The same step of all ranks, with transfers from when their last member had begun.
 
     A send and its receive are one transfer and end together, at the earlier of both ends, because each end is noted
-    when somebody has waited for it, or later. A collective ends on each rank by itself. Transfers whose other end was
+    when a thread has waited for it, or later. A collective ends on each rank by itself. Transfers whose other end was
     not recorded stay as they are.
 
         >>> send = Span("send to 1", "send", "network", 4.0, 3.0, 64, [1])
         >>> receive = Span("receive from 0", "receive", "network", 1.0, 4.0, 64, [0])
-        >>> [(step.spans[0].start, step.spans[0].seconds) for step in meet([Step(9.0, [send]), Step(9.0, [receive])],
-        ...                                                               [100.0, 100.5])]
+        >>> steps = [StepProfile(9.0, [send]), StepProfile(9.0, [receive])]
+        >>> [(step.spans[0].start, step.spans[0].seconds) for step in meet(steps, [100.0, 100.5])]
         [(4.0, 1.5), (3.5, 1.5)]
 
     The send began at 104, the receive at 101.5: the transfer did at 104. It ended at 105.5, when the receiver had it.
@@ -61,14 +61,14 @@ def meet(steps: Sequence[Step], starts: Sequence[float]) -> list[Step]:
             end = starts[rank] + span.start + span.seconds if together is None else together
             first = min(begin, end)  # later by no more than the error of the clocks
             spans[rank][at] = span._replace(start=max(0.0, first - starts[rank]), seconds=end - first)
-    return [Step(step.seconds, found) for step, found in zip(steps, spans, strict=True)]
+    return [StepProfile(step.seconds, found) for step, found in zip(steps, spans, strict=True)]
 
 
 TICK = 1e-9
 """Seconds between the starts of two transfers that would start at once."""
 
 
-def in_one_order(steps: Sequence[Step]) -> list[Step]:
+def in_one_order(steps: Sequence[StepProfile]) -> list[StepProfile]:
     """The steps of one rank with their transfers in the same order, so that `find_windows` finds them alike.
 
     Transfers that run side by side, such as a send and a receive in one batch, begin now in this order, now in that.
@@ -76,7 +76,8 @@ def in_one_order(steps: Sequence[Step]) -> list[Step]:
     one, the transfer that is late begins with the next one: busy for longer than it was, never for less.
 
         >>> def step(first, second):
-        ...     return Step(9.0, [Span("a", "send", "network", first, 2.0), Span("b", "send", "network", second, 2.0)])
+        ...     spans = [Span("a", "send", "network", first, 2.0), Span("b", "send", "network", second, 2.0)]
+        ...     return StepProfile(9.0, spans)
         >>> [span.start for span in in_one_order([step(1.0, 2.0), step(1.0, 2.0), step(3.0, 2.5)])[2].spans]
         [2.499999999, 2.5]
     """
@@ -95,7 +96,7 @@ def in_one_order(steps: Sequence[Step]) -> list[Step]:
             start = max(0.0, min(spans[at].start, limit - TICK))
             spans[at] = spans[at]._replace(start=start, seconds=spans[at].start + spans[at].seconds - start)
             limit = start
-        result[number] = Step(steps[number].seconds, spans)
+        result[number] = StepProfile(steps[number].seconds, spans)
     return result
 
 
@@ -110,7 +111,7 @@ def _occurrences(spans: Sequence[Span]) -> dict[tuple[str, int], int]:
     return found
 
 
-def _keys(step: Step, rank: int) -> list[tuple[int, Meeting]]:
+def _keys(step: StepProfile, rank: int) -> list[tuple[int, Meeting]]:
     """The position of each transfer in `step.spans`, and whom it meets."""
     seen: dict[tuple[str | None, tuple[int, ...]], int] = defaultdict(int)
     found = []

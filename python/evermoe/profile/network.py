@@ -1,14 +1,14 @@
 """Records what `evermoe`'s groups and `torch.distributed` send and receive, and copies between host and GPU.
 
 Wrapped are the methods of `torch.distributed.ProcessGroup`, through which every Python function of
-`torch.distributed` goes, whoever imported it; collectives that C++ code starts (DistributedDataParallel's buckets,
-functional collectives of compiled graphs) are not seen.
+`torch.distributed` goes, whichever module imported it; collectives that C++ code starts (DistributedDataParallel's
+buckets, functional collectives of compiled graphs) are not seen.
 
-A transfer that goes on after its call has ended is over when
+A transfer that continues after its call has ended is over when
 
 * on a GPU, its stream gets there: an event on a stream that waits for the transfer, through the future of the `Work`;
 * on the CPU, gloo calls back through that future;
-* for a `Work` without future (gloo's sends and receives, NCCL's batches): somebody's `wait()` returns. If nobody
+* for a `Work` without future (gloo's sends and receives, NCCL's batches): a `wait()` for it returns. If none
   waited in time the end is too late, never too early: a window is never thought wider than it is.
 """
 
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from evermoe.group import Group
-from evermoe.planning.schedule import Kind
+from evermoe.comm.group import Group
+from evermoe.planning.windows import Kind
 from evermoe.profile.patches import Patches
 from evermoe.profile.recorder import OpenSpan, Recorder
 
@@ -193,7 +193,7 @@ def _waited(recorder: Recorder, original: Callable[..., Any]) -> Callable[..., A
 
 
 def attach_group(recorder: Recorder, patches: Patches) -> None:
-    """The methods of `evermoe.group.Group`, which wait until the transfer is over."""
+    """The methods of `evermoe.comm.group.Group`, which wait until the transfer is over."""
     for method in ("all_reduce", "all_gather", "all_to_all"):
 
         def describe(group: Group, *_: Any, method: str = method) -> tuple[str, Kind, Sequence[int]]:

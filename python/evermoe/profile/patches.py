@@ -29,7 +29,7 @@ class Patches:
 
         def undo() -> None:
             if vars(owner).get(name) is not wrapped:
-                return  # somebody has wrapped ours since; it records nothing any more
+                return  # another wrapper lies around ours since; ours records nothing any more
             if own is None:
                 delattr(owner, name)
             else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from evermoe.group import Group
+from evermoe.comm.group import Group
 
 
 class Peers(Protocol):
@@ -39,7 +39,7 @@ def connect(group: Group | dist.ProcessGroup | None) -> Peers:
     if isinstance(group, dist.ProcessGroup) or (group is None and dist.is_available() and dist.is_initialized()):
         return _Ranks(group)
     what = "None, and torch.distributed is not initialised" if group is None else repr(group)
-    raise ValueError(f"group: expected an evermoe.group.Group or a torch.distributed group, got {what}")
+    raise ValueError(f"group: expected an evermoe.comm.group.Group or a torch.distributed group, got {what}")
 
 
 class _Members:
@@ -86,7 +86,7 @@ class _Ranks:
 
 
 class ClockOffset(NamedTuple):
-    """By how much a rank's clock is behind that of rank 0."""
+    """Offset of a rank's clock from that of rank 0."""
 
     seconds: float
     """To add to this rank's clock."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,20 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from evermoe.courier import Sent
-from evermoe.group import Group
-from evermoe.planning.schedule import (
-    Change,
-    ChunkPlan,
-    Kind,
-    Resource,
-    SentChunk,
-    Step,
-    Windows,
-    chrome_trace,
-    find_windows,
-    has_changed,
-)
+from evermoe.comm.courier import Sent
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.planning.schedule import ChunkPlan
+from evermoe.planning.trace import SentChunk, chrome_trace
+from evermoe.planning.windows import Change, Kind, Resource, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile import compute, network
 from evermoe.profile.clocks import Clock
 from evermoe.profile.files import write_whole
@@ -175,13 +166,13 @@ class Profiler:
 
     @property
     def unfinished(self) -> int:
-        """Transfers that were left out, because nobody had waited for them one step later."""
+        """Transfers that were left out, because no thread had waited for them one step later."""
         return self._recorder.unfinished
 
     def windows(self, *, quantile: float = 0.1, gamma: float = 0.9) -> Windows:
         """The idle windows of this rank, by itself: here a receive is busy from when it was posted.
 
-        From now on `changed` compares with these steps. See `evermoe.planning.schedule.find_windows`.
+        From now on `changed` compares with these steps. See `evermoe.planning.windows.find_windows`.
 
         Raises:
             ValueError: no step is over yet, or options out of range.
@@ -201,7 +192,7 @@ class Profiler:
 
         Args:
             group: who takes part; None is the default group of `torch.distributed`.
-            quantile: see `evermoe.planning.schedule.find_windows`.
+            quantile: see `evermoe.planning.windows.find_windows`.
             gamma: see there.
 
         Raises:
@@ -213,7 +204,7 @@ class Profiler:
         try:
             self._recorder.clock.anchor()
             offset = clock_offset(peers)
-            of_rank_0 = json.loads(peers.all_gather_bytes(json.dumps(self._to_shared).encode())[0])
+            of_rank_0 = gather_json(peers, self._to_shared)[0]
             self.rank, self._to_shared = peers.rank, of_rank_0 + offset.seconds
             shared = [r._replace(start=r.start + self._to_shared) for r in self.recorded]
             mine = RankProfile(shared, offset.error).to_bytes()
@@ -258,14 +249,14 @@ class Profiler:
         Args:
             path: the file; it is replaced as a whole.
             plan: of `plan_chunks` with this rank's windows, to show its chunks.
-            windows: those to show, `session.safety.pacing.windows` for example; default: those of these steps.
-            sent: transfers to show, `session.safety.sent()` for example.
+            windows: those to show, as `session.protection.window_planner.windows`; default: those of these steps.
+            sent: transfers to show, `session.protection.sent()` for example.
 
         Raises:
             ValueError: no step is over yet.
         """
         recorded = self._steps_or_error("write_trace")
-        steps: list[Step] = [r.step for r in recorded]
+        steps: list[StepProfile] = [r.step for r in recorded]
         starts = [r.start + self._to_shared for r in recorded]
         copies = [
             SentChunk(each.start / 1e9 + self._to_shared, (each.end - each.start) / 1e9, *each[2:]) for each in sent

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evermoe.planning.schedule import Kind, Resource, Span, Step
+from evermoe.planning.windows import Kind, Resource, Span, StepProfile
 from evermoe.profile.clocks import Clock, Mark
 from evermoe.profile.memory import free_device_bytes, free_host_bytes
 
@@ -42,10 +42,10 @@ class Recorded(NamedTuple):
     """Steps since the profiler was made."""
     start: float
     """Seconds of the host's monotonic clock."""
-    step: Step
+    step: StepProfile
     """Its spans, with times from its start on."""
     free_device_bytes: int | None
-    """Device memory that nobody had reserved, at its lowest; None without a GPU."""
+    """Unreserved device memory, at its lowest; None without a GPU."""
     free_host_bytes: int | None
     """Host memory that was available at the step's end; None where the system does not say."""
 
@@ -68,11 +68,11 @@ class Recorder:
         self.clock = clock
         self.on = False
         self.unfinished = 0
-        """Spans that had not ended a step later, and were left out: transfers that nobody waited for."""
+        """Spans that had not ended a step later, and were left out: transfers that were not waited for."""
         self.on_begin: Callable[[OpenSpan], None] = _ignore
-        """Is told each span as it begins."""
+        """Callback for each span as it begins."""
         self.on_end: Callable[[OpenSpan], None] = _ignore
-        """Is told each span when it is over; perhaps in another thread."""
+        """Callback for each span when it is over; perhaps in another thread."""
         self._done: deque[Recorded] = deque(maxlen=keep)
         self._step: _OpenStep | None = None
         self._last: tuple[_OpenStep, Mark, int | None, int | None] | None = None
@@ -106,7 +106,7 @@ class Recorder:
         return span
 
     def leave(self, span: OpenSpan) -> None:
-        """What this thread does from now on is not part of the span, which may go on."""
+        """What this thread does from now on is not part of the span, which may continue."""
         self._inside().discard(span.resource)
 
     def end(self, span: OpenSpan) -> None:
@@ -127,11 +127,11 @@ class Recorder:
             self._step.spans.remove(span)
 
     def follow(self, work: Any, spans: Sequence[OpenSpan]) -> None:
-        """The spans last until somebody has waited for `work`."""
+        """The spans last until a thread has waited for `work`."""
         self._works.setdefault(work, []).extend(spans)
 
     def waited(self, work: Any) -> None:
-        """Somebody has waited for `work`, which is over, or the current stream goes on only after it."""
+        """A thread has waited for `work`, which is over, or the current stream continues only after it."""
         for span in self._works.pop(work, ()):
             self.end(span)
 
@@ -210,4 +210,4 @@ class Recorder:
             )
         self.clock.advance(end_mark)
         seconds = max(0.0, end - start) / 1e9
-        self._done.append(Recorded(step.number, start / 1e9, Step(seconds, spans), device_bytes, host_bytes))
+        self._done.append(Recorded(step.number, start / 1e9, StepProfile(seconds, spans), device_bytes, host_bytes))

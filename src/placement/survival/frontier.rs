@@ -12,7 +12,7 @@ use std::collections::HashMap;
 /// ln of the probability of numbers of failures that are left out, on each side and at each node: below 10⁻²⁵.
 const NEGLIGIBLE: f64 = 58.0;
 
-/// At most so many probabilities are kept at a time: 128 MiB.
+/// Probabilities kept at a time, at most: 128 MiB.
 const MOST_KEPT: usize = 1 << 24;
 
 /// Probability that the component loses nothing and 0, 1, …, `failures` of its nodes fail; None if that takes more
@@ -38,7 +38,7 @@ pub(super) fn frontier(
 /// Looking up a state costs as much as this many multiplications.
 const STATE_COST: usize = 200;
 
-/// What a node does to a state. Bits stand for rests.
+/// Effect of a node on a state. Bits stand for rests.
 #[derive(Default)]
 struct Step {
     /// Rests that consist of the node: it must not fail.
@@ -47,7 +47,7 @@ struct Step {
     ending: u128,
     /// A rest that begins with the node, and what is left of it once the node has failed.
     moves: Vec<(u128, u128)>,
-    /// What is left of the sets that begin with the node once it has failed.
+    /// Rests of the sets that begin with the node once it has failed.
     begun: u128,
 }
 

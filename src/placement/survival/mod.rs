@@ -36,14 +36,14 @@ const CHEAP_SEARCH: f64 = (1 << 18) as f64;
 /// Samples where the caller does not say and the exact result is too much work: right to 0.6 %.
 const SAMPLES: u64 = 100_000;
 
-/// How likely nothing is lost.
+/// Probability that nothing is lost.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Survival {
     /// From 0 to 1.
     pub probability: f64,
     /// 0 if exact; else the truth is within this of `probability` with a probability of at least 99.9 %.
     pub error: f64,
-    /// How many samples were drawn; None if exact.
+    /// Number of samples; None if exact.
     pub samples: Option<u64>,
 }
 
@@ -79,7 +79,7 @@ pub fn survival(
     Ok(weigh(nodes, holders, failures, samples, seed, MOST_WORK))
 }
 
-/// The same with a limit on the work of the exact methods, for planners that ask often; the arguments are known to fit.
+/// Survival with a limit on the work of the exact methods, for planners that ask often; the arguments are known to fit.
 pub(super) fn weigh(
     nodes: usize,
     holders: &[Vec<usize>],

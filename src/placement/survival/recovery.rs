@@ -1,4 +1,4 @@
-//! What a placement of experts, or of copies, survives.
+//! Survival of a placement of experts, or of copies.
 
 use super::{Survival, survival};
 use crate::ensure;

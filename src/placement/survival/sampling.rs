@@ -32,7 +32,7 @@ pub(super) fn sample(family: &Family<'_>, failures: usize, samples: u64, seed: u
     survived.count() as f64 / samples as f64
 }
 
-/// How far from the truth the part of so many samples is at most, with a probability of 99.9 %.
+/// Error of the part of so many samples, at most, with a probability of 99.9 %.
 pub(super) fn error(samples: u64) -> f64 {
     (CONFIDENCE / (2.0 * samples as f64)).sqrt()
 }

@@ -6,7 +6,7 @@
 use super::binomial::Chance;
 use super::family::Component;
 
-/// At most so many words say which nodes are pairs: 128 MiB.
+/// Words of the table of pairs, at most: 128 MiB.
 const MOST_WORDS: usize = 1 << 24;
 
 /// An upper bound on the words and sets that [`search`] touches; infinite if it would keep too many.

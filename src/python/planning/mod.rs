@@ -1,10 +1,10 @@
 //! Python face of the planners: numpy arrays and names in, numpy arrays and names out. One file for each planner module.
 
-mod choose_copies;
-mod copies;
 mod dispatch;
+mod holders;
 mod migrate;
 mod placement;
+mod protection;
 mod recovery;
 mod schedule;
 mod selection;
@@ -15,11 +15,11 @@ use numpy::{PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray2, PyUntypedArray
 use pyo3::prelude::*;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    choose_copies::register(module)?;
-    copies::register(module)?;
     dispatch::register(module)?;
+    holders::register(module)?;
     migrate::register(module)?;
     placement::register(module)?;
+    protection::register(module)?;
     recovery::register(module)?;
     schedule::register(module)?;
     selection::register(module)?;

@@ -1,17 +1,17 @@
 //! [`crate::recovery`] for Python.
 
 use crate::error::Error;
-use crate::recovery::{self, Holding, Kind, Plan};
+use crate::recovery::{self, Holding, Kind, Knowledge, Plan};
 use pyo3::prelude::*;
 use std::collections::HashMap;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(recovery_plan, module)?)?;
-    module.add_function(wrap_pyfunction!(retained_versions, module)?)?;
+    module.add_function(wrap_pyfunction!(usable_holdings, module)?)?;
     module.add_class::<RecoveryPlan>()
 }
 
-/// What to do after a failure: the version to continue from and the transfers that lead there.
+/// The plan after a failure: the version to continue from and the transfers that lead there.
 #[pyclass(frozen, module = "evermoe._native")]
 struct RecoveryPlan {
     names: Vec<String>,
@@ -129,12 +129,27 @@ fn recovery_plan(
     Ok(RecoveryPlan { names, plan })
 }
 
+/// A row of holdings: unit, version, digest, kind.
+type Row = (String, u64, u64, String);
+
 #[pyfunction]
-fn retained_versions(
-    py: Python<'_>,
-    versions: Vec<Vec<u64>>,
-    may_lag: Vec<usize>,
-    spare: usize,
-) -> PyResult<Vec<Vec<u64>>> {
-    Ok(py.detach(|| recovery::retained(&versions, &may_lag, spare))?)
+fn usable_holdings(members: Vec<(bool, bool)>, holdings: Vec<Vec<Row>>) -> PyResult<Vec<Vec<Row>>> {
+    let known: Vec<Knowledge> = members
+        .into_iter()
+        .map(|(established, saw_running)| Knowledge { established, saw_running })
+        .collect();
+    let names: Vec<String> = holdings.iter().flatten().map(|(name, ..)| name.clone()).collect();
+    let mut unit = 0..;
+    let mut held = Vec::with_capacity(holdings.len());
+    for rows in holdings {
+        let read = |(_, version, digest, from): Row| -> PyResult<Holding> {
+            let unit = unit.next().unwrap_or_default();
+            Ok(Holding { unit, version, digest, kind: kind(&from)? })
+        };
+        held.push(rows.into_iter().map(read).collect::<PyResult<Vec<_>>>()?);
+    }
+    let row = |holding: Holding| {
+        (names[holding.unit].clone(), holding.version, holding.digest, kind_name(holding.kind).to_owned())
+    };
+    Ok(recovery::usable(&known, held).into_iter().map(|rows| rows.into_iter().map(row).collect()).collect())
 }

@@ -2,7 +2,7 @@
 
 use super::shape_error;
 use crate::schedule::{
-    self, Anchor, Change, Chunk, Evidence, Link, Memory, Piece, Receiver, Request, Sent, Span, Step,
+    self, Anchor, Change, Chunk, CopyItem, Evidence, Link, Memory, Receiver, Request, Sent, Span, StepProfile,
 };
 use pyo3::prelude::*;
 
@@ -30,7 +30,7 @@ type ChunkRow<'a> = (usize, Option<usize>, &'a str, u64, u64, usize, f64, f64);
 /// The fields of [`schedule::Reason`], and all of it in words.
 type ReasonRow = (bool, usize, Option<usize>, f64, f64, f64, u64, u64, String);
 
-/// What changed, resource, anchor, before, now, and all of it in words.
+/// Kind of change, resource, anchor, before, now, and a summary.
 type ChangeRow = (&'static str, &'static str, Option<String>, Option<f64>, Option<f64>, String);
 
 /// Idle windows of a rank.
@@ -80,7 +80,7 @@ fn window_row(window: &schedule::Window) -> WindowRow<'_> {
     (resource.name(), after, occurrence, offset, start, seconds, expected, jitter)
 }
 
-/// What to send when.
+/// Plan of what to send when.
 #[pyclass(frozen, eq, module = "evermoe._native")]
 #[derive(PartialEq)]
 struct ChunkPlan(schedule::ChunkPlan);
@@ -123,7 +123,7 @@ impl ChunkPlan {
 }
 
 /// The steps of a profile, from pairs of seconds and spans.
-fn to_steps(steps: &Bound<'_, PyAny>) -> PyResult<Vec<Step>> {
+fn to_steps(steps: &Bound<'_, PyAny>) -> PyResult<Vec<StepProfile>> {
     let py = steps.py();
     let wrong = |place: String, error: PyErr| shape_error(format!("steps: {place}{}", error.value(py)));
     let steps = steps.try_iter();
@@ -135,7 +135,7 @@ fn to_steps(steps: &Bound<'_, PyAny>) -> PyResult<Vec<Step>> {
         let spans = rows.iter().enumerate().map(|(place, row)| {
             to_span(row).map_err(|error| wrong(format!("step {number}: span {place}: "), error))
         });
-        found.push(Step { seconds, spans: spans.collect::<PyResult<_>>()? });
+        found.push(StepProfile { seconds, spans: spans.collect::<PyResult<_>>()? });
     }
     Ok(found)
 }
@@ -200,8 +200,8 @@ fn plan_chunks(
     policy: &str,
     max_steps: usize,
 ) -> PyResult<ChunkPlan> {
-    let piece = |(unit, bytes, destinations)| Piece { unit, bytes, destinations };
-    let pieces: Vec<Piece> = pieces.into_iter().map(piece).collect();
+    let piece = |(unit, bytes, destinations)| CopyItem { unit, bytes, destinations };
+    let pieces: Vec<CopyItem> = pieces.into_iter().map(piece).collect();
     let receivers: Vec<Receiver> = receivers
         .iter()
         .map(|(rank, windows, clock_offset)| Receiver {

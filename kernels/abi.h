@@ -1,0 +1,65 @@
+// abi.h -- what the kernels and their launchers agree on: constants, and the tables that a launch passes by value or
+// that lie in device memory. The twin is src/cuda/abi.rs, whose tests compare the two with a C++ compiler.
+//
+// Tables consist of words of 8 bytes without gaps, so that all compilers lay them out alike.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+constexpr unsigned kWarp = 32;  // threads of a warp
+constexpr int kInFlight = 4;    // loads of each thread that are on their way before the first of them is used
+
+// ---- dispatch.cu: slots of a tile, a power of two -------------------------------------------------
+constexpr size_t kLeastTileSlots = 512;    // at least
+constexpr size_t kTileSlotsPerExpert = 2;  // at least, so that the counts of a tile take at most two bytes a slot
+
+// ---- histogram.cu ---------------------------------------------------------------------------------
+constexpr size_t kMaxLayers = 64;  // of one launch
+
+struct LayerIds {
+  const void* ids;     // [num_slots] int32_t or int64_t  device
+  size_t num_slots;
+  uint32_t end_block;  // the layer's blocks end before it; they start where those of the layer before end
+  uint32_t is_wide;    // whether ids are int64_t
+};
+struct LayersIds { LayerIds at[kMaxLayers]; };
+
+// ---- exchange.cu: dynamic shared memory of split_tokens -------------------------------------------
+constexpr size_t kHolderBytes = 64;  // of each rank, and of one more
+constexpr size_t kSourceBytes = 16;  // of each thread of a warp, with a sum of 8 bytes
+
+// ---- replay.cu ------------------------------------------------------------------------------------
+constexpr int kMaxSteps = 8;       // of one launch
+constexpr size_t kTorchLanes = 8;  // elements that torch's CPU loops take at once
+
+enum GradientKind : uint16_t { kZero, kFloat32, kBfloat16 };
+enum Arithmetic : uint16_t { kEvermoe, kTorchCpuFused, kTorchCudaFused, kTorchCudaForeach };
+
+// The numbers of one step, computed by the trainer, and its gradient.
+struct AdamWStep {
+  static constexpr int kArrays = 3;  // p, m, v
+  float loss_scale, factor, decay, one_minus_beta1, one_minus_beta2, beta2, step_size, bias_correction2_sqrt, eps;
+  GradientKind kind;
+  Arithmetic arithmetic;
+  const void* gradient;  // [num_elements] float or Bf16  device; unused where all are zero
+};
+struct SgdStep {
+  static constexpr int kArrays = 2;  // p, buffer
+  float loss_scale, factor, decay, momentum, one_minus_dampening, lr, is_first, nesterov, unused;
+  GradientKind kind;
+  Arithmetic arithmetic;
+  const void* gradient;  // as above
+};
+template <typename Step> struct Steps { Step at[kMaxSteps]; };
+
+// ---- copy.cu --------------------------------------------------------------------------------------
+constexpr size_t kBlockBytes = 4096;    // of the stream, with one hash
+constexpr unsigned kQuarters = 4;       // threads that share a block of bytes
+constexpr unsigned kCopyThreads = 64;   // of a block of threads: few warps, so that one chunk takes many multiprocessors
+
+// Where the bytes of a tensor are.
+struct Span {
+  unsigned char* at;  // device, of any alignment
+  uint64_t start;     // in the stream, a multiple of 16; spans are in its order and do not overlap
+  uint64_t bytes;     // above 0
+};

@@ -1,0 +1,7 @@
+"""`python -m evermoe`: the command `evermoe`."""
+
+import sys
+
+from evermoe.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,127 @@
+"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe trace`, `evermoe info`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def parser(command: str | None = None) -> argparse.ArgumentParser:
+    """Parser of all commands; `demo` and `plan`, whose flags need rich or matplotlib, get theirs only as `command`."""
+    top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
+    plan = commands.add_parser(
+        "plan",
+        help="compare placements of experts: balance, and what survives how many losses",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    run = commands.add_parser(
+        "run",
+        help="start the workers of a job on this machine",
+        usage="evermoe run [options] SCRIPT [ARGUMENTS]   or   evermoe run [options] -m MODULE [ARGUMENTS]",
+    )
+    run.add_argument("--workers", type=int, default=1, help="processes on this machine (%(default)s)")
+    run.add_argument(
+        "--replicas",
+        type=int,
+        default=0,
+        help="processes on this machine that do not train but keep copies for those that do (%(default)s)",
+    )
+    run.add_argument(
+        "--members",
+        type=int,
+        help="processes that train, over all machines, that a new job waits for (default: --workers)",
+    )
+    run.add_argument("--lighthouse", help="http://host:port of a running torchft_lighthouse; default: one of its own")
+    run.add_argument("--job", help="name of the job, the same on all machines (default: the program's name)")
+    run.add_argument("--restarts", type=int, default=0, help="times a crashed worker is started again (%(default)s)")
+    run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+    run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
+    run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    trace = commands.add_parser("trace", help="merge the traces of several ranks into one, for ui.perfetto.dev")
+    trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
+    trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
+    trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
+    commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
+    if command == "demo":
+        from evermoe.demo.driver import add_arguments
+
+        add_arguments(demo)
+    if command == "plan":
+        from evermoe.cli.plan.command import add_arguments as add_plan_arguments
+
+        add_plan_arguments(plan)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        options = parser(given[0] if given else None).parse_args(given)
+        return {"demo": _demo, "plan": _plan, "run": _run, "trace": _trace, "info": _info}[options.command](options)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("rich", "matplotlib"):
+            raise
+        print(f"evermoe {given[0]} needs {error.name}: pip install 'evermoe[cli,plot]'", file=sys.stderr)
+    except ValueError as error:
+        print(f"evermoe {given[0]}: {error}", file=sys.stderr)
+    return 2
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from evermoe.demo.driver import main as demo
+
+    return demo(options)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from evermoe.cli.plan.command import main as plan
+
+    return plan(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from evermoe.launch import LocalJob, run
+
+    if not options.program:
+        raise ValueError("expected a SCRIPT, or -m MODULE, after the options; see evermoe run --help")
+    if options.workers < 0 or options.replicas < 0 or options.workers + options.replicas < 1 or options.restarts < 0:
+        raise ValueError(
+            "expected --workers, --replicas and --restarts of 0 or more, and a worker or a replica, "
+            f"got {options.workers}, {options.replicas}, {options.restarts}"
+        )
+    if not options.workers and not options.members:
+        raise ValueError("--replicas alone: expected --members, how many processes train on other machines")
+    command = [sys.executable, *(["-m"] if options.module else []), *options.program]
+    members = options.members or options.workers
+    name = options.job or Path(options.program[0]).stem
+    job = LocalJob(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
+    return run(job, options.workers, options.restarts, options.replicas)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from evermoe.profile.files import merge_files
+
+    ranks = merge_files(options.files, options.out)
+    print(f"{options.out}: ranks {', '.join(map(str, ranks))}; open it in https://ui.perfetto.dev")
+    if options.plot:
+        from evermoe.profile.plot import plot_trace
+
+        plot_trace(json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.plot))
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    import torch
+
+    import evermoe
+
+    kernels = "with CUDA kernels" if evermoe.ops.has_cuda_kernels() else "without CUDA kernels"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    print(f"evermoe {evermoe.__version__}, {kernels}; torch {torch.__version__}, {devices} CUDA devices")
+    return 0

@@ -1,0 +1,290 @@
+"""How each unit would be protected: what `choose_copies` says of a whole model. L layers, E experts, N nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evermoe.cli.plan.advice import best
+from evermoe.cli.plan.compare import Cluster, Comparison, Result
+from evermoe.cli.plan.setting import CopySetting
+from evermoe.planning import (
+    PRESETS,
+    CopyPlan,
+    CopyUnit,
+    NodeUse,
+    Survival,
+    UnitChoice,
+    choose_copies,
+    copy_recovery_probability,
+    shard_modules,
+)
+from evermoe.planning.choose_copies import CopyKind
+
+LOG_STEPS = 8
+"""Gradients that a replayed copy keeps."""
+MOST_PERIOD = 64
+"""Steps between two snapshots of a unit."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What there is to keep, and who trains on it."""
+
+    cluster: Cluster
+    setting: CopySetting
+    share_LE: NDArray[np.float64]
+    """[L, E] part of its layer's tokens; 0 throughout a layer without load."""
+    matrices: tuple[NDArray[np.int64], ...]
+    """[N, E] of each layer."""
+    dense: tuple[int, ...]
+    """Parameters that are no expert's, of each node's shard; all of them belong to each node if replicated."""
+
+    @property
+    def steps_tokens(self) -> float:
+        """Tokens of a step, where those of a layer count as 1."""
+        return max(1.0, float(self.share_LE.sum()))
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model, each counted once."""
+        return self.share_LE.size * self.setting.expert_parameters + sum(self.dense)
+
+    @property
+    def domains(self) -> list[str]:
+        """The name of the domain of each node."""
+        return [f"domain{node // self.cluster.domain_size:07}" for node in range(self.cluster.nodes)]
+
+    def unit_name(self, index: int) -> str:
+        """Name of the unit at this place of `units`."""
+        if index < self.share_LE.size:
+            layer, expert = divmod(index, self.share_LE.shape[1])
+            return f"layer {layer}, expert {expert}"
+        return "the dense part" if self.setting.dense == "replicated" else f"dense shard {index - self.share_LE.size}"
+
+    def units(self) -> list[CopyUnit]:
+        """The experts, layer by layer, then the rest, whose every step is one of all tokens."""
+        setting, found = self.setting, []
+        state, gradient = (setting.expert_parameters * each for each in (setting.state_bytes, setting.gradient_bytes))
+        for share_E, matrix in zip(self.share_LE, self.matrices, strict=True):
+            for share, column in zip(share_E.tolist(), matrix.T, strict=True):
+                active = np.flatnonzero(column).tolist()
+                found.append(CopyUnit(state, gradient if share > 0 else 0, active, share, not setting.no_replay))
+        rest: list[tuple[int, Sequence[int]]] = [(size, [node]) for node, size in enumerate(self.dense) if size]
+        if setting.dense == "replicated":
+            rest = [(sum(self.dense), range(self.cluster.nodes))] if sum(self.dense) else []
+        for size, nodes in rest:
+            sizes = size * setting.state_bytes, size * setting.gradient_bytes
+            found.append(CopyUnit(*sizes, nodes, self.steps_tokens, not setting.no_replay))
+        return found
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """Totals of all units of one kind."""
+
+    kind: CopyKind
+    periods: tuple[int, int]
+    """Steps from one version to the next: the least and the most."""
+    experts: int
+    others: int
+    """Units that are no expert."""
+    tokens: float
+    """Their part of all experts' tokens."""
+    bytes: int
+    """Sent in a step."""
+    window_share: float | None
+    """Part of the seconds of all nodes' windows; None if there are none."""
+    memory_bytes: int
+    """Memory of all nodes that copies take."""
+    most_lost_steps: int
+    """Steps lost, at most, by fewer losses than there are to be copies."""
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """What survives a loss of so many domains."""
+
+    failures: int
+    without_loss: Survival
+    """No unit loses a step."""
+    with_loss: Survival
+    """Each unit has some copy, perhaps an older one."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A unit that stands for others that are kept in the same way for the same reason."""
+
+    unit: int
+    """The one with the most tokens."""
+    alike: int
+    """How many there are, itself included."""
+    text: str
+
+
+@dataclass(frozen=True)
+class AutoReport:
+    """What `auto` would do."""
+
+    layout: Layout
+    policy: str
+    """Policy of the placement."""
+    plan: CopyPlan
+    kinds: tuple[KindRow, ...]
+    survival: tuple[LossRow, ...]
+    examples: tuple[Example, ...]
+
+    @property
+    def busiest(self) -> NodeUse:
+        """The most that any node has of each."""
+        return NodeUse(*(max(column) for column in zip(*self.plan.nodes, strict=True)))
+
+    @property
+    def bytes(self) -> int:
+        """Sent in a step, over all nodes."""
+        return sum(node.sent_bytes for node in self.plan.nodes)
+
+
+def make_layout(load_LE: NDArray[np.float64], comparison: Comparison, setting: CopySetting) -> tuple[Layout, Result]:
+    """The model on the placement that `auto` takes where it is compared, else on the recommended one."""
+    results = {result.policy: result for result in comparison.results}
+    chosen = results.get(PRESETS["auto"].placement or "balanced") or best(comparison)[0]
+    total = load_LE.sum(1, keepdims=True)
+    share_LE = np.divide(load_LE, total, out=np.zeros_like(load_LE), where=total > 0)
+    parts = shard_modules([setting.dense_parameters], comparison.cluster.nodes, alignment=1)
+    dense = tuple(sum(end - start for _, start, end in part) for part in parts)
+    return Layout(comparison.cluster, setting, share_LE, chosen.matrices, dense), chosen
+
+
+def plan_auto(layout: Layout, policy: str) -> AutoReport:
+    """Chooses and sums up.
+
+    Raises:
+        ValueError: from the planner: what cannot be planned.
+    """
+    setting, cluster = layout.setting, layout.cluster
+    units = layout.units()
+    plan = choose_copies(
+        units,
+        setting.copy_nodes(cluster.nodes, cluster.domain_size),
+        network=setting.network,
+        host_link=setting.host_link,
+        step_seconds=setting.step_seconds,
+        copies=setting.copies_wanted,
+        budget=setting.budget,
+        max_period=MOST_PERIOD,
+        persist_period=setting.persist_steps,
+        log_steps=LOG_STEPS,
+    )
+    return AutoReport(
+        layout,
+        policy,
+        plan,
+        tuple(_kinds(layout, units, plan)),
+        tuple(_survival(layout, units, plan)),
+        tuple(_examples(layout, units, plan)),
+    )
+
+
+def _kinds(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[KindRow]:
+    """Snapshots of each step apart from older ones."""
+    groups: dict[tuple[CopyKind, bool], list[int]] = {}
+    for index, choice in enumerate(plan.units):
+        groups.setdefault((choice.kind, choice.period > 1), []).append(index)
+    order: list[CopyKind] = ["active", "replayed", "snapshot", "uncovered"]
+    keys = sorted(groups, key=lambda key: (order.index(key[0]), key[1]))
+    return [_kind(layout, units, plan, groups[key]) for key in keys]
+
+
+def _kind(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan, members: Sequence[int]) -> KindRow:
+    setting, experts = layout.setting, layout.share_LE.size
+    choices = [plan.units[index] for index in members]
+    windows = setting.network_idle * setting.step_seconds * layout.cluster.nodes
+    seconds = sum(_network_seconds(layout, choice) for choice in choices)
+    memory = sum(_memory(units[index], plan.units[index]) for index in members)
+    return KindRow(
+        choices[0].kind,
+        (min(choice.period for choice in choices), max(choice.period for choice in choices)),
+        sum(index < experts for index in members),
+        sum(index >= experts for index in members),
+        sum(units[index].tokens for index in members if index < experts) / layout.steps_tokens,
+        sum(choice.bytes for choice in choices),
+        seconds / windows if windows else None,
+        memory,
+        max(0 if choice.covered else choice.most_lost_steps for choice in choices),
+    )
+
+
+def _network_seconds(layout: Layout, choice: UnitChoice) -> float:
+    """Network seconds of both ends in a step."""
+    if not choice.bytes:
+        return 0.0
+    link, holders = layout.setting.network, len(choice.holders)
+    return 2 * holders * (link.alpha + choice.bytes / holders / link.beta)
+
+
+def _memory(unit: CopyUnit, choice: UnitChoice) -> int:
+    """Memory of all holders: the state and the log of gradients, or two versions of the state."""
+    each = unit.state_bytes + LOG_STEPS * unit.gradient_bytes if choice.kind == "replayed" else 2 * unit.state_bytes
+    return len(choice.holders) * each
+
+
+def _survival(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[LossRow]:
+    """For the losses that `--fail` names."""
+
+    def sets(old: bool) -> list[list[int]]:
+        found = set()
+        for unit, choice in zip(units, plan.units, strict=True):
+            copied = [holder.node for holder in choice.holders] if old or choice.period == 1 else []
+            found.add(frozenset([*unit.active, *copied]))
+        return sorted(sorted(nodes) for nodes in found)
+
+    current, any_version, names = sets(old=False), sets(old=True), layout.domains
+    return [
+        LossRow(
+            failures,
+            copy_recovery_probability(current, failures, nodes=names),
+            copy_recovery_probability(any_version, failures, nodes=names),
+        )
+        for failures in layout.cluster.failures
+    ]
+
+
+def _examples(layout: Layout, units: Sequence[CopyUnit], plan: CopyPlan) -> list[Example]:
+    """The most frequent first."""
+    groups: dict[tuple[bool, CopyKind, int, str, int], list[int]] = {}
+    for index, choice in enumerate(plan.units):
+        key = index >= layout.share_LE.size, choice.kind, choice.period, choice.reason, len(choice.holders)
+        groups.setdefault(key, []).append(index)
+    found = []
+    for members in groups.values():
+        hottest = max(members, key=lambda index: units[index].tokens)
+        alike = f", the hottest of {len(members):,}" if len(members) > 1 and hottest < layout.share_LE.size else ""
+        name = layout.unit_name(hottest) + alike
+        found.append(Example(hottest, len(members), f"{name}: {_kept(units[hottest], plan.units[hottest])}"))
+    return sorted(found, key=lambda example: -example.alike)
+
+
+def _kept(unit: CopyUnit, choice: UnitChoice) -> str:
+    """One sentence with the planner's reason."""
+    active = f"active on {_nodes(unit.active)}"
+    holders = _nodes([holder.node for holder in choice.holders])
+    often = "each step" if choice.period == 1 else f"every {choice.period} steps"
+    what = "no copy"
+    if choice.kind == "active":
+        what = "nothing to copy"
+    elif choice.holders and choice.kind == "replayed":
+        what = f"replayed on {holders}" + (", its gradient sent each step" if choice.bytes else ", nothing to send")
+    elif choice.holders:
+        what = f"its state sent to {holders} {often}"
+    return f"{active}: {what}; {choice.summary}"
+
+
+def _nodes(nodes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, list(nodes)[:4]))
+    more = f" and {len(nodes) - 4} more" if len(nodes) > 4 else ""
+    return f"node{'s' * (len(nodes) > 1)} {shown}{more}"

@@ -1,0 +1,296 @@
+"""Flags, files and exit code of `evermoe plan`."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import evermoe
+from evermoe.cli.plan.advice import advise, best
+from evermoe.cli.plan.auto_plan import AutoReport, make_layout, plan_auto
+from evermoe.cli.plan.compare import Cluster, Comparison, Result, compare
+from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
+from evermoe.cli.plan.loads import FORMS, Load, read_load
+from evermoe.cli.plan.setting import add_copy_arguments, parse_setting
+from evermoe.cli.plan.show import show
+from evermoe.cli.plan.show_copies import advise_copies, show_copies
+from evermoe.planning import POLICIES
+
+MOST_FAILURES = 64
+"""Numbers of failures in one call: columns of the report, lines of the plot."""
+MOST_NODES = 1 << 20
+
+DESCRIPTION = """\
+Compare placements of experts before a run, or for the load of a running one: how evenly each policy loads the nodes,
+how likely the whole model survives when nodes fail at once, and which policy to take. With --copies, how each expert
+would be protected beside that, and what it costs. Nothing is started or trained.
+
+  evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4
+  evermoe plan --nodes 32 --slots 18 --load counts.npy --domain-size 4 --plot plan.png --json plan.json
+  evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --copies --network-idle 0.4"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `evermoe plan`."""
+    parser.description = DESCRIPTION
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--nodes", type=int, required=True, help="machines that fail on their own")
+    cluster.add_argument("--slots", type=int, required=True, help="expert replicas of each MoE layer that a node holds")
+    cluster.add_argument(
+        "--domain-size",
+        type=int,
+        default=1,
+        metavar="NODES",
+        help="so many consecutive nodes, a rack, fail together; --fail then counts racks (%(default)s)",
+    )
+    model = parser.add_argument_group("model and load")
+    model.add_argument("--experts", type=int, help="experts of each layer; a --load file says it itself")
+    model.add_argument("--layers", type=int, help="MoE layers; a --load file says it itself (default: 1)")
+    model.add_argument(
+        "--load",
+        default="uniform",
+        metavar="LOAD",
+        help=f"tokens of each expert: {FORMS}. hot:87@2 gives two experts 87 %% of the tokens. Files hold a row of "
+        "experts, or a row for each layer (%(default)s)",
+    )
+    model.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="of a synthetic load, where each layer has its own hot experts (%(default)s)",
+    )
+    asked = parser.add_argument_group("what is asked")
+    asked.add_argument(
+        "--min-replicas", type=int, default=2, help="replicas that every expert should have (%(default)s)"
+    )
+    asked.add_argument(
+        "--fail",
+        metavar="F",
+        help="simultaneous losses to look at: 2, or 1..4, or 1,3 (default: 1..3, or what can fail)",
+    )
+    asked.add_argument(
+        "--policy", action="append", choices=POLICIES, help="only this policy; repeatable (default: all of them)"
+    )
+    add_copy_arguments(parser)
+    results = parser.add_argument_group("results")
+    results.add_argument("--plot", metavar="PNG", help="picture: survival by losses, imbalance by policy")
+    results.add_argument(
+        "--json", metavar="FILE", help="everything as JSON: load, replicas, placements, results, advice"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Reads, plans, writes the files, prints the report; files are written whole or not at all.
+
+    Raises:
+        ValueError: with the flag, what was expected and what came.
+    """
+    cluster = parse_cluster(options)
+    draw = _plotter(options)
+    load_LE = read_load(options.load, options.layers, options.experts, options.seed)
+    setting = parse_setting(options, *load_LE.shape)
+    comparison = compare(load_LE, cluster, tuple(dict.fromkeys(options.policy or POLICIES)))
+    copies: tuple[AutoReport, list[PresetRow]] | None = None
+    if setting is not None:
+        layout, placed = make_layout(load_LE, comparison, setting)
+        auto = plan_auto(layout, placed.policy)
+        copies = auto, compare_presets(layout, auto)
+    files: dict[str, bytes] = {}
+    if draw is not None:
+        files["--plot"] = draw(comparison)
+    if options.json:
+        found = as_json(options, load_LE, comparison) | ({"copies": copies_json(*copies)} if copies else {})
+        files["--json"] = (json.dumps(found) + "\n").encode()
+    _write({flag: (getattr(options, flag[2:]), content) for flag, content in files.items()})
+    # A pipe gets what fits in 100 columns; a terminal what fits in its own.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    show(console, options.load, comparison)
+    if copies is not None:
+        show_copies(console, *copies)
+    for flag in files:
+        console.print(f"wrote {getattr(options, flag[2:])}", soft_wrap=True, markup=False)
+    return 0
+
+
+def parse_cluster(options: argparse.Namespace) -> Cluster:
+    """The flags about machines and failures, checked."""
+    for name, most in (
+        ("nodes", MOST_NODES),
+        ("slots", 1 << 24),
+        ("min_replicas", 1 << 24),
+        ("domain_size", MOST_NODES),
+    ):
+        value = getattr(options, name)
+        if not 1 <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')}: expected 1 to {most}, got {value}")
+    if options.domain_size > options.nodes:
+        raise ValueError(f"--domain-size: expected at most {options.nodes}, all nodes, got {options.domain_size}")
+    domains = -(-options.nodes // options.domain_size)
+    failures = tuple(range(1, min(3, domains) + 1)) if options.fail is None else parse_failures(options.fail, domains)
+    return Cluster(options.nodes, options.slots, options.min_replicas, options.domain_size, failures)
+
+
+def parse_failures(text: str, most: int) -> tuple[int, ...]:
+    """The numbers that `--fail` names.
+
+        >>> parse_failures("1..3,6", most=8)
+        (1, 2, 3, 6)
+
+    Raises:
+        ValueError: not of this form, below 1, above `most`, or more than 64 of them.
+    """
+    expected = f"--fail {text}: expected numbers from 1 to {most}, what can fail, such as 2, or 1..4, or 1,3"
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", part.strip())
+        if match is None:
+            raise ValueError(expected)
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 1 <= first <= last <= most:
+            raise ValueError(expected)
+        if last - first >= MOST_FAILURES:
+            raise ValueError(f"--fail {text}: expected at most {MOST_FAILURES} numbers")
+        found.update(range(first, last + 1))
+    if len(found) > MOST_FAILURES:
+        raise ValueError(f"--fail {text}: expected at most {MOST_FAILURES} numbers")
+    return tuple(sorted(found))
+
+
+def _plotter(options: argparse.Namespace) -> Callable[[Comparison], bytes] | None:
+    """Draws to a PNG in memory; looked up first, so that missing matplotlib is told before any work."""
+    if not options.plot:
+        return None
+    from evermoe.cli.plan.plot import plot_plan
+
+    def draw(comparison: Comparison) -> bytes:
+        picture = BytesIO()
+        plot_plan(comparison, picture)
+        return picture.getvalue()
+
+    return draw
+
+
+def _write(files: dict[str, tuple[str, bytes]]) -> None:
+    """Writes all of them or none, each completely."""
+    parts: dict[str, Path] = {}
+    try:
+        for flag, (name, content) in files.items():
+            with _explained(flag, name):
+                parts[flag] = _part(Path(name), content)
+        for flag, part in parts.items():
+            with _explained(flag, files[flag][0]):
+                part.replace(files[flag][0])
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def _part(path: Path, content: bytes) -> Path:
+    """A file beside `path` with what it shall contain."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(content)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    return part
+
+
+@contextmanager
+def _explained(flag: str, name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag} {name}: cannot be written: {error.strerror}") from None
+
+
+# ---- JSON
+
+
+def as_json(options: argparse.Namespace, load_LE: Load, comparison: Comparison) -> dict[str, Any]:
+    """Everything, JSON-able; `experts_of_nodes` has for each layer and node its experts, one entry a replica."""
+    cluster = comparison.cluster
+    chosen, _ = best(comparison)
+    return {
+        "evermoe": evermoe.__version__,
+        "nodes": cluster.nodes,
+        "slots": cluster.slots,
+        "layers": load_LE.shape[0],
+        "experts": load_LE.shape[1],
+        "min_replicas": cluster.min_replicas,
+        "domain_size": cluster.domain_size,
+        "failures": cluster.failures,
+        "load_source": options.load,
+        "seed": options.seed,
+        "load": load_LE.tolist(),
+        "load_summary": vars(comparison.load),
+        "replicas": comparison.replicas.tolist(),
+        "slots_for_min_replicas": cluster.slots_for(load_LE.shape[1], cluster.min_replicas),
+        "heavy": comparison.heavy and vars(comparison.heavy),
+        "policies": {result.policy: _result_json(result, cluster) for result in comparison.results},
+        "recommended": chosen.policy,
+        "advice": advise(comparison),
+    }
+
+
+def _result_json(result: Result, cluster: Cluster) -> dict[str, Any]:
+    return {
+        "imbalance_even": result.even,
+        "imbalance_balanced": result.balanced,
+        "distinct_domains": result.distinct,
+        "survival": [
+            {"failures": failures, **vars(survival)}
+            for failures, survival in zip(cluster.failures, result.survival, strict=True)
+        ],
+        "seconds_per_layer": result.seconds,
+        "experts_of_nodes": [
+            [np.repeat(np.arange(len(row)), row).tolist() for row in matrix] for matrix in result.matrices
+        ],
+    }
+
+
+def copies_json(auto: AutoReport, presets: list[PresetRow]) -> dict[str, Any]:
+    """What `--copies` found; the units are the experts, layer by layer, then the rest."""
+    plan = auto.plan
+    return {
+        "setting": vars(auto.layout.setting),
+        "placement": auto.policy,
+        "parameters": auto.layout.parameters,
+        "kinds": [vars(row) for row in auto.kinds],
+        "units": [
+            {"name": auto.layout.unit_name(index)}
+            | choice._asdict()
+            | {"holders": [holder._asdict() for holder in choice.holders]}
+            for index, choice in enumerate(plan.units)
+        ],
+        "nodes": [node._asdict() for node in plan.nodes],
+        "delay_seconds": plan.delay_seconds,
+        "lost_tokens": plan.lost_tokens,
+        "survival": [
+            {
+                "failures": row.failures,
+                "without_loss": vars(row.without_loss),
+                "with_loss": vars(row.with_loss),
+            }
+            for row in auto.survival
+        ],
+        "summary": plan.summary,
+        "examples": [vars(example) for example in auto.examples],
+        "presets": [vars(row) for row in presets],
+        "advice": advise_copies(auto, presets),
+    }

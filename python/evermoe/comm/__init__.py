@@ -1,0 +1,1 @@
+"""Who is alive, and how bytes travel between members."""

@@ -1,0 +1,24 @@
+"""torchft, imported on first use: it takes a second, and only members of a job need it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from typing import Any, NamedTuple
+
+
+class Torchft(NamedTuple):
+    """The two modules of torchft that are used."""
+
+    coordination: Any
+    """Lighthouse and quorums."""
+    process_group: Any
+    """Groups that can be aborted."""
+
+
+@functools.cache
+def torchft() -> Torchft:
+    """Imports torchft."""
+    os.environ.setdefault("RUST_LOG", "warn")  # it reads this as it is imported, and logs every quorum otherwise
+    return Torchft(*(importlib.import_module(f"torchft.{name}") for name in Torchft._fields))

@@ -1,0 +1,164 @@
+"""Collectives of training: the differentiable all-to-all and the reduction of gradients.
+
+There is no communicator per expert: expert gradients are reduced over the world group by two uneven all-to-alls.
+Each host of an expert owns a shard of its gradient; it receives that shard from all other hosts, sums in rank order
+and returns the sum, so that all replicas get the same bits. Other gradients use bucketed all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evermoe.comm.group import Group
+
+BUCKET_BYTES = 25 << 20
+"""Size of an all-reduce bucket, as in DistributedDataParallel."""
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return group.all_to_all(rows, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        rows = gradients[0].contiguous()
+        return ctx.group.all_to_all(rows, ctx.receive, ctx.send), None, None, None
+
+
+def all_to_all(rows: Tensor, send_R: np.ndarray, receive_R: np.ndarray, group: Group) -> Tensor:
+    """Differentiable `Group.all_to_all`: `send_R[r]` rows go to rank r, `receive_R[r]` come from it."""
+    if group.size == 1:
+        return rows[: int(send_R[0])]
+    sent = rows[: int(send_R.sum())]
+    return _AllToAll.apply(sent, send_R.tolist(), receive_R.tolist(), group)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A part of one local expert's gradient: `weights[layer].grad[row, start:stop]`."""
+
+    layer: int
+    row: int
+    start: int
+    stop: int
+
+
+class ExpertReducer:
+    """Sums expert gradients over all hosts of each expert; every replica ends with the same bits.
+
+    Args:
+        matrices: per MoE layer, int `[R, E]`: replicas of each expert on each rank; the same on all ranks.
+        row_sizes: per layer, elements of one expert's flat weights.
+        rank: this rank.
+
+    Example: expert 0 of 10 elements is hosted by ranks 1, 2 and 4. Rank 1 owns elements 0–3, rank 2 4–6, rank 4 7–9.
+    Rank 2 sends elements 0–3 to rank 1 and 7–9 to rank 4, receives 4–6 from both, sums them in the order 1, 2, 4,
+    and sends the sum to both.
+    """
+
+    def __init__(self, matrices: Sequence[np.ndarray], row_sizes: Sequence[int], rank: int) -> None:
+        size = len(matrices[0]) if matrices else 1
+        self._mine: list[tuple[Slice, list[int]]] = []
+        """Shards that this rank sums, each with all hosts of the expert."""
+        self._theirs: list[list[Slice]] = [[] for _ in range(size)]
+        """Per rank: the parts of local gradients that it sums."""
+        for layer, (matrix, length) in enumerate(zip(matrices, row_sizes, strict=True)):
+            for row, expert in enumerate(np.flatnonzero(matrix[rank])):
+                hosts = np.flatnonzero(matrix[:, expert]).tolist()
+                if len(hosts) > 1:
+                    self._add(layer, row, length, hosts, rank)
+
+    def _add(self, layer: int, row: int, length: int, hosts: list[int], rank: int) -> None:
+        bounds = [length * i // len(hosts) for i in range(len(hosts) + 1)]
+        for i, host in enumerate(hosts):
+            part = Slice(layer, row, bounds[i], bounds[i + 1])
+            if host == rank:
+                self._mine.append((part, hosts))
+            else:
+                self._theirs[host].append(part)
+
+    def reduce(self, gradients: Sequence[Tensor], group: Group) -> None:
+        """Replaces each layer's gradient `[e, row]` by the sum over all hosts, in place. Collective."""
+        if group.size == 1 or not gradients:
+            return
+        send = [sum(part.stop - part.start for part in parts) for parts in self._theirs]
+        receive = [0] * group.size
+        for part, hosts in self._mine:
+            for host in hosts:
+                receive[host] += (part.stop - part.start) * (host != group.rank)
+        outgoing = self._pack((part for parts in self._theirs for part in parts), gradients)
+        incoming = group.all_to_all(outgoing, send, receive)
+        summed = self._sum(incoming.split(receive), gradients, group.rank)
+        returned = group.all_to_all(summed, receive, send)
+        start = 0
+        for part in (part for parts in self._theirs for part in parts):
+            stop = start + part.stop - part.start
+            gradients[part.layer][part.row, part.start : part.stop] = returned[start:stop]
+            start = stop
+
+    @staticmethod
+    def _pack(parts: Iterable[Slice], gradients: Sequence[Tensor]) -> Tensor:
+        pieces = [gradients[part.layer][part.row, part.start : part.stop].float() for part in parts]
+        return torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
+
+    def _sum(self, incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int) -> Tensor:
+        """Sums the shards of this rank in rank order (float32); returns them laid out by destination."""
+        cursor = [0] * len(incoming)
+        outgoing: list[list[Tensor]] = [[] for _ in incoming]
+        for part, hosts in self._mine:
+            own = gradients[part.layer][part.row, part.start : part.stop]
+            length = part.stop - part.start
+            total: Tensor | None = None
+            for host in hosts:
+                share = own.float() if host == rank else incoming[host][cursor[host] : cursor[host] + length]
+                cursor[host] += length * (host != rank)
+                total = share.clone() if total is None else total.add_(share)
+            assert total is not None
+            own.copy_(total)
+            rounded = own.float()
+            for host in hosts:
+                if host != rank:
+                    outgoing[host].append(rounded)
+        pieces = [piece for pieces in outgoing for piece in pieces]
+        return torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
+
+
+def complete_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Makes all ranks agree on which parameters have a gradient: missing on some ranks means zeros there.
+
+    One that has none on any rank keeps `grad = None`, so that the optimizer skips it. Collective.
+    """
+    counts = torch.tensor([float(p.grad is not None) for p in parameters])
+    group.all_reduce(counts)
+    for parameter, count in zip(parameters, counts.tolist(), strict=True):
+        if count > 0 and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Sums the gradients of replicated parameters over all ranks by all-reduce, in buckets of one dtype. Collective."""
+    if group.size == 1:
+        return
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        bucket = buckets.setdefault((gradient.dtype, gradient.device), [])
+        bucket.append(gradient)
+        if sum(each.nbytes for each in bucket) >= BUCKET_BYTES:
+            _reduce_bucket(buckets.pop((gradient.dtype, gradient.device)), group)
+    for bucket in buckets.values():
+        _reduce_bucket(bucket, group)
+
+
+def _reduce_bucket(gradients: list[Tensor], group: Group) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    group.all_reduce(flat)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))

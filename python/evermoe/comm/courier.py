@@ -1,0 +1,199 @@
+"""Transfers concurrent with training: threads that send and receive for the copies while the network is idle.
+
+A courier never stops the training thread. It begins a message only in a window, between two collectives of the training
+thread, unless that says `hurry`; it learns of a lost peer as a result (`Task.lost`), not as an exception over there.
+What it reads from a GPU it reads on a stream of its own, after what the training thread had launched when it was told.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.group import Group, Transfer
+from evermoe.comm.pacer import Opening, Pacer
+from evermoe.comm.task import T, Task
+from evermoe.planning.schedule import Link
+
+Listener = Callable[[str, dict[str, Any]], None]
+"""Callback for each event of a session: its name and fields."""
+IN_FLIGHT = 2
+"""Messages that are under way at a time: while one travels, the next is made ready."""
+KEPT_TRANSFERS = 4096
+"""Latest transfers that are remembered for traces."""
+PROGRESS_CHECKS = 16
+"""Progress checks per hang limit."""
+UNLIMITED = timedelta(days=7)
+"""What is received may come much later: its sender waits for windows. `Courier.wait` notices silent peers."""
+
+
+class Message(NamedTuple):
+    """A message between two members."""
+
+    data: Tensor
+    """uint8, contiguous, on the CPU."""
+    peer: int
+    tag: int
+    """Messages of one tag between two members keep their order."""
+    window: int | None = None
+    """The window of the step, by `Pacer.expect`, before which it is not sent; None for any."""
+
+
+class Sent(NamedTuple):
+    """A message that was sent. Times are of `time.perf_counter_ns`."""
+
+    start: int
+    end: int
+    nbytes: int
+    peer: int
+    window: int | None
+    """The window in which it was begun; None outside of all, as the training thread waited for it."""
+
+
+class _UnderWay(NamedTuple):
+    """A message whose end is not known yet."""
+
+    transfer: Transfer
+    message: Message
+    opening: Opening
+    on_sent: Callable[[int], None]
+
+
+def _ignore(nbytes: int) -> None:
+    pass
+
+
+class Courier:
+    """A thread that runs tasks one after the other, and the messages that they send and receive.
+
+    Args:
+        group: of all members, for this and other threads alone.
+        pacer: None for one that never waits for a window.
+        name: of the thread.
+        device: that tasks read from.
+        link: how long a message takes.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        pacer: Pacer | None,
+        name: str,
+        *,
+        device: torch.device | None = None,
+        link: Link = Link(0.0, 1e9),  # noqa: B008
+    ) -> None:
+        self._group, self._pacer, self.link = group, pacer, link
+        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
+        """The latest messages."""
+        self.progress = 0
+        """Counter of everything that is done for tasks: while it grows, no peer is silent."""
+        self._tasks: queue.SimpleQueue[Task[object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], T]) -> Task[T]:
+        """Runs `work` in the thread, after the tasks before it.
+
+        What it reads from a GPU is what the caller's stream will have written by then.
+        """
+        after = None
+        if self._stream is not None:
+            after = torch.cuda.current_stream(self._stream.device).record_event()
+        task = Task(work, after)
+        self._tasks.put(task)  # type: ignore[arg-type]
+        return task
+
+    def receive(self, message: Message) -> Transfer:
+        """Begins to receive; called by tasks.
+
+        Raises:
+            PeerLost: the group is dropped.
+        """
+        return self._group.receive(message.data, message.peer, message.tag)
+
+    def wait_received(self, transfer: Transfer) -> None:
+        """Waits for what was begun to receive, however long its sender waits for a window; called by tasks.
+
+        Raises:
+            PeerLost: the other member is gone, or the group was dropped.
+        """
+        transfer.wait(UNLIMITED)
+        self.progress += 1
+
+    def send(self, messages: Iterable[Message], on_sent: Callable[[int], None] = _ignore) -> int:
+        """Sends messages, each when its window is open; called by tasks. Returns the bytes once all are sent.
+
+        `on_sent` is told the bytes of each message that is sent.
+
+        Raises:
+            PeerLost: a peer is gone, or the group was dropped.
+        """
+        under_way: deque[_UnderWay] = deque()
+        total = 0
+        for message in messages:
+            if len(under_way) == IN_FLIGHT:
+                self._note_sent(under_way.popleft())
+            before = sum(self.seconds(each.message.data.nbytes) for each in under_way)
+            opening = self._wait_for_window(message, before, under_way)
+            transfer = self._group.send(message.data, message.peer, message.tag)
+            under_way.append(_UnderWay(transfer, message, opening, on_sent))
+            total += message.data.nbytes
+        while under_way:
+            self._note_sent(under_way.popleft())
+        return total
+
+    def seconds(self, nbytes: int) -> float:
+        """How long a message takes."""
+        return self.link.alpha + nbytes / self.link.beta
+
+    def wait(self, task: Task[T], group: Group) -> bool:
+        """Waits like `Task.wait`, for the training thread, which has hurried.
+
+        Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer; hardly
+        later, as members that wait for the same peer in a collective then agree, and resume without a late member.
+        """
+        moved, since = self.progress, time.monotonic()
+        while not self._group.broken and not task.is_over_within(self._group.limit_seconds / PROGRESS_CHECKS):
+            if self.progress != moved:
+                moved, since = self.progress, time.monotonic()
+            elif time.monotonic() - since >= self._group.limit_seconds:
+                group.drop("copies have stopped: a peer is silent")
+        return task.wait()
+
+    def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
+        if self._pacer is None:
+            return Opening(None, time.perf_counter_ns())
+        seconds = self.seconds(message.data.nbytes)
+        if not self._pacer.may_begin(message.window, before + seconds):
+            while under_way:  # what is under way is noted now, not when the next window opens
+                self._note_sent(under_way.popleft())
+            before = 0.0
+        return self._pacer.wait(message.window, before + seconds)
+
+    def close(self) -> None:
+        """Ends the thread after the current task."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _note_sent(self, each: _UnderWay) -> None:
+        each.transfer.wait()
+        self.progress += 1
+        end, nbytes = time.perf_counter_ns(), each.message.data.nbytes
+        self.sent.append(Sent(each.opening.at, end, nbytes, each.message.peer, each.opening.window))
+        each.on_sent(nbytes)
+
+    def _run(self) -> None:
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            while (task := self._tasks.get()) is not None:
+                task.run()

@@ -1,0 +1,241 @@
+"""The collectives among the members of a job, and their failures: gloo and NCCL through torchft's process groups.
+
+Rules that the code below keeps:
+
+* a member that sees an error closes its own sockets *before* it waits for others, or its peers stall on it;
+* no `Work` and no exception of a collective outlives the call, because both keep sockets open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from evermoe.comm._torchft import torchft
+from evermoe.comm.tags import NEVER_SENT
+from evermoe.errors import PeerLost
+
+CONNECT_SECONDS = 3.0
+"""Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
+
+
+def connect_limit(size: int) -> timedelta:
+    """Time that gloo is given to connect so many ranks, all of which are there."""
+    return timedelta(seconds=CONNECT_SECONDS * (1 + size // 100))
+
+
+def end_waits(group: Any, peer: int) -> None:
+    """Ends all threads' waits for messages of a gloo group, here and at the peers.
+
+    Gloo has no call for that, and its sockets stay open while a thread waits. But a wait that times out closes them.
+    """
+    with suppress(RuntimeError, AssertionError):
+        never = group.recv([torch.empty(1)], peer, NEVER_SENT)
+        never.wait(timedelta(milliseconds=1))
+
+
+def _ignore(name: str) -> None:
+    pass
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0] or "the group was aborted"
+
+
+class Group:
+    """The members now and the collectives among them; `rank` and `size` change when the membership does.
+
+    A fresh `Group()` has one member and needs no network. Every failure of a peer is raised as `PeerLost`, after
+    this member's own sockets are closed; from then on every call raises `PeerLost` until the group is rebuilt.
+    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL. `is_shared`: threads may wait for transfers while
+    another one drops the group.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        self.rank = 0
+        self.size = 1
+        self._groups: dict[str, Any] = {}
+        self._timeout = timedelta(0)
+        self._is_shared = is_shared
+        self.broken: str | None = None
+        self.linked: list[Group] = []
+        """Groups that are dropped with this one."""
+        self.on_begin: Callable[[str], None] = _ignore
+        """Callback before each collective: its name."""
+        self.on_end: Callable[[str], None] = _ignore
+        """Callback after each collective: its name."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum of `tensor` over all members, in place; the same bits on every member."""
+        return self._call("all_reduce", tensor, lambda pg: pg.allreduce([tensor], c10d.AllreduceOptions()))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[size, *tensor.shape]`: what each member brought, by rank. Shapes must agree."""
+        if self.size == 1 and self.broken is None:
+            return tensor[None].clone()
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._call("all_gather", tensor, lambda pg: pg.allgather([gathered], [tensor], c10d.AllgatherOptions()))
+        return torch.stack(gathered)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """What each member brought, by rank; lengths may differ."""
+        lengths = self.all_gather(torch.tensor([len(data)], dtype=torch.int64)).flatten().tolist()
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        rows = self.all_gather(mine)
+        return [rows[i, :length].numpy().tobytes() for i, length in enumerate(lengths)]
+
+    def all_to_all(self, rows: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
+        """Uneven exchange along dim 0: the first `send_counts[0]` rows go to rank 0, and so on.
+
+        `rows` is `[sum(send_counts), ...]`, contiguous; the result `[sum(receive_counts), ...]`, by source rank.
+        """
+        if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != len(rows):
+            raise ValueError(
+                f"all_to_all among {self.size} members: expected {self.size} counts each way and send counts that "
+                f"sum to the {len(rows)} rows, got send_counts={send_counts}, receive_counts={receive_counts}"
+            )
+        received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+        if self.size == 1 and self.broken is None:
+            return received.copy_(rows)
+        rows = rows.contiguous()
+        options = c10d.AllToAllOptions()
+        self._call(
+            "all_to_all",
+            rows,
+            lambda pg: pg.alltoall_base(received, rows, receive_counts, send_counts, options),
+        )
+        return received
+
+    def exchange(self, sends: list[tuple[torch.Tensor, int]], receives: list[tuple[torch.Tensor, int]]) -> None:
+        """Point-to-point: sends each tensor to its rank while receiving each tensor, in place, from its rank.
+
+        Between two members, messages pair up in the order in which each side lists them. CPU tensors only.
+        """
+        if not sends and not receives:
+            return
+
+        def start(pg: Any) -> list[Any]:
+            works = [pg.recv([tensor], source, 0) for tensor, source in receives]
+            return works + [pg.send([tensor], destination, 0) for tensor, destination in sends]
+
+        self._call("exchange", (sends or receives)[0][0], start)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
+        """Begins to receive into a tensor on the CPU, which may be larger than what comes."""
+        return self._transfer("receive", lambda pg: pg.recv([tensor], source, tag))
+
+    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Transfer:
+        """Begins to send a tensor on the CPU; messages of one tag between two members keep their order."""
+        return self._transfer("send", lambda pg: pg.send([tensor], destination, tag))
+
+    def _transfer(self, name: str, start: Callable[[Any], Any]) -> Transfer:
+        if self.broken is not None:
+            raise PeerLost(f"{name} among {self.size} members failed: {self.broken}")
+        try:
+            return Transfer(self, name, start(self._groups["cpu"]))
+        except (RuntimeError, AssertionError) as error:
+            failure = _first_line(error)
+        self.drop(failure)
+        raise PeerLost(f"{name} among {self.size} members failed: {failure}")
+
+    def _call(self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> torch.Tensor:
+        if self.broken is None and self.size == 1:
+            return tensor
+        failure = self.broken
+        if failure is None:
+            self.on_begin(name)
+            failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
+            self.on_end(name)
+        if failure is not None:  # outside any `except`: the collective's exception must not live on as a context
+            self.drop(failure)
+            raise PeerLost(f"{name} among {self.size} members failed: {failure}")
+        return tensor
+
+    def _wait(self, start: Callable[[Any], Any], device: str) -> str | None:
+        try:
+            works = start(self._groups[device])
+            if not isinstance(works, list):
+                works.wait()
+                return None
+            for work in works:  # gloo's point-to-point would wait as long as connecting may take
+                work.wait(self._timeout)
+        except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
+            return _first_line(error)
+        return None
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long a collective waits for a silent member."""
+        return self._timeout.total_seconds()
+
+    def is_whole(self) -> bool:
+        """Whether everything that was started on a GPU has arrived: NCCL's waits only order streams. Waits for it."""
+        nccl = self._groups.get("cuda") if self.size > 1 else None
+        if nccl is None:
+            return True
+        torch.cuda.current_stream().synchronize()
+        return self.broken is None and nccl.errored() is None
+
+    def drop(self, reason: str) -> None:
+        """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
+        self._drop_alone(reason)
+        for other in self.linked:
+            other._drop_alone(reason)
+
+    def _drop_alone(self, reason: str) -> None:
+        self.broken = self.broken or reason
+        for group in self._groups.values():
+            if self._is_shared:
+                self._end_waiting(group)
+            group.abort(errored=False)
+
+    def _end_waiting(self, group: Any) -> None:
+        if self.size > 1 and group._pg is not None:
+            end_waits(group, (self.rank + 1) % self.size)
+
+    def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
+        """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
+        self._drop_alone("the group is being rebuilt")
+        if not self._groups:
+            self._groups["cpu"] = torchft().process_group.ProcessGroupGloo(timeout=timeout)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=timeout)
+        self.rank, self.size, self._timeout = rank, size, timeout
+        if size > 1:
+            self._groups["cpu"].set_timeout(min(connect_limit(size), timeout))
+            for name, group in self._groups.items():
+                group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
+            self._groups["cpu"]._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
+        self.broken = None
+
+
+class Transfer:
+    """A message between two members that is under way."""
+
+    def __init__(self, group: Group, name: str, work: Any) -> None:
+        self._group, self._name, self._work = group, name, work
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        """Waits until the tensor was sent or has arrived, as long as a collective would wait unless `limit` says more.
+
+        Raises:
+            PeerLost: the other member is gone or silent, or the group was dropped here.
+        """
+        work, self._work = self._work, None  # a work that lives keeps sockets open
+        failure = None
+        try:
+            work.wait(self._group._timeout if limit is None else limit)
+        except (RuntimeError, AssertionError) as error:
+            failure = _first_line(error)
+        del work
+        if failure is not None:
+            self._group.drop(failure)
+            raise PeerLost(f"{self._name} among {self._group.size} members failed: {failure}")

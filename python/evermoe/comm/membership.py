@@ -1,0 +1,336 @@
+"""Who is alive: what the Lighthouse says, and the groups that follow from it. Only `comm` knows torchft.
+
+torchft's Lighthouse names the members: every member beats from a native thread and asks for a set; the answer is the
+same for all. The protocol (`evermoe.train.protocol`) judges it, and `Membership.connect` builds the groups. There is
+one TCPStore client per store host, and a new prefix for each group: each new client costs a reverse DNS look-up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from evermoe.comm._torchft import torchft
+from evermoe.comm.group import Group
+from evermoe.errors import JoinTimeout, PeerLost
+from evermoe.options import SHARED, Options
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 0.1
+"""How often a member tells the Lighthouse that it lives."""
+RETRY_SECONDS = 0.1
+"""Time between two attempts to agree."""
+RETURN_SECONDS = 1.0
+"""Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
+
+Role = Literal["train", "replica"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipOptions(Options):
+    """Which job a member belongs to, and how long it waits for others."""
+
+    lighthouse: str | None = None
+    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
+    job: str | None = None
+    """Name that the job's shared memory goes by (EVERMOE_JOB; default: a name that no other process finds)."""
+    node: str | None = None
+    """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
+    members: int | None = None
+    """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
+    role: Role = "train"
+    """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
+    hang_limit: float = 30.0
+    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps
+    and than a checkpoint takes to write."""
+    agree_limit: float = 300.0
+    """Seconds that agreement on the members may take, the Lighthouse being away included."""
+    rejoin_limit: float = 30.0
+    """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
+    join_every: int = field(default=5, metadata=SHARED)
+    """Steps between looks for new members."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_least(1, "join_every")
+        self._check_one_of("role", ROLES)
+        if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
+            raise ValueError("lighthouse is set, so job must name the job, the same for all members")
+        if self.rejoin_limit < 0:
+            raise ValueError(f"expected rejoin_limit >= 0 seconds, got {self.rejoin_limit}")
+        for name in ("hang_limit", "agree_limit"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"expected {name} > 0 seconds, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What members of one job have in common; others may not join it."""
+
+    job: str
+    layout: str
+    """Digest of the model's and optimizer's units."""
+    options: str = ""
+    """Options of the session that must be the same for all."""
+
+
+class Membership:
+    """Asks the Lighthouse which members take part, and connects their groups.
+
+    Args:
+        options: limits, and the role.
+        lighthouse: address of the job's Lighthouse, also of one that this process has started.
+        identity: what all members of the job share.
+        node: the machine whose memory dies as one.
+        device: device of the tensors that `trainer_group` takes.
+        rank_key: ranks follow the order of these, then of the members' ids.
+    """
+
+    def __init__(
+        self,
+        options: MembershipOptions,
+        *,
+        lighthouse: str,
+        identity: Identity,
+        node: str,
+        device: torch.device,
+        rank_key: str = "",
+    ) -> None:
+        self.id = f"{node}-{uuid.uuid4().hex[:8]}"
+        self.node = node
+        self.identity = identity
+        self.role = options.role
+        self.trainer_group = Group()
+        """Group of the members that train; on a replica node it has one member."""
+        self.background = Group(is_shared=True)
+        """Group of all members, replica nodes included, for the transfers of other threads."""
+        self._with_replicas = Group()
+        self.trainer_group.linked = [self._with_replicas, self.background]
+        self._with_replicas.linked = [self.trainer_group, self.background]
+        self.rank_key = rank_key
+        self.established = False
+        """Whether this member has state of the running job, as its protocol says."""
+        self.generation = 0
+        """Generation of the group, as the protocol says."""
+        self.nodes: list[str] = []
+        """Per rank, the machine whose memory dies with it; several members may share one. Replica nodes come last."""
+        self.num_trainers = 1
+        """How many members train."""
+        self.store: Any = None
+        """Store of the current members, where further groups can meet, under a prefix that no other epoch uses."""
+        self.device = device
+        """Device of the tensors that `trainer_group` takes."""
+        self._coordination = torchft().coordination
+        self._lighthouse = lighthouse
+        self._hang_limit = timedelta(seconds=options.hang_limit)
+        self._agree_limit = options.agree_limit
+        self._quorum_limit = max(30.0, 2 * options.hang_limit)
+        self._deadline: float | None = None
+        """Until when the agreement that is under way must be reached."""
+        self._patience = 0.0
+        self._answered: float | None = None
+        """When the Lighthouse answered first in this agreement."""
+        self._named: dict[str, dict[str, Any]] = {}
+        """What each member of the latest set has told, by id."""
+        self._client: Any = None
+        self._heart: Any = None
+        self._stores: dict[str, Any] = {}
+        self._own_store = dist.TCPStore(
+            _hostname(), 0, is_master=True, wait_for_workers=False, timeout=self._hang_limit
+        )
+        self._stores[self._store_address] = self._own_store
+
+    @property
+    def everyone(self) -> Group:
+        """Group of all members: those that train, with their ranks of `trainer_group`, then replica nodes."""
+        return self.trainer_group if self.num_trainers == len(self.nodes) or not self.nodes else self._with_replicas
+
+    @property
+    def _store_address(self) -> str:
+        return f"{self._own_store.host}:{self._own_store.port}"
+
+    # ---- an agreement
+
+    def begin_agreement(self, *, is_intact: bool) -> None:
+        """Starts the time limit of an agreement, unless one is under way."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._agree_limit
+            # Our group is intact, so a missing member may only be slow to reconnect to a restarted Lighthouse: wait.
+            self._patience = RETURN_SECONDS if is_intact else 0.0
+            self._answered = None
+
+    def end_agreement(self) -> None:
+        """The members have agreed."""
+        self._deadline = None
+
+    def is_out_of_time(self) -> bool:
+        """Whether the agreement has taken longer than `agree_limit`."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    def timeout(self, problem: str) -> JoinTimeout:
+        """The error of an agreement that took too long."""
+        return JoinTimeout(
+            f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}. "
+            "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
+        )
+
+    def ask(self, standing: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+        """The set that the Lighthouse names: its number, and what the protocol knows of each member of this job.
+
+        Args:
+            standing: what this member tells the others, as the protocol has it.
+
+        Raises:
+            ConnectionError: no Lighthouse answers; ask again.
+            ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
+        """
+        assert self._deadline is not None
+        try:
+            quorum = self._quorum(self._deadline, standing)
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            self._client = None
+            self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
+            raise ConnectionError(str(error).split("\n", 1)[0]) from None
+        asked = self._without_strangers(sorted(quorum.participants, key=lambda member: member.replica_id))
+        self._answered = self._answered or time.monotonic()
+        self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
+        self._named = {member.replica_id: member.data for member in asked}
+        return quorum.quorum_id, [_participant(member.replica_id, member.data) for member in asked]
+
+    def _quorum(self, deadline: float, standing: dict[str, Any]) -> Any:
+        limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), self._quorum_limit)))
+        if self._client is None:
+            self._client = self._coordination.LighthouseClient(self._lighthouse, limit)
+        if self._heart is None:
+            self._heart = self._coordination.ManagerServer(
+                self.id,
+                self._lighthouse,
+                socket.gethostname(),
+                "0.0.0.0:0",
+                "",
+                1,
+                timedelta(seconds=HEARTBEAT_SECONDS),
+                limit,
+                0,
+            )
+        data = {
+            "standing": standing,
+            "patience": self._patience,
+            "job": self.identity.job,
+            "layout": self.identity.layout,
+            "options": self.identity.options,
+            "node": self.node,
+            "role": self.role,
+            "rank_key": self.rank_key,
+            "store": self._store_address,
+        }
+        return self._client.quorum(self.id, limit, world_size=1, data=data)
+
+    def _without_strangers(self, asked: list[Any]) -> list[Any]:
+        """The members of this job: of the established ones' job, or else of the first member's by id."""
+        asked = [member for member in asked if "layout" in (member.data or {})]  # others use the Lighthouse otherwise
+        first = next((member for member in asked if member.data["standing"]["established"]), asked[0]).data
+        if not self.established:
+            self._check_same_job(first)
+        own = {"job": self.identity.job, "layout": self.identity.layout, "options": self.identity.options}
+        return [member for member in asked if {key: member.data[key] for key in own} == own]
+
+    def _check_same_job(self, first: dict[str, Any]) -> None:
+        if first["job"] != self.identity.job:
+            raise ValueError(
+                f"the Lighthouse {self._lighthouse} serves job {first['job']!r}, this worker belongs to job "
+                f"{self.identity.job!r}: start one Lighthouse for each job"
+            )
+        if first["layout"] != self.identity.layout:
+            raise ValueError(
+                f"this worker's model or optimizer differs from that of job {first['job']!r}: their units have other "
+                "names, shapes or types. Start it with the same script and options as the others."
+            )
+        if first["options"] != self.identity.options:
+            raise ValueError(
+                f"this worker's options differ from those of job {first['job']!r}, which has {first['options']}; here "
+                f"they are {self.identity.options}"
+            )
+
+    def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
+        """Connects the groups of an agreement.
+
+        Args:
+            epoch: names the groups; no other agreement has this name.
+            members: ids by rank, of the set that `ask` returned last.
+            num_trainers: how many of them train.
+
+        Raises:
+            PeerLost: a member is gone or does not come; ask again.
+        """
+        try:
+            store = dist.PrefixStore(f"{epoch:016x}", self._store(self._named[members[0]]["store"]))
+            self.nodes = [self._named[member]["node"] for member in members]
+            self.num_trainers = num_trainers
+            self._rebuild(store, members.index(self.id), len(members))
+            self.store = dist.PrefixStore("others", store)
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            problem = str(error).split("\n", 1)[0]
+            logger.info("connecting failed, agreeing again: %s", problem)
+            self._client = None
+        else:
+            return
+        self.trainer_group.drop(problem)
+        time.sleep(RETRY_SECONDS)
+        raise PeerLost(problem)
+
+    def _rebuild(self, store: Any, rank: int, size: int) -> None:
+        self.trainer_group.drop("the group is being rebuilt")
+        cpu, limit = torch.device("cpu"), self._hang_limit
+        self.background.rebuild(dist.PrefixStore("background", store), rank, size, cpu, limit)
+        if size > self.num_trainers:
+            self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
+        if self.role == "train":
+            self.trainer_group.rebuild(store, rank, self.num_trainers, self.device, limit)
+        else:
+            self.trainer_group.rebuild(store, 0, 1, cpu, limit)
+
+    def _store(self, address: str) -> Any:
+        if address not in self._stores:
+            host, port = address.rsplit(":", 1)
+            self._stores[address] = dist.TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=self._hang_limit
+            )
+        return self._stores[address]
+
+    def close(self) -> None:
+        """Leaves the job: closes sockets and stops the heartbeat."""
+        self.trainer_group.drop("this member has left")
+        if self._heart is not None:
+            self._heart.shutdown()
+            self._heart = None
+
+
+def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "id": name,
+        "rank_key": data["rank_key"],
+        "trains": data["role"] == "train",
+        "is_patient": data["patience"] > 0,
+        "standing": data["standing"],
+    }
+
+
+def _hostname() -> str:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name

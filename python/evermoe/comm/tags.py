@@ -1,0 +1,13 @@
+"""Tags of all messages between members. Messages of one tag between two members keep their order."""
+
+from __future__ import annotations
+
+REPLAY_HEAD, REPLAY_TAIL = 1, 2
+"""Records of a step for replicas: the message of a known size, and what it had no room for."""
+SNAPSHOT_FIRST = 16
+"""The first tag of snapshots: each bundle has `SNAPSHOT_EACH` of them from here on."""
+SNAPSHOT_EACH = 4096
+CONNECTED = 0x7FFF_FFFD
+"""A pipeline's members tell each other that their groups are connected."""
+NEVER_SENT = 0x7FFF_FFFF
+"""Tag that is never sent: a wait for it ends all waits, see `group.end_waits`."""

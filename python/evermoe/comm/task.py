@@ -1,0 +1,55 @@
+"""Work that another thread does, and its result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from evermoe.errors import PeerLost
+
+T = TypeVar("T")
+
+
+class Task(Generic[T]):
+    """Work for a courier's thread. `result` is there once `wait` has returned, unless a peer was `lost`."""
+
+    def __init__(self, work: Callable[[], T], after: torch.cuda.Event | None = None) -> None:
+        self._work, self._after = work, after
+        self._over = threading.Event()
+        self.result: T | None = None
+        self.lost: str | None = None
+        """Why it was not done: another member is gone, or the group was dropped."""
+        self.error: BaseException | None = None
+        """What else went wrong; `wait` raises it."""
+
+    def run(self) -> None:
+        """In the courier's thread."""
+        try:
+            if self._after is not None:
+                torch.cuda.current_stream().wait_event(self._after)
+            self.result = self._work()
+        except PeerLost as lost:
+            self.lost = str(lost)
+        except BaseException as error:  # raised again in the thread that waits
+            self.error = error
+        finally:
+            del self._work
+            self._over.set()
+
+    def is_over_within(self, seconds: float) -> bool:
+        """Whether it is over by then."""
+        return self._over.wait(seconds)
+
+    def wait(self) -> bool:
+        """Waits until it is over; returns whether it was done.
+
+        Raises:
+            Exception: an error that is no lost peer: full memory, for example.
+        """
+        self._over.wait()
+        if self.error is not None:
+            raise self.error
+        return self.lost is None

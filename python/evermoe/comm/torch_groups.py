@@ -1,0 +1,118 @@
+"""Groups of `torch.distributed` among processes of which any may die: no wait for a lost one is long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from evermoe.comm.group import connect_limit, end_waits
+from evermoe.comm.task import Task
+from evermoe.errors import PeerLost
+
+T = TypeVar("T")
+_FIRST_LOOK, _LAST_LOOK = 1e-3, 5e-2
+"""Seconds from one look for a key to the next one: soon at first, as most are there at once."""
+_GLOO_PATIENCE = 5
+"""Gloo waits so many times its limit for a peer to connect."""
+
+
+class WatchedStore(dist.Store):
+    """A store in which no rank waits for the key of a lost rank, nor for a lost rank that has the keys.
+
+    Keep it as long as groups that were made with it are used.
+
+    Args:
+        store: the one that all ranks share.
+        lost: is set when it is in vain to wait.
+        limit: how long it waits, whatever it is asked to.
+    """
+
+    def __init__(self, store: dist.Store, lost: threading.Event, limit: timedelta) -> None:
+        super().__init__()
+        self._store, self._lost, self._limit = store, lost, limit.total_seconds()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there.
+
+        Raises:
+            PeerLost: they never may be, or are not within the limit.
+        """
+        deadline = time.monotonic() + self._limit
+        pause = _FIRST_LOOK
+        while not self.check(keys):
+            if self._lost.wait(pause):
+                raise PeerLost("torch's groups cannot be connected, as a rank is lost")
+            if time.monotonic() > deadline:
+                raise PeerLost(f"torch's groups are not connected: nothing from some rank for {self._limit:.0f} s")
+            pause = min(2 * pause, _LAST_LOOK)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return self._ask(lambda: self._store.check(keys))
+
+    def get(self, key: str) -> bytes:
+        """The key's value, once it is there."""
+        self.wait([key])
+        return self._ask(lambda: self._store.get(key))
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """What torch's groups tell each other are bytes."""
+        self._ask(lambda: self._store.set(key, value))  # type: ignore[arg-type]
+
+    def add(self, key: str, value: int) -> int:
+        """The sum of all that was added."""
+        return self._ask(lambda: self._store.add(key, value))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """In a thread, as torch's stores wait for ever for a server that hangs."""
+        task = Task(question)
+        threading.Thread(target=task.run, name="evermoe-torch-store", daemon=True).start()
+        if not task.is_over_within(self._limit):
+            raise PeerLost(f"torch's groups are not connected: no answer from their store for {self._limit:.0f} s")
+        task.wait()
+        return cast(T, task.result)
+
+
+@contextmanager
+def quick_groups(limit: timedelta) -> Iterator[None]:
+    """Gloo groups that are made meanwhile are connected once all their ranks are there, or fail within the limit.
+
+    It is also the time limit of those that are given none.
+    """
+
+    class Gloo(dist.ProcessGroupGloo):
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+            # Gloo itself would wait for one rank after the other, and some of its waits cannot be ended.
+            store.set(f"rank {rank}", "is here")
+            store.wait([f"rank {each}" for each in range(size)])
+            super().__init__(store, rank, size, timeout=min(connect_limit(size), limit / _GLOO_PATIENCE), **more)
+            self.set_timeout(timeout)
+
+    before = c10d.ProcessGroupGloo, c10d.default_pg_timeout
+    c10d.ProcessGroupGloo, c10d.default_pg_timeout = Gloo, limit  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo, c10d.default_pg_timeout = before  # type: ignore[misc]
+
+
+def end_torch_groups() -> None:
+    """Ends all gloo groups of `torch.distributed` in this process, so that peers that wait in one fail at once.
+
+    Their sockets would stay open while a schedule or an exception still refers to them; a wait that times out closes
+    them.
+    """
+    if not dist.is_initialized():
+        c10d._world.group_count = 0  # groups are named by number, and a first one that failed has taken its own
+        return
+    for group in list(c10d._world.pg_map):
+        if group.size() > 1:
+            end_waits(group, (group.rank() + 1) % group.size())
+    dist.destroy_process_group()

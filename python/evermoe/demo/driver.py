@@ -1,0 +1,387 @@
+"""Runs the demo: starts workers, lets some die and one join, shows progress, and passes the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from evermoe.demo.corpus import read_text
+from evermoe.demo.plot import plot_run
+from evermoe.demo.summary import PHASES, Event, summarise
+from evermoe.demo.train import add_arguments as add_worker_arguments
+from evermoe.errors import LaunchError
+from evermoe.launch import LocalJob, Worker
+from evermoe.planning import PRESETS
+from evermoe.profile.files import merge_files
+
+START_LIMIT = 180.0
+"""Seconds that the workers may take to start Python and build the model."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `evermoe demo`."""
+    show = parser.add_argument_group("what happens")
+    show.add_argument("--workers", type=int, default=4, help="processes, each its own node (%(default)s)")
+    show.add_argument(
+        "--kill",
+        action="append",
+        type=parse_kill,
+        metavar="RANK@STEP",
+        help="SIGKILL a worker in the middle of this step, and take its node's memory away; repeatable. A kill due at "
+        "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all",
+    )
+    show.add_argument("--no-kill", action="store_true", help="no worker dies")
+    show.add_argument(
+        "--join",
+        type=int,
+        metavar="STEP",
+        help="one more worker joins at this step (default: 2/3 of --steps)",
+    )
+    show.add_argument("--no-join", action="store_true", help="no worker joins")
+    show.add_argument(
+        "--baseline-steps",
+        type=int,
+        default=16,
+        help="steps of the run without copies, which is not interrupted; 0: no such run (%(default)s; all of them for "
+        "presets that may lose tokens, to compare the losses)",
+    )
+    add_worker_arguments(parser)
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", metavar="PATH", help="write the summary as JSON")
+    results.add_argument("--plot", metavar="PATH", default="evermoe-demo.png", help="picture of the run (%(default)s)")
+    results.add_argument(
+        "--trace", metavar="PATH", help="a trace of the last steps of all workers, for ui.perfetto.dev"
+    )
+    results.add_argument("--events", metavar="DIR", help="keep the workers' events and logs here")
+    results.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+
+
+def parse_kill(text: str) -> tuple[int, int]:
+    """`RANK@STEP` → (rank, step)."""
+    try:
+        rank, step = text.split("@")
+        return int(rank), int(step)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected RANK@STEP, e.g. 2@20, got {text!r}") from None
+
+
+def check(options: argparse.Namespace) -> dict[int, int]:
+    """The kills as worker → step, after all flags were checked.
+
+    Raises:
+        ValueError: with the flag, what was expected and what came.
+    """
+    kills = [] if options.no_kill else options.kill or ([(2, 20)] if options.workers > 2 else [])
+    workers = [worker for worker, _ in kills]
+    if options.workers < 1:
+        raise ValueError(f"--workers: expected 1 or more, got {options.workers}")
+    for worker, step in kills:
+        if not 0 <= worker < options.workers or not 0 <= step < options.steps:
+            raise ValueError(
+                f"--kill {worker}@{step}: expected a rank below {options.workers} and a step below {options.steps}"
+            )
+    if len(set(workers)) != len(workers):
+        raise ValueError(f"--kill: a worker dies only once, got {workers}")
+    if len(workers) >= options.workers:
+        raise ValueError(
+            f"--kill: expected at least one survivor of {options.workers} workers, got {len(workers)} kills"
+        )
+    read_text(options.data)
+    if options.join is None:
+        options.join = options.steps * 2 // 3
+    if not options.no_join and not 0 <= options.join < options.steps:
+        raise ValueError(f"--join: expected a step below {options.steps}, got {options.join}")
+    return dict(kills)
+
+
+class Run:
+    """One run of the workers, from start to end, with all their events.
+
+    Raises:
+        LaunchError: a worker failed of itself, or nothing happened for too long.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path, *, console: Console, title: str) -> None:
+        self.options, self.folder, self.console, self.title = options, folder, console, title
+        self.events: dict[int, list[dict[str, Any]]] = {}
+        self._offsets: dict[int, int] = {}
+        self._last_event = time.monotonic()
+        self._arranged = ""
+        """How copies were arranged last, in one sentence."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def go(
+        self, kills: Mapping[int, int], join: int | None, steps: int, copies: int
+    ) -> dict[int, list[dict[str, Any]]]:
+        """Runs to the end; returns the events by worker."""
+        options = self.options
+        job = LocalJob(
+            [sys.executable, "-m", "evermoe.demo.train", *self._arguments(steps, copies)],
+            f"demo-{uuid.uuid4().hex[:8]}",
+            options.workers,
+            memory_dir=options.memory_dir,
+            hang_limit=options.hang_limit,
+            environment={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        )
+        try:
+            with job, self._progress() as progress:
+                self._drive(job, progress, kills, join, steps)
+        finally:
+            job.forget()
+        return self.events
+
+    def _drive(self, job: LocalJob, progress: Progress, kills: Mapping[int, int], join: int | None, steps: int) -> None:
+        options = self.options
+        bar = progress.add_task(self.title, total=steps, loss="", speed="", members="", age="")
+        for worker in range(options.workers):
+            extra = ["--die-at", str(kills[worker])] if worker in kills else []
+            self._start(job, worker, *extra)
+        spare = self._start(job, options.workers, "--spare", stdin=subprocess.PIPE) if join is not None else None
+        while True:
+            step = self._follow(progress, bar)
+            self._bury(job, kills)
+            if spare is not None and join is not None and step >= join and self._is_ready(spare):
+                self._let_in(spare)
+                spare = None
+            ended = all(worker.process.poll() is not None for worker in job.workers if worker is not spare)
+            self._check_alive(job)
+            if ended:
+                break
+            time.sleep(0.02)
+        self._follow(progress, bar)
+
+    def _arguments(self, steps: int, copies: int) -> list[str]:
+        model = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
+        training = (
+            "batch",
+            "learning_rate",
+            "seed",
+            "hang_limit",
+            "rejoin_limit",
+            "checkpoint_every",
+        )
+        names = [*model, *training]
+        values = {name: getattr(self.options, name) for name in names} | {"steps": steps, "copies": copies}
+        values["preset"] = self.options.preset if copies else "auto"
+        if copies and (self.options.checkpoint_dir or PRESETS[self.options.preset].needs_checkpoint_dir):
+            values["checkpoint_dir"] = self.options.checkpoint_dir or self.folder / "store"
+        for name in ("data", "slots", "min_replicas", "placement"):
+            if getattr(self.options, name) is not None:
+                values[name] = getattr(self.options, name)
+        return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+    def _start(self, job: LocalJob, index: int, *extra: str, **popen: Any) -> Worker:
+        self.events[index], self._offsets[index] = [], 0
+        log = (self.folder / f"worker-{index}.log").open("w")
+        with log:
+            return job.start(
+                index,
+                f"node-{index:02d}",
+                "--events",
+                str(self.folder / f"events-{index}.jsonl"),
+                *(["--trace", str(self.folder / f"trace-{index}.json")] if self.options.trace else []),
+                *extra,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                **popen,
+            )
+
+    def _is_ready(self, spare: Worker) -> bool:
+        return any(event["event"] == "ready" for event in self.events[spare.index])
+
+    def _let_in(self, spare: Worker) -> None:
+        assert spare.process.stdin is not None
+        self.events[spare.index].append({"event": "joining", "time": time.time()})
+        spare.process.stdin.write("go\n")
+        spare.process.stdin.close()
+        self.console.print(f"[cyan]worker {spare.index} asks to join[/]")
+
+    def _bury(self, job: LocalJob, kills: Mapping[int, int]) -> None:
+        """A node's memory dies with it: what a real machine would take along is removed."""
+        for worker in job.workers:
+            if worker.index in kills and worker.process.poll() is not None:
+                shutil.rmtree(job.memory / worker.node, ignore_errors=True)
+
+    def _check_alive(self, job: LocalJob) -> None:
+        for worker in job.workers:
+            if (worker.process.poll() or 0) > 0:
+                raise LaunchError(f"worker {worker.index} failed:\n{self._log_end(worker.index)}")
+        started = any(event["event"] == "begin" for rows in self.events.values() for event in rows)
+        limit = 60 + 4 * self.options.hang_limit if started else START_LIMIT
+        if time.monotonic() - self._last_event > limit:
+            logs = "\n".join(self._log_end(worker.index) for worker in job.workers)
+            raise LaunchError(f"no worker has reported anything for {limit:.0f} s:\n{logs}")
+
+    def _log_end(self, index: int) -> str:
+        return (self.folder / f"worker-{index}.log").read_text()[-2000:]
+
+    # ---- what the user sees meanwhile
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(24),
+            TextColumn("step {task.completed:>3.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[loss]}"),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("{task.fields[members]}"),
+            TextColumn("{task.fields[age]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+        )
+
+    def _follow(self, progress: Progress, bar: Any) -> int:
+        """Reads new events and shows them; returns the number of committed steps."""
+        for worker in self.events:
+            for event in self._new_events(worker):
+                self._last_event = time.monotonic()
+                self.events[worker].append(event)
+                self._tell(worker, event)
+        newest = max(
+            (event for rows in self.events.values() for event in rows[-12:] if event["event"] == "commit"),
+            key=lambda event: event["step"],
+            default=None,
+        )
+        if newest is None:
+            return 0
+        done = newest["step"] + 1
+        if done > progress.tasks[bar].completed:
+            self._show(progress, bar, newest, done)
+        return done
+
+    def _show(self, progress: Progress, bar: Any, newest: Event, done: int) -> None:
+        rows = max(self.events.values(), key=lambda rows: sum(event["event"] == "commit" for event in rows))
+        times = [event["time"] for event in rows if event["event"] == "commit"][-6:]
+        seconds = statistics.fmean(b - a for a, b in zip(times, times[1:], strict=False)) if len(times) > 1 else 0.0
+        tokens = self.options.batch * self.options.sequence
+        fields: dict[str, Any] = {
+            "loss": f"loss {newest['loss']:.3f}",
+            "speed": f"{tokens / seconds:,.0f} tokens/s" if seconds else "",
+            "members": f"{newest['members']} members",
+            "age": f"copies {done - newest['copied']} steps old" if newest["copied"] >= 0 else "no copies",
+        }
+        progress.update(bar, completed=done, **fields)
+        if not self.console.is_terminal and done % 5 == 0:
+            self.console.print(f"{self.title}: step {done:3}  " + "  ".join(fields.values()))
+
+    def _new_events(self, worker: int) -> list[dict[str, Any]]:
+        path = self.folder / f"events-{worker}.jsonl"
+        if not path.exists():
+            return []
+        with path.open("rb") as file:
+            file.seek(self._offsets[worker])
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[worker] += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def _tell(self, worker: int, event: Event) -> None:
+        if event["event"] == "killed":
+            where = "during a recovery" if event["where"] == "recovery" else f"in the middle of step {event['step']}"
+            self.console.print(f"[red]worker {worker} is killed {where}: SIGKILL, its node's memory is gone[/]")
+        elif event["event"] == "arranged" and event["summary"] != self._arranged:
+            self._arranged = event["summary"]
+            self.console.print(f"[dim]{self._arranged}[/]")
+        elif (
+            event["event"] == "recovered"
+            and event["reason"]
+            and any(e["event"] == "begin" for e in self.events[worker])
+        ):
+            fetched = f"{event['fetched_units']} units, {event['fetched_bytes'] / 1e6:.1f} MB"
+            where = f"at step {event['step']} with {event['members']} members"
+            self.console.print(f"[green]worker {worker} goes on {where}; fetched {fetched}[/]")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the demo; the exit code says whether no step was lost, every digest matched and the loss fell."""
+    console = Console(highlight=False)
+    kills = check(options)
+    is_partial = PRESETS[options.preset].may_lose_tokens
+    if is_partial and options.baseline_steps:
+        options.baseline_steps = options.steps
+    folder = Path(options.events) if options.events else Path(tempfile.mkdtemp(prefix="evermoe-demo-"))
+    try:
+        baseline = None
+        if options.baseline_steps and options.copies:
+            run = Run(options, folder / "without-copies", console=console, title="without copies")
+            baseline = run.go({}, None, options.baseline_steps, 0)
+        join = None if options.no_join else options.join
+        run = Run(options, folder / "run", console=console, title="evermoe")
+        events = run.go(kills, join, options.steps, options.copies)
+        if options.trace:
+            merge_files(sorted(run.folder.glob("trace-*.json")), options.trace)
+    except LaunchError as error:
+        console.print(f"[red]demo failed:[/] {error}", markup=True)
+        return 1
+    finally:
+        if not options.events:
+            shutil.rmtree(folder, ignore_errors=True)
+    result = summarise(events, baseline, options.steps, is_partial=is_partial)
+    result["joined"] = _joined(events, options, join)
+    if join is not None and not result["joined"]:
+        result["problems"].append("the new worker did not join")
+        result["ok"] = False
+    plot_run(events, options.batch * options.sequence, Path(options.plot))
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    _print(console, result, options)
+    return 0 if result["ok"] else 1
+
+
+def _joined(events: Mapping[int, Sequence[Event]], options: argparse.Namespace, join: int | None) -> bool:
+    rows = events.get(options.workers, []) if join is not None else []
+    return any(event["event"] == "commit" for event in rows)
+
+
+def _print(console: Console, result: Mapping[str, Any], options: argparse.Namespace) -> None:
+    for episode in result["episodes"]:
+        workers = ", ".join(map(str, episode["killed"]))
+        table = Table(title=f"kill of worker {workers} → next committed step", title_justify="left")
+        for phase in (*PHASES, "total"):
+            table.add_column(phase, justify="right")
+        seconds = [f"{episode['seconds'].get(phase, 0.0):.3f} s" for phase in PHASES]
+        table.add_row(*seconds, f"{episode['total_seconds']:.3f} s")
+        console.print(table)
+    facts = Table(show_header=False, box=None)
+    facts.add_row("steps lost", f"{result['steps_lost']} of {result['steps']}")
+    facts.add_row("fetched", f"{result['fetched_bytes'] / 1e6:.1f} MB in all recoveries and joins")
+    facts.add_row("digests", f"{result['digests_checked']} checked, {result['digests_mismatched']} mismatched")
+    facts.add_row("loss", f"{result['loss_first']:.3f} → {result['loss_last']:.3f}")
+    if result["step_seconds"] and options.copies:
+        copying, step = result["copy_seconds"], result["step_seconds"]
+        facts.add_row("copies", f"{copying:.3f} s of each step's {step:.3f} s, {copying / step:.1%}")
+    if result.get("copy_overhead") is not None:
+        without, overhead = result["step_seconds_without_copies"], result["copy_overhead"]
+        facts.add_row("", f"a step of the run without copies, just before: {without:.3f} s, so {overhead:+.1%}")
+    if PRESETS[options.preset].may_lose_tokens:
+        facts.add_row("tokens lost", f"{result['lost_tokens']} in all, PLT {result['plt']:.3%}")
+        if result["loss_without_failures"] is not None:
+            without, noise = result["loss_without_failures"], result["loss_noise"]
+            facts.add_row("", f"loss of a run without failures: {without:.3f} ± {noise:.3f}")
+    facts.add_row("picture", options.plot)
+    if options.trace:
+        facts.add_row("trace", f"{options.trace}, for https://ui.perfetto.dev")
+    console.print(facts)
+    verdict = "no step lost, every digest matched, the loss fell"
+    if result["lost_tokens"]:
+        verdict += f"; PLT {result['plt']:.2%}, as counted by the routers themselves"
+    if result["ok"]:
+        console.print(f"[bold green]passed:[/] {verdict}")
+    for problem in result["problems"]:
+        console.print(f"[bold red]failed:[/] {problem}")

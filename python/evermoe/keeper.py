@@ -1,0 +1,169 @@
+"""Keepers: each keeps copies of some units, in its own way, and all are driven alike.
+
+    replan ─ protect_all ─ wait ─ restart ─ [ before_vote ─ VOTE ─ before_update ─ update ─ after_update ] ─ settle
+
+`Protection` drives them, on all members in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from evermoe import ops
+from evermoe.options import SHARED, Options
+from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
+from evermoe.planning.protection import ProtectionPlan
+from evermoe.state.stored import StoredUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyOptions(Options):
+    """What is copied, how often, and what that may cost."""
+
+    preset: PresetName = field(default="auto", metadata=SHARED)
+    """How the state is protected: a name of `evermoe.planning.PRESETS`."""
+    copies: int = field(default=2, metadata=SHARED)
+    """Nodes that hold each unit's state after every step, those that train on it included; 0 for no copies."""
+    copy_budget: float = field(default=0.01, metadata=SHARED)
+    """Share of a step that copies may take where they do not fit into idle time."""
+    local_every: int | None = field(default=None, metadata=SHARED)
+    """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: as few
+    as the budget allows. `gemini` and `baft` make them at every step."""
+    replay_log_bytes: int = 1 << 30
+    """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
+    replica_device: str = "cpu"
+    """Device of the units that a member keeps for others by repeating their steps: `cpu`, or a GPU such as `cuda:1`."""
+    experts_per_copy: int | None = field(default=None, metadata=SHARED)
+    """Experts of each layer that `pec` saves at a step (K); None: a quarter, or one."""
+    plt_limit: float = field(default=1.0, metadata=SHARED)
+    """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
+    save_every: int = field(default=1, metadata=SHARED)
+    """Steps between the saves of `pec`."""
+    remote_bytes_per_step: int | None = field(default=None, metadata=SHARED)
+    """What `moetion` may send to peers in a step, all members together; None: an eighth of the experts' state."""
+    local_bytes_per_step: int | None = field(default=None, metadata=SHARED)
+    """What `moetion` may copy to the experts' own nodes in a step, likewise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_one_of("preset", PRESET_NAMES)
+        self._check_least(0, "copies", "remote_bytes_per_step", "local_bytes_per_step")
+        self._check_least(1, "local_every", "replay_log_bytes", "experts_per_copy", "save_every")
+        self._check_portions("copy_budget", "plt_limit")
+        self._check_replica_device()
+
+    def _check_replica_device(self) -> None:
+        try:
+            device = torch.device(self.replica_device)
+        except RuntimeError:
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"expected replica_device to be cpu, cuda or cuda:N, got {self.replica_device!r}")
+        if device.type == "cuda" and not ((device.index or 0) < torch.cuda.device_count() and ops.has_cuda_kernels()):
+            raise ValueError(
+                f"replica_device is {self.replica_device!r}, but this process has no such GPU, or this build no CUDA "
+                "kernels; use cpu"
+            )
+
+    @property
+    def choices(self) -> Preset:
+        """What the preset stands for."""
+        return PRESETS[self.preset]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The latest plan, and the members that it is for."""
+
+    plan: ProtectionPlan
+    active: Mapping[str, tuple[int, ...]]
+    """Ranks that train each unit."""
+    generation: int
+    """Generation of the members."""
+    member: str
+    """Name of this one."""
+    commits_late: bool
+    """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+
+
+class Keeper(Protocol):
+    """Keeps copies of some units. One that has nothing to do at some point inherits the method that does nothing."""
+
+    def replan(self, assignment: Assignment) -> None:
+        """Follows a new plan from now on; `protect_all` and `restart` must follow."""
+
+    def protect_all(self, version: int) -> Collection[str]:
+        """Begins to copy everything that it keeps, as of `version`; collective. `wait` tells whether it got through.
+
+        Returns:
+            The units of which there are new copies at once.
+        """
+
+    def wait(self) -> bool:
+        """Waits until what was begun is over here; whether it is whole. False if a member was `lost`."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why what was begun will not be whole: a member is gone."""
+
+    def restart(self, step: int) -> None:
+        """All copies of the latest plan are complete on all members, after so many steps."""
+        return
+
+    def before_vote(self, step: int) -> bool:
+        """Waits for what must be safe before the vote that makes `step` the number of steps taken; whether it is."""
+        return True
+
+    def before_update(self) -> None:
+        """The optimizer wants to write the state: waits until it may."""
+        return
+
+    def after_update(self, version: int, clip: float) -> None:
+        """The agreed step was taken, with gradients multiplied by `clip`: the state is that of `version` now."""
+        return
+
+    def settle(self) -> bool:
+        """Waits until nothing is under way, and begins nothing more; whether all that was is whole."""
+
+    def stored(self) -> Iterator[tuple[StoredUnit, str]]:
+        """Every whole version of every unit that it has here, and the kind of the copy."""
+
+    def close(self) -> None:
+        """Ends all threads. Nothing may be under way."""
+
+
+class Due(NamedTuple):
+    """What a keeper should copy after a step."""
+
+    bundles: frozenset[int] | None = frozenset()
+    """Numbers of the bundles of which snapshots are due; None for all."""
+    remote: Collection[str] | None = None
+    """Units that get copies on other nodes or in the folder; None: the ledger is told nothing."""
+    local: Collection[str] | None = None
+    """Units that get copies on their own nodes, likewise."""
+
+
+class StateKeeper(Keeper, Protocol):
+    """Copies states as they are, beside training, one version at a time: what is due is told to the ledger."""
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that the latest capture took."""
+
+    def make_room(self, step: int) -> None:
+        """Waits for the version that is under way, if another one is due after so many steps."""
+
+    def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
+        """What is due after so many steps; changes nothing.
+
+        Args:
+            step: steps taken.
+            choose: gives the experts whose turn it is; None where the preset does not choose among them.
+        """
+
+    def start(self, version: int, due: Due) -> None:
+        """Begins to copy what is due of the state, which is that of `version`."""

@@ -1,0 +1,67 @@
+"""Token dispatch for Mixture-of-Experts layers: which token goes where, and the copies there and back.
+
+One layer in six lines (`x_TH` tokens, `ids_TK` and `weights_TK` from the router, one rank):
+
+    counts_E = expert_histogram(ids_TK, num_experts)
+    row_ids_N, positions_TK = dispatch_plan(ids_TK, counts_E[:, None])
+    rows_NH = permute(x_TH, row_ids_N, positions_TK)       # grouped by expert
+    rows_NH = experts(rows_NH, counts_E)
+    y_TH = unpermute(rows_NH, positions_TK, weights_TK)    # weighted sum per token
+
+Letters: T tokens, K choices of a token, E experts, R ranks, N rows, H columns. A *slot* is one choice,
+numbered `t * K + k`. -1 means: no expert (in ids), no slot (in row ids), no row (in positions). Row ids and positions
+are int32, 8 bytes a slot together; from 2**31 slots on int64. All functions take either.
+
+All functions take CPU and CUDA tensors, are differentiable where it makes sense, work inside
+`torch.compile(fullgraph=True)` with dynamic shapes, and give the same bits whatever the number of threads.
+Wrong arguments raise `RuntimeError` with what was expected and what came. On CUDA nothing waits for the GPU,
+so *values* are not checked there: an id or row out of range counts as -1.
+"""
+
+from evermoe.ops import _load  # first: it says which torch is needed
+
+# isort: split
+from evermoe.ops import _fakes
+from evermoe.ops.cache import cpu_cache_bytes, has_cuda_kernels, set_cpu_cache_limit
+from evermoe.ops.chunks import BLOCK_BYTES, checksums, hash_blocks, num_chunks, pack_chunks, unpack_chunks
+from evermoe.ops.dispatch import (
+    dispatch_plan,
+    expert_histogram,
+    expert_histograms,
+    permute,
+    permute_out,
+    regroup,
+    regroup_out,
+    split_tokens,
+    unpermute,
+    unpermute_out,
+)
+from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
+
+__all__ = [
+    "BLOCK_BYTES",
+    "adamw_",
+    "adamw_step",
+    "checksums",
+    "cpu_cache_bytes",
+    "dispatch_plan",
+    "expert_histogram",
+    "expert_histograms",
+    "has_cuda_kernels",
+    "hash_blocks",
+    "num_chunks",
+    "pack_chunks",
+    "permute",
+    "permute_out",
+    "regroup",
+    "regroup_out",
+    "set_cpu_cache_limit",
+    "sgd_",
+    "sgd_step",
+    "split_tokens",
+    "unpack_chunks",
+    "unpermute",
+    "unpermute_out",
+]
+
+del _fakes, _load

@@ -1,0 +1,145 @@
+"""The folder of persisted units, which all members share: a few units a file, each of its own version.
+
+    FOLDER/persisted-VERSION-MEMBER/manifest.json        version, layout, digest of every unit; gets its name last
+    FOLDER/persisted-VERSION-MEMBER/units.safetensors    tensors named "<unit>/<piece>"
+
+What has a manifest is durable, unit by unit: the newest version of a unit may be in any member's file. A version stays
+as long as a recovery from this folder alone would take it: members do not persist at one pace, and an expert's newest
+version is of no use while that of a unit that may not lag is older. The two newest of each unit stay in any case: one
+could be damaged, or go when the job goes back to a version before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from evermoe._native import retained_versions
+from evermoe.errors import CorruptCopy
+from evermoe.persist.manifest import Manifest, as_bytes, read_manifest, read_units
+
+SPARE = 2
+"""How many of the newest versions of each unit stay in any case."""
+DATA, MANIFEST, DRAFT = "units.safetensors", "manifest.json", "manifest.json.writing"
+_NAME = re.compile(r"^persisted-(\d{20})-(.+)$")
+
+
+@dataclass(frozen=True)
+class PersistedUnit:
+    """A durable version of one unit."""
+
+    unit: str
+    version: int
+    digest: int
+    file: Path
+    names: tuple[str, ...]
+    """Names of its tensors in the file, in the order of its bytes."""
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]`, read when it is asked for; empty if it cannot be read or does not match the digest."""
+        try:
+            return read_persisted(self)
+        except CorruptCopy:
+            return torch.empty(0, dtype=torch.uint8)
+
+
+def find_persisted(folder: Path, layout: str) -> list[PersistedUnit]:
+    """Finds the durable units of all members with this `UnitCatalog.layout`; by unit, newest version first.
+
+    What is unfinished, foreign or has an unreadable manifest is passed over.
+    """
+    found = []
+    for manifest in manifests(folder, layout, MANIFEST):
+        for unit, (file, value) in manifest.units.items():
+            names = tuple(manifest.names[unit])
+            found.append(PersistedUnit(unit, manifest.version, value, manifest.path / file, names))
+    return sorted(found, key=lambda each: (each.unit, -each.version, each.file))
+
+
+def read_persisted(found: PersistedUnit) -> Tensor:
+    """The unit's bytes, uint8 `[nbytes]`.
+
+    Raises:
+        CorruptCopy: they do not match the digest, or the file is gone or cannot be read.
+    """
+    units, names = {found.unit: (found.file.name, found.digest)}, {found.unit: list(found.names)}
+    ((_, tensors),) = read_units(Manifest(found.file.parent, found.version, units, names), [found.unit])
+    return as_bytes(tensors)
+
+
+def folder_name(version: int, member: str) -> str:
+    """Folder name of one member's part of one version; names sort by version."""
+    return f"persisted-{version:020d}-{member}"
+
+
+def folders(folder: Path) -> list[tuple[Path, int, str]]:
+    """(path, version, member) of what is in the folder, finished or not; the newest version first."""
+    found = []
+    for path in sorted(folder.glob("persisted-*"), reverse=True):
+        match = _NAME.match(path.name)
+        if match:
+            found.append((path, int(match[1]), match[2]))
+    return found
+
+
+def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
+    """Manifests with this file name: `MANIFEST` for what is durable, `DRAFT` for what is not yet, or no longer.
+
+    Newest first: who finds a version of a member then finds those that it persisted before, also while it continues.
+    """
+    found = []
+    for path, version, _ in folders(folder):
+        if not (path / name).exists():
+            continue
+        try:
+            manifest = read_manifest(path, name)
+        except CorruptCopy:
+            continue
+        if manifest.layout == layout and manifest.version == version:
+            found.append(manifest)
+    return found
+
+
+def prune(folder: Path, layout: str, may_lag: Container[str]) -> None:
+    """Removes the files of which no unit is needed any more, also what a killed member left half done.
+
+    Members may do it at the same time: one that does not see the newest files removes less.
+    """
+    durable = manifests(folder, layout, MANIFEST)
+    retained = _retained(durable, may_lag)
+    for manifest in durable:
+        if all((unit, manifest.version) not in retained for unit in manifest.units):
+            remove(manifest.path)
+    for draft in manifests(folder, layout, DRAFT):
+        retained = _retained([*durable, draft], may_lag)
+        if all((unit, draft.version) not in retained for unit in draft.units):
+            remove(draft.path)
+
+
+def _retained(durable: Sequence[Manifest], may_lag: Container[str]) -> set[tuple[str, int]]:
+    """(unit, version) of what must stay."""
+    versions: dict[str, list[int]] = {}
+    for manifest in durable:
+        for unit in manifest.units:
+            versions.setdefault(unit, []).append(manifest.version)
+    lagging = [index for index, unit in enumerate(versions) if unit in may_lag]
+    stay = retained_versions(list(versions.values()), lagging, SPARE)
+    return {(unit, version) for unit, kept in zip(versions, stay, strict=True) for version in kept}
+
+
+def remove(path: Path) -> None:
+    """Removes a version: first it ceases to be durable; until its last byte is gone, `prune` knows what it was."""
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path / MANIFEST, path / DRAFT)
+    (path / DATA).unlink(missing_ok=True)
+    (path / DRAFT).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another member was quicker, or a reader's file is still there (NFS)
+        path.rmdir()

@@ -1,0 +1,192 @@
+"""PEC (MoC-System): after each step some experts of each layer, and each member's share of the rest, go to a folder.
+
+What is saved is read by the courier's thread before the next update, and written by the persister's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from evermoe.comm.courier import Courier
+from evermoe.comm.membership import Membership
+from evermoe.comm.task import Task
+from evermoe.keeper import Assignment, Due, StateKeeper
+from evermoe.persist.folder import PersistedUnit, find_persisted
+from evermoe.persist.persister import Persister
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import primary_units
+from evermoe.state.version import step_of
+
+
+class PartialCheckpoint:
+    """One version of some units on its way to the persister, in the thread of a courier."""
+
+    def __init__(self, state: TrainingState, persister: Persister, units: Sequence[str], version: int) -> None:
+        self.version = version
+        self.capture_seconds = 0.0
+        self._state, self._persister, self._units = state, persister, units
+        self._captured = threading.Event()
+        self.task: Task[bool]
+
+    def start(self, courier: Courier) -> PartialCheckpoint:
+        """In the courier's thread from now on."""
+        self.task = courier.submit(self._run)
+        return self
+
+    def wait_captured(self) -> None:
+        """Waits until the state may be changed."""
+        self._captured.wait()
+
+    def _run(self) -> bool:
+        started = time.monotonic()
+        try:
+            views = self._persister.begin(
+                self.version, {name: self._state.catalog.by_name[name].nbytes for name in self._units}
+            )
+            for name, view in views.items():
+                self._state.read(name, view)
+        finally:
+            self.capture_seconds = time.monotonic() - started
+            self._captured.set()
+        self._persister.commit()
+        return True
+
+
+class PartialCheckpoints(StateKeeper):
+    """The folder of a job, and what this member writes to it.
+
+    Args:
+        folder: that all members share.
+        state: this member's units.
+        membership: who takes part.
+        courier: reads the state.
+        save_every: steps between two saves.
+    """
+
+    def __init__(
+        self, folder: Path, state: TrainingState, membership: Membership, courier: Courier, save_every: int
+    ) -> None:
+        self.folder, self._state, self._membership = folder / "persisted", state, membership
+        self._courier, self._save_every = courier, save_every
+        self._persister: Persister | None = None
+        self._assignment: Assignment | None = None
+        self._latest: PartialCheckpoint | None = None
+
+    def replan(self, assignment: Assignment) -> None:
+        """Shares the units among these members from now on."""
+        self._assignment = assignment
+
+    def protect_all(self, version: int) -> Collection[str]:
+        """Saves every unit once, unless all are durable; a few at a time are enough from then on. Collective.
+
+        Raises:
+            PersistFailed: they could not be written.
+        """
+        assert self._assignment is not None
+        group = self._membership.everyone
+        is_running = bool(group.all_reduce(torch.tensor([int(self._membership.established)])))
+        # What an earlier start has saved before its first step is not of this one.
+        persister = self._open(self._assignment.member, version if is_running or step_of(version) else 0)
+        group.all_reduce(torch.zeros(1))  # no member writes a newer version while another still removes those
+        if group.all_reduce(torch.tensor([int(self._has_all())])) == group.size:
+            return ()
+        every = self._state.catalog.experts()
+        self._save(version, every)
+        if self._latest is not None:
+            self._latest.task.wait()
+            persister.flush()
+        return every
+
+    def _open(self, member: str, version: int) -> Persister:
+        """Opens the folder to resume from `version`: newer versions were never committed, and are removed."""
+        if self._persister is None:
+            catalog = self._state.catalog
+            self._persister = Persister(self.folder, member, catalog.layout, units=catalog.units)
+        self._persister.rewind(version)
+        return self._persister
+
+    def _has_all(self) -> bool:
+        """Whether there is a durable version of every unit."""
+        catalog = self._state.catalog
+        return {found.unit for found in find_persisted(self.folder, catalog.layout)} == set(catalog.by_name)
+
+    def _save(self, version: int, experts: Collection[str]) -> None:
+        """Begins to save this rank's part of the experts and of all other units, if it has one.
+
+        Each unit is saved by one of the ranks that hold it. The experts are dealt out with the rest, so that who saves
+        many of them saves less of that (PEC's adaptive sharding, here by whole units).
+        """
+        assert self._persister is not None
+        assert self._assignment is not None
+        chosen, group = set(experts), self._membership.everyone
+        units = [unit for unit in self._state.catalog.units if unit.layer is None or unit.name in chosen]
+        mine = primary_units(units, self._assignment.active, group.rank, group.size)
+        self._latest = None
+        if mine:
+            self._latest = PartialCheckpoint(self._state, self._persister, mine, version).start(self._courier)
+
+    def wait(self) -> bool:
+        """Waits until what was begun is with the persister."""
+        if self._latest is None:
+            return True
+        return self._courier.wait(self._latest.task, self._membership.trainer_group) and bool(self._latest.task.result)
+
+    @property
+    def lost(self) -> str | None:
+        """Why what was begun did not get to the persister."""
+        return None if self._latest is None else self._latest.task.lost
+
+    def before_vote(self, step: int) -> bool:
+        """Waits until what was begun is with the persister; its own thread writes it."""
+        if self._latest is not None:
+            self._latest.task.wait()
+        return True
+
+    def before_update(self) -> None:
+        """Waits until the state may be changed."""
+        if self._latest is not None:
+            self._latest.wait_captured()
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that the latest save took to read the state."""
+        return 0.0 if self._latest is None else self._latest.capture_seconds
+
+    def make_room(self, step: int) -> None:
+        """One version at a time: waits for the one before."""
+        self.wait()
+
+    def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
+        """The experts whose turn it is, after each `save_every` steps; with them goes all that is no expert."""
+        if choose is None or step % self._save_every:
+            return Due()
+        return Due(remote=sorted(choose()))
+
+    def start(self, version: int, due: Due) -> None:
+        """Begins to save what is due of the state, which is that of `version`."""
+        self._latest = None
+        if due.remote is not None:
+            self._save(version, due.remote)
+
+    def settle(self) -> bool:
+        """Waits until nothing is under way; whether all that was is with the persister."""
+        self.before_update()
+        is_whole = self.wait()
+        self._latest = None
+        return is_whole
+
+    def stored(self) -> Iterator[tuple[PersistedUnit, str]]:
+        """Every durable version of every unit."""
+        for found in find_persisted(self.folder, self._state.catalog.layout):
+            yield found, "persisted"
+
+    def close(self) -> None:
+        """Ends the persister's thread; what is on its way is still written."""
+        if self._persister is not None:
+            self._persister.close()
+            self._persister = None

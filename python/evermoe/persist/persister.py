@@ -1,0 +1,324 @@
+"""Partial persistence (PEC; MoC-System): snapshots of a few units at a time, written in the background."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from evermoe._native import TripleBuffer, digest
+from evermoe.errors import PersistFailed
+from evermoe.persist.folder import DATA, DRAFT, MANIFEST, folder_name, folders, manifests, prune, remove
+from evermoe.persist.manifest import FORMAT, flush
+from evermoe.state.unit import Unit
+
+ALIGNMENT = 64
+"""Bytes at which each unit starts in a slot."""
+
+
+@dataclass
+class _Snapshot:
+    """One slot: the bytes of a version's units, each at its offset."""
+
+    version: int = 0
+    memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    units: dict[str, Tensor] = field(default_factory=dict)
+    digests: dict[str, int] = field(default_factory=dict)
+
+    def hold(self, version: int, units: Mapping[str, int]) -> _Snapshot:
+        """Room for other units, in the same memory if that is large enough."""
+        starts, end = {}, 0
+        for name, nbytes in units.items():
+            starts[name] = end
+            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        memory = self.memory if len(self.memory) >= end else torch.empty(end, dtype=torch.uint8)
+        return _Snapshot(version, memory, {name: memory[at : at + units[name]] for name, at in starts.items()})
+
+
+class Persister:
+    """Takes snapshots of some units at a time and writes them, one after another, in a thread of its own.
+
+        views = persister.begin(version, {"moe.experts.3": nbytes})
+        state.read("moe.experts.3", views["moe.experts.3"])
+        persister.commit()
+
+    Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
+    never wait for the folder. Where snapshots come faster than the folder takes them, the newest goes first and those
+    in between are skipped: `on_durable` says which units became durable, `on_skipped` which did not.
+
+    A folder that refuses a snapshot does not disturb training: `error` keeps why, one warning tells it, and the next
+    snapshot takes its place. `flush` tries the same one again.
+
+    Args:
+        folder: shared by all members; made if it is missing. See `evermoe.persist.folder` for what is in it.
+        member: whose snapshots these are; part of file names, unique among the members of a job.
+        layout: `UnitCatalog.layout`, which keeps the files of different models apart.
+        units: all of the model, `UnitCatalog.units`. Experts may lag in a recovery, other units may not.
+        on_durable: gets (version, units) in the persister's thread, before any `rewind` can take it back. It must not
+            call the persister.
+        on_skipped: gets (version, units) that were overwritten or overtaken before they were durable; from `begin` or
+            in the persister's thread.
+
+    Raises:
+        ValueError: `member` cannot be part of a file name.
+        OSError: the folder cannot be made or read.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        member: str,
+        layout: str,
+        *,
+        units: Iterable[Unit],
+        on_durable: Callable[[int, Sequence[str]], None] | None = None,
+        on_skipped: Callable[[int, Sequence[str]], None] | None = None,
+    ) -> None:
+        if not member or "/" in member or "\0" in member:
+            raise ValueError(f"member: expected a name that can be part of a file name, got {member!r}")
+        self.folder, self.member, self.layout = Path(folder), member, layout
+        self.error: PersistFailed | None = None
+        """Why the last attempt failed; None after one that did not."""
+        self._by_name = {unit.name: unit for unit in units}
+        self._may_lag = {unit.name for unit in self._by_name.values() if unit.expert is not None}
+        self._on_durable, self._on_skipped = on_durable, on_skipped
+        self._buffer = TripleBuffer()
+        self._slots = [_Snapshot(), _Snapshot(), _Snapshot()]
+        self._changed = threading.Condition()
+        """Guards all that both threads use; never held while the folder is."""
+        self._gate = threading.Lock()
+        """Held while a manifest comes or goes: a rewind and a rename exclude each other."""
+        self._may_try, self._busy, self._closing, self._told = True, False, False, False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path, _, owner in folders(self.folder):
+            if owner == member and not (path / MANIFEST).exists():
+                remove(path)
+        self._durable = self._newest_durable()
+        self._thread = threading.Thread(target=self._run, name="evermoe-persist", daemon=True)
+        self._thread.start()
+
+    @property
+    def durable_version(self) -> int | None:
+        """The newest version of which this member has persisted a part."""
+        return self._durable
+
+    def begin(self, version: int, units: Mapping[str, int]) -> dict[str, Tensor]:
+        """Starts a snapshot of `units` (name → bytes): for each the view to write, uint8 `[nbytes]`.
+
+        Raises:
+            ValueError: a unit is unknown or has another size, none is given, a snapshot is being written, a version as
+                new is there, or the persister is closed.
+        """
+        if not units:
+            raise ValueError("units: expected one or more, got none")
+        for name, nbytes in units.items():
+            if name not in self._by_name or self._by_name[name].nbytes != nbytes:
+                expected = f"{self._by_name[name].nbytes} bytes" if name in self._by_name else "a unit of this model"
+                raise ValueError(f"units: {name}: expected {expected}, got {nbytes} bytes")
+        self._tell()
+        with self._changed:
+            self._check_open()
+            if self._durable is not None and version <= self._durable:
+                raise ValueError(f"version: {version} is not after {self._durable}, which is durable; rewind first")
+            skipped = self._advance(lambda: self._buffer.begin(version))
+            slot = self._buffer.writing
+            assert slot is not None
+            self._slots[slot] = self._slots[slot].hold(version, units)
+            views = dict(self._slots[slot].units)
+        self._tell_skipped(skipped)
+        return views
+
+    def commit(self) -> None:
+        """The snapshot is whole: makes the digests and lets the persister have it.
+
+        Raises:
+            ValueError: none is being written.
+        """
+        slot = self._buffer.writing
+        if slot is not None:
+            snapshot = self._slots[slot]
+            snapshot.digests = {name: digest(data.numpy()) for name, data in snapshot.units.items()}
+        with self._changed:
+            self._buffer.commit()
+            self._may_try = True
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Abandons the snapshot that is being written.
+
+        Raises:
+            ValueError: none is being written.
+        """
+        with self._changed:
+            self._buffer.abandon()
+
+    def rewind(self, version: int) -> None:
+        """Rolls back: deletes every member's versions newer than `version`, since those steps were undone.
+
+        To be called on every member before any of them begins a newer version, and on none later. Waits while a
+        manifest is being renamed, so that nothing newer of this member appears afterwards.
+
+        Raises:
+            PersistFailed: the folder does not let the files go. They would be found by a later recovery.
+        """
+        with self._gate:
+            with self._changed:
+                recovery = self._buffer.recovery
+                if recovery is not None and self._slots[recovery].version > version:
+                    self._buffer = TripleBuffer()  # all that is there is newer
+                else:
+                    self._buffer.rewind(version)
+                self._changed.notify_all()
+            try:
+                for manifest in manifests(self.folder, self.layout, MANIFEST):
+                    if manifest.version > version:
+                        remove(manifest.path)
+            except OSError as error:
+                raise PersistFailed(
+                    f"versions after {version} cannot be removed from {self.folder}: {error}"
+                ) from error
+            self._durable = self._newest_durable()
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until the newest snapshot is durable and what it replaces is removed, for at most so many seconds.
+
+        Raises:
+            PersistFailed: it could not be persisted.
+            TimeoutError: it is not durable yet.
+            ValueError: the persister is closed.
+        """
+        with self._changed:
+            self._check_open()
+            self._may_try = True
+            self._changed.notify_all()
+            if not self._changed.wait_for(lambda: not self._busy and not self._has_work(), timeout):
+                raise TimeoutError(f"{self.folder}: not durable after {timeout} s: {self._buffer!r}")
+            if not self._may_try and self.error is not None:
+                self._told = True
+                raise self.error
+
+    def close(self, timeout: float | None = 10.0) -> None:
+        """Ends the thread when it is done with the snapshot that it persists; others are dropped: `flush` comes first.
+
+        A folder that hangs for longer than `timeout` seconds leaves the thread to the end of the process.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        self._tell()
+
+    # ---- the persister's thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._has_work())
+                if self._closing:
+                    return
+                self._buffer.persist()
+                self._busy = True
+                assert self._buffer.persisting is not None
+                snapshot = self._slots[self._buffer.persisting]
+            try:
+                self._persist(snapshot)
+            except Exception as error:  # whatever it is, training continues
+                self._failed(snapshot, error)
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _persist(self, snapshot: _Snapshot) -> None:
+        path = self.folder / folder_name(snapshot.version, self.member)
+        self._write_draft(path, snapshot)
+        with self._gate:
+            with self._changed:
+                is_wanted = self._is_persisting(snapshot)
+            if not is_wanted:  # rewound meanwhile
+                remove(path)
+                return
+            os.rename(path / DRAFT, path / MANIFEST)
+            flush(path)
+            flush(self.folder)
+            with self._changed:
+                skipped = self._advance(self._buffer.durable)
+                self._durable, self.error, self._told = snapshot.version, None, False
+            if self._on_durable is not None:
+                self._on_durable(snapshot.version, list(snapshot.units))
+        self._tell_skipped(skipped)
+        prune(self.folder, self.layout, self._may_lag)
+
+    def _write_draft(self, path: Path, snapshot: _Snapshot) -> None:
+        """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""
+        remove(path)  # what a failed attempt left
+        path.mkdir()
+        units = {
+            name: (DATA, f"{value:016x}", [spec.name for spec in self._by_name[name].specs])
+            for name, value in snapshot.digests.items()
+        }
+        manifest = {"format": FORMAT, "version": snapshot.version, "layout": self.layout, "units": units}
+        (path / DRAFT).write_text(json.dumps(manifest))
+        flush(path / DRAFT)
+        tensors = {
+            f"{name}/{key}": tensor
+            for name, data in snapshot.units.items()
+            for key, tensor in self._by_name[name].tensors(data).items()
+        }
+        save_file(tensors, path / DATA)
+        flush(path / DATA)
+        flush(path)
+
+    def _failed(self, snapshot: _Snapshot, error: Exception) -> None:
+        with self._changed:
+            is_durable = self._durable == snapshot.version
+            if not is_durable and not self._is_persisting(snapshot):
+                return  # rewound meanwhile: no longer wanted
+            what = "is durable, but what comes after it failed" if is_durable else "was not persisted"
+            self.error = PersistFailed(f"version {snapshot.version} {what}: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+            if not is_durable:
+                self._buffer.failed()
+                self._may_try = False
+
+    # ---- states
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ValueError(f"the persister of {self.folder} is closed")
+
+    def _has_work(self) -> bool:
+        return self._may_try and self._buffer.next_to_persist is not None
+
+    def _is_persisting(self, snapshot: _Snapshot) -> bool:
+        slot = self._buffer.persisting
+        return slot is not None and self._slots[slot] is snapshot
+
+    def _advance(self, event: Callable[[], None]) -> list[_Snapshot]:
+        """After the event: the snapshots that it took away before they were persisted."""
+        before = self._buffer.slots
+        event()
+        left = {version for _, version in self._buffer.slots}
+        lost = [slot for slot, (what, version) in enumerate(before) if what == "snapshot" and version not in left]
+        return [self._slots[slot] for slot in lost]
+
+    def _tell_skipped(self, skipped: Sequence[_Snapshot]) -> None:
+        if self._on_skipped is not None:
+            for snapshot in skipped:
+                self._on_skipped(snapshot.version, list(snapshot.units))
+
+    def _tell(self) -> None:
+        if self.error is not None and not self._told:
+            self._told = True
+            warnings.warn(f"{self.error}. Training continues; the next snapshot tries again", stacklevel=3)
+
+    def _newest_durable(self) -> int | None:
+        durable = manifests(self.folder, self.layout, MANIFEST)
+        return max((m.version for m in durable if m.path.name == folder_name(m.version, self.member)), default=None)

@@ -1,0 +1,106 @@
+"""Placement of every MoE layer's experts on ranks, and whether it is time to change it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from evermoe import planning
+from evermoe.options import SHARED, Options
+from evermoe.planning import POLICIES, PlacementPolicy
+from evermoe.state.training_state import TrainingState
+
+LayerPlacements = dict[str, np.ndarray]
+"""Module path of each MoE layer → int64 [R, E], replicas of each expert on each rank."""
+
+REBALANCE_GAIN = 0.1
+"""A new placement must lower the busiest rank of a layer by this part of the mean load."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions(Options):
+    """Which rank trains which expert."""
+
+    slots: int | None = field(default=None, metadata=SHARED)
+    """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
+    min_replicas: int | None = field(default=None, metadata=SHARED)
+    """Active replicas of each expert, where slots allow; None for 1, and for `copies` with `lazarus`."""
+    placement: PlacementPolicy | None = field(default=None, metadata=SHARED)
+    """Policy of `evermoe.planning.place` for which rank holds which expert; None: the preset's. Ranks of one node fail
+    together."""
+    rebalance_every: int = field(default=100, metadata=SHARED)
+    """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_least(0, "rebalance_every")
+        self._check_least(1, "min_replicas")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"expected slots >= 1 or None, got {self.slots}")
+        if self.placement is not None:
+            self._check_one_of("placement", POLICIES)
+
+    @property
+    def replicas(self) -> int:
+        """Active replicas of each expert that are wanted."""
+        return 1 if self.min_replicas is None else self.min_replicas
+
+    @property
+    def placement_policy(self) -> PlacementPolicy:
+        """Policy for which rank holds which expert."""
+        return self.placement or "balanced"
+
+
+def place_layers(
+    experts: Mapping[str, int],
+    load_LE: Sequence[Sequence[float]],
+    previous: Mapping[str, np.ndarray],
+    nodes: Sequence[str],
+    options: PlacementOptions,
+    boosts: Mapping[str, Sequence[float]],
+) -> LayerPlacements:
+    """The placement of all layers for their load; the same on all ranks. May warn of `planning.FewerReplicas`.
+
+    Args:
+        experts: number of experts of each layer, by module path.
+        load_LE: tokens of each expert, in the order of `experts`; rows may be longer than their layer.
+        previous: [R, E] of each layer, what each rank runs now.
+        nodes: name of the node of each rank; ranks of one node fail together.
+        options: slots, replicas and policy.
+        boosts: factors of the load of the experts of some layers.
+    """
+    domains = planning.failure_domains(nodes)
+    placement = {}
+    for (path, number), row in zip(experts.items(), load_LE, strict=True):
+        fewest = -(-number // len(nodes))
+        enough = max(fewest + 1, -(-number * min(options.replicas, len(nodes)) // len(nodes)))
+        slots = max(fewest, enough if options.slots is None else options.slots)
+        load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
+        replicas = planning.allocate(load, len(nodes), slots, options.replicas)
+        placed = planning.place(replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains)
+        placement[path] = placed.matrix
+    return placement
+
+
+def should_rebalance(
+    state: TrainingState,
+    nodes: Sequence[str],
+    options: PlacementOptions,
+    boosts: Mapping[str, Sequence[float]],
+) -> bool:
+    """Whether the load has shifted so far that a new placement makes a layer much more even; the same on all ranks."""
+    experts = {path: layer.num_experts for path, layer in state.layers.items()}
+    previous = {path: layer.matrix_RE for path, layer in state.layers.items()}
+    load_LE = state.expert_load.mean_LE.tolist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", planning.FewerReplicas)  # the recovery at the start has said it
+        planned = place_layers(experts, load_LE, previous, nodes, options, boosts)
+    for row, (path, layer) in zip(load_LE, state.layers.items(), strict=True):
+        load = row[: layer.num_experts]
+        now, then = (planning.imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))
+        if then < now - REBALANCE_GAIN:
+            return True
+    return False

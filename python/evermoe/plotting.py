@@ -1,0 +1,6 @@
+"""Colours of all pictures."""
+
+from __future__ import annotations
+
+RED, BLUE, GREY = "#c0392b", "#2c6fbb", "#7f8c8d"
+GREEN, PALE = "#27874f", "#cfe8d5"

@@ -1,0 +1,347 @@
+"""Protects the state of a job, as the preset of its session says, at the cost of as little time as can be.
+
+    step n   forward, backward ─ reduce ─ [gradients to replicas] ─ VOTE ─ update ─ [snapshot of n + 1 begins]
+    kinds    replayed   the gradients of step n are at the replicas before the vote: what is committed is safe at once
+             snapshot   version n + 1 is captured and sent during step n + 1, whole before its vote: safe a step later
+
+`ProtectionPlan` says what is kept by which rank; the keepers do it: `Replicas` with gradients, `Snapshots` with states,
+`PartialCheckpoints` with a folder. The ledger says how much is copied now.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from evermoe.comm.courier import Listener, Sent
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import Membership
+from evermoe.errors import CorruptCopy, PeerLost
+from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
+from evermoe.persist.checkpoint import CheckpointOptions
+from evermoe.persist.partial import PartialCheckpoints
+from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan_protection
+from evermoe.planning.recovery import Lagging
+from evermoe.profile.memory import free_host_bytes
+from evermoe.replay.replicas import Replicas
+from evermoe.selection import ExpertSelector, LossLedger
+from evermoe.snapshot.snapshots import Snapshots
+from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.window_plan import COPIES, WindowOptions, WindowPlanner
+from evermoe.state.stored import StoredUnit
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProtectionOptions(CopyOptions, WindowOptions, CheckpointOptions):
+    """What protects a session's state."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.choices.needs_checkpoint_dir and self.checkpoint_dir is None:
+            raise ValueError(f"the preset {self.preset} saves to checkpoint_dir, a folder that all members share")
+
+
+class Protection:
+    """What a session does so that nothing is lost.
+
+    Args:
+        state: this member's units.
+        store: this node's arenas.
+        membership: who takes part; replica nodes keep copies alone.
+        options: preset, copies, budgets.
+        emit: of the session.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        store: SnapshotStore,
+        membership: Membership,
+        options: ProtectionOptions,
+        emit: Listener,
+    ) -> None:
+        self.state, self.options, self._emit = state, options, emit
+        self._membership, self.preset = membership, options.choices
+        self.plan = ProtectionPlan([], "not arranged yet")
+        self.active: dict[str, tuple[int, ...]] = {}
+        """Per unit, the ranks that train it, as of the latest plan."""
+        self.ledger = LossLedger(state, options.experts_per_copy, options.plt_limit)
+        selector = self._selector = ExpertSelector(state, options, self.ledger)
+        self._choose = {"load-aware": selector.to_save, "budget": selector.for_local_memory}.get(self.preset.selection)
+        self.snapshots = Snapshots(state, store, membership, options, options, emit)
+        self.replicas = Replicas(state, membership, options, emit)
+        self._state_keepers: list[StateKeeper] = [self.snapshots]
+        if self.preset.needs_checkpoint_dir and options.checkpoint_dir is not None:
+            folder, courier = Path(options.checkpoint_dir), self.snapshots.courier
+            self._state_keepers.append(PartialCheckpoints(folder, state, membership, courier, options.save_every))
+        self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
+        """All that keep copies, in the order in which they are driven."""
+        self.window_planner = self.snapshots.window_planner
+        """When snapshots travel."""
+        self.couriers = self.replicas.courier, self.snapshots.courier
+        """The threads that send."""
+        lagging = self.preset.lagging
+        self.lagging: Lagging = lagging if lagging != "if needed" or options.copies else "never"
+        """Whether a recovery may take experts at older versions than the rest."""
+        self.commits_late = False
+        """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+        self._selected: set[str] | None = None
+        """Units whose replicas follow the step that runs; None for all."""
+        self._followed: set[str] = set()
+        """Units that replicas follow."""
+        self._behind: set[str] = set()
+        """Units whose replicas are a step behind, as they get the state alone."""
+        self._step_began = time.monotonic()
+        self.step_seconds = 0.0
+        """Time of the last step."""
+
+    # ---- who keeps what
+
+    def replan(self, generation: int, member: str) -> None:
+        """Decides with all members who keeps what from now on; collective. `protect` must follow.
+
+        Args:
+            generation: of the members.
+            member: this one's name.
+        """
+        self.settle()
+        if "replayed" in self.preset.kinds and self.options.copies and self._membership.everyone.size > 1:
+            self.replicas.calibrate()
+        group = self._membership.everyone
+        about_units = _about_units(self.state, self.replicas) if group.rank == 0 else None
+        mine = _about_member(self._membership, self.window_planner, self.options)
+        everyone = gather_json(group, {"member": asdict(mine), "units": about_units})
+        self.active = self.state.active(self._membership.num_trainers)
+        infos = _unit_infos(self.state, self.active, everyone[0]["units"])
+        self.plan = plan_protection(
+            self.options.preset,
+            infos,
+            [RankInfo(**each["member"]) for each in everyone],
+            copies=self.options.copies,
+            budget=self.options.copy_budget,
+        )
+        kept = self.plan.units
+        self._followed = {each.unit for each in kept if each.kind == "replayed"}
+        self._behind = self._followed - {info.name for info in infos if info.replayable}
+        is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in kept)
+        self.commits_late = self.options.copies > 0 and (self.preset.commits_late or is_followed_late)
+        assignment = Assignment(self.plan, self.active, generation, member, self.commits_late)
+        for keeper in self.keepers:
+            keeper.replan(assignment)
+        if group.rank == 0:
+            logger.info("%s", self.plan.summary)
+        self._emit("arranged", {"summary": self.plan.summary})
+
+    def protect(self, version: int) -> None:
+        """Makes all copies of the plan as of `version`; returns when they are complete everywhere. Collective.
+
+        Raises:
+            PeerLost: a member was lost meanwhile.
+            CorruptCopy: copies did not match their digests several times in a row.
+        """
+        self.snapshots.pacer.hurry()
+        for _ in range(MOST_TRIES):
+            is_whole = self._protect_once(version) if self.options.copies else True
+            self._emit("confirm", {"step": step_of(version)})
+            if self._membership.everyone.all_reduce(torch.tensor([int(is_whole)])) == self._membership.everyone.size:
+                break
+        else:
+            raise CorruptCopy(
+                f"copies arrive with other bytes than were sent, {MOST_TRIES} times in a row: check the network"
+            )
+        step, kept = step_of(version), [kept.unit for kept in self.plan.units if kept.holders]
+        if kept:
+            self.ledger.copied(kept, step)
+        if self.options.copies:
+            self.ledger.copied_locally(self.snapshots.local_units, step)
+        for keeper in self.keepers:
+            keeper.restart(step)
+
+    def _protect_once(self, version: int) -> bool:
+        for keeper in self.keepers:
+            copied = keeper.protect_all(version)
+            if copied:
+                self.ledger.copied(copied, step_of(version))
+        is_whole = all([keeper.wait() for keeper in self.keepers])
+        lost = next(filter(None, (keeper.lost for keeper in self.keepers)), None)
+        if lost is not None:
+            raise PeerLost(lost)
+        return not self.replicas.take_requests() and is_whole
+
+    # ---- a step
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._step_began = time.monotonic()
+        self.replicas.begin_step()
+        self.snapshots.pacer.begin_forward()
+
+    def begin_exchange(self, step: int) -> None:
+        """This member's gradients are there, not reduced: sends those that are whole already, beside the rest."""
+        if self.replicas.is_early:
+            self.replicas.begin(step, self._select())
+
+    def finish(self, step: int) -> tuple[bool, int]:
+        """Sends the gradients of the next step, now that all are complete; waits for what must be protected before it.
+
+        Returns:
+            Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
+        """
+        self._emit("send", {"step": step})
+        if self.commits_late:
+            self.snapshots.pacer.hurry()
+        with self.snapshots.pacer.busy(COPIES):
+            if not self.replicas.has_begun:
+                self.replicas.begin(step, self._select())
+            is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
+        self._emit("confirm", {"step": step})
+        return is_whole, len(self.replicas.asked)
+
+    def _select(self) -> set[str] | None:
+        if self.preset.selects_by_budget:
+            self._selected = self._selector.for_peers(self._followed, self.ledger.counts())
+        return self._selected
+
+    def before_update(self) -> None:
+        """The optimizer wants to write the state: a snapshot of it is finished first."""
+        for keeper in self.keepers:
+            keeper.before_update()
+
+    def committed(self, version: int, clip: float) -> None:
+        """Records that the agreed step was taken: `version` is the state now."""
+        for keeper in self.keepers:
+            keeper.after_update(version, clip)
+        self.step_seconds = time.monotonic() - self._step_began
+        selected = self._selected or set()
+        if selected & self._behind:  # of what cannot be repeated the replica has the state before the step
+            self.ledger.copied(selected & self._behind, step_of(version) - 1)
+        self.ledger.add(step_of(version))
+        if selected - self._behind:
+            self.ledger.copied(selected - self._behind, step_of(version))
+
+    def begin_copies(self, version: int) -> None:
+        """Begins to copy the state, which is that of `version`, as far as that is due."""
+        step = step_of(version)
+        for keeper in self._state_keepers:
+            keeper.make_room(step)
+        self.snapshots.pacer.begin_step()
+        if self.options.copies:
+            for keeper in self._state_keepers:
+                due = keeper.due(step, self._choose)
+                if due.remote is not None:
+                    self.ledger.copied(due.remote, step)
+                if due.local is not None:
+                    self.ledger.copied_locally(due.local, step)
+                keeper.start(version, due)
+
+    def heal(self) -> None:
+        """Some members have asked for full states, which come with the next step; collective."""
+        self.replicas.heal(lambda unit: self.plan.by_unit[unit].primary)
+
+    def measures(self) -> tuple[float, float]:
+        """Seconds that a capture took and that a step takes, on this member."""
+        return sum(keeper.capture_seconds for keeper in self._state_keepers), self.step_seconds
+
+    def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
+        """Sets, from the sums of `measures` over all members, how often local snapshots are made."""
+        self.snapshots.set_pace(capture_seconds, step_seconds)
+
+    def sent(self) -> list[Sent]:
+        """The latest messages of this member's copies, for traces."""
+        every = [sent for courier in self.couriers for sent in list(courier.sent)]
+        return sorted(every, key=lambda sent: sent.start)
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes this member's latest profiled steps, its windows and its copies for Perfetto.
+
+        Raises:
+            ValueError: no profile is over yet.
+        """
+        Path(path).write_text(self.window_planner.trace())
+
+    # ---- after a failure
+
+    def settle(self) -> bool:
+        """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
+        return all([keeper.settle() for keeper in self.keepers])
+
+    def count_losses(self, stale: dict[str, int], step: int, before: int | None) -> dict[str, int]:
+        """Tokens that each stale expert has lost, as the member counts them that knows most; collective.
+
+        All resume with its ledger: some may have counted in a recovery that failed, and others not.
+
+        Args:
+            stale: experts that were taken at older versions.
+            step: from which all resume.
+            before: version of this member's state before the recovery; None where that was of no running job.
+        """
+        if self.lagging == "never" or not self.state.layers:
+            return {}
+        steps = {unit: step_of(version) for unit, version in stale.items()}
+        mine = None
+        if before is not None:
+            lost, ledger = self.ledger.count_lost(steps), self.ledger.to_bytes().decode()
+            mine = {"version": before, "lost": lost, "ledger": ledger}
+        everyone = gather_json(self._membership.everyone, mine)
+        known = max(filter(None, everyone), key=lambda found: found["version"], default=None)
+        if known is None:
+            return {}
+        self.ledger.load_bytes(known["ledger"].encode())
+        self.ledger.resume(step, steps, known["lost"])
+        return known["lost"]
+
+    def stored(self) -> Iterator[tuple[StoredUnit, str]]:
+        """Every whole version of every unit that this member has a copy of, and the copy's kind."""
+        for keeper in self.keepers:
+            yield from keeper.stored()
+
+    def close(self) -> None:
+        """Ends all threads. Nothing may be under way, or the group must be dropped."""
+        self.settle()
+        for keeper in self.keepers:
+            keeper.close()
+
+
+# ---- what members tell each other for a plan
+
+
+def _about_member(membership: Membership, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
+    return RankInfo(
+        membership.nodes[membership.everyone.rank],
+        free_host_bytes() or 1 << 62,
+        membership.role == "train",
+        planner.step_seconds,
+        planner.network_seconds,
+        options.replay_log_bytes,
+    )
+
+
+def _about_units(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
+    """What only training members know of each unit: its tokens in a step, and whether its steps can be repeated."""
+    tokens = state.expert_load.by_unit()
+    return [(tokens.get(unit.name, 0.0), replicas.is_replayable(unit.name)) for unit in state.catalog.units]
+
+
+def _unit_infos(
+    state: TrainingState, active: Mapping[str, tuple[int, ...]], about: Sequence[tuple[float, bool]]
+) -> list[UnitInfo]:
+    return [
+        UnitInfo(
+            unit.name,
+            unit.nbytes,
+            unit.specs[0].nbytes if unit.layer is not None else unit.nbytes,
+            active[unit.name],
+            tokens,
+            is_replayable,
+        )
+        for unit, (tokens, is_replayable) in zip(state.catalog.units, about, strict=True)
+    ]

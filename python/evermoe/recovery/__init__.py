@@ -1,0 +1,1 @@
+"""After a failure: what survives, what is missing, and getting it."""

@@ -1,0 +1,238 @@
+"""What survives, what is missing, and getting it: survey → plan → fetch → verify → adopt.
+
+Every member runs the same steps; the plan is computed by all from the same gathered inventories. Nothing that is held
+is given up before everything that is needed has arrived and matches its digest; and what other members get is retained
+until the copies of the new arrangement are complete (`state.retained.release()`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from evermoe import planning
+from evermoe._native import RecoveryPlan, digest
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
+from evermoe.persist import checkpoint
+from evermoe.persist.manifest import find, read_manifest
+from evermoe.recovery.fetch import Fetch, Transfer
+from evermoe.recovery.report import Outcome
+from evermoe.recovery.survey import ACTIVE, Holding, Inventory, Standing, Survey, newest_checkpoint, usable
+from evermoe.recovery.target import Target
+from evermoe.state.stored import StoredUnit
+from evermoe.state.training_state import TrainingState
+
+Phase = Callable[[str], None]
+"""Is told the name of each phase as it begins: `fetch`, `verify`."""
+
+
+class Recovery:
+    """One attempt to bring all members to one version under a new placement.
+
+    Args:
+        state: this member's units.
+        stored: all copies that this member has, and their kinds.
+        group: the members, agreed and connected.
+        target: what they are to hold.
+        standing: how this member comes to the recovery.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        stored: Iterable[tuple[StoredUnit, str]],
+        group: Group,
+        target: Target,
+        standing: Standing,
+    ) -> None:
+        self.state, self.group, self.target, self.standing = state, group, target, standing
+        self._survey = Survey(state, stored, standing, trains=target.trains, checkpoints=target.checkpoints)
+        self._phase: Phase = lambda name: None
+        self._outcome = Outcome()
+        self._refused: set[tuple[int, Holding]] = set()
+        """Ranks and holdings whose bytes did not match their digest."""
+
+    def verify(self) -> tuple[int, list[str]]:
+        """Compares all members' active units and all copies of this version, byte for byte by digest; collective.
+
+        Returns the number of digests compared and the units of which some differ.
+        """
+        everyone = gather_json(self.group, self._survey.digests())
+        found: dict[str, set[int]] = {}
+        for unit, value in (each for part in everyone for each in part):
+            found.setdefault(unit, set()).add(value)
+        return sum(map(len, everyone)), sorted(unit for unit, values in found.items() if len(values) > 1)
+
+    def run(self, phase: Phase = lambda name: None) -> Outcome:
+        """Collective.
+
+        Args:
+            phase: is told the name of each phase as it begins.
+
+        Raises:
+            PeerLost: another member was lost meanwhile; nothing has changed here.
+            UnitsMissing: some units are nowhere, and all members are still patient; the same on all members.
+            LostExperts: some units survive nowhere.
+        """
+        self._phase = phase
+        gathered = self.group.all_gather_bytes(self._survey.inventory.to_bytes())
+        inventories = [Inventory.from_bytes(each) for each in gathered]
+        while True:
+            holdings = usable(inventories, self._refused)
+            plan, may_lag = self._find_version(holdings)
+            self._note_newest(plan, holdings)
+            if plan.version is None and all(inventory.standing.patient for inventory in inventories):
+                raise UnitsMissing(f"{len(plan.lost)} units are in no member's memory: {', '.join(plan.lost[:4])}")
+            on_disk = newest_checkpoint(inventories)
+            if on_disk is not None and on_disk > (plan.version if plan.version is not None else -1):
+                self._outcome.lost_units = list(plan.lost)
+                return self._from_disk(on_disk, inventories)
+            if plan.version is None:
+                raise LostExperts(self.target.lost_message(plan.lost), list(plan.lost))
+            fetched = self._fetch(plan.version, inventories, holdings, may_lag)
+            if fetched is not None:
+                self._retain(plan.version, holdings[self.group.rank])
+                return self._adopt(plan.version, fetched)
+
+    # ---- plan
+
+    def _find_version(self, holdings: list[list[Holding]]) -> tuple[RecoveryPlan, bool]:
+        """A plan without transfers, and whether experts may be older than its version."""
+        nothing: list[list[str]] = [[] for _ in holdings]
+        if self.standing.lagging != "always":
+            plan = self._plan(holdings, nothing, False)
+            if plan.version is not None or self.standing.lagging == "never":
+                return plan, False
+        return self._plan(holdings, nothing, True), True
+
+    def _plan(self, holdings: list[list[Holding]], needs: list[list[str]], may_lag: bool) -> RecoveryPlan:
+        catalog = self.state.catalog
+        return planning.recovery_plan(catalog.sizes(), holdings, needs, may_lag=catalog.experts() if may_lag else [])
+
+    def _note_newest(self, plan: RecoveryPlan, holdings: list[list[Holding]]) -> None:
+        newest = max((each.version for held in holdings for each in held), default=0)
+        self._outcome.newest = max(self._outcome.newest, newest if plan.version is None else plan.version)
+
+    # ---- fetch
+
+    def _fetch(
+        self, version: int, inventories: Sequence[Inventory], holdings: list[list[Holding]], may_lag: bool
+    ) -> dict[str, Tensor] | None:
+        """Bytes of the units that this rank lacks; None when some did not match and a new plan is needed."""
+        outcome = self._outcome
+        outcome.placement = self.target.place(version, inventories)
+        needs = [self.target.needs(outcome.placement, rank) for rank in range(self.group.size)]
+        plan = self._plan(holdings, needs, may_lag)
+        outcome.stale = dict(plan.stale)
+        found = {
+            (rank, each.unit, each.kind): each
+            for rank, held in enumerate(holdings)
+            for each in held
+            if each.version == outcome.stale.get(each.unit, version)
+        }
+        promised = {
+            each: found[each.source, each.unit, each.kind] for each in (Transfer(*fields) for fields in plan.transfers)
+        }
+        self._phase("fetch")
+        fetched = self._exchange(promised)
+        self._phase("verify")
+        outcome.digests_checked += sum(each.version == version for held in holdings for each in held) + len(fetched)
+        refused = self._agree_on_refused(promised, fetched)
+        outcome.digests_mismatched += len(plan.conflicts) + len(refused)
+        self._refused |= refused
+        return None if refused else fetched
+
+    def _exchange(self, promised: dict[Transfer, Holding]) -> dict[str, Tensor]:
+        """The units that this rank is to get; `promised`: what the source of each transfer says that it has."""
+        fetch = Fetch(
+            self.group,
+            dict(self.state.catalog.sizes()),
+            lambda transfer, out: self._survey.read(promised[transfer], out),
+        )
+        local = fetch.local(list(promised))
+        remote = fetch.remote(list(promised))
+        self._count_fetched({"local memory": local, "peer": remote})
+        return local | remote
+
+    def _count_fetched(self, by_source: dict[str, dict[str, Tensor]]) -> None:
+        outcome = self._outcome
+        outcome.fetched_units = sum(map(len, by_source.values()))
+        outcome.fetched_bytes = sum(len(data) for fetched in by_source.values() for data in fetched.values())
+        for source, fetched in by_source.items():
+            outcome.sources[source] += len(fetched)
+
+    def _agree_on_refused(
+        self, promised: dict[Transfer, Holding], fetched: dict[str, Tensor]
+    ) -> set[tuple[int, Holding]]:
+        """What has arrived anywhere with other bytes than were promised; collective."""
+        mine = {each.unit: holding for each, holding in promised.items() if each.destination == self.group.rank}
+        bad = [unit for unit, data in fetched.items() if digest(data.numpy()) != mine[unit].digest]
+        everyone = gather_json(self.group, bad)
+        return {(each.source, holding) for each, holding in promised.items() if each.unit in everyone[each.destination]}
+
+    # ---- adopt
+
+    def _adopt(self, version: int, fetched: dict[str, Tensor]) -> Outcome:
+        outcome = self._outcome
+        if outcome.stale:
+            self._agree_on_scalars(version, fetched)
+        outcome.version = version
+        self.target.adopt(outcome.placement, fetched)
+        return outcome
+
+    def _retain(self, version: int, mine: Sequence[Holding]) -> None:
+        """Retains what this rank trains at `version` and is to give up: nobody may have a second copy of it as yet."""
+        current = [each for each in mine if each.version == version]
+        retained, stays = self.state.retained, self.target.needs(self._outcome.placement, self.group.rank)
+        retained.begin(version, {(each.unit, each.digest) for each in current})
+        leaving = {each.unit: each.digest for each in current if each.kind == ACTIVE}
+        for unit in leaving.keys() - set(stays):
+            data = torch.empty(self.state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
+            self.state.read(unit, data)
+            retained.add(unit, leaving[unit], data)
+
+    def _agree_on_scalars(self, version: int, fetched: dict[str, Tensor]) -> None:
+        """Experts of older versions take over the optimizer's counts for their layer, which all its experts share."""
+        views = [self.state.catalog.by_name[unit].layer_scalars(data) for unit, data in fetched.items()]
+        mine = self.state.scalars() if self.standing.version == version and self.target.trains else {}
+        if not mine:
+            for key, value in ((key, float(view)) for each in views for key, view in each.items()):
+                mine[key] = max(value, mine.get(key, value))
+        agreed: dict[str, float] = {}
+        for found in gather_json(self.group, mine):
+            agreed |= {key: max(value, agreed.get(key, value)) for key, value in found.items()}
+        for key, view in ((key, view) for each in views for key, view in each.items()):
+            view.fill_(agreed[key])
+
+    # ---- checkpoints
+
+    def _from_disk(self, version: int, inventories: Sequence[Inventory]) -> Outcome:
+        assert self.target.checkpoints is not None
+        self._outcome.placement = self.target.place(version, inventories)
+        names = self.target.needs(self._outcome.placement, self.group.rank)
+        self._phase("fetch")
+        fetched, problem = {}, ""
+        try:
+            manifest = read_manifest(find(self.target.checkpoints)[version])
+            fetched = checkpoint.read(manifest, self.state, names)
+        except CorruptCopy as error:
+            problem = str(error)
+        self._phase("verify")
+        problems = [text for text in gather_json(self.group, problem) if text]
+        if problems:
+            for inventory in inventories:
+                inventory.checkpoints.remove(version)
+            return self._without_checkpoint(problems[0], inventories)
+        self._count_fetched({"disk": fetched})
+        self._outcome.digests_checked += len(fetched)
+        return self._adopt(version, fetched)
+
+    def _without_checkpoint(self, problem: str, inventories: Sequence[Inventory]) -> Outcome:
+        older = newest_checkpoint(inventories)
+        if older is None:
+            raise LostExperts(f"the only checkpoint left cannot be used: {problem}", self._outcome.lost_units)
+        return self._from_disk(older, inventories)

@@ -1,0 +1,118 @@
+"""What the members are to hold after a recovery: a placement, and the units that each rank needs for it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from evermoe import planning
+from evermoe.comm.group import Group
+from evermoe.placement import LayerPlacements, PlacementOptions, place_layers
+from evermoe.recovery.survey import Inventory
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import expert_unit
+
+
+class Target(Protocol):
+    """What the members are to hold after a recovery; the same on all of them, but for `trains`."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether this member is to hold anything actively; False on a replica node."""
+
+    @property
+    def checkpoints(self) -> Path | None:
+        """Folder of the checkpoints that count where no member has a unit in memory."""
+
+    def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
+        """The new placement, for the state of a version; computed alike by all members.
+
+        Args:
+            version: that all members are to have.
+            inventories: of all members, by rank.
+        """
+
+    def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
+        """Names of the units that a rank is to hold under a placement."""
+
+    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
+        """Takes over a placement, and the bytes of the units that were fetched for it."""
+
+    def lost_message(self, lost: Sequence[str]) -> str:
+        """Why the job cannot resume when these units survive nowhere, and what to do."""
+
+
+class ExpertTarget:
+    """Experts spread over the training ranks by their load, all other units on each of these ranks.
+
+    Args:
+        state: this member's units.
+        group: all members, agreed and connected.
+        nodes: name of the node of each training rank; ranks of one node fail together. Replica nodes, which only keep
+            copies, have the ranks after these.
+        options: slots, replicas and policy.
+        checkpoint_dir: folder of the checkpoints; None for none.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        group: Group,
+        nodes: Sequence[str],
+        options: PlacementOptions,
+        checkpoint_dir: str | Path | None,
+    ) -> None:
+        self._state, self._group, self._nodes, self._options = state, group, nodes, options
+        self.trains = group.rank < len(nodes)
+        self.checkpoints = Path(checkpoint_dir) if checkpoint_dir is not None else None
+
+    def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
+        """A placement for the load as the newest member knows it; experts stay where they are if they can."""
+        experts = {path: layer.num_experts for path, layer in self._state.layers.items()}
+        previous = {path: np.zeros((len(self._nodes), number), np.int64) for path, number in experts.items()}
+        for rank, inventory in enumerate(inventories):
+            if inventory.standing.version == version and version > 0 and inventory.trains:
+                for path, held in inventory.experts.items():
+                    previous[path][rank, held] = 1
+        trained = [inventory for inventory in inventories if inventory.trains]
+        newest = max(trained, key=lambda inventory: inventory.standing.version)
+        with warnings.catch_warnings():
+            if self._group.rank > 0:  # one member says it for all
+                warnings.simplefilter("ignore", planning.FewerReplicas)
+            return place_layers(experts, newest.load, previous, self._nodes, self._options, newest.standing.boosts)
+
+    def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
+        """All units that are not experts, and the rank's experts; nothing on a replica node."""
+        if rank >= len(self._nodes):
+            return []
+        experts = [
+            expert_unit(path, int(e)) for path, matrix in placement.items() for e in np.flatnonzero(matrix[rank])
+        ]
+        return self._state.catalog.dense() + experts
+
+    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
+        """Replaces the layers' experts, and tells the layers where all experts are."""
+        if self.trains:
+            rank = self._group.rank
+            experts = {path: np.flatnonzero(matrix[rank]).tolist() for path, matrix in placement.items()}
+            self._state.adopt(experts, fetched)
+        for path, matrix in placement.items():
+            self._state.layers[path].matrix_RE = matrix
+
+    def lost_message(self, lost: Sequence[str]) -> str:
+        """Names the units, and whether there are checkpoints."""
+        shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+        where = (
+            f"no checkpoint in {self.checkpoints} is readable by all members"
+            if self.checkpoints
+            else "no checkpoint directory was given"
+        )
+        return (
+            f"no copy is left of {len(lost)} units ({shown}) in the memory of {self._group.size} members, and {where}. "
+            "Too many nodes failed at once for the number of copies; use more copies or set checkpoint_dir."
+        )

@@ -1,0 +1,344 @@
+"""Finding out whose arithmetic an optimizer follows, so that its steps can be repeated bit for bit elsewhere.
+
+A replica that has the state before a step, the gradient and the step's numbers can take the step itself, instead of
+being sent the new state. That only holds if it rounds as the trainer's optimizer does, so this is tried before it is
+relied on:
+
+    arithmetic = evermoe.replay.calibrate(optimizer)          # raises NotReplayable, with the reason
+    row = arithmetic.numbers(group, t, device=p.device)       # on the trainer, in each step
+    arithmetic.take_steps(p, state, [gradient], row[None])    # on the replica, on any device
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evermoe import ops
+from evermoe.errors import NotReplayable
+
+_STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+_ARITHMETICS = {
+    "adamw": ("evermoe", "torch_cpu_fused", "torch_cuda_fused", "torch_cuda_foreach"),
+    "sgd": ("evermoe", "torch_cpu_fused"),
+}
+_SIZES = (1, 71, 70_003)
+_STEPS = 8
+_SUBNORMAL = slice(7, None, 11)
+_LEAST_LR = 1e-8  # below it the trial takes the other one: a rate of 0 hides how the parameters are rounded
+_TRIAL_LR = 1e-3
+_LATE = 5, 9_000  # before this step, so many are skipped: bias corrections late in a run
+_INSTEAD = (
+    "send the optimizer's full state instead of gradients, or train with evermoe.optim.AdamW or SGD, "
+    "or torch's with fused=True"
+)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How to repeat an optimizer's steps.
+
+    Attributes:
+        rule: "adamw" or "sgd".
+        variant: the order of its roundings, the `profile` of `ops.adamw_step` or `ops.sgd_step`.
+    """
+
+    rule: str
+    variant: str
+
+    def numbers(
+        self,
+        group: Mapping[str, Any],
+        t: int,
+        *,
+        device: torch.device | str = "cpu",
+        loss_scale: float = 1.0,
+        clip: float = 1.0,
+    ) -> Tensor:
+        """Compute the numbers of a step of a parameter, on the trainer, with the options that its group has now.
+
+        Args:
+            group: one of the optimizer's `param_groups`.
+            t: which step of the parameter it is, from 1.
+            device: where the trainer keeps the parameter; "torch_cuda_fused" computes powers there and waits for them.
+            loss_scale: what the optimizer itself divides the gradient by.
+            clip: what the gradient is multiplied by after it was logged, before the optimizer sees it.
+
+        Returns:
+            float32 `[10]` (AdamW) or `[9]` (SGD) on the CPU.
+
+        Raises:
+            ValueError: an option is out of its range.
+        """
+        shared: dict[str, Any] = {"loss_scale": loss_scale, "clip": clip, "profile": self.variant}
+        shared |= {name: float(group[name]) for name in ("lr", "weight_decay")}
+        shared["maximize"] = bool(group.get("maximize", False))
+        if self.rule == "sgd":
+            shared |= {name: float(group[name]) for name in ("momentum", "dampening")}
+            return ops.sgd_step(is_first=t == 1, nesterov=bool(group["nesterov"]), **shared)
+        betas = float(group["betas"][0]), float(group["betas"][1])
+        if self.variant == "torch_cuda_fused":
+            shared["powers"] = powers(betas, t, device)
+        return ops.adamw_step(t=t, betas=betas, eps=float(group["eps"]), **shared)
+
+    def take_steps(
+        self, p: Tensor, state: Mapping[str, Tensor], gradients: Sequence[Tensor | None], steps: Tensor
+    ) -> None:
+        """Repeat steps in place: `ops.adamw_` or `ops.sgd_` with the state by torch's names.
+
+        Args:
+            p: parameters before the steps, as those functions take them.
+            state: "exp_avg" and "exp_avg_sq", or "momentum_buffer" where there is momentum.
+            gradients: one for each step; None for zeros.
+            steps: float32 `[len(gradients), 10 or 9]`: rows from `numbers`.
+
+        Raises:
+            KeyError: an array of AdamW's state is missing.
+            RuntimeError: an argument is not as above; nothing is changed then.
+        """
+        if self.rule == "sgd":
+            ops.sgd_(p, state.get("momentum_buffer"), gradients, steps)
+        else:
+            ops.adamw_(p, state["exp_avg"], state["exp_avg_sq"], gradients, steps)
+
+
+def powers(betas: tuple[float, float], t: int, device: torch.device | str) -> tuple[float, float]:
+    """Compute `beta**t` in float32 as torch's fused AdamW does on a CUDA device.
+
+    It takes them from CUDA's `powf`, which is not correctly rounded, so that no other library has its bits. This is
+    `torch.pow` of float32 tensors on the device, which calls the same function. `calibrate` confirms it for the torch
+    and the GPU at hand. Waits for the device.
+
+    Args:
+        betas: as of AdamW.
+        t: which step it is, from 1.
+        device: the trainer's CUDA device.
+
+    Raises:
+        ValueError: the device is not a CUDA device.
+    """
+    if torch.device(device).type != "cuda":
+        raise ValueError(
+            f"device: expected the trainer's CUDA device, whose powers have bits of their own, got {device}"
+        )
+    base = torch.tensor(betas, dtype=torch.float32, device=device)
+    first, second = torch.pow(base, torch.full_like(base, t)).tolist()
+    return first, second
+
+
+def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
+    """Find the arithmetic that repeats the optimizer's steps, by trying it on scratch tensors.
+
+    A second optimizer of the same class and with the same options of each group takes some steps on tensors of odd
+    sizes, with subnormal, huge and zero gradients, on the devices of the parameters. The arithmetic is the one that
+    gives all its bits, state included. Parameters, gradients and state of the optimizer itself are neither read nor
+    written, nor its hooks called. (A learning rate of about 0, with which a warm-up starts, is tried as 1e-3.) Call it
+    when training starts, and again where torch, the GPU or the options' kind changes: it says nothing about a step that
+    `torch.compile` rewrote, or about what happens to gradients before the step.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer` with the options of AdamW (or Adam without weight decay) or SGD.
+
+    Raises:
+        NotReplayable: no arithmetic does it; the message says why, and what to do instead.
+    """
+    _check_options(optimizer)
+    rule = "adamw" if "betas" in optimizer.param_groups[0] else "sgd"
+    scratch = _second(optimizer)
+    candidates = {name: Arithmetic(rule, name) for name in _ARITHMETICS[rule]}
+    devices = {parameter.device.type for group in scratch.param_groups for parameter in group["params"]}
+    if devices != {"cuda"}:
+        candidates.pop("torch_cuda_fused", None)
+    trials = [_Trial(arithmetic, scratch) for arithmetic in candidates.values()]
+    random = torch.Generator().manual_seed(0)
+    for step in range(_STEPS):
+        if step == _LATE[0]:
+            _skip_steps(scratch, trials, _LATE[1])
+        for group in scratch.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = _gradient(step, parameter.numel(), random).to(parameter.device)
+        for trial in trials:
+            trial.take_step()
+        try:
+            scratch.step()
+        except Exception as error:
+            raise NotReplayable(f"a second {type(optimizer).__name__} does not step: {error}; {_INSTEAD}") from error
+        for trial in trials:
+            trial.compare()
+    for trial in trials:
+        if not trial.num_differing:
+            return trial.arithmetic
+    raise NotReplayable(_reason(optimizer, trials))
+
+
+def _check_options(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        known = {"betas", "eps"} <= group.keys() or {"momentum", "dampening", "nesterov"} <= group.keys()
+        if not known or not {"lr", "weight_decay"} <= group.keys():
+            raise NotReplayable(f"{name} has neither the options of AdamW nor those of SGD; {_INSTEAD}")
+        if ("betas" in group) != ("betas" in optimizer.param_groups[0]):
+            raise NotReplayable(f"{name} has groups of several kinds; {_INSTEAD}")
+        if group.get("amsgrad"):
+            raise NotReplayable(f"{name} has amsgrad=True, which keeps a third moment; {_INSTEAD}")
+        for parameter in group["params"]:
+            if parameter.dtype != torch.float32:
+                raise NotReplayable(f"{name} steps parameters in {parameter.dtype}, not float32; {_INSTEAD}")
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise NotReplayable(f"{name} has no parameters yet; calibrate when it has them")
+
+
+def _second(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """One of the same class and options, for scratch tensors."""
+    kind = type(optimizer)
+    groups = [_scratch_group(group) for group in optimizer.param_groups]
+    accepted = inspect.signature(kind.__init__).parameters
+    defaults = {name: _own(value) for name, value in optimizer.defaults.items() if name in accepted}
+    try:
+        second = kind(groups, **defaults)
+    except Exception as error:
+        raise NotReplayable(f"a second {kind.__name__} cannot be made: {error}; {_INSTEAD}") from error
+    for name, value in vars(optimizer).items():
+        if not name.startswith("_") and isinstance(value, bool | float | str) and vars(second).get(name) != value:
+            raise NotReplayable(
+                f"{kind.__name__} was made with {name}={value}, which its groups do not hold, so that a second one "
+                f"cannot be made like it; {_INSTEAD}"
+            )
+    return second
+
+
+def _scratch_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(1)
+    devices = {parameter.device for parameter in group["params"]}
+    scratch = [
+        torch.nn.Parameter(_parameters(size, random).to(device))
+        for device in sorted(devices, key=str)
+        for size in _SIZES
+    ]
+    options = {name: _own(value) for name, value in group.items() if name not in ("params", "param_names")}
+    return options | {"params": scratch, "lr": _trial_lr(options["lr"])}
+
+
+def _trial_lr(lr: Any) -> Any:
+    """The learning rate, or a usual one where a schedule has hardly begun; a tensor stays one."""
+    if not 0 <= float(lr) < _LEAST_LR:
+        return lr
+    return torch.full_like(lr, _TRIAL_LR) if isinstance(lr, Tensor) else _TRIAL_LR
+
+
+def _own(value: Any) -> Any:
+    """A copy where the value could be changed, such as a learning rate in a tensor."""
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _parameters(size: int, random: torch.Generator) -> Tensor:
+    """Normal, with zeros of both signs and subnormals."""
+    values = torch.randn(size, generator=random)
+    values[3::11] = 0.0
+    values[5::11] = -0.0
+    values[_SUBNORMAL] *= 2.0**-130
+    return values
+
+
+def _gradient(step: int, size: int, random: torch.Generator) -> Tensor:
+    """One kind in each step: normal, of any magnitude, subnormal, with zeros of both signs.
+
+    Where `_parameters` are subnormal all are, so that they stay so.
+    """
+    values = torch.randn(size, generator=random)
+    kinds: list[Callable[[Tensor], Tensor]] = [
+        lambda values: values * 1e-3,
+        lambda values: values * torch.exp(48 * torch.rand(size, generator=random) - 40),
+        lambda values: values * 2.0**-128,
+        _with_zeros,
+    ]
+    values = kinds[step % len(kinds)](values)
+    values[_SUBNORMAL] = torch.randn(values[_SUBNORMAL].shape, generator=random) * 2.0**-130
+    return values
+
+
+def _with_zeros(values: Tensor) -> Tensor:
+    values[::3] = 0.0
+    values[1::5] = -0.0
+    return values
+
+
+class _Trial:
+    """One arithmetic beside the scratch optimizer: the same parameters, stepped by our ops."""
+
+    def __init__(self, arithmetic: Arithmetic, scratch: torch.optim.Optimizer) -> None:
+        self.arithmetic = arithmetic
+        self.scratch = scratch
+        self.t = 0
+        self.num_differing = 0
+        self.first_differing = ""
+        self.ours = {
+            parameter: {
+                "p": parameter.detach().clone(),
+                **{name: torch.zeros_like(parameter.detach()) for name in _STATE[arithmetic.rule]},
+            }
+            for group in scratch.param_groups
+            for parameter in group["params"]
+        }
+
+    def _parameters(self) -> Iterable[tuple[Mapping[str, Any], Tensor]]:
+        return ((group, parameter) for group in self.scratch.param_groups for parameter in group["params"])
+
+    def take_step(self) -> None:
+        """Before the scratch optimizer does, which may change the gradients."""
+        self.t += 1
+        for group, parameter in self._parameters():
+            ours = self.ours[parameter]
+            try:
+                row = self.arithmetic.numbers(group, self.t, device=parameter.device)
+            except ValueError as error:
+                raise NotReplayable(f"{type(self.scratch).__name__}: {error}; {_INSTEAD}") from error
+            gradient = None if parameter.grad is None else parameter.grad.clone()
+            self.arithmetic.take_steps(ours["p"], ours, [gradient], row[None])
+
+    def compare(self) -> None:
+        """Count the words that differ; those of state that the optimizer does not keep are not looked at."""
+        for group, parameter in self._parameters():
+            theirs = {"p": parameter.detach()} | self.scratch.state[parameter]
+            for name, ours in self.ours[parameter].items():
+                if name == "momentum_buffer" and group["momentum"] == 0:
+                    continue
+                other = theirs.get(name)
+                differing = _num_differing(ours, other) if isinstance(other, Tensor) else ours.numel()
+                if differing and not self.num_differing:
+                    self.first_differing = f"{name} in step {self.t}"
+                self.num_differing += differing
+
+
+def _num_differing(one: Tensor, two: Tensor) -> int:
+    """Words whose bits differ, where NaN is NaN."""
+    if two.dtype != torch.float32 or one.shape != two.shape:
+        return one.numel()
+    nan = one.isnan() & two.isnan()
+    return int((~nan & (one.view(torch.int32) != two.contiguous().view(torch.int32))).sum())
+
+
+def _skip_steps(scratch: torch.optim.Optimizer, trials: list[_Trial], count: int) -> None:
+    """Let the scratch optimizer believe that it took more steps, where it counts them in tensors of its state."""
+    counters = [state.get("step") for state in scratch.state.values()]
+    if counters and all(isinstance(counter, Tensor) for counter in counters):
+        for counter in counters:
+            counter.add_(count)
+        for trial in trials:
+            trial.t += count
+
+
+def _reason(optimizer: torch.optim.Optimizer, trials: list[_Trial]) -> str:
+    nearest = min(trials, key=lambda trial: trial.num_differing)
+    tried = ", ".join(trial.arithmetic.variant for trial in trials)
+    return (
+        f"{type(optimizer).__name__} rounds like none of the arithmetics {tried}: beside {nearest.arithmetic.variant}, "
+        f"the nearest, {nearest.num_differing} words differ, first in {nearest.first_differing}. Its formula may be "
+        f"another one, or it is compiled with fast math or takes roots from a library that does not round them "
+        f"correctly, as torch's AdamW on CPUs does by default; {_INSTEAD}"
+    )

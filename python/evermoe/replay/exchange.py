@@ -1,0 +1,281 @@
+"""Copies that repeat the steps of units which other members train: the session's use of `sender` and `replica`.
+
+A step's reduced gradients reach the replicas *before* the members vote on it, so that a step which is committed can be
+repeated wherever a copy is, and none is lost with a node. The factor of clipping and the fact that the step counts are
+known to all from the vote itself: they need no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evermoe._native import RECORD_HEADER_BYTES
+from evermoe.comm.courier import Courier, Message
+from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
+from evermoe.errors import ReplicaBehind
+from evermoe.planning.protection import RECORD_BYTES, UnitProtection
+from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.replica import CaughtUp, Replica
+from evermoe.replay.sender import FUSED_ROW, GradientSender, Row
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import TensorSpec
+
+HEAD_BYTES = 32 << 20
+"""Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
+MOST_MESSAGES = 2
+"""Messages of a parameter in a step: its full state, and its gradient."""
+LOG_STEPS = 12
+"""Gradients that a replica has room for: a batch, the newest steps, and one that is on its way."""
+
+
+def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
+    """Whether the steps of an expert can be repeated from its gradients, by an optimizer of this arithmetic."""
+    found = state.catalog.by_name[unit]
+    if found.layer is None or any(spec.dtype != torch.float32 for spec in found.specs):
+        return False
+    weights = state.layers[found.layer].weights
+    is_whole = arithmetic.variant != "torch_cpu_fused" or weights.shape[1] % FUSED_ROW == 0
+    return is_whole and any(p is weights for group in state.optimizer.param_groups for p in group["params"])
+
+
+@dataclass
+class ExchangeResult:
+    """What became of one step's messages, on this member."""
+
+    sent_bytes: int = 0
+    held: int = 0
+    """Messages of others that are in the log now."""
+    needs_full_state: set[str] = field(default_factory=set)
+    """Units of which a message was damaged or missing, or found no room."""
+    problem: str = ""
+    """What was wrong with the first of them."""
+
+
+class ReplayExchange:
+    """The units that this member sends, and those that it keeps for others, until the next plan.
+
+    Args:
+        state: this member's units.
+        kept: those that are replayed, the same list on all members.
+        rank: this member.
+        profile: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
+        log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
+            are needed at a time.
+        keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.
+        device: where the units that are kept here are.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        kept: Iterable[UnitProtection],
+        rank: int,
+        arithmetic: Arithmetic | None,
+        *,
+        log_bytes: int | None = None,
+        keeps_previous: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        self.state, self.keeps_previous = state, keeps_previous
+        kept = list(kept)
+        self._to = _by_peer((holder, each.unit) for each in kept if each.primary == rank for holder in each.holders)
+        self._from = _by_peer((each.primary, each.unit) for each in kept if rank in each.holders)
+        mine = list(dict.fromkeys(unit for units in self._to.values() for unit in units))
+        theirs = [state.catalog.by_name[unit] for units in self._from.values() for unit in units]
+        self._outgoing_frames = {peer: self._frame(units) for peer, units in self._to.items()}
+        self._incoming_frames = {peer: self._frame(units) for peer, units in self._from.items()}
+        self.sender = GradientSender(
+            state.optimizer, {unit: _rows(state, unit) for unit in mine}, arithmetic=arithmetic, is_hooked=False
+        )
+        gradients = [
+            4 * int(np.prod(spec.shape)) + RECORD_BYTES
+            for units in self._from.values()
+            for u in units
+            for spec in _parameters(state, u)
+        ]
+        log_bytes = LOG_STEPS * sum(gradients) if log_bytes is None else log_bytes
+        self.replica = Replica(theirs, device=device, log_bytes=max([1, log_bytes, *gradients]))
+        self._previous: dict[tuple[str, int], CaughtUp] = {}
+        """What `stored` has found of the step before the newest, which the replica itself has left behind since."""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether this member sends or keeps anything."""
+        return bool(self._to or self._from)
+
+    @property
+    def units(self) -> list[str]:
+        """Units that are kept here for others."""
+        return [unit for units in self._from.values() for unit in units]
+
+    def exchange(
+        self, courier: Courier, step: int, selected: Collection[str] | None = None, *, only_states: bool = False
+    ) -> ExchangeResult:
+        """Sends the step's messages and takes over those of the others; in a thread of the courier.
+
+        Args:
+            courier: whose connections are used.
+            step: number of the next step.
+            selected: units that take part; None for all.
+            only_states: full states as they are now, after this step, and no gradients.
+
+        Raises:
+            PeerLost: another member is gone.
+        """
+        result = ExchangeResult()
+        heads = [
+            courier.receive(Message(frame.data, peer, REPLAY_HEAD)) for peer, frame in self._incoming_frames.items()
+        ]
+        make = self.sender.full_state_messages if only_states else self.sender.next_step_messages
+        outgoing = self._outgoing(selected, lambda unit: [message for _, message in make(step, [unit])])
+        tails: list[Message] = []
+        result.sent_bytes = courier.send(self._head(peer, messages, tails) for peer, messages in outgoing)
+        for transfer in heads:
+            transfer.wait()
+        # A tail is only sent once its peer waits for it: so all wait for theirs before any is sent.
+        sizes = {peer: frame.tail_bytes() for peer, frame in self._incoming_frames.items()}
+        arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items() if size}
+        transfers = [courier.receive(Message(data, peer, REPLAY_TAIL)) for peer, data in arriving.items()]
+        result.sent_bytes += courier.send(tails)
+        for transfer in transfers:
+            transfer.wait()
+        for peer, frame in self._incoming_frames.items():
+            for message in frame.messages(arriving.get(peer)):
+                self._take(message, result)
+        return result
+
+    def committed(self, clip: float) -> None:
+        """Records that the agreed step was taken, with gradients multiplied by `clip`."""
+        self._previous.clear()
+        self.sender.on_step()
+        self.replica.release(clip=clip)
+
+    def stored(self) -> Iterator[tuple[str, int, int]]:
+        """Unit, step and digest of everything that is kept here for others, as new as it gets; `read` has the bytes.
+
+        The same again when it is asked again: a recovery may fail and another one follow.
+        """
+        if self.keeps_previous:
+            self._remember_previous()
+        for (unit, step), caught_up in self._previous.items():
+            yield unit, step, caught_up.digest
+        yield from self.replica.survey()
+
+    def _remember_previous(self) -> None:
+        for unit in self.units:
+            newest = self.replica.version(unit)
+            if newest is not None and (unit, newest - 1) not in self._previous:
+                with suppress(ReplicaBehind):
+                    self._previous[unit, newest - 1] = self.replica.catch_up(unit, newest - 1)
+
+    def read(self, unit: str, step: int) -> Tensor:
+        """The bytes of something that was `stored`, uint8 `[nbytes]`; empty if they are not there any more."""
+        if (unit, step) in self._previous:
+            return self._previous[unit, step].state
+        try:
+            return self.replica.read(unit, step)
+        except ReplicaBehind:
+            return torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Ends the replica's thread."""
+        self.replica.close()
+
+    def _frame(self, units: Sequence[str]) -> _Frame:
+        parameters = [spec for unit in units for spec in _parameters(self.state, unit)]
+        most = sum(spec.nbytes + RECORD_HEADER_BYTES for spec in parameters)
+        return _Frame(MOST_MESSAGES * len(parameters), min(most, HEAD_BYTES))
+
+    def _outgoing(
+        self, selected: Collection[str] | None, make: Callable[[str], list[NDArray[np.uint8]]]
+    ) -> Iterator[tuple[int, list[NDArray[np.uint8]]]]:
+        """Peers, and the messages for them."""
+        made: dict[str, list[NDArray[np.uint8]]] = {}
+        for peer, units in self._to.items():
+            chosen = [unit for unit in units if selected is None or unit in selected]
+            for unit in chosen:
+                if unit not in made:
+                    made[unit] = make(unit)
+            yield peer, [message for unit in chosen for message in made[unit]]
+
+    def _head(self, peer: int, messages: list[NDArray[np.uint8]], tails: list[Message]) -> Message:
+        """What goes to a peer at once; what does not fit into it is added to `tails`."""
+        head, tail = self._outgoing_frames[peer].fill(messages)
+        if tail:
+            tails.append(Message(torch.from_numpy(np.concatenate(tail)), peer, REPLAY_TAIL))
+        return Message(head, peer, REPLAY_HEAD)
+
+    def _take(self, message: Tensor, result: ExchangeResult) -> None:
+        received = self.replica.receive(message.numpy(), hold=True)
+        result.held += received.code == "ok"
+        if received.needs_full_state:
+            result.problem = result.problem or f"{received.code}: {received.reason}"
+            result.needs_full_state |= set(self.units) if received.unit is None else {received.unit}
+
+
+class _Frame:
+    """Memory for what is sent to a peer, or comes from it: the sizes of all messages, then those that fit."""
+
+    def __init__(self, most_messages: int, most_bytes: int) -> None:
+        self._start = 8 * most_messages
+        self.data = torch.empty(self._start + most_bytes, dtype=torch.uint8)
+        self._sizes = self.data[: self._start].view(torch.int64)
+
+    def fill(self, messages: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Sequence[NDArray[np.uint8]]]:
+        """The part of the memory that is to be sent, and the messages that are not in it."""
+        self._sizes.zero_()
+        self._sizes[: len(messages)] = torch.tensor([len(message) for message in messages], dtype=torch.int64)
+        fitting, end = self._fitting()
+        if fitting:
+            np.concatenate(messages[:fitting], out=self.data[self._start : end].numpy())
+        return self.data[:end], messages[fitting:]
+
+    def tail_bytes(self) -> int:
+        """Bytes of the messages that do not fit."""
+        return int(self._sizes.sum()) - (self._fitting()[1] - self._start)
+
+    def messages(self, tail: Tensor | None) -> Iterator[Tensor]:
+        """Yields all messages; `tail`: those that do not fit, one after the other."""
+        fitting, end = self._fitting()
+        sizes = [size for size in self._sizes.tolist() if size]
+        yield from self.data[self._start : end].split(sizes[:fitting])
+        if tail is not None:
+            yield from tail.split(sizes[fitting:])
+
+    def _fitting(self) -> tuple[int, int]:
+        """How many messages fit, and where the last of them ends."""
+        end, fitting = self._start, 0
+        for size in self._sizes.tolist():
+            if not size or end + size > len(self.data):
+                break
+            end, fitting = end + size, fitting + 1
+        return fitting, end
+
+
+def _by_peer(pairs: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for peer, unit in pairs:
+        found.setdefault(peer, []).append(unit)
+    return dict(sorted(found.items()))
+
+
+def _parameters(state: TrainingState, unit: str) -> list[TensorSpec]:
+    """A unit's parameters and buffers, without the optimizer's state of them."""
+    specs = state.catalog.by_name[unit].specs
+    return [spec for spec in specs if not any(spec.name.startswith(f"{other.name}/") for other in specs)]
+
+
+def _rows(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:
+    """What the sender is to follow of a unit that is trained here."""
+    about = state.catalog.by_name[unit]
+    if about.layer is None:
+        return dict(state.dense_tensors(unit))
+    layer = state.layers[about.layer]
+    return {"weights": Row(layer.weights, layer.experts.index(about.expert or 0))}

@@ -1,0 +1,389 @@
+"""Replicas: the state of units that another process trains, kept current by repeating its steps.
+
+A replica gets a unit's full state once. Then a record of each step (its numbers and the gradient, in the fewest bytes
+that give back its bits) is enough. It logs them within bounded memory and applies them in batches, beside the training:
+
+    sender = evermoe.replay.GradientSender(optimizer, units)        # on the trainer
+    replica = evermoe.replay.Replica(layouts)                       # anywhere else, with sender.layouts()
+
+    loss.backward(); optimizer.step()
+    for message in sender.messages(step):                           # over any transport
+        received = replica.receive(message)
+        if received.needs_full_state:
+            sender.request_full_state(received.unit)                # comes with the next step
+
+    state = replica.catch_up("layers.0.experts.3", step)            # bit for bit what the trainer had after the step
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evermoe import ops
+from evermoe._native import ReplayLog, digest
+from evermoe.errors import ReplicaBehind
+from evermoe.state.unit import TensorSpec, Unit, digests_of
+
+BATCH_STEPS = 8
+"""Steps that are applied in one pass over the memory."""
+KEPT_STEPS = 1
+"""Newest steps that wait: members that survive a failure may differ by one, and a step is not undone."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """What became of a message.
+
+    Attributes:
+        unit: the unit's name; None where the message does not say, as it is damaged.
+        code: "ok", or why not: "corrupt", "unknown_version", "wrong_unit", "wrong_size", "no_state", "gap",
+            "reordered", "log_full" where held steps leave no room, or "failed" where the steps could not be applied.
+        reason: the same in words; empty for "ok".
+    """
+
+    unit: str | None
+    code: str
+    reason: str
+
+    @property
+    def needs_full_state(self) -> bool:
+        """Whether the unit (all units, where it is None) follows no more steps until its full state comes."""
+        return self.code not in ("ok", "wrong_unit")
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """A unit's state after a step.
+
+    Attributes:
+        step: the trainer's step.
+        state: uint8 `[nbytes]` on the CPU, the unit's tensors one after the other; a copy.
+        digest: XXH3-64 of it, the same as the trainer's of these bytes.
+    """
+
+    step: int
+    state: Tensor
+    digest: int
+
+
+class _Part:
+    """One parameter of a unit (or a row of one), with its optimizer state: what one record is about."""
+
+    def __init__(self, unit: Unit, specs: Sequence[TensorSpec], device: torch.device) -> None:
+        self.unit, self.device = unit, device
+        self.layout = Unit(part_name(unit.name, specs[0].name), tuple(specs))
+        self.elements = int(np.prod(specs[0].shape, dtype=np.int64))
+        self.lock = threading.Lock()
+        self.state: Tensor | None = None
+        """uint8 `[nbytes]` on the device."""
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    def install(self, words: NDArray[np.float32]) -> None:
+        self.state = torch.from_numpy(words).view(torch.uint8)[: self.layout.nbytes].to(self.device)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Waits for the GPU: who holds the lock next may be another thread, which uses another stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def apply(self, numbers: NDArray[np.float32], gradients: list[Any], t: int | None) -> None:
+        """Repeats steps in place.
+
+        Raises:
+            RuntimeError: the state is not that of the numbers' optimizer.
+        """
+        if self.state is None or not gradients:
+            return
+        steps = torch.from_numpy(numbers).view(len(gradients), -1)
+        views = {name.rpartition("/")[2]: view for name, view in self.layout.tensors(self.state).items()}
+        p = views.pop(self.layout.specs[0].name.rpartition("/")[2]).view(-1)
+        flat = {name: view.view(-1) for name, view in views.items()}
+        received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
+        try:
+            if steps.shape[1] == 9:
+                ops.sgd_(p, flat.get("momentum_buffer"), received, steps)
+            else:
+                ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], received, steps)
+        except KeyError as error:
+            raise RuntimeError(f"{self.name}: a step of AdamW came for a state without {error}") from None
+        if "step" in flat and t is not None:
+            flat["step"].fill_(t)
+        self._finish()
+
+    def _gradient(self, gradient: NDArray[Any]) -> Tensor:
+        if gradient.dtype == np.uint16:
+            return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16).to(self.device)
+        return torch.from_numpy(gradient).to(self.device)
+
+
+def part_name(unit: str, parameter: str) -> str:
+    """What a record calls a parameter of a unit."""
+    return f"{unit}/{parameter}"
+
+
+def _parts(unit: Unit) -> list[list[TensorSpec]]:
+    """A unit's tensors by parameter: `weight`, then those named `weight/…`.
+
+    Example: weight, weight/exp_avg, bias: `[[weight, weight/exp_avg], [bias]]`.
+    """
+    parts: list[list[TensorSpec]] = []
+    for spec in unit.specs:
+        if parts and spec.name.startswith(parts[-1][0].name + "/"):
+            parts[-1].append(spec)
+        else:
+            parts.append([spec])
+    return parts
+
+
+class Replica:
+    """Keeps the state of units current from the messages of a `GradientSender`.
+
+    Steps are applied by a thread of its own, some at a time; `receive` copies a message into the log and returns. Where
+    the log is full, `receive` applies some steps first. `close` ends the thread; also use it as a context manager.
+
+    Args:
+        units: name and layout of each unit, as `GradientSender.layouts` or `TrainingState.units` list them.
+        device: where the states are kept and steps are applied.
+        log_bytes: bound of the log; at least one float32 gradient of the largest parameter.
+        kept_steps: newest steps that are not applied until `catch_up` asks for them, so that it can also go to a step
+            before; fewer where the log is full.
+
+    Raises:
+        ValueError: a name is there twice, or `log_bytes` is too small.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        *,
+        device: torch.device | str = "cpu",
+        log_bytes: int = 1 << 30,
+        kept_steps: int = KEPT_STEPS,
+    ) -> None:
+        self._kept_steps = kept_steps
+        self._units: dict[str, list[int]] = {}
+        self._parts: list[_Part] = []
+        for unit in units:
+            if unit.name in self._units:
+                raise ValueError(f"units: {unit.name!r} is there twice; names must be unique")
+            first = len(self._parts)
+            self._parts += [_Part(unit, specs, torch.device(device)) for specs in _parts(unit)]
+            self._units[unit.name] = list(range(first, len(self._parts)))
+        self._log = ReplayLog([(part.name, part.elements, part.layout.nbytes) for part in self._parts], log_bytes)
+        self._failures: dict[int, str] = {}
+        self._waiting = threading.Condition()
+        self._work: dict[int, None] = {}
+        self._closed = False
+        self._thread = threading.Thread(target=self._apply_in_background, name="evermoe-replica", daemon=True)
+        self._thread.start()
+
+    def receive(self, message: bytes | bytearray | memoryview | NDArray[np.uint8], *, hold: bool = False) -> Received:
+        """Takes over one message; its memory is the caller's again afterwards. For one thread at a time.
+
+        Args:
+            message: one of `GradientSender.messages` or `coming`.
+            hold: a step does not count before `release`, as the trainers have not agreed on it yet.
+
+        Returns:
+            What became of it. A damaged, missing or reordered message is no exception: the unit keeps the state that it
+            has, and follows no more steps until its full state comes.
+
+        Raises:
+            ValueError: the replica is closed.
+        """
+        if self._closed:
+            raise ValueError("replica: it is closed")
+        record = np.frombuffer(message, np.uint8)
+        while True:
+            before = self._log.nbytes  # the thread makes room, too
+            code, index, reason, state = self._log.accept(record, hold)
+            if code != "apply_now":
+                break
+            self._apply_some(self._log.fullest(), before)
+            if hold and self._log.nbytes >= before:
+                code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"
+                break
+        name = None if index is None else self._parts[index].unit.name
+        if index is not None and index in self._failures and code != "state":
+            return Received(name, "failed", self._failures[index])
+        if code == "state" and index is not None and state is not None:
+            self._install(index, state)
+        elif code == "ok" and index is not None and not hold:
+            self._wake(index)
+        return Received(name, "ok" if code in ("ok", "state", "duplicate") else code, reason)
+
+    def release(self, *, clip: float = 1.0) -> None:
+        """The held steps count from now on, with gradients multiplied by `clip` before the optimizer saw them."""
+        self._log.release(clip)
+        for index in range(len(self._parts)):
+            self._wake(index)
+
+    def discard(self) -> None:
+        """The held steps will never be."""
+        self._log.discard()
+
+    def version(self, unit: str) -> int | None:
+        """The newest step of the trainer that the unit can be brought to; None before its full state came."""
+        newest = [self._log.newest(index) for index in self._units[unit]]
+        return None if None in newest else min(step for step in newest if step is not None)
+
+    def needs_full_state(self) -> list[str]:
+        """Units that follow no more steps until their full state comes."""
+        return [name for name, parts in self._units.items() if any(self._log.needs_state(part) for part in parts)]
+
+    @property
+    def log_nbytes(self) -> int:
+        """Bytes of the log now."""
+        return self._log.nbytes
+
+    def catch_up(self, unit: str, step: int | None = None) -> CaughtUp:
+        """Applies what is logged until a step, and returns the state.
+
+        Args:
+            unit: its name.
+            step: a step of the trainer; None for the newest.
+
+        Raises:
+            KeyError: there is no such unit.
+            ReplicaBehind: the step has not come, or steps after it were applied already.
+        """
+        if step is None:
+            step = self.version(unit) or 0
+        state = self.read(unit, step)
+        return CaughtUp(step, state, digest(state.numpy()))
+
+    def read(self, unit: str, step: int) -> Tensor:
+        """The state of `catch_up`, without its digest; the same errors."""
+        newest = self.version(unit)
+        if newest is None:
+            raise ReplicaBehind(f"{unit}: no full state came yet, or its steps could not be applied; send it again")
+        if step > newest:
+            raise ReplicaBehind(f"{unit}: step {step} has not come, the newest is {newest}; ask for its full state")
+        parts = []
+        for index in self._units[unit]:
+            with self._parts[index].lock:
+                parts.append(self._state_locked(index, step).to("cpu", copy=True))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def survey(self) -> list[tuple[str, int, int]]:
+        """Unit, step and digest of all units that have a state, each at its newest step; on the CPU without a copy."""
+        found: list[tuple[str, int]] = []
+        states: list[list[Tensor]] = []
+        with ExitStack() as locks:
+            for unit, indices in self._units.items():
+                step = self.version(unit)
+                if step is None:
+                    continue
+                for index in indices:
+                    locks.enter_context(self._parts[index].lock)
+                try:
+                    states.append([self._state_locked(index, step) for index in indices])
+                except ReplicaBehind:
+                    continue
+                found.append((unit, step))
+            return [(*each, value) for each, value in zip(found, digests_of(states), strict=True)]
+
+    def _state_locked(self, index: int, step: int) -> Tensor:
+        """A part's state after a step. Its lock is the caller's."""
+        part = self._parts[index]
+        while self._apply_locked(index, step):
+            pass
+        version = self._log.version(index)
+        if version != step or part.state is None:
+            raise ReplicaBehind(
+                f"{part.name}: it is at step {version}, and cannot go to {step}; "
+                f"{self._failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
+            )
+        return part.state
+
+    def close(self) -> None:
+        """Ends the thread after the batch that it is at; what is logged stays and `catch_up` works. Twice is fine."""
+        with self._waiting:
+            self._closed = True
+            self._waiting.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- applying steps
+
+    def _install(self, index: int, words: NDArray[np.float32]) -> None:
+        with self._parts[index].lock:
+            self._parts[index].install(words)
+            self._log.installed(index)
+            self._failures.pop(index, None)
+
+    def _wake(self, index: int) -> None:
+        newest, version = self._log.newest(index), self._log.version(index)
+        if newest is None or version is None or newest - version < BATCH_STEPS + self._kept_steps:
+            return
+        with self._waiting:
+            self._work[index] = None
+            self._waiting.notify_all()
+
+    def _apply_in_background(self) -> None:
+        while True:
+            with self._waiting:
+                self._waiting.wait_for(lambda: self._work or self._closed)
+                if self._closed:
+                    return
+                index = next(iter(self._work))
+                del self._work[index]
+            newest = self._log.newest(index)
+            if newest is not None:
+                with self._parts[index].lock:
+                    self._apply_locked(index, newest - self._kept_steps)
+
+    def _apply_some(self, index: int | None, before: int) -> None:
+        """Makes room in the log: a batch of the unit that takes most of it, or of another that has older steps.
+
+        `before`: bytes of the log that were too many.
+        """
+        if index is None:  # all of it is being applied by the thread, which holds one of the locks
+            for part in self._parts:
+                with part.lock:
+                    pass
+            return
+        for each in (index, *range(len(self._parts))):
+            with self._parts[each].lock:
+                newest = self._log.newest(each)
+                if newest is not None and self._apply_locked(each, newest - self._kept_steps):
+                    return
+        with self._parts[index].lock:  # nothing but steps that should wait
+            newest = self._log.newest(index)
+            if newest is not None and self._log.nbytes >= before:
+                self._apply_locked(index, newest)
+
+    def _apply_locked(self, index: int, until: int) -> bool:
+        """Applies one batch up to a step; whether there was one. The part's lock is the caller's."""
+        taken = self._log.take(index, BATCH_STEPS, max(until, 0))
+        if taken is None:
+            return False
+        epoch, version, t, numbers, gradients, nbytes = taken
+        try:
+            self._parts[index].apply(numbers, gradients, t)
+        except RuntimeError as error:
+            self._failures[index] = f"{self._parts[index].name}: {error}"
+            self._log.forget(index)
+        self._log.applied(index, epoch, version, nbytes)
+        return True

@@ -1,0 +1,238 @@
+"""What replicas get before each vote: the gradients of the next step.
+
+    replan ─ protect_all ─ wait ─ restart ─ [ begin ─ before_vote ─ after_update ] at each step
+                                                heal, where a replica asked for states
+
+The replicas of the previous plan are kept until all of the latest one are complete.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from evermoe.comm.courier import Courier, Listener
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import Membership
+from evermoe.comm.task import Task
+from evermoe.errors import NotReplayable
+from evermoe.keeper import Assignment, CopyOptions, Keeper
+from evermoe.replay.calibrate import Arithmetic, calibrate
+from evermoe.replay.exchange import ExchangeResult, ReplayExchange, can_replay
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of, version_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _ReplicaSet:
+    """The replicas of one plan."""
+
+    copies: ReplayExchange
+    generation: int
+    base: int = 0
+    """The version that they began with."""
+
+    def stored(self) -> Iterator[ReplayedUnit]:
+        """Everything that is kept here for others."""
+        for unit, step, value in self.copies.stored():
+            version = self.base if step == step_of(self.base) else version_of(self.generation, step)
+            yield ReplayedUnit(unit, version, value, self.copies)
+
+
+@dataclass(frozen=True)
+class ReplayedUnit:
+    """A version of one unit that a replica here has, or can be brought to."""
+
+    unit: str
+    version: int
+    digest: int
+    copies: ReplayExchange
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]`; empty if the replica has left the version behind."""
+        return self.copies.read(self.unit, step_of(self.version))
+
+
+class Replicas(Keeper):
+    """The replicas that follow this member's units, and those that it keeps for others.
+
+    Args:
+        state: this member's units.
+        membership: who takes part; replica nodes keep copies alone.
+        options: the log, and where replicas are.
+        emit: of the session.
+    """
+
+    def __init__(self, state: TrainingState, membership: Membership, options: CopyOptions, emit: Listener) -> None:
+        self._state, self._membership, self._options, self._emit = state, membership, options, emit
+        self.courier = Courier(membership.background, None, "evermoe-gradients", device=membership.device)
+        self._arithmetic: Arithmetic | None = None
+        self._is_calibrated = False
+        self._now: _ReplicaSet | None = None
+        self._older: _ReplicaSet | None = None
+        self._is_whole = False
+        """Whether all copies of the latest plan were complete once."""
+        self._exchange: Task[ExchangeResult] | None = None
+        self.is_early = False
+        """True if no other rank contributes to these gradients, so they can be sent before reduction."""
+        self.asked: set[str] = set()
+        """Units of which this member needs the full state anew."""
+        self._has_told = False
+        """Whether the first message that could not be used was reported."""
+
+    # ---- who follows what
+
+    def calibrate(self) -> None:
+        """Finds out, once, how the optimizer's steps are repeated."""
+        if self._membership.role == "train" and not self._is_calibrated:
+            self._is_calibrated = True
+            try:
+                self._arithmetic = calibrate(self._state.optimizer)
+            except NotReplayable as error:
+                if self._membership.everyone.rank == 0:
+                    logger.warning("copies get the state after each step, not gradients: %s", error)
+
+    def is_replayable(self, unit: str) -> bool:
+        """Whether the unit's steps can be repeated, as far as this member knows."""
+        return self._arithmetic is not None and can_replay(self._state, unit, self._arithmetic)
+
+    def replan(self, assignment: Assignment) -> None:
+        """Follows a new plan from now on; `protect_all` and `restart` must follow."""
+        kept = [each for each in assignment.plan.units if each.kind == "replayed"]
+        rank = self._membership.everyone.rank
+        if self._now is not None:
+            if self._is_whole:
+                self._drop_older()
+                self._older = self._now
+            else:  # it never was: what was before it still is what there is
+                self._now.copies.close()
+        self._is_whole, self.asked = False, set()
+        self.is_early = all(len(assignment.active[each.unit]) == 1 for each in kept if each.primary == rank)
+        copies = ReplayExchange(
+            self._state,
+            kept,
+            rank,
+            self._arithmetic,
+            log_bytes=self._options.replay_log_bytes,
+            keeps_previous=assignment.commits_late,
+            device=self._options.replica_device,
+        )
+        self._now = _ReplicaSet(copies, assignment.generation)
+
+    def restart(self, step: int) -> None:
+        """Drops the copies of the previous plan: those of the latest one are complete on all members."""
+        self._is_whole = True
+        self._drop_older()
+
+    def _drop_older(self) -> None:
+        if self._older is not None:
+            self._older.copies.close()
+            self._older = None
+
+    # ---- a step
+
+    def begin_step(self) -> None:
+        """A step begins; nothing of it was sent yet."""
+        self._exchange = None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this step's messages are under way, or through."""
+        return self._exchange is not None
+
+    def protect_all(self, version: int) -> Collection[str]:
+        """Begins to send the state of all units, which is that of `version`."""
+        assert self._now is not None
+        self._now.base = version
+        self.begin(step_of(version), None, only_states=True)
+        return ()
+
+    def begin(self, step: int, selected: Collection[str] | None, *, only_states: bool = False) -> None:
+        """Begins to send the gradients of the next step, or the states: of these units, None for all."""
+        assert self._now is not None
+        copies = self._now.copies
+        if not copies.has_peers:
+            return
+
+        def exchange() -> ExchangeResult:
+            exchanged = copies.exchange(self.courier, step, selected, only_states=only_states)
+            if exchanged.held and not only_states:
+                self._emit("held", {"step": step})
+            return exchanged
+
+        self._exchange = self.courier.submit(exchange)
+
+    def wait(self) -> bool:
+        """Waits until all messages that were begun are through; False if a member was `lost`."""
+        if self._exchange is None:
+            return True
+        is_done = self._exchange.wait()
+        if self._exchange.result is not None:
+            self._note(self._exchange.result)
+        return is_done
+
+    def before_vote(self, step: int) -> bool:
+        """Waits until the gradients of the step are through."""
+        return self.wait()
+
+    def _note(self, exchanged: ExchangeResult) -> None:
+        self.asked |= exchanged.needs_full_state
+        if self.asked and not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "the copies here of %s wait for its full state, which comes next: %s",
+                min(self.asked),
+                exchanged.problem,
+            )
+
+    @property
+    def lost(self) -> str | None:
+        """Why the messages did not get through."""
+        return None if self._exchange is None else self._exchange.lost
+
+    def after_update(self, version: int, clip: float) -> None:
+        """Replicas may take the step, with gradients multiplied by `clip`."""
+        assert self._now is not None
+        self._now.copies.committed(clip)
+
+    def take_requests(self) -> set[str]:
+        """Units of which this member needs the full state anew; they count as requested from now on."""
+        requests, self.asked = self.asked, set()
+        return requests
+
+    def heal(self, primary: Callable[[str], int]) -> None:
+        """Some members have asked for full states, which come with the next step from those that send; collective."""
+        assert self._now is not None
+        everyone = self._membership.everyone
+        found = gather_json(everyone, sorted(self.take_requests()))
+        for unit in {unit for units in found for unit in units}:
+            if primary(unit) == everyone.rank:
+                self._now.copies.sender.request_full_state(unit)
+
+    # ---- after a failure
+
+    def settle(self) -> bool:
+        """Waits until nothing is under way; whether all that was is through."""
+        is_whole = self._exchange is None or self._exchange.wait()
+        self._exchange = None
+        return is_whole
+
+    def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
+        """Every unit that is kept here for others, in every version that it can be brought to."""
+        for replicas in filter(None, (self._now, self._older)):
+            for unit in replicas.stored():
+                yield unit, "replayed"
+
+    def close(self) -> None:
+        """Ends all threads. Nothing may be under way."""
+        self.courier.close()
+        if self._now is not None:
+            self._now.copies.close()
+        self._drop_older()
+        self._now = None

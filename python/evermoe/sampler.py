@@ -1,0 +1,102 @@
+"""The samples that a member trains on: nothing is repeated or skipped, whatever the membership does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """One member's part of a global batch.
+
+    `indices`: int64 sample numbers. `weight`: this member's share of the global batch, in [0, 1]; over all members
+    the weights sum to one. With more members than samples, a member without one gets a sample of weight 0.
+    """
+
+    indices: Tensor
+    weight: float
+
+
+class ElasticSampler:
+    """Global batches of a fixed size, shuffled anew each epoch, divided among however many members there are.
+
+    Batch b takes samples b·B … b·B+B−1 of the endless sequence of epochs, each a permutation drawn from (seed, epoch).
+    The state is the number of consumed samples and three constants, so that it fits in every copy and checkpoint.
+
+    Args:
+        num_samples: samples in the data set.
+        batch_size: B, samples of a global batch, over all members.
+        shuffle: False goes through the samples in order.
+        seed: of the permutations.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        if num_samples < 1 or batch_size < 1:
+            raise ValueError(
+                f"ElasticSampler: expected num_samples >= 1 and batch_size >= 1, got {num_samples}, {batch_size}"
+            )
+        self.num_samples, self.batch_size, self.shuffle, self.seed = num_samples, batch_size, shuffle, seed
+        self.consumed = 0
+        self._permutations: dict[int, Tensor] = {}
+
+    def batch(self) -> Tensor:
+        """The next global batch: int64 `[B]`; the same until `advance`."""
+        numbers = torch.arange(self.consumed, self.consumed + self.batch_size)
+        epochs = numbers // self.num_samples
+        parts = [
+            self._permutation(int(epoch))[numbers[epochs == epoch] % self.num_samples] for epoch in epochs.unique()
+        ]
+        return torch.cat(parts)
+
+    def share(self, rank: int, size: int) -> Share:
+        """The part of `rank` among `size` members: contiguous, sizes within one of each other.
+
+        Example: B = 8, size = 3 → samples 0–1 to rank 0, 2–4 to rank 1, 5–7 to rank 2.
+        """
+        if not 0 <= rank < size:
+            raise ValueError(f"ElasticSampler.share: expected 0 <= rank < size, got rank={rank}, size={size}")
+        batch = self.batch()
+        start, stop = (self.batch_size * r // size for r in (rank, rank + 1))
+        if start == stop:
+            return Share(batch[:1], 0.0)
+        return Share(batch[start:stop], (stop - start) / self.batch_size)
+
+    def advance(self) -> None:
+        """Counts the batch as consumed: its step is committed."""
+        self.consumed += self.batch_size
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """The state needed to resume: plain numbers."""
+        return {
+            "consumed": self.consumed,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Goes on where `state` was taken; another batch size is fine, other data is not.
+
+        Raises:
+            ValueError: the state belongs to another number of samples, seed or order.
+        """
+        mine = self.state_dict()
+        for key in ("num_samples", "seed", "shuffle"):
+            if state[key] != mine[key]:
+                raise ValueError(
+                    f"ElasticSampler: the state was taken with {key}={state[key]}, this sampler has {mine[key]}; "
+                    "make the sampler with the values of the run that it continues"
+                )
+        self.consumed = int(state["consumed"])
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.num_samples)
+        if epoch not in self._permutations:
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
+            self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}
+            self._permutations[epoch] = torch.randperm(self.num_samples, generator=generator)
+        return self._permutations[epoch]

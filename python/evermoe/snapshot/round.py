@@ -1,0 +1,136 @@
+"""One version of all bundles on its way into the memories of their holders."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from evermoe._native import Capture
+from evermoe.comm.courier import Courier, Listener, Message
+from evermoe.comm.task import Task
+from evermoe.errors import CorruptCopy
+from evermoe.snapshot.segments import Segment
+from evermoe.snapshot.store import BundleArena, SnapshotStore
+from evermoe.state.version import step_of
+
+
+class SnapshotRound:
+    """One version on its way into the memories of all holders, in the thread of a courier.
+
+    Nothing becomes visible before it is whole, and the version before it stays until then.
+
+    Args:
+        store: the arenas.
+        version: of the state now.
+        courier: sends and receives.
+        due: numbers of the bundles that are copied; None for all.
+        emit: told of `chunk` and `published`, in the courier's thread: see `evermoe.Session`.
+    """
+
+    def __init__(
+        self,
+        store: SnapshotStore,
+        version: int,
+        courier: Courier,
+        due: Collection[int] | None = None,
+        emit: Listener = lambda name, fields: None,
+    ) -> None:
+        self.version = version
+        self._emit = emit
+        self._sent_bytes = 0
+        self._read_seconds = 0.0
+        self._store, self._courier = store, courier
+        self._own = [kept for kept in store.own if due is None or kept.number in due]
+        self._peers = [kept for kept in store.peers if due is None or kept.number in due]
+        segments = store.segments or store.even_segments()
+        self._sends, self._receives = (
+            [segment for segment in both if due is None or segment.bundle in due] for both in segments
+        )
+        self._total_bytes = sum(segment.nbytes for segment in self._sends)
+        self._read = threading.Event()
+        """What the engine cannot capture was read by the courier."""
+        self._captures: list[Capture | None] = []
+        self.task: Task[bool]
+        """From `start` on; its result: whether all copies that came match their digests."""
+
+    def start(self) -> SnapshotRound:
+        """Begins to capture the state as it is now, and the rest in the courier's thread."""
+        self._captures = [self._store.capture(kept, self.version) for kept in self._own]
+        self.task = self._courier.submit(self._run)
+        return self
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that this member took so far to capture its units."""
+        return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)
+
+    def wait_captured(self) -> None:
+        """Waits until the state may be changed: this version of it is in the arenas of its primaries."""
+        for capture in self._captures:
+            if capture is not None:
+                capture.hurry()
+        for capture in self._captures:
+            if capture is not None:
+                capture.wait()
+        self._read.wait()
+
+    def _run(self) -> bool:
+        started = time.monotonic()
+        try:
+            for kept, capture in zip(self._own, self._captures, strict=True):
+                if capture is None:
+                    self._read_units(kept)
+        finally:
+            self._read_seconds = time.monotonic() - started
+            self._read.set()
+        for kept in self._peers:
+            kept.index = kept.arena.begin(self.version)
+        arriving = [self._courier.receive(message) for message in self._messages(self._receives, self._peers)]
+        self._courier.send(self._captured(), self._note_sent)
+        for capture in self._captures:
+            if capture is not None:
+                capture.wait()
+        for transfer in arriving:
+            self._courier.wait_received(transfer)
+        return all([self._is_whole(kept) for kept in self._peers])
+
+    def _note_sent(self, nbytes: int) -> None:
+        self._sent_bytes += nbytes
+        self._emit("chunk", {"step": step_of(self.version), "sent": self._sent_bytes, "total": self._total_bytes})
+
+    def _read_units(self, kept: BundleArena) -> None:
+        kept.index = kept.arena.begin(self.version)
+        data = torch.from_numpy(kept.arena.buffer(kept.index))
+        for name, offset, nbytes in kept.arena.units():
+            self._store.state.read(name, data[offset : offset + nbytes])
+            self._courier.progress += 1
+        kept.arena.commit(kept.index)
+
+    def _captured(self) -> Iterator[Message]:
+        """What is sent, each part as soon as it is captured; the one with the digests when all of its bundle is."""
+        captures = {kept.number: capture for kept, capture in zip(self._own, self._captures, strict=True)}
+        for segment, message in zip(self._sends, self._messages(self._sends, self._own), strict=True):
+            capture = captures[segment.bundle]
+            if capture is not None:
+                capture.wait(segment.offset + segment.nbytes if segment.offset else None)
+            yield message
+
+    @staticmethod
+    def _messages(segments: Sequence[Segment], arenas: Sequence[BundleArena]) -> Iterator[Message]:
+        buffers = {kept.number: torch.from_numpy(kept.arena.buffer(kept.index)) for kept in arenas}
+        for segment in segments:
+            data = buffers[segment.bundle][segment.offset : segment.offset + segment.nbytes]
+            yield Message(data, segment.peer, segment.tag, segment.window)
+
+    def _is_whole(self, kept: BundleArena) -> bool:
+        try:
+            kept.arena.commit_received(kept.index)
+        except CorruptCopy:
+            return False
+        finally:
+            self._courier.progress += 1
+        self._emit("published", {"step": step_of(self.version), "units": len(kept.bundle.units)})
+        return True

@@ -1,0 +1,250 @@
+"""Snapshots of the state: which bundles are due at a step, and the round that copies them beside training.
+
+Peers' copies follow the windows that `window_plan` finds; local copies are made as often as the budget allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from evermoe.comm.courier import Courier, Listener
+from evermoe.comm.membership import Membership
+from evermoe.comm.pacer import Pacer
+from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
+from evermoe.planning.protection import UnitProtection
+from evermoe.snapshot.round import SnapshotRound
+from evermoe.snapshot.store import Bundle, SnapshotStore, SnapshotUnit, bundles
+from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
+
+MOST_LOCAL_STEPS = 1000
+"""Steps between two snapshots on a unit's own node, at most."""
+
+
+def local_bundles(assignment: Assignment, nodes: Sequence[str], options: CopyOptions) -> list[Bundle]:
+    """Bundles of what others keep no snapshots of: each stays on the nodes of ranks that train it.
+
+    Args:
+        assignment: the plan.
+        nodes: by rank.
+        options: preset and copies.
+    """
+    if options.choices.needs_checkpoint_dir:
+        return []
+    kept_at = [
+        (kept.unit, rank)
+        for kept in assignment.plan.units
+        if kept.kind != "snapshot"
+        for rank in _local_keepers(kept, assignment, nodes, options.copies)
+    ]
+    local = bundles([unit for unit, _ in kept_at], [[rank] for _, rank in kept_at])
+    if options.choices.per_expert_versions:
+        return [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
+    return local
+
+
+def _local_keepers(kept: UnitProtection, assignment: Assignment, nodes: Sequence[str], copies: int) -> list[int]:
+    """Ranks that keep snapshots of their own of what they train and send no snapshots of.
+
+    Where others follow the state a step late, all must be able to go back by one: also after a loss of nodes.
+    """
+    if not assignment.commits_late:
+        return [kept.primary]
+    keepers = {nodes[kept.primary]: kept.primary}
+    for rank in assignment.active[kept.unit]:
+        keepers.setdefault(nodes[rank], rank)
+    return list(keepers.values())[:copies]
+
+
+class Snapshots(StateKeeper):
+    """The rounds of a session.
+
+    Args:
+        state: this member's units.
+        store: this node's arenas.
+        membership: who takes part.
+        options: preset, copies and budget.
+        windows: how snapshots travel.
+        emit: of the session.
+    """
+
+    def __init__(
+        self,
+        state: TrainingState,
+        store: SnapshotStore,
+        membership: Membership,
+        options: CopyOptions,
+        windows: WindowOptions,
+        emit: Listener,
+    ) -> None:
+        self._state, self._store, self._membership = state, store, membership
+        self._options, self._emit = options, emit
+        self.pacer = Pacer()
+        self.pacer.attach(membership.trainer_group)
+        self.courier = Courier(membership.background, self.pacer, "evermoe-snapshots", device=membership.device)
+        policy = options.choices.schedule if options.copies else None
+        self.window_planner = WindowPlanner(self.pacer, self.courier, store, membership, windows, policy)
+        self.commits_late = False
+        """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+        self._round: SnapshotRound | None = None
+        self._is_settled = False
+        """Whether nothing is sent until `restart`, as the members change."""
+        self._local: dict[int, tuple[str, ...]] = {}
+        """Units of the bundles that only their primaries keep, by the bundle's number."""
+        self._sent: dict[int, tuple[tuple[str, ...], int]] = {}
+        """Units and period of the bundles that others keep, too."""
+        self._local_steps, self._newest_local = 1, 0
+        self._generation = 0
+
+    # ---- which bundles there are
+
+    def replan(self, assignment: Assignment) -> None:
+        """Makes the arenas of a plan; `protect_all` and `restart` must follow.
+
+        Raises:
+            OSError: the shared memory is too small.
+        """
+        self.commits_late, self._generation = assignment.commits_late, assignment.generation
+        self._local_steps = self._options.local_every or 1
+        if not self._options.copies:
+            return
+        by_unit = assignment.plan.by_unit
+        snapshots = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
+        found = []
+        for period in sorted({kept.period for kept in snapshots}):
+            some = [kept for kept in snapshots if kept.period == period]
+            found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
+        local = local_bundles(assignment, self._membership.nodes, self._options)
+        self._local = {len(found) + place: bundle.units for place, bundle in enumerate(local)}
+        self._sent = {number: (bundle.units, by_unit[bundle.units[0]].period) for number, bundle in enumerate(found)}
+        rank = self._membership.everyone.rank
+        self._store.create_arenas([*found, *local], assignment.generation, assignment.member, rank)
+
+    @property
+    def local_units(self) -> list[str]:
+        """Units of which snapshots stay on their own nodes."""
+        return [unit for units in self._local.values() for unit in units]
+
+    # ---- everything once
+
+    def protect_all(self, version: int) -> Collection[str]:
+        """Begins to copy all bundles as of `version`."""
+        if self._sent or self._local:
+            self._round = SnapshotRound(self._store, version, self.courier, emit=self._emit).start()
+        return ()
+
+    def restart(self, step: int) -> None:
+        """Begins the next step: all copies are complete."""
+        self._is_settled, self._newest_local = False, step
+        self.window_planner.restart(step, self.commits_late)
+        self.pacer.begin_step()
+        if self._options.copies:
+            self._store.prune(self._generation)
+
+    # ---- a step
+
+    def make_room(self, step: int) -> None:
+        """One version at a time: waits for the one under way if another one is due."""
+        if self._round is not None and (self.commits_late or self._due_for_peers(step) or not self._sent):
+            self.pacer.hurry()
+            self.wait()
+
+    def before_vote(self, step: int) -> bool:
+        """Waits for what must be safe by then; whether that is so."""
+        if self._round is not None and self.commits_late:
+            return self.wait()
+        if self._round is not None and not self._sent:  # no peer is waited for
+            self._round.task.wait()
+        return True
+
+    def wait(self) -> bool:
+        """Whether the version that is under way is whole here. The training thread waits, but not for a silent peer."""
+        if self._round is None:
+            return True
+        task = self._round.task
+        is_done = self.courier.wait(task, self._membership.trainer_group)
+        return is_done and bool(task.result)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the version that is under way will not be whole: a peer is gone."""
+        return None if self._round is None else self._round.task.lost
+
+    def before_update(self) -> None:
+        """Waits until the state may be changed."""
+        if self._round is not None:
+            self._round.wait_captured()
+
+    def settle(self) -> bool:
+        """Waits until nothing is under way, and begins nothing more; whether all that was is whole."""
+        self.pacer.hurry()
+        self._is_settled = True
+        self.before_update()
+        is_whole = self.wait()
+        self._round = None
+        return is_whole
+
+    @property
+    def capture_seconds(self) -> float:
+        """Seconds that the latest capture took."""
+        return 0.0 if self._round is None else self._round.capture_seconds
+
+    def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
+        """Sets, from the sums over all members, how often local snapshots cost no more than the budget."""
+        if self._options.local_every is None and step_seconds > 0:
+            steps = math.ceil(capture_seconds / (self._options.copy_budget * step_seconds))
+            self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
+
+    # ---- what is due
+
+    def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
+        """Bundles of which a round should begin now; `choose` gives the experts for local snapshots."""
+        if not self._sent and not self._local:
+            return Due()
+        if self.commits_late:
+            return Due(bundles=None)
+        sent = self._due_for_peers(step)
+        if not sent and self._round is not None and not self._round.task.is_over_within(0):
+            return Due()  # the round takes several steps; local snapshots can wait for it
+        local = set(self._local) if self._is_local_due(step) else set()
+        if self._options.choices.per_expert_versions and choose is not None:
+            local = self._only_chosen(choose(), local)
+        return Due(
+            frozenset(sent | local),
+            remote=[unit for number in sent for unit in self._sent[number][0]],
+            local=[unit for number in local for unit in self._local[number]],
+        )
+
+    def _due_for_peers(self, step: int) -> set[int]:
+        return {number for number, (_, period) in self._sent.items() if step % period == 0}
+
+    def _is_local_due(self, step: int) -> bool:
+        return step >= self._newest_local + self._local_steps
+
+    def _only_chosen(self, experts: Collection[str], due: set[int]) -> set[int]:
+        """MoEtion: of the experts, those that its local budget chooses; the rest at its own pace."""
+        return {
+            number
+            for number, units in self._local.items()
+            if (units[0] in experts if self._state.catalog.by_name[units[0]].layer is not None else number in due)
+        }
+
+    def start(self, version: int, due: Due) -> None:
+        """Begins a round of what is due of the state, which is that of `version`."""
+        if due.bundles == frozenset():
+            return
+        if due.bundles is not None and self._is_local_due(step_of(version)):
+            self._newest_local = step_of(version)
+        if not self._is_settled:  # where the members change, no peer would receive it
+            self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
+
+    def stored(self) -> Iterator[tuple[SnapshotUnit, str]]:
+        """Every whole version of every unit in this node's memory, also of processes that have died here."""
+        for stored in self._store.stored():
+            yield stored, "snapshot"
+
+    def close(self) -> None:
+        """Ends all threads. Nothing may be under way."""
+        self.courier.close()

@@ -1,0 +1,211 @@
+"""Snapshots of units in named shared memory: on their own node and on other nodes.
+
+Each unit has one *primary*: the rank that writes its copies. Units with the same primary and the same other holders
+form a *bundle*; a bundle's bytes lie in one arena on each node that keeps it, with room for two versions. A primary
+captures its units in its own arena, then sends those bytes, digests included, to the peers' arenas; all of it in a
+courier's thread, beside training.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from evermoe._native import Arena, Capture, CopyEngine
+from evermoe.errors import CorruptCopy
+from evermoe.snapshot.chunked_copy import ChunkedCopy
+from evermoe.snapshot.segments import Segment, Segments
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import SESSION
+
+MOST_TRIES = 3
+"""Send attempts before `CorruptCopy`."""
+STAGING_CHUNKS = 4
+"""Page-locked chunks that a capture from a GPU goes through."""
+_FILE = re.compile(r"^(\d{10})-.*\.arena$")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Units that travel together: `holders[0]` is the primary, the others keep copies for it."""
+
+    holders: tuple[int, ...]
+    units: tuple[str, ...]
+
+
+def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bundle]:
+    """Groups units by the ranks that keep their copies, in order of first appearance; `session` stays alone.
+
+    Its tensors are on the CPU wherever the model is.
+
+    Example: holders [[0, 1], [2, 3], [0, 1]] of units a, b, c → (0, 1): a, c and (2, 3): b.
+    """
+    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for unit, ranks in zip(units, holders, strict=True):
+        grouped.setdefault((tuple(ranks), unit == SESSION), []).append(unit)
+    return [Bundle(ranks, tuple(names)) for (ranks, _), names in grouped.items()]
+
+
+@dataclass(frozen=True)
+class SnapshotUnit:
+    """A whole version of one unit in an arena of this node."""
+
+    unit: str
+    version: int
+    digest: int
+    data: Tensor
+    """uint8 `[nbytes]`, a view of the shared memory."""
+
+
+@dataclass
+class BundleArena:
+    """An arena of this node, for a bundle of the protection plan."""
+
+    number: int
+    """Number of the bundle, the same on all its holders."""
+    bundle: Bundle
+    arena: Arena
+    index: int = -1
+    """The buffer that is being written."""
+    chunks: tuple[list[int], ChunkedCopy] | None = None
+    """Addresses of tensors on a GPU, and the chunks that they are captured through."""
+
+
+def _open_engine() -> CopyEngine:
+    engine = CopyEngine()
+    engine.open()
+    return engine
+
+
+@dataclass
+class SnapshotStore:
+    """The arenas of this node's directory and the exchange that fills them.
+
+    `directory` belongs to one job and one node: its files outlive a crash of the process, not the node.
+    """
+
+    directory: Path
+    state: TrainingState
+    chunk_bytes: int = 1 << 20
+    """Size of a message at most."""
+    engine: CopyEngine = field(default_factory=_open_engine)
+    """Captures state in arenas, in a thread of its own."""
+    own: list[BundleArena] = field(default_factory=list)
+    """Arenas that this rank fills from its state."""
+    peers: list[BundleArena] = field(default_factory=list)
+    """Arenas that other ranks fill."""
+    segments: Segments | None = None
+    """Segments of the bundles, as planned; None for even ones."""
+
+    def even_segments(self) -> Segments:
+        """Messages of `chunk_bytes`, one bundle after the other, to any window."""
+        sends = [segment for kept in self.own for peer in kept.bundle.holders[1:] for segment in self._even(kept, peer)]
+        return Segments(sends, [segment for kept in self.peers for segment in self._even(kept, kept.bundle.holders[0])])
+
+    def _even(self, kept: BundleArena, peer: int) -> Iterator[Segment]:
+        total = kept.arena.payload_bytes
+        starts = range(0, total, self.chunk_bytes)
+        for place, start in enumerate([*starts[1:], 0]):  # the digests last: they are known when all is captured
+            yield Segment(kept.number, peer, place, start, min(self.chunk_bytes, total - start))
+
+    def newest_generation(self) -> int:
+        """The newest generation of the arenas found in the directory; 0 when there is none."""
+        return max((generation for generation, _ in self._files()), default=0)
+
+    def check_model(self) -> None:
+        """Refuses to work in memory that another model has left behind.
+
+        Raises:
+            ValueError: the message names the folder.
+        """
+        for _, path in self._files():
+            try:
+                layout = json.loads(Arena.open(str(path)).meta).get("layout")
+            except (CorruptCopy, FileNotFoundError):
+                continue
+            if layout != self.state.catalog.layout:
+                raise ValueError(
+                    f"{self.directory} holds the memory of a job that trained another model or optimizer. To resume "
+                    "with it, start its own script; to start afresh, give the job another name or remove the folder."
+                )
+
+    def _files(self) -> Iterator[tuple[int, Path]]:
+        for path in sorted(self.directory.glob("*.arena")):
+            match = _FILE.match(path.name)
+            if match:
+                yield int(match[1]), path
+
+    def create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
+        """Makes new, empty arenas for what this rank is primary for and what it keeps for peers.
+
+        The arenas of earlier generations stay until `prune`: they are what a failure would need now.
+
+        Raises:
+            OSError: the shared memory is too small; the message says how many bytes are needed and free.
+        """
+        self.own, self.peers, self.segments = [], [], None
+        for number, bundle in enumerate(planned):
+            if rank not in bundle.holders:
+                continue
+            path = self.directory / f"{generation:010d}-{number}-{member}.arena"
+            meta = json.dumps({"generation": generation, "member": member, "layout": self.state.catalog.layout})
+            units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
+            kept = BundleArena(number, bundle, Arena.create(str(path), meta, units))
+            (self.own if bundle.holders[0] == rank else self.peers).append(kept)
+
+    def capture(self, kept: BundleArena, version: int) -> Capture | None:
+        """Begins to capture a bundle's units as they are now; None if they are on several devices or not contiguous."""
+        tensors = self.state.tensors(kept.bundle.units)
+        every = [tensor for each in tensors for tensor in each]
+        if len({tensor.device for tensor in every}) != 1 or not all(tensor.is_contiguous() for tensor in every):
+            return None
+        if every[0].is_cuda:
+            capture = self._through_chunks(kept, every).capture(self.engine, kept.arena, version, [*map(len, tensors)])
+        else:
+            runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in each] for each in tensors]
+            capture = self.engine.capture(kept.arena, version, runs, every)
+        kept.index = capture.index
+        return capture
+
+    def _through_chunks(self, kept: BundleArena, tensors: list[Tensor]) -> ChunkedCopy:
+        """Page-locked chunks for tensors on a GPU, made once as long as the tensors stay where they are."""
+        places = [tensor.data_ptr() for tensor in tensors]
+        if kept.chunks is None or kept.chunks[0] != places:
+            kept.chunks = places, ChunkedCopy(tensors, slots=STAGING_CHUNKS)
+        return kept.chunks[1]
+
+    def stored(self) -> Iterator[SnapshotUnit]:
+        """Every whole version of every unit in this node's memory, also of processes that have died here."""
+        for _, path in self._files():
+            try:
+                arena = Arena.open(str(path))
+            except (CorruptCopy, FileNotFoundError):
+                continue  # torn by a crash while it was made, or pruned by a peer on this node
+            for index, version in arena.versions():
+                data = torch.from_numpy(arena.buffer(index))
+                for (name, offset, nbytes), digest in zip(arena.units(), arena.digests(index), strict=True):
+                    yield SnapshotUnit(name, version, digest, data[offset : offset + nbytes])
+
+    def prune(self, generation: int) -> None:
+        """Removes the arenas of earlier generations: a newer version is whole on all nodes."""
+        for path in self.directory.glob("*.arena*"):  # with drafts of a process that was killed while it made one
+            if path.name[:10].isdigit() and int(path.name[:10]) < generation:
+                path.unlink(missing_ok=True)
+
+    def close(self, member: str) -> None:
+        """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""
+        self.own, self.peers = [], []
+        for _, path in self._files():
+            if path.name.endswith(f"-{member}.arena"):
+                path.unlink(missing_ok=True)
+        for directory in (self.directory, self.directory.parent):
+            try:
+                directory.rmdir()
+            except OSError:
+                return  # others still use it

@@ -1,0 +1,381 @@
+"""When snapshots travel: profile → windows → chunk plan → segments and places, again whenever the steps have changed.
+
+    rank 0   pacer records some steps ─ find_windows ─┐             ┌─ plans of rank 0 and of its senders ─ cuts, places
+    rank 1   pacer records some steps ─ find_windows ─┴─ all gather ┴─ plans of rank 1 and of its senders ─ cuts, places
+
+Both ends must divide a bundle alike, so they plan from the same gathered data, at a step that all know from its number.
+The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from evermoe.comm.courier import IN_FLIGHT, Courier, Sent
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.comm.membership import Membership
+from evermoe.comm.pacer import Pacer, TimedStep
+from evermoe.options import SHARED, Options
+from evermoe.planning.schedule import (
+    DEFAULT_LINK,
+    ChunkPlan,
+    ChunkPolicy,
+    CopyItem,
+    Link,
+    Memory,
+    Receiver,
+    plan_chunks,
+)
+from evermoe.planning.trace import SentChunk, chrome_trace
+from evermoe.planning.windows import Change, Span, StepProfile, Windows, find_windows, has_changed
+from evermoe.profile.peers import clock_offset, connect
+from evermoe.snapshot.segments import Segment, Segments
+from evermoe.snapshot.store import SnapshotStore
+
+logger = logging.getLogger(__name__)
+
+COPIES = "copies"
+"""Name of the span in which the training thread waits for copies before a vote."""
+WARM_UP = 3
+"""Steps after a change of membership that are no measure."""
+TOLERANCE = 0.05
+"""Part of a step by which windows may change before it is planned anew."""
+LEAST_SAMPLES = 8
+"""Messages from which the network's speed is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions(Options):
+    """How snapshots travel."""
+
+    copy_buffer_bytes: int = field(default=1 << 20, metadata=SHARED)
+    """Bytes of a snapshot that travel at once, at most; two such messages are under way at a time."""
+    profile_steps: int = field(default=20, metadata=SHARED)
+    """Steps that are recorded to find the network's idle windows, in which snapshots travel from then on; 0: none, they
+    travel whenever no collective runs."""
+    profile_every: int = field(default=1000, metadata=SHARED)
+    """Steps between two such profiles. Another one follows each change of the members."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_least(0, "profile_steps")
+        self._check_least(1, "copy_buffer_bytes", "profile_every")
+        if self.profile_every < self.profile_steps + 2:
+            raise ValueError(
+                f"expected profile_every >= profile_steps + 2 = {self.profile_steps + 2}, got {self.profile_every}"
+            )
+
+
+class Outgoing(NamedTuple):
+    """A bundle that a rank sends."""
+
+    bundle: int
+    peers: list[int]
+    parts: list[tuple[int, int]]
+    """Offset and bytes of each unit, one behind the other. Before the first one is the table of their digests."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank tells the others about its steps, and what it sends."""
+
+    windows: str
+    """`Windows.to_json`; empty from a replica node, whose network is always idle."""
+    starts: list[float]
+    """When its recorded steps began: seconds on rank 0's clock."""
+    changed: str
+    """How this rank's profile differs from its last report; empty if not significantly."""
+    link: tuple[float, float]
+    """Alpha and beta of its link."""
+    outgoing: list[Outgoing]
+
+
+# ---- pure
+
+
+def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
+    """What a pacer has recorded, as `find_windows` takes it.
+
+    Args:
+        timed: steps.
+        until_vote: a version must be whole before the next vote: from when it is waited for, the network counts as
+            busy until the step is over.
+    """
+    steps = []
+    for start, end, busy in timed:
+        spans = []
+        for name, since, until in busy:
+            is_last = until_vote and name == COPIES
+            ends = end if is_last else until
+            spans.append(Span(name, "collective", "network", (since - start) / 1e9, (ends - since) / 1e9))
+            if is_last:
+                break
+        steps.append(StepProfile((end - start) / 1e9, spans))
+    return steps
+
+
+def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float]]:
+    """The network's windows as `Pacer.expect` takes them."""
+    found = [(number, window) for number, window in enumerate(windows.windows) if window.resource == "network"]
+    return {
+        (window.after, window.occurrence): (number, window.seconds) for number, window in found if window.offset == 0.0
+    }
+
+
+def measure_link(sent: Sequence[Sent], default: Link) -> Link:
+    """What transfers took: alpha and beta of a line through the medians of the smaller and of the larger half.
+
+    A message that was begun while another one was under way has had the link for itself only since that one's end.
+
+        >>> def message(start, milliseconds, nbytes):
+        ...     return Sent(start, start + milliseconds * 10**6, nbytes, 1, None)
+        >>> sent = [message(number * 10**9, 2 if number % 2 else 3, 10**6 if number % 2 else 2 * 10**6)
+        ...         for number in range(8)]
+        >>> measure_link(sent, Link(1e-4, 1e9))  # 1 MB in 2 ms, 2 MB in 3 ms
+        Link(alpha=0.001, beta=1000000000.0)
+        >>> measure_link(sent[:7], Link(1e-4, 1e9))  # too few
+        Link(alpha=0.0001, beta=1000000000.0)
+
+    Args:
+        sent: in the order in which they ended.
+        default: the answer where there are fewer than `LEAST_SAMPLES`; its alpha also where all sizes are alike.
+    """
+    samples = []
+    before = 0
+    for each in sent:
+        samples.append((each.nbytes, max(1e-7, (each.end - max(each.start, before)) / 1e9)))
+        before = max(before, each.end)
+    if len(samples) < LEAST_SAMPLES:
+        return default
+    samples.sort()
+    half = len(samples) // 2
+    (small, quick), (large, slow) = (
+        [statistics.median(values) for values in zip(*part, strict=True)] for part in (samples[:half], samples[half:])
+    )
+    if large > 1.5 * small and slow > quick:
+        alpha = max(0.0, quick - small * (slow - quick) / (large - small))
+    else:
+        alpha = min(default.alpha, slow / 2)
+    return Link(alpha, max(1.0, large) / (slow - min(alpha, slow / 2)))
+
+
+def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[CopyItem], list[tuple[int, int]]]:
+    """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units.
+
+    Digests come last: they are known when all units are captured.
+    """
+    items, origins = [], []
+    for bundle, peers, parts in outgoing:
+        first = parts[0][0]
+        units = parts if policy == "baft" else [(first, sum(nbytes for _, nbytes in parts))]
+        for offset, nbytes in [*units, (0, first)]:
+            items.append(CopyItem(f"{bundle}:{offset}", nbytes, peers))
+            origins.append((bundle, offset))
+    return items, origins
+
+
+def plan_of(rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk_bytes: int) -> ChunkPlan:
+    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have."""
+    items, _ = items_of(reports[rank].outgoing, policy)
+    windows = Windows.from_json(reports[rank].windows)
+    ends = []
+    for peer in sorted(_peers(reports[rank].outgoing)):
+        if reports[peer].windows:
+            ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
+        else:
+            ends.append(Receiver(peer, windows))
+    memory = Memory(IN_FLIGHT * chunk_bytes, IN_FLIGHT)
+    return plan_chunks(items, windows, Link(*reports[rank].link), memory, policy=policy, receivers=ends)
+
+
+def _lead(sender: RankReport, receiver: RankReport) -> float:
+    return statistics.median(b - a for a, b in zip(sender.starts, receiver.starts, strict=True))
+
+
+def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
+    """The chunks of a sender as segments of its bundles; `peer` is the destination."""
+    items, origins = items_of(outgoing, policy)
+    origin = {item.unit: found for item, found in zip(items, origins, strict=True)}
+    segments: list[Segment] = []
+    places: dict[tuple[int, int], int] = {}
+    for chunk in plan.chunks:
+        bundle, first = origin[chunk.unit]
+        place = places.get((bundle, chunk.destination), 0)
+        places[bundle, chunk.destination] = place + 1
+        segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, chunk.window))
+    return segments
+
+
+# ---- with the clock and the others
+
+
+class WindowPlanner:
+    """Profiles the session's steps and says when its snapshots travel.
+
+    Args:
+        pacer: follows the group of the training thread.
+        courier: sends the snapshots.
+        store: holds the bundles.
+        membership: the members.
+        options: sizes, and when steps are recorded.
+        policy: plans chunks for windows; None: snapshots never wait for one.
+    """
+
+    def __init__(
+        self,
+        pacer: Pacer,
+        courier: Courier,
+        store: SnapshotStore,
+        membership: Membership,
+        options: WindowOptions,
+        policy: ChunkPolicy | None,
+    ) -> None:
+        self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
+        self._options, self._policy, self._until_vote = options, policy, False
+        self._default = DEFAULT_LINK
+        self._base = 0
+        self._reports: list[RankReport] = []
+        self._recorded: tuple[list[TimedStep], Windows | None] = [], None
+        self.windows: Windows | None = None
+        """Windows of this member's network, as copies use them now; None before the first profile."""
+        self.step_seconds: float | None = None
+        """Seconds of a step, from the latest profile, also one of earlier members."""
+        self.network_seconds: float | None = None
+        """Idle seconds of this member's network in a step, of the same profile."""
+        self.summary = ""
+        """Summary of the plan of the slowest member."""
+        self.plans = 0
+        """Number of plans so far."""
+        store.chunk_bytes = options.copy_buffer_bytes
+        courier.link = self._default
+
+    @property
+    def _group(self) -> Group:
+        """Group of all members, replica nodes included."""
+        return self._membership.everyone
+
+    def restart(self, step: int, until_vote: bool) -> None:
+        """Discards the plan: other members, or another protection plan, from this step on.
+
+        `until_vote`: each version must be whole before the vote that follows it.
+        """
+        self._until_vote = until_vote
+        self._base, self._reports, self.windows = step, [], None
+        self._store.segments = None
+        self._pacer.record(0)
+        self._pacer.expect({})
+
+    def after(self, step: int) -> None:
+        """A step is over, the same on all members: begins a profile or plans from it when it is time to. Collective.
+
+        Raises:
+            PeerLost: another member is gone.
+        """
+        steps = self._options.profile_steps
+        since = step - self._base - WARM_UP
+        if self._policy is None or self._group.size == 1 or not steps or since < 0:
+            return
+        if since % self._options.profile_every == 0:
+            self._pacer.record(steps)
+        elif since % self._options.profile_every == steps + 1:
+            self._consider(step, self._policy)
+
+    def _consider(self, step: int, policy: ChunkPolicy) -> None:
+        reports = self._gather(*self._profile())
+        changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
+        if self._reports and not changed:
+            return
+        self._reports = reports
+        if reports[self._group.rank].windows:
+            mine = self.windows = Windows.from_json(reports[self._group.rank].windows)
+            idle = [window.seconds for window in mine.windows if window.resource == "network"]
+            self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
+        self._adopt(policy)
+        if self._group.rank == 0 and any(report.outgoing for report in reports):
+            why = f"; planned anew, because of {changed[0]}" if self.plans > 1 and changed else ""
+            logger.info("copies in windows from step %d on: %s%s", step, self.summary, why)
+
+    def _profile(self) -> tuple[list[StepProfile], list[float]]:
+        """The steps to find windows in, and when they started: seconds of `time.perf_counter`."""
+        timed = self._pacer.recorded()
+        self._pacer.record(0)
+        self._recorded = timed, self.windows
+        return as_steps(timed, self._until_vote), [each.start / 1e9 for each in timed]
+
+    def _gather(self, steps: Sequence[StepProfile], starts: Sequence[float]) -> list[RankReport]:
+        offset = clock_offset(connect(self._group)).seconds
+        change: Change | None = None
+        if self.windows is not None:
+            change = has_changed(self.windows, steps, tolerance=TOLERANCE)
+        link = measure_link(list(self._courier.sent), self._default)
+        mine = RankReport(
+            find_windows(steps).to_json() if steps else "",
+            [start + offset for start in starts],
+            "" if change is None else change.summary,
+            (link.alpha, link.beta),
+            self._outgoing(),
+        )
+        everyone = gather_json(self._group, asdict(mine))
+        return [
+            RankReport(**fields | {"outgoing": [Outgoing(*each) for each in fields["outgoing"]]}) for fields in everyone
+        ]
+
+    def _outgoing(self) -> list[Outgoing]:
+        found = []
+        for kept in self._store.own:
+            peers = list(kept.bundle.holders[1:])
+            if peers:
+                starts = [*(offset for _, offset, _ in kept.arena.units()), kept.arena.payload_bytes]
+                parts = [(a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+                found.append(Outgoing(kept.number, peers, parts))
+        return found
+
+    def _adopt(self, policy: ChunkPolicy) -> None:
+        """Plans for this rank and for those that send to it. Collective."""
+        rank, reports = self._group.rank, self._reports
+        is_sender = [
+            report.windows and (s == rank or rank in _peers(report.outgoing)) for s, report in enumerate(reports)
+        ]
+        senders = [s for s, is_one in enumerate(is_sender) if is_one]
+        plans = {s: plan_of(s, reports, policy, self._options.copy_buffer_bytes) for s in senders}
+        segments = {s: segments_of(plan, reports[s].outgoing, policy) for s, plan in plans.items()}
+        receives = [
+            segment._replace(peer=s) for s in senders if s != rank for segment in segments[s] if segment.peer == rank
+        ]
+        self._store.segments = Segments(segments.get(rank, []), receives)
+        self._courier.link = Link(*reports[rank].link)
+        mine = [0.0, 0, ""]
+        if self.windows is not None and rank in plans:
+            self._pacer.expect(places_of(self.windows))
+            reason = plans[rank].reason
+            mine = [reason.delay_seconds, reason.steps_per_version, f"{reason} (rank {rank})"]
+        everyone = gather_json(self._group, mine)
+        self.summary = max(everyone)[2]
+        self.plans += 1
+
+    # ---- traces
+
+    def trace(self) -> str:
+        """The steps of the latest profile, the windows that copies used then, and what was sent; for Perfetto.
+
+        Raises:
+            ValueError: no profile is over yet.
+        """
+        timed, windows = self._recorded
+        if not timed:
+            raise ValueError("trace: no profile is over yet")
+        steps = as_steps(timed, until_vote=False)
+        start = timed[0].start / 1e9
+        sent = [
+            SentChunk(each.start / 1e9, (each.end - each.start) / 1e9, *each[2:]) for each in list(self._courier.sent)
+        ]
+        return chrome_trace(steps, windows, sent=sent, rank=self._group.rank, start=start)
+
+
+def _peers(outgoing: Sequence[Outgoing]) -> set[int]:
+    return {peer for each in outgoing for peer in each.peers}

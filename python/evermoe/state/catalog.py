@@ -1,0 +1,80 @@
+"""Which units there are: names, byte layouts and the digest by which members know that theirs are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from evermoe._native import digest
+from evermoe.state.unit import TensorSpec, Unit
+
+
+class Part(Protocol):
+    """The units of one stage of a pipeline, as one of its ranks reports them."""
+
+    @property
+    def stage(self) -> int:
+        """Number of the stage."""
+
+    @property
+    def layout(self) -> str:
+        """Layout digest of its units."""
+
+    @property
+    def units(self) -> Sequence[tuple[str, int]]:
+        """Name and bytes of each."""
+
+
+class UnitCatalog:
+    """All units of a job, in the order that all members share.
+
+    Args:
+        units: in order.
+        layout: digest that stands for all of them; None to derive it from names, shapes and types.
+    """
+
+    def __init__(self, units: Iterable[Unit], layout: str | None = None) -> None:
+        self.units = tuple(units)
+        self.by_name = {unit.name: unit for unit in self.units}
+        described = [(unit.name, [(s.name, s.shape, str(s.dtype)) for s in unit.specs]) for unit in self.units]
+        self.layout = _digest_of(described) if layout is None else layout
+        """Digest of all units' names, shapes and types: equal for members that can exchange them."""
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Name and bytes of each unit."""
+        return [(unit.name, unit.nbytes) for unit in self.units]
+
+    def experts(self) -> list[str]:
+        """Names of the units that are experts."""
+        return [unit.name for unit in self.units if unit.layer is not None]
+
+    def dense(self) -> list[str]:
+        """Names of the other units, which every training rank holds."""
+        return [unit.name for unit in self.units if unit.layer is None]
+
+    def merged(self, parts: Iterable[Part]) -> UnitCatalog:
+        """The units of all stages, stage by stage: of this catalog's own units the layout, of all others the size.
+
+        Raises:
+            ValueError: ranks of one stage differ in their model or optimizer.
+        """
+        found: dict[int, Part] = {}
+        for part in parts:
+            if found.setdefault(part.stage, part).layout != part.layout:
+                raise ValueError(
+                    f"ranks of stage {part.stage} have units with different names, shapes or types: build the same "
+                    "stage and the same optimizer on all of them"
+                )
+        stages = sorted(found)
+        units = [self._known_or_opaque(*each) for stage in stages for each in found[stage].units]
+        return UnitCatalog(units, _digest_of([(stage, found[stage].layout) for stage in stages]))
+
+    def _known_or_opaque(self, name: str, nbytes: int) -> Unit:
+        return self.by_name.get(name) or Unit(name, (TensorSpec("all", (nbytes,), torch.uint8),))
+
+
+def _digest_of(described: object) -> str:
+    return f"{digest(np.frombuffer(repr(described).encode(), np.uint8)):016x}"

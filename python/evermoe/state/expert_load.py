@@ -1,0 +1,68 @@
+"""Tokens that the experts of all MoE layers get; the same on all ranks.
+
+Shape suffixes: L layers, E experts of the layer that has the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from evermoe.moe import MoE
+from evermoe.planning import LoadAverage
+from evermoe.state.unit import expert_unit
+
+LOAD_HALF_LIFE = 7.0
+"""Steps after which a step counts half in the average load of the experts."""
+
+
+class ExpertLoad:
+    """Tokens of each expert: their average in a step, and their totals over the run.
+
+    Both tensors are part of the state: after a recovery all ranks count on from the same numbers.
+
+    Args:
+        layers: MoE layers by module path.
+    """
+
+    def __init__(self, layers: Mapping[str, MoE]) -> None:
+        self._layers = layers
+        self._most_experts = max((layer.num_experts for layer in layers.values()), default=0)
+        self.average = torch.zeros(len(layers), self._most_experts + 1, dtype=torch.float64)
+        """[L, E + 1] state of the `planning.LoadAverage` of all layers."""
+        self.tokens = torch.zeros(3, len(layers), self._most_experts, dtype=torch.int64)
+        """[3, L, E] tokens of each expert: all, those lost, and the total at which it has got as many again."""
+
+    @property
+    def mean_LE(self) -> NDArray[np.float64]:
+        """Average tokens of each expert in a step; zeros past the experts of a layer that has fewer."""
+        return self._load_average().loads
+
+    def by_unit(self) -> dict[str, float]:
+        """Average tokens of each expert in a step, by unit."""
+        return {
+            expert_unit(path, expert): row[expert]
+            for row, (path, layer) in zip(self.mean_LE.tolist(), self._layers.items(), strict=True)
+            for expert in range(layer.num_experts)
+        }
+
+    def add_step(self) -> None:
+        """Adds the tokens that the layers have counted in this step to the average."""
+        tokens_LE = np.zeros((len(self._layers), self._most_experts), np.int64)
+        for row, layer in zip(tokens_LE, self._layers.values(), strict=True):
+            row[: layer.num_experts] = layer.load_E
+        average = self._load_average()
+        average.add(tokens_LE)
+        self.average.copy_(torch.from_numpy(average.state))
+
+    def forget_step(self) -> None:
+        """Forgets the tokens that the layers have counted since the last step."""
+        for layer in self._layers.values():
+            layer.load_E = np.zeros_like(layer.load_E)
+
+    def _load_average(self) -> LoadAverage:
+        state = self.average.numpy()
+        return LoadAverage(len(self._layers), self._most_experts, half_life=LOAD_HALF_LIFE, state=state)

@@ -1,0 +1,95 @@
+"""The training loop's own small state, kept as JSON in the unit `session`: sampler, scheduler, optimizer settings."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evermoe.errors import UnsupportedState
+from evermoe.sampler import ElasticSampler
+
+Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+PROGRESS_BYTES = 16384
+"""Bytes that the training loop's own state (sampler, scheduler) may take as JSON in the unit `session`."""
+
+
+class LoopState:
+    """The loop's state as JSON, in a tensor of fixed size."""
+
+    def __init__(self) -> None:
+        self.progress = torch.zeros(PROGRESS_BYTES, dtype=torch.uint8)
+
+    def store(self, progress: dict[str, object]) -> None:
+        """Replaces the stored state.
+
+        Raises:
+            UnsupportedState: it is not JSON, or too large.
+        """
+        try:
+            text = json.dumps(progress, sort_keys=True).encode()
+        except TypeError as error:
+            raise UnsupportedState(f"the state of the sampler or scheduler must be JSON: {error}") from None
+        if len(text) > PROGRESS_BYTES:
+            raise UnsupportedState(
+                f"the state of the sampler and scheduler takes {len(text)} bytes as JSON; at most {PROGRESS_BYTES} fit"
+            )
+        self.progress.zero_()
+        self.progress[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def load(self) -> dict[str, object]:
+        """The state stored last; empty when none was."""
+        text = self.progress.numpy().tobytes().rstrip(b"\0")
+        return json.loads(text) if text else {}
+
+
+def collect(
+    sampler: ElasticSampler, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+) -> dict[str, object]:
+    """What a member needs to resume as its peers do; numbers, strings, lists and dicts."""
+    found: dict[str, object] = {
+        "sampler": sampler.state_dict(),
+        "optimizer": [_group_options(group) for group in optimizer.param_groups],
+    }
+    if scheduler is not None:
+        found["scheduler"] = _plain_part(scheduler.state_dict())
+    return found
+
+
+def restore(
+    progress: dict[str, Any], sampler: ElasticSampler, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+) -> None:
+    """The inverse of `collect`. Settings and schedulers that only one side knows stay as they are."""
+    sampler.load_state_dict(progress["sampler"])
+    if scheduler is not None and "scheduler" in progress:
+        scheduler.load_state_dict(progress["scheduler"])
+    for group, values in zip(optimizer.param_groups, progress["optimizer"], strict=True):
+        for key, value in ((key, value) for key, value in values.items() if key in group):
+            if isinstance(group[key], Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _group_options(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's own settings, which schedulers change: learning rate, betas, momentum…"""
+    options = {key: value for key, value in group.items() if key != "params"}
+    scalars = {key: value.item() for key, value in options.items() if isinstance(value, Tensor) and value.numel() == 1}
+    return _plain_part(options | scalars)
+
+
+def _plain_part(state: dict[str, Any]) -> dict[str, Any]:
+    """What JSON carries of a scheduler's state, inner schedulers included. The rest (functions, tables) is constant."""
+    inner = {"_schedulers": [_plain_part(part) for part in state["_schedulers"]]} if "_schedulers" in state else {}
+    return {key: value for key, value in (state | inner).items() if _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)

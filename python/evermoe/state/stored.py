@@ -1,0 +1,81 @@
+"""Versions of units that a member has beside the state that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from evermoe.state.version import step_of
+
+
+class StoredUnit(Protocol):
+    """A version of one unit that a member has beside the state that it trains."""
+
+    @property
+    def unit(self) -> str:
+        """Name of the unit."""
+
+    @property
+    def version(self) -> int:
+        """Version of its bytes."""
+
+    @property
+    def digest(self) -> int:
+        """XXH3-64 of its bytes."""
+
+    @property
+    def data(self) -> Tensor:
+        """uint8 `[nbytes]` on the CPU, read when it is asked for; empty if it cannot be read any more."""
+
+
+@dataclass(frozen=True)
+class RetainedUnit:
+    """A unit that this member trained until a recovery moved it."""
+
+    unit: str
+    version: int
+    digest: int
+    data: Tensor
+
+
+class RetainedUnits:
+    """Units that a recovery has moved from this member to others, in host memory.
+
+    Until the copies of the new arrangement are complete, the member that got a unit may be the only one that has it. So
+    the one that gave it away retains its bytes until then: a failure in between finds them here.
+    """
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._units: dict[str, tuple[int, Tensor]] = {}
+
+    def begin(self, version: int, current: Collection[tuple[str, int]]) -> None:
+        """A recovery to this version is adopted; what was retained before stays if it is of the same state.
+
+        Args:
+            version: that all members now get.
+            current: unit and digest of all that this member has of it.
+        """
+        kept = {unit: found for unit, found in self._units.items() if (unit, found[0]) in current}
+        self._version, self._units = version, kept
+
+    def add(self, unit: str, digest: int, data: Tensor) -> None:
+        """Retains a unit's bytes, uint8 `[nbytes]` on the CPU, of the version that was begun."""
+        self._units[unit] = digest, data
+
+    def stored(self, version: int) -> Iterator[RetainedUnit]:
+        """The retained units; `version` is that of this member's state.
+
+        A recovery may give a state a new version without a step. Then what is retained of it has that version, too.
+        """
+        if step_of(version) != step_of(self._version):
+            version = self._version
+        for unit, (digest, data) in self._units.items():
+            yield RetainedUnit(unit, version, digest, data)
+
+    def release(self) -> None:
+        """Frees the memory: the copies of the new arrangement are complete everywhere."""
+        self._units = {}

@@ -1,0 +1,183 @@
+"""The state of a rank's model and optimizer, read and written unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from evermoe.errors import UnsupportedState
+from evermoe.moe import MoE, moe_layers
+from evermoe.state.catalog import UnitCatalog
+from evermoe.state.expert_load import ExpertLoad
+from evermoe.state.loop_state import LoopState
+from evermoe.state.optimizer_state import create_optimizer_state
+from evermoe.state.stored import RetainedUnits
+from evermoe.state.unit import SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit
+
+
+class TrainingState:
+    """Model, optimizer and the loop's small state, read and written unit by unit.
+
+    Replaces the MoE layers' `weights` (and the optimizer's state of them) when their experts change.
+
+    Args:
+        model: holds all experts of its MoE layers at first.
+        optimizer: over the model's parameters.
+        has_session: whether there is the unit `session`, with the loop's state and the experts' load.
+
+    Raises:
+        UnsupportedState: the optimizer keeps state that is neither a tensor of the parameter's shape nor a scalar.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, has_session: bool = True) -> None:
+        self.layers: dict[str, MoE] = moe_layers(model)
+        self.optimizer = optimizer
+        expert_parameters = {id(layer.weights) for layer in self.layers.values()}
+        if len(expert_parameters) < len(self.layers):
+            raise UnsupportedState("MoE layers may not share their weights: give each layer experts of its own")
+        self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
+        create_optimizer_state(optimizer)
+        self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
+        own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
+        self._dense = ({SESSION: own} if has_session else {}) | dense_tensors(model)
+        self.catalog = UnitCatalog(self._list_units())
+        self.retained = RetainedUnits()
+        """Units that a recovery has moved to other members; see `RetainedUnits`."""
+
+    # ---- which units there are
+
+    def _dense_state(self, name: str) -> dict[str, Tensor]:
+        """Weights and optimizer state of a unit that all ranks hold; looked up anew, as optimizers may rebind it."""
+        state: dict[str, Tensor] = {}
+        for key, tensor in self._dense[name].items():
+            state |= {key: tensor} | self._optimizer_tensors(key, tensor)
+        return state
+
+    def dense_tensors(self, name: str) -> dict[str, Tensor]:
+        """Parameters and buffers of a unit that all ranks hold, by name."""
+        return dict(self._dense[name])
+
+    def _optimizer_tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.optimizer.state.get(parameter, {})
+        return {f"{name}/{key}": value for key, value in sorted(state.items()) if isinstance(value, Tensor)}
+
+    def _list_units(self) -> list[Unit]:
+        units = [
+            Unit(name, tuple(TensorSpec(key, tuple(t.shape), t.dtype) for key, t in self._dense_state(name).items()))
+            for name in self._dense
+        ]
+        for path, layer in self.layers.items():
+            specs = tuple(
+                TensorSpec(key, tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape), t.dtype)
+                for key, t in self._stacks(layer).items()
+            )
+            units += [Unit(expert_unit(path, e), specs, path, e) for e in range(layer.num_experts)]
+        return units
+
+    def _stacks(self, layer: MoE) -> dict[str, Tensor]:
+        """A layer's weights `[e, row]` and its optimizer state: stacks of the same shape, or scalars."""
+        return {"weights": layer.weights} | self._optimizer_tensors("weights", layer.weights)
+
+    # ---- what this rank holds
+
+    def active(self, ranks: int) -> dict[str, tuple[int, ...]]:
+        """Per unit, which of so many ranks train it: all of them, or those where its expert is placed."""
+        return {
+            unit.name: tuple(range(ranks))
+            if unit.layer is None
+            else tuple(np.flatnonzero(self.layers[unit.layer].matrix_RE[:, unit.expert]).tolist())
+            for unit in self.catalog.units
+        }
+
+    def held(self) -> list[str]:
+        """Names of the units that this rank trains on: all but the experts of other ranks."""
+        experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.experts]
+        return [*self._dense, *experts]
+
+    def _tensors(self, unit: Unit) -> Iterable[Tensor]:
+        if unit.layer is None:
+            return self._dense_state(unit.name).values()
+        layer = self.layers[unit.layer]
+        row = layer.experts.index(unit.expert)  # type: ignore[arg-type]
+        return [stack[row] if stack.dim() == 2 else stack for stack in self._stacks(layer).values()]
+
+    @torch.no_grad()
+    def read(self, name: str, out: Tensor) -> None:
+        """Copies a held unit's state to `out`, uint8 `[nbytes]` on the CPU."""
+        start = 0
+        for tensor in self._tensors(self.catalog.by_name[name]):
+            out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+            start += tensor.nbytes
+
+    def digests(self, names: Sequence[str]) -> list[int]:
+        """XXH3-64 of held units' bytes, as `read` gives them."""
+        return digests_of(self.tensors(names))
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Gives up the memory of the model and the optimizer: this process only keeps copies for others."""
+        self.optimizer.state.clear()
+        for name, tensors in self._dense.items():
+            for tensor in tensors.values() if name != SESSION else ():
+                tensor.data = tensor.new_empty(0)
+        for layer in self.layers.values():
+            layer.weights.data = layer.weights.new_empty(0)
+            layer.experts = []
+        self._dense = {name: tensors for name, tensors in self._dense.items() if name == SESSION}
+
+    def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
+        """The tensors of held units now, whose bytes one after the other are the units'."""
+        return [[tensor.detach() for tensor in self._tensors(self.catalog.by_name[name])] for name in names]
+
+    def scalars(self) -> dict[str, float]:
+        """What the optimizer counts for all experts of a layer together, such as its steps; by `layer/tensor`."""
+        return {
+            f"{path}/{key}": float(tensor)
+            for path, layer in self.layers.items()
+            for key, tensor in self._stacks(layer).items()
+            if tensor.dim() == 0
+        }
+
+    @torch.no_grad()
+    def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:
+        """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.
+
+        Nothing is changed before all inputs are checked: an expert that is neither held nor fetched is a KeyError.
+        """
+        stacks = {path: self._restack(path, ids, fetched) for path, ids in experts.items()}
+        for path, tensors in stacks.items():
+            self._replace(self.layers[path], experts[path], tensors)
+        for name, data in fetched.items():
+            unit = self.catalog.by_name[name]
+            if unit.layer is None:
+                for target, value in zip(self._tensors(unit), unit.tensors(data).values(), strict=True):
+                    target.copy_(value)
+
+    def _restack(self, path: str, ids: list[int], fetched: dict[str, Tensor]) -> dict[str, Tensor]:
+        layer = self.layers[path]
+        old = self._stacks(layer)
+        rows = {e: i for i, e in enumerate(layer.experts)}
+        new = {key: t.new_empty((len(ids), *t.shape[1:])) if t.dim() == 2 else t.clone() for key, t in old.items()}
+        for i, expert in enumerate(ids):
+            name = expert_unit(path, expert)
+            if name in fetched:
+                values = list(self.catalog.by_name[name].tensors(fetched[name]).values())
+            else:
+                values = [stack[rows[expert]] if stack.dim() == 2 else stack for stack in old.values()]
+            for target, value in zip(new.values(), values, strict=True):
+                (target[i] if target.dim() == 2 else target).copy_(value)
+        return new
+
+    def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:
+        """A new Parameter, never a resized one: graphs of an interrupted step may still hold the old."""
+        old, new = layer.weights, nn.Parameter(tensors["weights"], layer.weights.requires_grad)
+        layer.weights, layer.experts = new, list(ids)
+        for group in self.optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        self.optimizer.state.pop(old, None)
+        state = {key.removeprefix("weights/"): t for key, t in tensors.items() if key != "weights"}
+        if state:
+            self.optimizer.state[new] = state

@@ -1,0 +1,121 @@
+"""A model and its optimizer as units: the smallest things that are copied, fetched, saved or moved.
+
+A unit is one expert of one MoE layer, one other module with parameters or buffers of its own, or `session` (the
+small state of the training loop). Its bytes are its pieces one after the other: weights, then the optimizer's state.
+Every rank computes the same list of units, in the same order, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from evermoe import planning
+from evermoe._native import digests
+from evermoe.moe import moe_layers
+
+SESSION = "session"
+"""The unit with the small state of the training loop."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a unit: what it is called, and its shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Name and byte layout of a unit; `layer` and `expert` are set for an expert."""
+
+    name: str
+    specs: tuple[TensorSpec, ...]
+    layer: str | None = None
+    expert: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole state."""
+        return sum(spec.nbytes for spec in self.specs)
+
+    def tensors(self, data: Tensor) -> dict[str, Tensor]:
+        """Views of the pieces in the unit's bytes, uint8 `[nbytes]`, by name (copies where misaligned)."""
+        views, start = {}, 0
+        for spec in self.specs:
+            part = data[start : start + spec.nbytes]
+            if part.storage_offset() % spec.dtype.itemsize:
+                part = part.clone()
+            views[spec.name] = part.view(spec.dtype).view(spec.shape)
+            start += spec.nbytes
+        return views
+
+    def layer_scalars(self, data: Tensor) -> dict[str, Tensor]:
+        """Views of what an expert's bytes `[nbytes]` repeat of its whole layer: see `TrainingState.scalars`."""
+        found, start = {}, 0
+        for spec in self.specs:
+            if not spec.shape and self.layer is not None:
+                found[f"{self.layer}/{spec.name}"] = data[start : start + spec.nbytes].view(spec.dtype)
+            start += spec.nbytes
+        return found
+
+
+def expert_unit(layer: str, expert: int) -> str:
+    """The unit's name of one expert of the MoE layer at module path `layer`."""
+    return f"{layer}.experts.{expert}"
+
+
+def digests_of(units: Sequence[Sequence[Tensor]]) -> list[int]:
+    """XXH3-64 of each unit's bytes, one tensor after the other; of contiguous ones on the CPU without a copy."""
+    if any(tensor.is_cuda for tensors in units for tensor in tensors):  # one at a time: they may be large
+        return [digests([[_bytes(tensor) for tensor in tensors]])[0] for tensors in units]
+    return digests([[_bytes(tensor) for tensor in tensors] for tensors in units])
+
+
+def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def dense_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Parameters and persistent buffers by module path and name, without the experts; a tied one where it is first."""
+    seen = {id(layer.weights) for layer in moe_layers(model).values()}
+    found: dict[str, dict[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *_persistent_buffers(module)]:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.setdefault(path or "model", {})[name] = tensor
+    return found
+
+
+def weight_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Like `dense_tensors`, with the local experts' rows as units of their own."""
+    experts = {
+        expert_unit(path, expert): {"weights": layer.weights[row]}
+        for path, layer in moe_layers(model).items()
+        for row, expert in enumerate(layer.experts)
+    }
+    return dense_tensors(model) | experts
+
+
+def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    skipped = module._non_persistent_buffers_set
+    return [(name, b) for name, b in module.named_buffers(recurse=False) if name not in skipped]
+
+
+def primary_units(units: Sequence[Unit], holders: Mapping[str, Sequence[int]], rank: int, ranks: int) -> list[str]:
+    """Names of the units that this rank copies for all: each unit has one such rank among its holders."""
+    primaries = planning.primaries([holders[unit.name] for unit in units], [unit.nbytes for unit in units], ranks)
+    return [unit.name for unit, primary in zip(units, primaries, strict=True) if primary == rank]

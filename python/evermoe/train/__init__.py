@@ -1,0 +1,1 @@
+"""Training loops that survive failures: `Session` and pipelines."""

@@ -1,0 +1,47 @@
+"""Gradients of a step after they are reduced: their norm over all ranks, and clipping."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evermoe.state.training_state import TrainingState
+
+
+def of_experts(state: TrainingState) -> list[Tensor]:
+    """Per MoE layer [e, row]; zeros for one that is frozen or was not used on any rank, whose weights have none."""
+    weights = [layer.weights for layer in state.layers.values()]
+    return [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
+
+
+def squares(state: TrainingState, rank: int) -> float:
+    """This rank's part of the square of the global gradient's norm.
+
+    Those are the squares of the local experts' gradients, each divided by its number of hosts, and on rank 0 also of
+    all other gradients, which are the same everywhere.
+    """
+    total = 0.0
+    if rank == 0:
+        dense = [p.grad for p in state.dense if p.grad is not None]
+        total = sum(float(gradient.double().square().sum()) for gradient in dense)
+    for layer, gradient in zip(state.layers.values(), of_experts(state), strict=True):
+        hosts = torch.from_numpy(np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0))
+        total += float((gradient.double().square().sum(1).cpu() / hosts).sum())
+    return total
+
+
+def clip_factor(squares: float, limit: float | None) -> float:
+    """What gradients whose norm squared is `squares` are multiplied by, so that their norm is at most `limit`.
+
+    As `torch.nn.utils.clip_grad_norm_` has it.
+    """
+    norm = squares**0.5
+    return 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+
+
+def clip(state: TrainingState, factor: float) -> None:
+    """Multiplies all gradients by a factor, in place."""
+    if factor < 1:
+        dense = [p.grad for p in state.dense if p.grad is not None]
+        torch._foreach_mul_([*dense, *of_experts(state)], factor)

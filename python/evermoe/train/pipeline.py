@@ -1,0 +1,270 @@
+"""Protects a pipeline of `torch.distributed.pipelining`: copies in its bubbles, and the way back after a failure.
+
+    step n   schedule ─ reduce over data-parallel peers ─ commit: copies of n whole? ─ VOTE ─ update ─ n + 1 is copied
+    failure  PeerLost or torch's own error ─ recover: torch's groups end ─ all seats taken again ─ newest whole version
+
+Version n is kept until version n + 1 is whole on all nodes, so after any loss one of the two can be assembled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evermoe.comm.courier import UNLIMITED
+from evermoe.comm.membership import Identity, Membership
+from evermoe.comm.tags import CONNECTED
+from evermoe.comm.task import Task
+from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
+from evermoe.comm.vote import Ballot
+from evermoe.errors import PeerLost
+from evermoe.recovery.report import Outcome
+from evermoe.snapshot.store import SnapshotStore
+from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.pipeline_driver import PipelineDriver
+from evermoe.train.protocol import CommitProtocol, Recorder
+from evermoe.train.stages import StageState
+
+ENDLESS = (1 << 40) - 1
+"""Steps of a job that its script ends."""
+
+
+class PipelineSession:
+    """Copies of a pipeline stage's units on other nodes, made in the bubbles of the schedule.
+
+        copies = evermoe.PipelineSession(module, optimizer, stage=s, stages=2, data_parallel=d, data_parallel_size=2,
+                                        preset="baft", lighthouse=address, job="big")
+        step, schedule = 0, None
+        while step < steps:
+            try:
+                if schedule is None:                   # at the start, and after a failure
+                    step = copies.recover()            # waits for all ranks
+                    with copies.connecting():          # torch's groups: the default one, and those made here
+                        schedule = build_schedule(module)
+                copies.begin()
+                schedule.step(*batch(step))
+                average_gradients(module)              # over the data-parallel peers
+                step = copies.commit()                 # instead of optimizer.step()
+            except (evermoe.PeerLost, RuntimeError):
+                schedule = None
+        copies.close()
+
+    Every rank holds its stage's modules with their optimizer state; ranks of one stage hold the same and share the work
+    of copying it. With several virtual stages on each rank (interleaved schedules), the stage is an `nn.ModuleList` of
+    them, and its number the rank's place in the pipeline. A process that died is replaced by another one with the same
+    `stage` and `data_parallel`. For gloo and stages on the CPU. While it lives, it has the process's one
+    `evermoe.profile.Profiler`.
+
+    A RuntimeError of the script itself is repeated for ever.
+
+    Args:
+        stage_module: this rank's stage, the same on all its ranks, on the CPU.
+        optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
+        on_record: is told each event of the commit protocol and its commands, as JSON; for tests.
+        options: fields of `PipelineConfig`.
+
+    Raises:
+        ValueError: an argument that is out of range.
+        UnsupportedState: the optimizer keeps state that cannot be divided into units.
+    """
+
+    def __init__(
+        self,
+        stage_module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        on_record: Recorder = lambda event, commands: None,
+        **options: Any,
+    ) -> None:
+        self.options = PipelineConfig(**options)
+        _check_devices(stage_module)
+        self.rank, self.size = self.options.rank, self.options.size
+        self.optimizer, self.state = optimizer, StageState(stage_module, optimizer, self.options.stage)
+        self.membership = self._new_membership()
+        node = self.membership.node
+        self.store = SnapshotStore(Path(self.options.memory_dir) / f"evermoe-{self.options.job}" / node, self.state)
+        self.group = self.membership.trainer_group
+        self._driver = PipelineDriver(self.options, optimizer, self.state, self.store, self.membership)
+        self._torch_store: WatchedStore | None = None
+        self._protocol = CommitProtocol(
+            self._driver,
+            self.membership,
+            members=self.size,
+            is_fixed=True,
+            generation=self.store.newest_generation(),
+            on_record=on_record,
+        )
+
+    def _new_membership(self) -> Membership:
+        options = self.options
+        shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
+        shared = f"{options.copy_options().shared()}, {options.window_options().shared()}"
+        return Membership(
+            options.membership_options(),
+            lighthouse=options.lighthouse,
+            identity=Identity(options.job, shape, shared),
+            node=options.node or socket.gethostname(),
+            device=torch.device("cpu"),
+            rank_key=f"{options.rank:06d}",
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps that were taken."""
+        return self._protocol.step
+
+    @property
+    def version(self) -> int:
+        """Version of the state: see `evermoe.state.version`."""
+        return self._protocol.version
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the latest recovery did."""
+        return self._driver.outcome
+
+    # ---- a step
+
+    def begin(self) -> None:
+        """A step begins: no gradients are left of the one before."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._driver.pacer.begin_forward()
+
+    def commit(self) -> int:
+        """Votes on the step, takes `optimizer.step()`, and begins to copy the new version; gradients must be complete.
+
+        Returns:
+            The steps taken: the number of the next one.
+
+        Raises:
+            PeerLost: a rank is gone. The step may have been taken or not, which `recover` finds out: leave the
+                gradients as they are until then.
+        """
+        before = self._driver.taken
+        self._driver.begin_vote()
+        try:
+            is_whole = self._driver.is_round_whole()
+            if self._protocol.is_ready:
+                self._protocol.vote(Ballot(float(is_whole)))
+        finally:
+            self._driver.end_vote()
+        if self._driver.taken == before:
+            raise PeerLost(f"step {self.step} was not taken: {self.group.broken}")
+        self._driver.pace(self.step)
+        if self.group.broken is None:
+            self._protocol.look(ENDLESS)
+        return self.step
+
+    # ---- failures
+
+    def recover(self) -> int:
+        """Waits until there is a process for every stage and coordinate, and brings all to one version. Collective.
+
+        Ends all groups of `torch.distributed` in this process; make them anew afterwards, in `connecting`.
+
+        Returns:
+            The step to resume from, the same on all ranks.
+
+        Raises:
+            JoinTimeout: some rank did not come within `agree_limit` seconds.
+            LostExperts: of some units no copy is left.
+            ValueError: ranks of a stage differ in their model or optimizer, or in what they were started with.
+        """
+        end_torch_groups()
+        self._protocol.lose("this rank recovers")
+        self._driver.interrupt()
+        while not self._protocol.is_ready:
+            self._protocol.look(ENDLESS)
+            if not self._protocol.is_ready:
+                self._driver.interrupt()
+        return self.step
+
+    @contextmanager
+    def connecting(self) -> Iterator[None]:
+        """Makes the default group of `torch.distributed`, over gloo; make all other groups inside. Collective.
+
+        Global ranks are `rank` of `size`. Groups that are given no time limit have `hang_limit`. Once a rank is lost
+        no rank waits for it any more; for one that hangs, as long as `hang_limit`.
+
+        Raises:
+            PeerLost: a rank is gone, or did not get here in time: `recover`.
+            RuntimeError: of torch, for the same reason.
+            ValueError: there was no `recover` before.
+        """
+        if not self._driver.seats:
+            raise ValueError("PipelineSession: connecting() is for after recover(), as ranks meet there")
+        lost, limit = threading.Event(), timedelta(seconds=self.options.hang_limit)
+        watch = self._driver.watching = self._driver.courier.submit(functools.partial(self._watch, lost))
+        self._torch_store = WatchedStore(self.membership.store, lost, limit)
+        try:
+            with quick_groups(limit):
+                dist.init_process_group("gloo", store=self._torch_store, rank=self.rank, world_size=self.size)
+                yield
+            self._all_connected(watch)
+        except BaseException as error:
+            self.group.drop(f"torch's groups were not made: {error}")  # which the others see at once
+            raise
+
+    def _watch(self, lost: threading.Event) -> None:
+        """Ends with the next rank's message, or when that rank is lost or has dropped its groups. For the courier."""
+        try:
+            message = self.membership.background.receive(torch.empty(1), (self.rank + 1) % self.size, CONNECTED)
+            message.wait(UNLIMITED)
+        except PeerLost:
+            lost.set()
+            raise
+
+    def _all_connected(self, watch: Task[None]) -> None:
+        """The vote that torch's groups are there, on all ranks."""
+        background = self.membership.background
+        if background.broken is not None:
+            raise PeerLost(f"a rank was lost while torch's groups were made: {background.broken}")
+        self.group.all_reduce(torch.zeros(1))
+        background.send(torch.zeros(1), (self.rank - 1) % self.size, CONNECTED).wait()
+        if not self._driver.courier.wait(watch, self.group):
+            raise PeerLost(f"a rank was lost when torch's groups were made: {watch.lost}")
+
+    def verify(self) -> tuple[int, list[str]]:
+        """Compares all ranks' units and copies of this version, once they are whole, by digest. Collective.
+
+        Returns:
+            How many were compared, and the units of which some differ.
+
+        Raises:
+            PeerLost: a rank is gone.
+        """
+        self._driver.interrupt()
+        return self._driver.recovery(self.version, established=True).verify()
+
+    def write_trace(self, path: str | Path) -> None:
+        """Writes this rank's latest steps, its windows and its copies for Perfetto; `evermoe trace` merges the ranks'.
+
+        Raises:
+            ValueError: no step is over since the last recovery.
+        """
+        self._driver.write_trace(path)
+
+    def close(self) -> None:
+        """The job is over here: waits until the copies of the last step are whole, and leaves."""
+        self._driver.interrupt()
+        with suppress(PeerLost):
+            self.group.all_reduce(torch.zeros(1))
+        self.membership.close()
+        self._driver.end()
+        self.store.close(self.membership.id)
+
+
+def _check_devices(module: nn.Module) -> None:
+    devices = sorted({parameter.device.type for parameter in module.parameters()})
+    if devices != ["cpu"]:
+        raise ValueError(f"PipelineSession: expected a stage with parameters, all on the CPU, got some on {devices}")

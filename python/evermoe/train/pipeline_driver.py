@@ -1,0 +1,203 @@
+"""What a pipeline's session does when the commit protocol says so: updates, copies in the bubbles, recoveries."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from evermoe.comm.courier import Courier
+from evermoe.comm.membership import Membership
+from evermoe.comm.pacer import Pacer
+from evermoe.comm.task import Task
+from evermoe.comm.vote import Ballot
+from evermoe.errors import CorruptCopy, LostExperts, PeerLost
+from evermoe.profile import Profiler
+from evermoe.profile.recorder import OpenSpan
+from evermoe.recovery.recovery import Recovery
+from evermoe.recovery.report import Outcome
+from evermoe.recovery.survey import SNAPSHOT, Standing
+from evermoe.snapshot.round import SnapshotRound
+from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.window_plan import COPIES
+from evermoe.state.version import step_of
+from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.protocol import Driver, Event
+from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
+
+
+class PipelineDriver(Driver):
+    """Carries out the commands of the protocol for one rank. See `train.protocol.Driver` for each.
+
+    Args:
+        options: of the pipeline.
+        optimizer: of the stage.
+        state: the stage's units.
+        store: this node's arenas.
+        membership: all ranks.
+    """
+
+    def __init__(
+        self,
+        options: PipelineConfig,
+        optimizer: torch.optim.Optimizer,
+        state: StageState,
+        store: SnapshotStore,
+        membership: Membership,
+    ) -> None:
+        self._options, self._optimizer, self._state = options, optimizer, state
+        self._store, self._membership = store, membership
+        self._group = membership.trainer_group
+        self.pacer = Pacer()
+        self.courier = Courier(membership.background, self.pacer, "evermoe-snapshots")
+        windows, copies = options.window_options(), options.copy_options()
+        schedule = copies.choices.schedule if copies.copies else None
+        self.window_planner = StageWindowPlanner(self.pacer, self.courier, store, membership, windows, schedule)
+        self._profiler = self._new_profiler()
+        self.outcome = Outcome()
+        self.seats: list[Seat] = []
+        """By rank, what each has told about itself; empty before the first recovery."""
+        self.watching: Task[None] | None = None
+        """Whether the next rank lives while torch connects its groups."""
+        self.taken = 0
+        """Votes that have passed here; counts, and nothing else."""
+        self._round: SnapshotRound | None = None
+        self._vote_span = ExitStack()
+        self._lost: LostExperts | None = None
+
+    # ---- a step
+
+    def begin_vote(self) -> None:
+        """The step's gradients are there: from now on copies are waited for, which profiles see as a collective."""
+        self.pacer.hurry()
+        self._vote_span.enter_context(self._profiler.span(COPIES, "collective", "network"))
+
+    def end_vote(self) -> None:
+        """The result of the vote is known, or a rank is lost."""
+        self._vote_span.close()
+
+    def is_round_whole(self) -> bool:
+        """Waits for the copies of the version now; whether they are whole."""
+        if self._round is None:
+            return True
+        is_done = self.courier.wait(self._round.task, self._group)
+        return is_done and bool(self._round.task.result)
+
+    def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
+        """Takes the step that all have voted for, and begins to copy the new version."""
+        self.end_vote()
+        if self._round is not None:
+            self._round.wait_captured()
+        self._optimizer.step()
+        if is_recalled:
+            return
+        self.taken += 1
+        self.pacer.begin_step()
+        self._profiler.step()
+        self._round = SnapshotRound(self._store, after, self.courier).start() if self._group.broken is None else None
+
+    def pace(self, step: int) -> None:
+        """After the vote on a step: plans the next windows."""
+        try:
+            self.window_planner.after(step)
+        except PeerLost as lost:  # the step itself is taken; the next vote finds the group broken
+            self._group.drop(str(lost))
+
+    # ---- failures
+
+    def interrupt(self) -> None:
+        """Waits until nothing is under way, which is at once in a dropped group."""
+        self.pacer.hurry()
+        if self._round is not None:
+            self._round.wait_captured()
+            self.courier.wait(self._round.task, self._group)
+            self._round = None
+        if self.watching is not None:
+            self.courier.wait(self.watching, self._group)
+            self.watching = None
+
+    def _meet(self) -> None:
+        """Who sits where."""
+        own, options = self._state.own, self._options
+        mine = Seat(options.stage, options.data_parallel, self._membership.node, own.layout, own.sizes())
+        seats = [Seat.from_bytes(each) for each in self._group.all_gather_bytes(mine.to_bytes())]
+        taken = [seat.stage * self._options.data_parallel_size + seat.data_parallel for seat in seats]
+        if taken != list(range(self._options.size)):
+            raise PeerLost(f"the ranks are {taken}, not 0 to {self._options.size - 1}: some are missing or twice")
+        self.seats = seats
+        self._state.learn(seats)
+        self._store.check_model()
+
+    def restore(self, version: int, *, established: bool, saw_running: bool) -> Event:
+        """Brings this rank to the newest version of which every unit of every stage is left."""
+        self._meet()
+        try:
+            self.outcome = self.recovery(version, established=established).run()
+        except LostExperts as lost:
+            self._lost = lost
+            return {"event": "unrecoverable"}
+        return {"event": "restored", "version": self.outcome.version, "is_stale": False}
+
+    def units_lost(self) -> NoReturn:
+        """Raises what the recovery found."""
+        assert self._lost is not None
+        raise self._lost
+
+    def recovery(self, version: int, *, established: bool) -> Recovery:
+        """One attempt to bring all ranks to one version."""
+        stored = ((found, SNAPSHOT) for found in self._store.stored())
+        standing = Standing(version, established)
+        return Recovery(self._state, stored, self._group, StageTarget(self._state, self.seats), standing)
+
+    def protect(self, version: int, generation: int) -> Event:
+        """Copies all units as of `version`; returns when the copies are whole everywhere."""
+        bundles = stage_bundles(self._options.preset, self.seats, self._options.copies)
+        self._store.create_arenas(bundles, generation, self._membership.id, self._group.rank)
+        for _ in range(MOST_TRIES):
+            self._round = SnapshotRound(self._store, version, self.courier).start()
+            if not self.courier.wait(self._round.task, self._group):
+                raise PeerLost(self._round.task.lost or "the group was dropped")
+            is_whole = float(bool(self._round.task.result))
+            if float(self._group.all_reduce(torch.tensor([is_whole]))) == self._options.size:
+                break
+        else:
+            raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+        self._round = None
+        self._store.prune(generation)
+        self._restart_profile(step_of(version))
+        return {"event": "protected"}
+
+    # ---- profiles
+
+    def _restart_profile(self, step: int) -> None:
+        self._profiler.detach()
+        self._profiler = self._new_profiler()
+        self._profiler.attach()
+        self.window_planner.restart(step, True)
+        self.pacer.begin_step()
+
+    def _new_profiler(self) -> Profiler:
+        """Every recovery begins a new profile, as all ranks must have recorded the same steps."""
+        profiler = Profiler(device="cpu", keep=max(1, self._options.profile_steps), rank=self._options.rank)
+        profiler.follow_network(self._transfer_begins, self._transfer_ends)
+        self.window_planner.profiler = profiler
+        return profiler
+
+    def _transfer_begins(self, span: OpenSpan) -> None:
+        if span.kind == "send":  # a receive waits for its sender, and meanwhile the network is idle
+            self.pacer.transfer_begins()
+
+    def _transfer_ends(self, span: OpenSpan) -> None:
+        assert isinstance(span.end, int)  # on the CPU it is a time
+        self.pacer.transfer_ends(span.name, span.end)
+
+    def write_trace(self, path: str | Path) -> None:
+        """See `PipelineSession.write_trace`."""
+        self._profiler.write_trace(path, windows=self.window_planner.windows, sent=list(self.courier.sent))
+
+    def end(self) -> None:
+        """Ends the profile and all threads."""
+        self._profiler.detach()
+        self.courier.close()

@@ -1,0 +1,310 @@
+"""The drivers' face of the commit protocol, whose state machine is `src/protocol/`: events in, commands out.
+
+The machine decides; what is here carries out the commands that are the same for all drivers (membership, votes), and
+hands the others to a `Driver`, the session or the pipeline's session. The machine is told what came of each.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from evermoe import _native
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import Membership
+from evermoe.comm.vote import Ballot, cast
+from evermoe.errors import LeftBehind, PeerLost
+from evermoe.state.version import step_of
+
+WAIT_SECONDS = 0.05
+"""Time between two questions to the Lighthouse while members are awaited."""
+
+Event = dict[str, Any]
+"""What happened, as `src/protocol/event.rs` has it."""
+Recorder = Callable[[str, str], None]
+"""Is told each event and the commands that followed, both as JSON."""
+
+
+class Driver(ABC):
+    """What a training loop does when the protocol says so. Methods that return an event may raise `PeerLost`.
+
+    The methods here are those of a job that has no replica nodes, moves no units and is ended by its script.
+    """
+
+    def interrupt(self) -> None:
+        """Ends what is under way in the group, which is about to be replaced."""
+
+    def agreeing(self) -> None:
+        """Is called before the Lighthouse is asked."""
+
+    def connecting(self) -> None:
+        """Is called before a new group is connected."""
+
+    def waiting(self) -> None:
+        """Is called while members are awaited. May raise `JobFinished`."""
+
+    def weigh(self) -> Event:
+        """Agrees with all members whether experts should move: `weighed`."""
+        return {"event": "weighed", "should_move": False}
+
+    def step(self, number: int) -> None:
+        """Lets the training loop compute a step, which ends with `CommitProtocol.vote`."""
+
+    def follow(self, number: int) -> Ballot:
+        """Receives the others' step on a replica node, and returns this member's ballot."""
+        raise RuntimeError("this job has no replica nodes")
+
+    @abstractmethod
+    def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
+        """Takes the step from one version to the next; it is decided and cannot fail."""
+
+    def commit(self, step: int) -> None:
+        """Reports a step that no failure covered by the preset can undo."""
+
+    @abstractmethod
+    def restore(self, version: int, *, established: bool, saw_running: bool) -> Event:
+        """Brings this member to the version that all agree on: `restored`, `missing` or `unrecoverable`."""
+
+    def count_losses(self, version: int) -> Event:
+        """Counts what was lost and agrees on it: `counted`."""
+        return {"event": "counted"}
+
+    @abstractmethod
+    def protect(self, version: int, generation: int) -> Event:
+        """Plans who keeps copies of what, and makes all of them: `protected`."""
+
+    def resume(self, version: int) -> None:
+        """Ends a recovery."""
+
+    def pause(self) -> None:
+        """Waits until holders of missing units may have come back."""
+
+    @abstractmethod
+    def units_lost(self) -> NoReturn:
+        """Raises the error of a job whose units survive nowhere."""
+
+    def settle(self) -> Event:
+        """Waits for the copies of the last step on all members: `settled`."""
+        return {"event": "settled", "is_whole": True}
+
+    def farewell(self, version: int) -> Event:
+        """Ends the job with all members: `parted`."""
+        return {"event": "parted"}
+
+    def close(self) -> None:
+        """Is called when the job is over."""
+
+
+class Rendezvous:
+    """The commands that concern who takes part: the same for all drivers.
+
+    Args:
+        driver: is told what is about to happen.
+        membership: asks the Lighthouse and connects the groups.
+    """
+
+    def __init__(self, driver: Driver, membership: Membership) -> None:
+        self._driver, self._membership = driver, membership
+
+    def drop(self, reason: str) -> None:
+        """Closes this member's connections."""
+        self._membership.trainer_group.drop(reason)
+
+    def ask(self, standing: dict[str, Any], is_intact: bool) -> Event:
+        """Asks the Lighthouse who takes part: `quorum`, `unanswered` or `out_of_time`."""
+        self._driver.agreeing()
+        self._membership.begin_agreement(is_intact=is_intact)
+        try:
+            number, participants = self._membership.ask(standing)
+        except ConnectionError as error:
+            if self._membership.is_out_of_time():
+                return {"event": "out_of_time", "reason": str(error)}
+            time.sleep(WAIT_SECONDS)
+            return {"event": "unanswered", "reason": str(error)}
+        return {"event": "quorum", "id": number, "participants": participants}
+
+    def wait(self, why: str, found: int = 0, needed: int = 0) -> Event:
+        """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
+        if self._membership.is_out_of_time():
+            counted = f"{found} of {needed} members have come" if why == "members" else "some members are absent"
+            return {"event": "out_of_time", "reason": counted}
+        self._driver.waiting()
+        time.sleep(WAIT_SECONDS)
+        return {"event": "waited"}
+
+    def connect(self, epoch: int, generation: int, members: list[str], num_trainers: int) -> Event:
+        """Connects a new group: `connected`."""
+        self._membership.trainer_group.drop("the membership has changed")
+        self._driver.interrupt()
+        self._driver.connecting()
+        self._membership.connect(epoch, members, num_trainers)
+        self._membership.end_agreement()
+        return {"event": "connected"}
+
+    def recall(self, vote: dict[str, Any] | None) -> Event:
+        """Gathers the latest passed vote of every member: `recalled`."""
+        self._driver.interrupt()
+        return {"event": "recalled", "votes": gather_json(self._membership.everyone, vote)}
+
+
+class CommitProtocol:
+    """Version, vote and recovery of one member.
+
+    Args:
+        driver: carries out what concerns training.
+        membership: asks the Lighthouse and connects the groups.
+        members: members that train, for which a new job waits.
+        is_fixed: whether that many are needed always.
+        join_every: steps between looks for new members; 0 for none.
+        rebalance_every: steps between looks whether experts should move; 0 for none.
+        generation: newest generation that this node's memory names.
+        on_record: is told each event and its commands.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        membership: Membership,
+        *,
+        members: int,
+        is_fixed: bool = False,
+        join_every: int = 0,
+        rebalance_every: int = 0,
+        generation: int = 0,
+        on_record: Recorder = lambda event, commands: None,
+    ) -> None:
+        settings = json.dumps(
+            {
+                "trains": membership.role == "train",
+                "members": members,
+                "is_fixed": is_fixed,
+                "join_every": join_every,
+                "rebalance_every": rebalance_every,
+                "generation": generation,
+            }
+        )
+        self._machine = _native.Protocol(settings)
+        self._driver, self._membership, self._on_record = driver, membership, on_record
+        self._rendezvous = Rendezvous(driver, membership)
+        self._ballot = Ballot(0.0)
+        self._tell_membership()
+        on_record(settings, "[]")
+
+    @property
+    def version(self) -> int:
+        """Version of this member's state."""
+        return self._machine.version
+
+    @property
+    def step(self) -> int:
+        """Steps that the state has taken."""
+        return step_of(self._machine.version)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether this member can compute a step without a recovery."""
+        return self._machine.is_ready
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job is over for this member."""
+        return self._machine.is_over
+
+    # ---- what drivers tell
+
+    def look(self, until: int) -> None:
+        """Does what comes next, up to the point where a step must be computed or the job is over."""
+        broken = self._membership.trainer_group.broken
+        if broken is not None and self.is_ready:
+            self.lose(broken)
+        self._advance({"event": "look", "until": until})
+
+    def vote(self, ballot: Ballot) -> None:
+        """Votes on a step, and takes it if all members do."""
+        self._ballot = ballot
+        self._advance({"event": "gradients", "is_whole": bool(ballot.votes)})
+
+    def lose(self, reason: str) -> None:
+        """A peer was lost, or the group was dropped."""
+        self._advance({"event": "lost", "reason": reason})
+
+    # ---- the machine
+
+    def _advance(self, event: Event | None) -> None:
+        while event is not None:
+            answer = None
+            for command in self._handle(event):
+                answer = self._carry_out(command.pop("command"), command)
+            event = answer
+
+    def _handle(self, event: Event) -> list[dict[str, Any]]:
+        said = json.dumps(event)
+        commands = self._machine.handle(said)
+        self._tell_membership()
+        self._on_record(said, commands)
+        return json.loads(commands)
+
+    def _tell_membership(self) -> None:
+        self._membership.generation = self._machine.generation
+        self._membership.established = self._machine.is_established
+
+    def _carry_out(self, name: str, fields: dict[str, Any]) -> Event | None:
+        own = getattr(self, f"_{name}", None) or getattr(self._rendezvous, name, None) or getattr(self._driver, name)
+        try:
+            return own(**fields)
+        except PeerLost as lost:
+            return {"event": "lost", "reason": str(lost)}
+
+    # ---- commands that concern the vote
+
+    def _take(self, vote: dict[str, Any], is_recalled: bool) -> None:
+        sums = Ballot.from_bits(vote["sums"])
+        self._driver.take(vote["before"], vote["after"], sums, is_recalled=is_recalled)
+
+    def _step(self, number: int) -> None:
+        self._membership.end_agreement()
+        self._driver.step(number)
+
+    def _follow(self, number: int) -> Event:
+        self._membership.end_agreement()
+        self._ballot = self._driver.follow(number)
+        return {"event": "gradients", "is_whole": bool(self._ballot.votes)}
+
+    def _vote(self, version: int) -> Event:
+        sums = cast(self._membership.everyone, self._ballot)
+        return {"event": "tally", "votes": int(sums.votes), "sums": sums.to_bits()}
+
+    def _stop(self, why: str, **fields: Any) -> NoReturn:
+        if why == "units_lost":
+            self._driver.units_lost()
+        if why == "no_progress":
+            raise PeerLost(
+                f"{fields['recoveries']} recoveries in a row without a committed step at step {self.step}; the last "
+                f"failure: {fields['reason']}"
+            )
+        if why == "left_behind":
+            raise LeftBehind(
+                f"this member took part until agreement {fields['adopted']} of the Lighthouse, which is at agreement "
+                f"{fields['id']} now, and no member of those between is left: the others went on without it, and may "
+                "have committed steps that it does not know. Start it anew to join them or to resume from what is left."
+            )
+        raise self._membership.timeout(fields["reason"])
+
+
+def check_record(record: list[tuple[str, str]]) -> None:
+    """Feeds what a member has recorded to the machine again, which must give the same commands.
+
+    Args:
+        record: what `on_record` was told, from the start.
+
+    Raises:
+        ValueError: the machine gives another command than the one that was carried out.
+    """
+    machine = _native.Protocol(record[0][0])
+    for number, (event, commands) in enumerate(record[1:]):
+        found = machine.handle(event)
+        if found != commands:
+            raise ValueError(f"event {number}, {event}: the protocol gives {found}, recorded was {commands}")

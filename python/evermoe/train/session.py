@@ -1,0 +1,245 @@
+"""The elastic session: an ordinary training loop that survives the death of its peers.
+
+    vote before update:   forward, backward → reduce → send → VOTE → update
+
+What a member does when is decided by the commit protocol (`train.protocol`); what it then does is
+`train.session_driver`'s. A script sees steps: each is one attempt, and the one that a failure interrupts comes again
+with the same data.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from evermoe.comm.courier import Listener
+from evermoe.comm.lighthouse import start_local_lighthouse
+from evermoe.comm.membership import Identity, Membership
+from evermoe.config import SessionConfig, with_environment
+from evermoe.errors import JobFinished, PeerLost
+from evermoe.protection import Protection
+from evermoe.recovery.report import RecoveryReport
+from evermoe.sampler import ElasticSampler
+from evermoe.snapshot.store import SnapshotStore
+from evermoe.state.training_state import TrainingState
+from evermoe.train.protocol import CommitProtocol
+from evermoe.train.session_driver import SessionDriver
+from evermoe.train.session_recovery import Script
+from evermoe.train.step import Step
+
+
+class Session:
+    """Trains `model` with all members that are alive. See the module's head for what a step does.
+
+        session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(len(data), batch_size=64))
+        for step in session.steps(1000):
+            with step:
+                step.backward(model.loss(data[step.indices]))
+
+    Args:
+        model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
+        optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
+        sampler: divides the global batches.
+        scheduler: stepped by the session after each update.
+        on_event: called with (name, fields) for: begin, reduce, send, confirm, vote, update, copy, commit (a step that
+            no failure covered by the preset can undo, which is known at the next vote), lost, phase, arranged,
+            recovered, checkpoint, verified, protocol (what the commit protocol was told and said, as JSON). For
+            progress displays and tests; it must not block. Three more come from other threads, and name the step whose
+            state they are about: chunk (a part of a snapshot was sent; `sent` of `total` bytes so far), published (a
+            version of some units came from a peer whole, and is visible now), held (others' gradients for the next step
+            are logged, provisional until the vote passes).
+        options: fields of `SessionConfig`.
+
+    Raises:
+        ValueError: an option is wrong. UnsupportedState: the optimizer's state cannot be divided into units.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        sampler: ElasticSampler,
+        *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        on_event: Listener = lambda name, fields: None,
+        **options: Any,
+    ) -> None:
+        self.config = with_environment(SessionConfig(**options))
+        self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
+        self.state = TrainingState(model, optimizer)
+        job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        node = self.config.node or socket.gethostname()
+        memory = Path(self.config.memory_dir or "/dev/shm")
+        self.store = SnapshotStore(memory / f"evermoe-{job}" / node, self.state)
+        self.store.check_model()
+        self._lighthouse: Any = None
+        self.membership = self._new_membership(job, node)
+        self.group = self.membership.trainer_group
+        """The members that train; `membership.everyone` has replica nodes, too."""
+        for layer in self.state.layers.values():
+            layer.group = self.group
+        self.protection = Protection(self.state, self.store, self.membership, self.config, on_event)
+        """What protects the state."""
+        script = Script(model, optimizer, sampler, scheduler)
+        self._driver = SessionDriver(script, self.state, self.membership, self.protection, self.config, on_event)
+        self._protocol = CommitProtocol(
+            self._driver,
+            self.membership,
+            members=self.config.members or 1,
+            join_every=self.config.join_every,
+            rebalance_every=self.config.rebalance_every,
+            generation=self.store.newest_generation(),
+            on_record=lambda said, commands: on_event("protocol", {"said": said, "commands": commands}),
+        )
+        self._left = False
+
+    def _new_membership(self, job: str, node: str) -> Membership:
+        lighthouse = self.config.lighthouse
+        if lighthouse is None:
+            self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
+        return Membership(
+            self.config,
+            lighthouse=lighthouse,
+            identity=Identity(job, self.state.catalog.layout, self.config.shared()),
+            node=node,
+            device=next(self.model.parameters()).device,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps that the state has taken."""
+        return self._protocol.step
+
+    @property
+    def version(self) -> int:
+        """Version of the state: see `evermoe.state.version`."""
+        return self._protocol.version
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the latest step's global batch; NaN before the first."""
+        return self._driver.loss
+
+    @property
+    def copied_step(self) -> int:
+        """Steps that no failure which the preset covers can undo; -1 before the first copies."""
+        return self._driver.copied_step
+
+    @property
+    def reports(self) -> list[RecoveryReport]:
+        """Recoveries so far, as this member saw them."""
+        return self._driver.reports
+
+    # ---- the loop
+
+    def steps(self, until: int) -> Iterator[Step]:
+        """Yields steps until `until` are taken, and again the one that a failure interrupted.
+
+        On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done.
+
+        Raises:
+            LostExperts: more copies were lost than are kept, and no checkpoint is left.
+            JoinTimeout: no Lighthouse, or too few members at the start.
+            LeftBehind: the others went on without this member, and none of them is left.
+        """
+        try:
+            while True:
+                self._check_open()
+                self._protocol.look(until)
+                if self._protocol.is_over:
+                    break
+                if self._driver.has_step:
+                    step = self._next_step()
+                    yield step
+                    if not step.is_entered:
+                        raise RuntimeError("each step of session.steps() must be used as `with step:`")
+            self.close()
+        except JobFinished:
+            self.close()
+        except BaseException as failure:  # GeneratorExit, too: the caller left the loop
+            self._fail(failure)
+            raise
+
+    def _next_step(self) -> Step:
+        share = self.sampler.share(self.group.rank, self.group.size)
+        return Step(self.step, share, self._driver.begin_step, self._commit, self._fail)
+
+    def _commit(self, step: Step) -> bool:
+        """Ends a step: reduces, votes and updates. Whether it was taken."""
+        before = self._driver.taken
+        try:
+            ballot = self._driver.finish_step(step)
+        except PeerLost as lost:
+            self._protocol.lose(str(lost))
+            return False
+        self._protocol.vote(ballot)
+        is_taken = self._driver.taken > before
+        if is_taken:
+            self._driver.checkpoint_if_due(self.version)
+        return is_taken
+
+    def _fail(self, failure: BaseException | None) -> None:
+        """Gives up this process: no member shall wait for it, and its memory stays for the next process."""
+        self.group.drop(f"a member failed: {type(failure).__name__}")
+        if self.config.job is None:
+            self.close()  # no process could find what a nameless job leaves behind
+        else:
+            self._leave()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """For collective work between steps, such as a validation loss: `with session.evaluation(): …`.
+
+        Puts the model in evaluation mode without gradients. When a peer is lost meanwhile the block ends early
+        without an exception, and the session recovers before the next step. Inside the loop of `steps` only.
+        """
+        self._check_open()
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        except PeerLost as lost:
+            self.group.drop(str(lost))
+        finally:
+            self.model.train(training)
+
+    def _check_open(self) -> None:
+        if self._left:
+            raise RuntimeError(
+                "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
+            )
+
+    def trace(self, path: str | Path) -> None:
+        """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.
+
+        Raises:
+            ValueError: no step was profiled yet.
+        """
+        self.protection.write_trace(path)
+
+    def close(self) -> None:
+        """Leaves the job and removes this member's shared memory.
+
+        `steps` does this when all steps are done. A loop that is left early, by `break` or an error, only leaves the
+        job: its memory stays for the processes that resume with it, until this is called.
+        """
+        self._leave()
+        self.store.close(self.membership.id)
+
+    def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            self.membership.close()
+            self.protection.close()
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None

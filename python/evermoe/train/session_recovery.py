@@ -1,0 +1,215 @@
+"""What a session does when the commit protocol says so: who takes part, and recoveries."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from evermoe.comm.collectives import ExpertReducer
+from evermoe.comm.courier import Listener
+from evermoe.comm.membership import Membership
+from evermoe.config import SessionConfig
+from evermoe.errors import JobFinished, LostExperts, UnitsMissing
+from evermoe.persist.checkpoint import Checkpointer
+from evermoe.placement import should_rebalance
+from evermoe.protection import Protection
+from evermoe.recovery.recovery import Recovery
+from evermoe.recovery.report import PhaseClock, RecoveryReport
+from evermoe.recovery.survey import Standing
+from evermoe.recovery.target import ExpertTarget
+from evermoe.sampler import ElasticSampler
+from evermoe.state import loop_state
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
+from evermoe.train.protocol import Driver, Event
+
+logger = logging.getLogger(__name__)
+
+FINISHED_FILE = "EVERMOE_FINISHED"
+"""Environment variable set by `evermoe run`: the file that says that the job is over."""
+PAUSE_SECONDS = 0.2
+"""Time between two looks for units that are missing."""
+
+
+class Script(NamedTuple):
+    """What a training script gives its session."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sampler: ElasticSampler
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+
+
+class RecoveryDriver(Driver):
+    """Carries out the commands of the protocol that lead from one group to the next. See `train.protocol.Driver`.
+
+    Args:
+        script: what is trained.
+        state: its units.
+        membership: asks the Lighthouse and connects the groups.
+        protection: what protects the state.
+        config: options of the session.
+        emit: is told the session's events.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        state: TrainingState,
+        membership: Membership,
+        protection: Protection,
+        config: SessionConfig,
+        emit: Listener,
+    ) -> None:
+        self._script, self._state, self._membership = script, state, membership
+        self._protection, self._config, self._emit = protection, config, emit
+        self._group = membership.trainer_group
+        self._trains = config.role == "train"
+        self._checkpointer = Checkpointer(config, state, self._group)
+        self._reducer = ExpertReducer([], [], 0)
+        self.reports: list[RecoveryReport] = []
+        self.copied_step = -1
+        self.has_step = False
+        """Whether the protocol waits for a step of the script."""
+        self._commit_events: dict[int, dict[str, Any]] = {}
+        """What is reported of a step once it is committed."""
+        self._report: RecoveryReport | None = None
+        """The recovery that is under way, from the question to the Lighthouse on."""
+        self._clock = PhaseClock({}, emit)
+        self._step = 0
+        self._before: int | None = None
+        """Version before the recovery that is under way; None if that was of no running job."""
+        self._was_established = False
+        self._missing_since = math.inf
+        """Time since which some units are in no member's memory; infinite when none are missing."""
+        self._lost: LostExperts | None = None
+
+    # ---- membership
+
+    def agreeing(self) -> None:
+        """Begins the report of a recovery, which the answer may turn out to need."""
+        self.has_step = False
+        if self._clock.phase == "agree":
+            return  # asked again, in the same agreement
+        broken = self._group.broken
+        self._report = RecoveryReport(time.time(), reason=broken or "a look for new members")
+        self._clock = PhaseClock(self._report.seconds, self._emit)
+        if broken:
+            self._emit("lost", {"step": self._step, "reason": broken})
+        self._clock.enter("agree")
+
+    def waiting(self) -> None:
+        """Stops a process that came too late: it must not wait for members of a job that is over."""
+        if FINISHED_FILE in os.environ and Path(os.environ[FINISHED_FILE]).exists():
+            raise JobFinished(f"job {self._config.job} has committed all its steps")
+
+    def interrupt(self) -> None:
+        """Ends what is under way in the group."""
+        self._protection.settle()
+
+    def connecting(self) -> None:
+        """Times how long it takes to connect."""
+        self._clock.enter("rebuild")
+
+    def weigh(self) -> Event:
+        """Agrees whether the load has shifted so far that experts should move, as those who train see it."""
+        nodes = self._membership.nodes[: self._membership.num_trainers]
+        boosts = self._protection.ledger.boosted()
+        mine = self._trains and should_rebalance(self._state, nodes, self._config, boosts)
+        should_move = float(self._membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
+        if should_move and self._report is not None:
+            self._report.reason = "the load has shifted"
+        return {"event": "weighed", "should_move": should_move}
+
+    # ---- a recovery
+
+    def restore(self, version: int, *, established: bool, saw_running: bool) -> Event:
+        """Surveys what survives, and fetches what this member needs."""
+        report = self._report_now()
+        self._before = version if established and self._trains else None
+        self._was_established = established
+        try:
+            report.outcome = self._recovery(version, established=established, saw_running=saw_running).run(
+                self._clock.enter
+            )
+        except UnitsMissing:
+            self._missing_since = min(self._missing_since, time.monotonic())
+            return {"event": "missing"}
+        except LostExperts as lost:
+            self._lost = lost
+            return {"event": "unrecoverable"}
+        self._checkpointer.forget()
+        if self._trains:
+            script = self._script
+            loop_state.restore(self._state.loop.load(), script.sampler, script.optimizer, script.scheduler)
+            layers = list(self._state.layers.values())
+            matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
+            self._reducer = ExpertReducer(matrices, widths, self._group.rank)
+        return {"event": "restored", "version": report.outcome.version, "is_stale": bool(report.outcome.stale)}
+
+    def _report_now(self) -> RecoveryReport:
+        if self._report is None:
+            raise RuntimeError("a recovery begins with an agreement")
+        return self._report
+
+    def units_lost(self) -> NoReturn:
+        """Raises what the recovery found."""
+        assert self._lost is not None
+        raise self._lost
+
+    def pause(self) -> None:
+        """Waits a little: nothing tells that a holder has come back, so agree again and see."""
+        self.waiting()
+        time.sleep(PAUSE_SECONDS)
+
+    def count_losses(self, version: int) -> Event:
+        """Counts the tokens that stale experts have lost."""
+        report = self._report_now()
+        report.lost_tokens = self._protection.count_losses(report.outcome.stale, step_of(version), self._before)
+        report.plt = self._protection.ledger.plt
+        return {"event": "counted"}
+
+    def protect(self, version: int, generation: int) -> Event:
+        """Plans who keeps copies of what, and makes all of them."""
+        self._step = step_of(version)
+        self._protection.replan(generation, self._membership.id)
+        self._emit("copy", {"step": self._step})
+        self._protection.protect(version)
+        self._state.retained.release()
+        return {"event": "protected"}
+
+    def resume(self, version: int) -> None:
+        """Ends a recovery: reports it."""
+        report, self._missing_since = self._report_now(), math.inf
+        self._commit_events.clear()
+        step = step_of(version)
+        self.copied_step = step if self._config.copies else -1
+        self._clock.stop()
+        report.step, report.members = step, self._membership.num_trainers
+        if step and not self._was_established and self._group.rank == 0:
+            logger.warning("job %s goes on from step %d", self._membership.identity.job, step)
+        report.steps_lost = max(0, step_of(report.outcome.newest) - step)
+        self.reports.append(report)
+        self._report = None
+        self._emit("recovered", report.fields())
+
+    def _recovery(self, version: int, *, established: bool, saw_running: bool) -> Recovery:
+        membership, limit = self._membership, self._config.rejoin_limit
+        standing = Standing(
+            version,
+            established,
+            saw_running,
+            patient=limit > 0 and time.monotonic() < self._missing_since + limit,
+            boosts=self._protection.ledger.boosted(),
+            lagging=self._protection.lagging,
+        )
+        nodes = membership.nodes[: membership.num_trainers]
+        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, self._config.checkpoint_dir)
+        return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing)

@@ -1,0 +1,190 @@
+"""The parts of a pipeline's state: each rank holds its stage's units, and knows of the others' what they are called
+and how large they are. Who keeps copies of what is computed alike by all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from evermoe import planning
+from evermoe.placement import LayerPlacements
+from evermoe.planning.windows import StepProfile
+from evermoe.profile import Profiler
+from evermoe.recovery.survey import Inventory
+from evermoe.snapshot.store import Bundle, bundles
+from evermoe.snapshot.window_plan import COPIES, WindowPlanner
+from evermoe.state.training_state import TrainingState
+
+PipelinePreset = Literal["baft", "moetion"]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank tells the others about itself."""
+
+    stage: int
+    data_parallel: int
+    node: str
+    """The machine whose memory dies with it."""
+    layout: str
+    """Layout of its units: equal on all ranks of a stage."""
+    units: list[tuple[str, int]]
+    """Name and bytes of each."""
+
+    def to_bytes(self) -> bytes:
+        """JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Seat:
+        """The inverse of `to_bytes`."""
+        fields = json.loads(data)
+        return cls(**fields | {"units": [(name, nbytes) for name, nbytes in fields["units"]]})
+
+
+def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
+    """Who copies what to whom: each unit of a stage by one of its ranks, evenly.
+
+    `baft`: to the rank of the stage before with the same data-parallel coordinate, of stage 0 to the last one.
+    `moetion`: to ranks that keep what is missing to `copies` nodes beside the data-parallel peers, who hold it anyway.
+
+        >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
+        >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
+        >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
+        [(0, 2), (1, 3), (2, 0), (3, 1)]
+        >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]  # the peers are enough
+        [(0,), (1,), (2,), (3,)]
+        >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 3)]
+        [(0, 2), (1, 2), (2, 0), (3, 0)]
+
+    Args:
+        preset: `baft` or `moetion`.
+        seats: by rank; stage by stage, each with the same data-parallel coordinates in order.
+        copies: nodes that are to hold each unit (`moetion`).
+    """
+    width = sum(seat.stage == 0 for seat in seats)
+    names, holders = [], []
+    kept = planning.training_copy_holders(
+        [seat.node for seat in seats],
+        [seat.data_parallel for seat in seats],
+        [seat.stage for seat in seats],
+        min(copies, len(seats)),
+    ).parameters
+    for first in range(0, len(seats), width):
+        ranks = range(first, first + width)
+        units = seats[first].units
+        primaries = planning.primaries([list(ranks)] * len(units), [nbytes for _, nbytes in units], len(seats))
+        for (name, _), primary in zip(units, primaries, strict=True):
+            if planning.PRESETS[preset].copies_to_previous_stage:
+                others = [(primary - width) % len(seats)]
+            else:
+                others = [rank for rank in kept[primary] if rank not in ranks]
+            names.append(name)
+            holders.append([primary, *others])
+    return bundles(names, holders)
+
+
+class StageState(TrainingState):
+    """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
+
+    There is no unit for the state of the training loop.
+
+    Args:
+        module: the stage.
+        optimizer: of its parameters.
+        stage: its number.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+        super().__init__(nn.ModuleDict({f"stage{stage}": module}), optimizer, has_session=False)
+        self.own = self.catalog
+        """The units of this stage; `catalog` has those of all stages, once they are known."""
+
+    def learn(self, seats: Sequence[Seat]) -> None:
+        """What units the other stages have.
+
+        Raises:
+            ValueError: ranks of one stage differ in their model or optimizer.
+        """
+        self.catalog = self.own.merged(seats)
+
+
+class StageTarget:
+    """Each rank holds the units of its stage; nothing ever moves.
+
+    Args:
+        state: this rank's units.
+        seats: by rank.
+    """
+
+    trains = True
+    checkpoints = None
+
+    def __init__(self, state: StageState, seats: Sequence[Seat]) -> None:
+        self._state, self._seats = state, seats
+
+    def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
+        """Empty: no layer is spread over ranks."""
+        return {}
+
+    def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
+        """The units of the rank's stage."""
+        return [name for name, _ in self._seats[rank].units]
+
+    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
+        """Takes over what was fetched."""
+        self._state.adopt({path: layer.experts for path, layer in self._state.layers.items()}, fetched)
+
+    def lost_message(self, lost: Sequence[str]) -> str:
+        """Names the units."""
+        return (
+            f"no copy is left of {len(lost)} units ({', '.join(lost[:8])}) in the memory of {len(self._seats)} ranks: "
+            "too many nodes failed at once. Use more copies, and load a checkpoint of your own to start again"
+        )
+
+
+class StageWindowPlanner(WindowPlanner):
+    """Finds windows in what the profiler of a pipeline has seen of all ranks.
+
+    A rank that waits for a peer has an idle network: a transfer keeps it busy from when both ends had begun until it is
+    known here to be over, as that is when the pacer learns of it.
+    """
+
+    profiler: Profiler
+
+    def _profile(self) -> tuple[list[StepProfile], list[float]]:
+        self._pacer.record(0)
+        gathered = self.profiler.gather_windows(self._group)
+        met = gathered.steps[self._group.rank]
+        recorded = self.profiler.recorded[-len(met) :]
+        steps = [known_busy(local.step, both) for local, both in zip(recorded, met, strict=True)]
+        return steps, [local.start for local in recorded]
+
+
+def known_busy(local: StepProfile, met: StepProfile) -> StepProfile:
+    """The transfers of a step from when both ends had begun until it is known here that they are over.
+
+    What is waited for before the vote is the last: from then on the network counts as busy until the step ends.
+
+        >>> from evermoe.planning.windows import Span
+        >>> mine = StepProfile(9.0, [Span("receive from 0", "receive", "network", 1.0, 5.0, 64, [0])])
+        >>> both = StepProfile(9.0, [Span("receive from 0", "receive", "network", 4.0, 1.5, 64, [0])])
+        >>> known_busy(mine, both).spans[0][3:5]
+        (4.0, 2.0)
+
+    Args:
+        local: as this rank saw it alone.
+        met: the same, from `evermoe.profile.meet`.
+    """
+    spans = []
+    for mine, both in zip(local.spans, met.spans, strict=True):
+        if mine.resource == "network":
+            end = local.seconds if mine.name == COPIES else mine.start + mine.seconds
+            spans.append(mine._replace(start=both.start, seconds=max(0.0, end - both.start)))
+    return StepProfile(local.seconds, spans)

@@ -1,0 +1,236 @@
+//! Constants and tables that launchers and kernels share: the twin of `kernels/abi.h`, compared by the tests below.
+
+use cudarc::driver::DeviceRepr;
+
+/// Threads of a warp.
+pub(super) const WARP: usize = 32;
+/// Loads of a thread at once.
+pub(super) const IN_FLIGHT: usize = 4;
+/// Slots of a tile of a dispatch plan, at least.
+pub(super) const LEAST_TILE_SLOTS: usize = 512;
+/// Slots of a tile for each expert, at least.
+pub(super) const TILE_SLOTS_PER_EXPERT: usize = 2;
+/// Layers of one launch, which are arguments by value.
+pub(super) const MAX_LAYERS: usize = 64;
+/// Shared memory of each rank in the split of tokens.
+pub(super) const HOLDER_BYTES: usize = 64;
+/// Shared memory of each thread there, beside a sum.
+pub(super) const SOURCE_BYTES: usize = 16;
+/// Steps of one launch, which are arguments by value.
+pub(super) const MAX_STEPS: usize = 8;
+/// Numbers of a step in the table of steps.
+pub(super) const NUMBERS: usize = 9;
+/// Threads that share a block of bytes.
+pub(super) const THREADS_PER_BLOCK: usize = 4;
+/// Threads of a launch's blocks that copy chunks.
+pub(super) const COPY_THREADS: usize = 64;
+
+/// One layer's ids.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct LayerEntry {
+    pub(super) ids: u64,
+    pub(super) num_slots: u64,
+    pub(super) end_block: u32,
+    pub(super) is_wide: u32,
+}
+
+/// The layers of one launch.
+#[repr(C)]
+#[derive(Debug)]
+pub(super) struct LayerTable(pub(super) [LayerEntry; MAX_LAYERS]);
+
+// SAFETY: numbers alone, laid out as in C.
+unsafe impl DeviceRepr for LayerTable {}
+
+/// The type of a step's gradient.
+#[repr(u16)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) enum GradientKind {
+    #[default]
+    Zero,
+    Float32,
+    Bfloat16,
+}
+
+/// One step of any optimizer; zeros fill the numbers up.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct StepEntry {
+    pub(super) numbers: [f32; NUMBERS],
+    pub(super) kind: GradientKind,
+    pub(super) arithmetic: u16,
+    pub(super) gradient: u64,
+}
+
+/// The steps of one launch.
+#[repr(C)]
+#[derive(Debug, Default)]
+pub(super) struct StepTable(pub(super) [StepEntry; MAX_STEPS]);
+
+// SAFETY: numbers alone, laid out as in C.
+unsafe impl DeviceRepr for StepTable {}
+
+/// Place of a tensor's bytes, on the device and in the stream of chunks.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Device address, of any alignment.
+    pub at: u64,
+    /// First byte in the stream of chunks.
+    pub start: u64,
+    /// Length, above 0.
+    pub bytes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::{AdamWStep, Arithmetic, BLOCK_BYTES, SgdStep, TORCH_LANES};
+    use std::io::Write;
+    use std::mem::offset_of;
+    use std::process::{Command, Stdio};
+
+    const HEADER: &str = include_str!("../../kernels/abi.h");
+
+    /// The constants of the header, and what they are here.
+    const CONSTANTS: [(&str, usize); 20] = [
+        ("kWarp", WARP),
+        ("kInFlight", IN_FLIGHT),
+        ("kLeastTileSlots", LEAST_TILE_SLOTS),
+        ("kTileSlotsPerExpert", TILE_SLOTS_PER_EXPERT),
+        ("kMaxLayers", MAX_LAYERS),
+        ("kHolderBytes", HOLDER_BYTES),
+        ("kSourceBytes", SOURCE_BYTES),
+        ("kMaxSteps", MAX_STEPS),
+        ("kTorchLanes", TORCH_LANES),
+        ("kZero", GradientKind::Zero as usize),
+        ("kFloat32", GradientKind::Float32 as usize),
+        ("kBfloat16", GradientKind::Bfloat16 as usize),
+        ("kEvermoe", Arithmetic::Evermoe as usize),
+        ("kTorchCpuFused", Arithmetic::TorchCpuFused as usize),
+        ("kTorchCudaFused", Arithmetic::TorchCudaFused as usize),
+        ("kTorchCudaForeach", Arithmetic::TorchCudaForeach as usize),
+        ("kBlockBytes", BLOCK_BYTES),
+        ("kQuarters", THREADS_PER_BLOCK),
+        ("kCopyThreads", COPY_THREADS),
+        ("AdamWStep::kArrays + SgdStep::kArrays", 3 + 2),
+    ];
+
+    /// The numbers of a step by their names in the header, in the order of the optimizer's fields.
+    fn numbers(step: &str) -> [&'static str; NUMBERS] {
+        // Each field is its place in the table.
+        let adamw = AdamWStep {
+            arithmetic: Arithmetic::Evermoe,
+            loss_scale: 0.0,
+            factor: 1.0,
+            decay: 2.0,
+            one_minus_beta1: 3.0,
+            one_minus_beta2: 4.0,
+            beta2: 5.0,
+            step_size: 6.0,
+            bias_correction2_sqrt: 7.0,
+            eps: 8.0,
+        };
+        assert_eq!(adamw.to_array()[1..], [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+        let sgd = SgdStep {
+            arithmetic: Arithmetic::Evermoe,
+            loss_scale: 2.0,
+            factor: 3.0,
+            decay: 4.0,
+            momentum: 5.0,
+            one_minus_dampening: 6.0,
+            lr: 7.0,
+            is_first: true,
+            nesterov: false,
+        };
+        assert_eq!(sgd.to_array()[1..], [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1.0, 0.0]);
+        let (beta1, beta2) =
+            (["one_minus_beta1", "one_minus_beta2"], ["beta2", "step_size", "bias_correction2_sqrt", "eps"]);
+        match step {
+            "AdamWStep" => {
+                ["loss_scale", "factor", "decay", beta1[0], beta1[1], beta2[0], beta2[1], beta2[2], beta2[3]]
+            }
+            _ => {
+                let dampening = "one_minus_dampening";
+                [
+                    "loss_scale",
+                    "factor",
+                    "decay",
+                    "momentum",
+                    dampening,
+                    "lr",
+                    "is_first",
+                    "nesterov",
+                    "unused",
+                ]
+            }
+        }
+    }
+
+    /// Everything about the header that the launchers rely on, as conditions in C++.
+    fn conditions() -> Vec<String> {
+        let mut found: Vec<String> =
+            CONSTANTS.iter().map(|(name, value)| format!("{name} == {value}")).collect();
+        let mut size = |name: &str, bytes: usize| found.push(format!("sizeof({name}) == {bytes}"));
+        size("LayersIds", size_of::<LayerTable>());
+        size("LayerIds", size_of::<LayerEntry>());
+        size("Span", size_of::<Span>());
+        size("Steps<AdamWStep>", size_of::<StepTable>());
+        size("Steps<SgdStep>", size_of::<StepTable>());
+        let mut offset = |at: &str, bytes: usize| found.push(format!("offsetof({at}) == {bytes}"));
+        offset("LayerIds, ids", offset_of!(LayerEntry, ids));
+        offset("LayerIds, num_slots", offset_of!(LayerEntry, num_slots));
+        offset("LayerIds, end_block", offset_of!(LayerEntry, end_block));
+        offset("LayerIds, is_wide", offset_of!(LayerEntry, is_wide));
+        offset("Span, at", offset_of!(Span, at));
+        offset("Span, start", offset_of!(Span, start));
+        offset("Span, bytes", offset_of!(Span, bytes));
+        for step in ["AdamWStep", "SgdStep"] {
+            for (place, name) in numbers(step).iter().enumerate() {
+                let bytes = offset_of!(StepEntry, numbers) + place * size_of::<f32>();
+                offset(&format!("{step}, {name}"), bytes);
+            }
+            offset(&format!("{step}, kind"), offset_of!(StepEntry, kind));
+            offset(&format!("{step}, arithmetic"), offset_of!(StepEntry, arithmetic));
+            offset(&format!("{step}, gradient"), offset_of!(StepEntry, gradient));
+        }
+        found
+    }
+
+    /// Result of compiling the header with these conditions as C++; none where there is no compiler.
+    fn compile(conditions: &[String]) -> Option<std::result::Result<(), String>> {
+        let runs = |name: &&str| Command::new(name).arg("--version").output().is_ok();
+        let compiler = ["c++", "g++", "clang++"].into_iter().find(runs)?;
+        let arguments = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-x", "c++", "-"];
+        let mut command = Command::new(compiler);
+        let command = command.args(arguments).stdin(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("a compiler that runs");
+        let checks: String = conditions.iter().map(|is| format!("static_assert({is}, \"\");\n")).collect();
+        let program = HEADER.replace("#pragma once", "") + &checks;
+        child.stdin.take().expect("piped").write_all(program.as_bytes()).expect("the program");
+        let output = child.wait_with_output().expect("its messages");
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        Some(if output.status.success() { Ok(()) } else { Err(message) })
+    }
+
+    #[test]
+    fn the_header_is_the_same() {
+        let Some(result) = compile(&conditions()) else { return };
+        result.unwrap();
+        let wrong = compile(&[format!("kMaxSteps == {}", MAX_STEPS + 1)]);
+        assert!(wrong.is_some_and(|result| result.is_err()), "a wrong number compiles");
+    }
+
+    #[test]
+    fn no_constant_of_the_header_is_left_out() {
+        let code = HEADER.lines().map(|line| line.split("//").next().unwrap_or_default());
+        let words = code.flat_map(|line| line.split(|next: char| !next.is_alphanumeric()));
+        let is_name =
+            |word: &&str| word.strip_prefix('k').is_some_and(|rest| rest.starts_with(char::is_uppercase));
+        for name in words.filter(is_name) {
+            let known = CONSTANTS.iter().any(|(known, _)| known.split([':', ' ']).any(|part| part == name));
+            assert!(known, "{name} of kernels/abi.h is not compared");
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Capacity of each node: the time and memory that copies take there.
+
+use super::plan::{CopyKind, Holder, Limit, NodeUse};
+use super::request::{CopyRequest, CopyUnit};
+use crate::schedule::{Link, Place};
+
+/// Sums of seconds are rounded: what is over by less than a picosecond fits.
+const ROUNDING: f64 = 1e-12;
+
+/// Cost of one copy of a unit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cost {
+    /// Bytes sent to each holder in a step.
+    pub(super) bytes: u64,
+    /// Bytes kept by each holder.
+    memory: u64,
+    /// Snapshots stay in host memory.
+    on_device: bool,
+}
+
+/// Seconds of a transfer; nothing takes none.
+fn seconds(link: Link, bytes: u64) -> f64 {
+    if bytes == 0 { 0.0 } else { link.seconds(bytes) }
+}
+
+impl Cost {
+    pub(super) fn new(request: &CopyRequest<'_>, unit: &CopyUnit, kind: CopyKind) -> Self {
+        match kind {
+            CopyKind::Active | CopyKind::Uncovered => Self { bytes: 0, memory: 0, on_device: false },
+            CopyKind::Replayed => {
+                let memory = request.replayed_bytes(unit);
+                Self { bytes: unit.gradient_bytes, memory, on_device: true }
+            }
+            // The version that comes in is seen when it is complete: until then the last one is kept.
+            CopyKind::Snapshot { period } => Self {
+                bytes: unit.state_bytes.div_ceil(period as u64),
+                memory: 2 * unit.state_bytes,
+                on_device: false,
+            },
+        }
+    }
+
+    /// Seconds of network at both ends, and of the sender's host link.
+    pub(super) fn seconds(&self, request: &CopyRequest<'_>, holders: usize) -> f64 {
+        2.0 * holders as f64 * seconds(request.network, self.bytes) + seconds(request.host_link, self.bytes)
+    }
+}
+
+/// Capacity of the nodes, and what is in use.
+#[derive(Clone, Debug)]
+pub(super) struct Capacity<'a> {
+    request: &'a CopyRequest<'a>,
+    pub(super) used: Vec<NodeUse>,
+}
+
+impl<'a> Capacity<'a> {
+    pub(super) fn new(request: &'a CopyRequest<'a>) -> Self {
+        Self { request, used: vec![NodeUse::default(); request.nodes.len()] }
+    }
+
+    /// Seconds by which a node delays the step.
+    pub(super) fn delay(&self, node: usize) -> f64 {
+        self.delay_with(node, 0.0, 0.0)
+    }
+
+    fn delay_with(&self, node: usize, network: f64, host_link: f64) -> f64 {
+        let (used, windows) = (&self.used[node], &self.request.nodes[node]);
+        let network = (used.network_seconds + network - windows.network_seconds).max(0.0);
+        network + (used.host_link_seconds + host_link - windows.host_link_seconds).max(0.0)
+    }
+
+    fn in_time(&self, node: usize, network: f64, host_link: f64) -> bool {
+        let extra = if network + host_link > 0.0 { self.delay_with(node, network, host_link) } else { 0.0 };
+        extra <= self.request.budget * self.request.step_seconds + ROUNDING
+    }
+
+    /// Whether a sender has the time for so many holders.
+    pub(super) fn sender(&self, node: usize, cost: Cost, holders: usize) -> Result<(), Limit> {
+        let network = holders as f64 * seconds(self.request.network, cost.bytes);
+        let host_link = seconds(self.request.host_link, cost.bytes);
+        if self.in_time(node, network, host_link) { Ok(()) } else { Err(Limit::Time { node }) }
+    }
+
+    /// Memory in which a node would keep the copy, if it has memory and time.
+    pub(super) fn holder(&self, node: usize, cost: Cost) -> Result<Holder, Limit> {
+        let (used, has) = (&self.used[node], &self.request.nodes[node]);
+        let network = seconds(self.request.network, cost.bytes);
+        let on_host = used.host_bytes + cost.memory <= has.host_bytes;
+        let on_device = cost.on_device && used.device_bytes + cost.memory <= has.device_bytes;
+        if on_host && self.in_time(node, network, 0.0) {
+            return Ok(Holder { node, place: Place::Host });
+        }
+        if on_device && self.in_time(node, network, seconds(self.request.host_link, cost.bytes)) {
+            return Ok(Holder { node, place: Place::Device });
+        }
+        Err(if on_host || on_device { Limit::Time { node } } else { Limit::Memory { node } })
+    }
+
+    pub(super) fn add(&mut self, sender: usize, holders: &[Holder], cost: Cost) {
+        self.change(sender, holders, cost, 1.0, |used, bytes| used + bytes);
+    }
+
+    pub(super) fn remove(&mut self, sender: usize, holders: &[Holder], cost: Cost) {
+        self.change(sender, holders, cost, -1.0, |used, bytes| used - bytes);
+    }
+
+    fn change(
+        &mut self,
+        sender: usize,
+        holders: &[Holder],
+        cost: Cost,
+        sign: f64,
+        bytes: fn(u64, u64) -> u64,
+    ) {
+        if holders.is_empty() {
+            return;
+        }
+        let network = sign * seconds(self.request.network, cost.bytes);
+        let host_link = sign * seconds(self.request.host_link, cost.bytes);
+        let from = &mut self.used[sender];
+        from.host_link_seconds += host_link;
+        from.network_seconds += network * holders.len() as f64;
+        from.sent_bytes = bytes(from.sent_bytes, cost.bytes * holders.len() as u64);
+        for holder in holders {
+            let to = &mut self.used[holder.node];
+            to.network_seconds += network;
+            to.received_bytes = bytes(to.received_bytes, cost.bytes);
+            if holder.place == Place::Device {
+                to.host_link_seconds += host_link;
+                to.device_bytes = bytes(to.device_bytes, cost.memory);
+            } else {
+                to.host_bytes = bytes(to.host_bytes, cost.memory);
+            }
+        }
+    }
+}

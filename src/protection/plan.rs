@@ -1,0 +1,188 @@
+//! The choices, and why they were made.
+
+use crate::placement::Survival;
+use crate::schedule::Place;
+use std::fmt;
+
+/// Kind of protection of a unit beside the nodes that train on it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyKind {
+    /// Enough nodes train on it: no copy.
+    Active,
+    /// Copies that are kept current with the gradient of each step.
+    Replayed,
+    /// Copies of the full state, made every `period` steps.
+    Snapshot {
+        /// Steps between two copies; 1 if each step has one.
+        period: usize,
+    },
+    /// Fewer domains hold it than there should be, and no copy can be had.
+    Uncovered,
+}
+
+impl CopyKind {
+    /// The name in Python.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Active => "active",
+            Self::Replayed => "replayed",
+            Self::Snapshot { .. } => "snapshot",
+            Self::Uncovered => "uncovered",
+        }
+    }
+
+    /// Steps from one version to the next; 1 if the copies are always current.
+    pub fn period(self) -> usize {
+        if let Self::Snapshot { period } = self { period } else { 1 }
+    }
+}
+
+/// A node that keeps a copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// Number of the node.
+    pub node: usize,
+    /// Memory that has the copy.
+    pub place: Place,
+}
+
+/// Resource of which there is too little.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Limit {
+    /// Domains.
+    Domains,
+    /// Seconds of this node's network and host link.
+    Time {
+        /// The first that was asked.
+        node: usize,
+    },
+    /// Memory of this node.
+    Memory {
+        /// The first that was asked.
+        node: usize,
+    },
+}
+
+/// Reason of a unit's protection.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CopyReason {
+    /// Enough domains train on it.
+    HeldActively {
+        /// Number of the domains.
+        domains: usize,
+    },
+    /// It is idle: to replay a zero gradient takes no bytes.
+    Idle,
+    /// The gradient has fewer bytes than the state.
+    GradientIsSmaller,
+    /// The state has no more bytes than the gradient.
+    StateIsSmaller,
+    /// The optimizer cannot be replayed to the bit.
+    NotReplayable,
+    /// A current copy by gradients does not fit; one of the state does.
+    ReplayHasNoRoom,
+    /// A current copy by state does not fit; one by gradients does, though they are larger.
+    SnapshotHasNoRoom,
+    /// Current copies on enough domains do not fit; this is the least expected loss that does.
+    Limited(Limit),
+}
+
+impl fmt::Display for CopyReason {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::HeldActively { domains: 1 } => write!(out, "1 domain trains on it"),
+            Self::HeldActively { domains } => write!(out, "{domains} domains train on it"),
+            Self::Idle => write!(out, "it is idle, and a zero gradient takes no bytes"),
+            Self::GradientIsSmaller => write!(out, "its gradient is smaller than its state"),
+            Self::StateIsSmaller => write!(out, "its state is no larger than its gradient"),
+            Self::NotReplayable => write!(out, "its optimizer cannot be replayed"),
+            Self::ReplayHasNoRoom => write!(out, "there is no room to replay it"),
+            Self::SnapshotHasNoRoom => write!(out, "there is no room for its state in each step"),
+            Self::Limited(limit) => write!(out, "{limit}"),
+        }
+    }
+}
+
+impl fmt::Display for Limit {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Domains => write!(out, "there are too few failure domains"),
+            Self::Time { node } => write!(out, "windows and budget of node {node} are used up"),
+            Self::Memory { node } => write!(out, "the memory of node {node} is used up"),
+        }
+    }
+}
+
+/// Protection of one unit.
+#[derive(Clone, Debug, PartialEq)]
+pub struct UnitChoice {
+    /// Kind of protection.
+    pub kind: CopyKind,
+    /// The active node that sends.
+    pub sender: usize,
+    /// Nodes that keep the copies, beside the active ones.
+    pub holders: Vec<Holder>,
+    /// Bytes sent in a step, to all holders together.
+    pub bytes: u64,
+    /// Every loss of fewer than `copies` domains is survived without a lost step.
+    pub covered: bool,
+    /// Steps lost at most if all that hold it actively are lost and one holder of a copy survives; without copies what
+    /// the store lags.
+    pub most_lost_steps: usize,
+    /// Expected tokens lost in a step.
+    pub lost_tokens: f64,
+    /// Reason of the choice.
+    pub reason: CopyReason,
+}
+
+/// Resources that the copies take on one node, in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct NodeUse {
+    /// Bytes sent as the units' sender.
+    pub sent_bytes: u64,
+    /// Bytes received as a holder.
+    pub received_bytes: u64,
+    /// Seconds of the network, both ways.
+    pub network_seconds: f64,
+    /// Seconds of the host link.
+    pub host_link_seconds: f64,
+    /// Host memory for copies.
+    pub host_bytes: u64,
+    /// Device memory for copies.
+    pub device_bytes: u64,
+}
+
+/// Survival of a loss of `failures` domains, each choice of them equally likely.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossSurvival {
+    /// Number of domains that fail.
+    pub failures: usize,
+    /// No unit loses a step.
+    pub without_loss: Survival,
+    /// Each unit has some copy, perhaps an older one.
+    pub with_loss: Survival,
+}
+
+/// All choices and what they amount to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CopyPlan {
+    /// Protection of each unit.
+    pub units: Vec<UnitChoice>,
+    /// Use of each node.
+    pub nodes: Vec<NodeUse>,
+    /// Seconds by which the slowest node delays a step.
+    pub delay_seconds: f64,
+    /// Expected tokens lost in a step, over all units.
+    pub lost_tokens: f64,
+    /// Survival of each number of failed domains from 1 to `copies`, as far as there are domains.
+    pub survival: Vec<LossSurvival>,
+    /// Summary in one sentence.
+    pub summary: String,
+}
+
+impl CopyPlan {
+    /// Bytes sent in a step.
+    pub fn bytes(&self) -> u64 {
+        self.nodes.iter().map(|node| node.sent_bytes).sum()
+    }
+}

@@ -1,0 +1,119 @@
+//! What a set that the Lighthouse names means for one of its members: the same on all of them.
+
+use super::event::{Participant, Standing, Wait};
+use std::hash::Hasher;
+use xxhash_rust::xxh3::Xxh3;
+
+/// The answer of [`judge`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Ask again.
+    Wait(Wait),
+    /// All members here agreed before, and others have gone on without them since.
+    LeftBehind {
+        /// Number of the newest set that a member here has adopted.
+        adopted: u64,
+    },
+    /// The group that all are connected in is still right.
+    Unchanged,
+    /// A new group.
+    New(Agreement),
+}
+
+/// Who takes part.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Agreement {
+    /// Names the group.
+    pub epoch: u64,
+    /// Larger than that of any member's before.
+    pub generation: u64,
+    /// By rank.
+    pub members: Vec<String>,
+    /// How many of them train; theirs are the first ranks.
+    pub num_trainers: usize,
+}
+
+/// How many members a job needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Need {
+    /// Members that train.
+    pub members: usize,
+    /// Whether they are needed always, not only to begin.
+    pub is_always: bool,
+}
+
+/// Judges the set `participants`, which the Lighthouse has given the number `id`.
+///
+/// `group` is the ids and the epoch of the group that this member is connected in.
+///
+/// A member that slept while others agreed must not go on: they may have committed steps that it does not know. The
+/// Lighthouse numbers its sets, and nothing happens under a set without all of its members. So this set is safe if each
+/// set since the newest that was adopted here has named a member of this one, or if all members of that newest one are
+/// here. A Lighthouse that has lost its memory counts from 1 again: a number below those seen says nothing.
+///
+/// Members "a" and "b" agreed in set 3. While "b" slept, "a" went on alone in set 4 and died. "b" wakes up in set 5:
+/// ```
+/// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
+/// let standing = Standing { epoch: None, established: true, size: 2, generation: 3, named: (1, 3), adopted: 3 };
+/// let b = Participant { id: "b".into(), rank_key: "".into(), trains: true, is_patient: false, standing };
+/// let need = Need { members: 2, is_always: false };
+/// assert_eq!(judge(5, &[b.clone()], need, None), Verdict::LeftBehind { adopted: 3 });
+/// assert!(matches!(judge(4, &[b], need, None), Verdict::New(_))); // "a" is gone, and nothing has happened since
+/// ```
+pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&[String], u64)>) -> Verdict {
+    let standings = || participants.iter().map(|participant| &participant.standing);
+    // Before all else: who waits here is named in this set, and would pass for one who was not left behind in the next.
+    if let Some(adopted) = slept(id, standings()) {
+        return Verdict::LeftBehind { adopted };
+    }
+    let found = participants.iter().filter(|participant| participant.trains).count();
+    let is_running = standings().any(|standing| standing.established);
+    let needed = if is_running && !need.is_always { 1 } else { need.members };
+    if found < needed {
+        return Verdict::Wait(Wait::Members { found, needed });
+    }
+    if awaits_absent(participants) {
+        return Verdict::Wait(Wait::Absent);
+    }
+    let mut ordered: Vec<&Participant> = participants.iter().collect();
+    ordered.sort_by_key(|participant| (!participant.trains, &participant.rank_key, &participant.id));
+    let members: Vec<String> = ordered.iter().map(|participant| participant.id.clone()).collect();
+    if let Some((ids, epoch)) = group
+        && ids == members
+        && standings().all(|standing| standing.epoch == Some(epoch))
+    {
+        return Verdict::Unchanged;
+    }
+    let generation = 1 + standings().map(|standing| standing.generation).max().unwrap_or(0);
+    Verdict::New(Agreement { epoch: name(&members, generation), generation, members, num_trainers: found })
+}
+
+/// Whether some established members are absent and all that are here still give them time.
+fn awaits_absent(participants: &[Participant]) -> bool {
+    let established = || participants.iter().filter(|participant| participant.standing.established);
+    let size = established().map(|participant| participant.standing.size).max().unwrap_or(0);
+    size > established().count() && established().all(|participant| participant.is_patient)
+}
+
+/// Number of the newest set that was adopted by a member here, if others may have gone on since.
+fn slept<'a>(id: u64, standings: impl Iterator<Item = &'a Standing> + Clone) -> Option<u64> {
+    let newest =
+        standings.clone().filter(|standing| standing.adopted > 0).max_by_key(|standing| standing.adopted)?;
+    let is_known = |number: u64| {
+        standings.clone().any(|standing| (standing.named.0..=standing.named.1).contains(&number))
+    };
+    let is_whole =
+        standings.clone().filter(|standing| standing.adopted == newest.adopted).count() >= newest.size;
+    (!is_whole && !(newest.adopted + 1..id).all(is_known)).then_some(newest.adopted)
+}
+
+/// A name that members who agree on the same set and generation share, and nobody else.
+fn name(members: &[String], generation: u64) -> u64 {
+    let mut hasher = Xxh3::new();
+    hasher.write_u64(generation);
+    for member in members {
+        hasher.write(member.as_bytes());
+        hasher.write_u8(0);
+    }
+    hasher.finish()
+}

@@ -1,0 +1,280 @@
+//! What a member of a job learns, and what it then does: the two halves of the protocol's interface.
+
+use serde::{Deserialize, Serialize};
+
+/// A vote that passed: all members had whole gradients, so the step is taken by all.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Passed {
+    /// Version of the state before the step.
+    pub before: u64,
+    /// Version of the state after the step.
+    pub after: u64,
+    /// Sums over all members' ballots (loss, squares of gradients, …), which the protocol only passes on: the bits of
+    /// float64 values, so that a member that recalls the vote uses the very same numbers.
+    pub sums: Vec<i64>,
+}
+
+/// What a member tells the Lighthouse about itself, and so all others.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Standing {
+    /// The connected group that the member is in; none if it is in none.
+    pub epoch: Option<u64>,
+    /// Whether it has state of the running job.
+    pub established: bool,
+    /// Members of its latest agreement; 0 before the first.
+    pub size: usize,
+    /// Generation of its latest agreement or rebalance, or the newest that its node's memory names.
+    pub generation: u64,
+    /// Numbers of the sets that named it in a row, as the Lighthouse counts: the first and the last; 0 for none.
+    pub named: (u64, u64),
+    /// Number of the newest set that it adopted; 0 for none.
+    pub adopted: u64,
+}
+
+/// One member of a set that the Lighthouse named.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Participant {
+    /// Its name, which no other process shares.
+    pub id: String,
+    /// Ranks follow the order of these, then of the names.
+    pub rank_key: String,
+    /// False for a replica node; replica nodes have the last ranks.
+    pub trains: bool,
+    /// Whether it still gives absent members time to reach a Lighthouse that has just come back.
+    pub is_patient: bool,
+    /// What it has told.
+    pub standing: Standing,
+}
+
+/// Something that happened to a member. All but `Look` and `Lost` answer a command.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Event {
+    /// The driver is free to do what comes next.
+    Look {
+        /// Steps after which the job is over.
+        until: u64,
+    },
+    /// A peer is gone or silent, or the group was dropped here.
+    Lost {
+        /// Why, for people.
+        reason: String,
+    },
+    /// Answers `Ask`: the Lighthouse names a set that has this member.
+    Quorum {
+        /// Number of the set; it grows by one whenever the set changes.
+        id: u64,
+        /// The set, without members of other jobs.
+        participants: Vec<Participant>,
+    },
+    /// Answers `Ask`: no Lighthouse answered.
+    Unanswered {
+        /// Why, for people.
+        reason: String,
+    },
+    /// Answers `Ask` or `Wait`: the time for an agreement is used up.
+    OutOfTime {
+        /// What it was spent on, for people.
+        reason: String,
+    },
+    /// Answers `Wait`.
+    Waited,
+    /// Answers `Weigh`: whether any member wants experts to move; the same on all.
+    Weighed {
+        /// True if experts shall move.
+        should_move: bool,
+    },
+    /// Answers `Connect`.
+    Connected,
+    /// Answers `Recall`: the latest passed vote of each member, by rank.
+    Recalled {
+        /// None for a member that has seen none since the last recovery.
+        votes: Vec<Option<Passed>>,
+    },
+    /// Answers `Restore`: all units that this member needs are here, as of one version.
+    Restored {
+        /// The version that all members have.
+        version: u64,
+        /// Whether some experts are older than it: that state is another one than the version's own.
+        is_stale: bool,
+    },
+    /// Answers `Restore`: some units are nowhere, and their holders may still come back.
+    Missing,
+    /// Answers `Restore`: some units are nowhere, and nobody waits for their holders any more.
+    Unrecoverable,
+    /// Answers `CountLosses`.
+    Counted,
+    /// Answers `Protect`: the copies that the preset promises are whole on all members.
+    Protected,
+    /// Answers `Step` or `Follow`: the ballot of this member.
+    Gradients {
+        /// Whether its gradients, and the copies that must be safe before the step, are whole.
+        is_whole: bool,
+    },
+    /// Answers `Vote`.
+    Tally {
+        /// Members whose ballot was whole.
+        votes: usize,
+        /// See [`Passed::sums`].
+        sums: Vec<i64>,
+    },
+    /// Answers `Settle`: whether the copies of the last step are whole on all members.
+    Settled {
+        /// True if they are.
+        is_whole: bool,
+    },
+    /// Answers `Farewell`: all members have said it.
+    Parted,
+}
+
+/// Why a member gives up.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(tag = "why", rename_all = "snake_case")]
+pub enum Stop {
+    /// The time for an agreement is used up.
+    OutOfTime {
+        /// What it was spent on, for people.
+        reason: String,
+    },
+    /// The others agreed without this member since it last took part, and none of them is here.
+    LeftBehind {
+        /// Number of the newest set that a member here has adopted.
+        adopted: u64,
+        /// Number of the set now.
+        id: u64,
+    },
+    /// Some units survive nowhere.
+    UnitsLost,
+    /// Recoveries follow each other without a committed step.
+    NoProgress {
+        /// How many there were.
+        recoveries: u32,
+        /// The latest failure, for people.
+        reason: String,
+    },
+}
+
+/// Why a member waits and asks again.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(tag = "why", rename_all = "snake_case")]
+pub enum Wait {
+    /// Too few members have come.
+    Members {
+        /// Those that train.
+        found: usize,
+        /// How many are needed.
+        needed: usize,
+    },
+    /// Absent members may just be slow to reach a Lighthouse that has come back.
+    Absent,
+    /// The members here were left behind and stop; what this one has not got yet is not theirs to give.
+    LeftBehind,
+}
+
+/// Something that the driver does. Of the commands of one event only the last is answered by an event.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    /// Close all connections to the members, so that peers that wait for this one notice.
+    Drop {
+        /// Why, for people.
+        reason: String,
+    },
+    /// Ask the Lighthouse who takes part. Answer: `Quorum`, `Unanswered` or `OutOfTime`.
+    Ask {
+        /// What to tell about this member.
+        standing: Standing,
+        /// Whether the group is intact, so that an absent member may only be slow.
+        is_intact: bool,
+    },
+    /// Wait a little. Answer: `Waited` or `OutOfTime`.
+    Wait(Wait),
+    /// End what is under way in the old group and connect the new one. Answer: `Connected` or `Lost`.
+    Connect {
+        /// Names the group; no other group has this name.
+        epoch: u64,
+        /// All versions that are made in the group carry this generation or a later one.
+        generation: u64,
+        /// By rank; those that train come first.
+        members: Vec<String>,
+        /// How many of them train.
+        num_trainers: usize,
+    },
+    /// Ask all members whether the load has shifted so far that experts should move. Answer: `Weighed` or `Lost`.
+    Weigh,
+    /// Gather the latest passed vote of every member. Answer: `Recalled` or `Lost`.
+    Recall {
+        /// This member's.
+        vote: Option<Passed>,
+    },
+    /// Take the step: it is decided, and cannot fail.
+    Take {
+        /// The vote.
+        vote: Passed,
+        /// Whether this member learns it from others, after a loss.
+        is_recalled: bool,
+    },
+    /// Survey what survives, and fetch what this member needs. Answer: `Restored`, `Missing`, `Unrecoverable` or
+    /// `Lost`.
+    Restore {
+        /// Version of the state that this member has.
+        version: u64,
+        /// Whether it is state of the running job.
+        established: bool,
+        /// Whether this member has seen the job run: it is then never started again from step 0.
+        saw_running: bool,
+    },
+    /// Count what was lost, and agree on it. Answer: `Counted` or `Lost`.
+    CountLosses {
+        /// Version of the state now.
+        version: u64,
+    },
+    /// Plan who keeps copies of what, and make all of them. Answer: `Protected` or `Lost`.
+    Protect {
+        /// Version of the state now.
+        version: u64,
+        /// Generation that the copies belong to.
+        generation: u64,
+    },
+    /// The recovery is over: training goes on.
+    Resume {
+        /// Version of the state now.
+        version: u64,
+    },
+    /// Compute the gradients of a step and finish what must be safe before it. Answer: `Gradients` or `Lost`.
+    Step {
+        /// Steps taken before it.
+        number: u64,
+    },
+    /// As `Step`, on a replica node, which computes nothing.
+    Follow {
+        /// Steps taken before it.
+        number: u64,
+    },
+    /// Add up all ballots. Answer: `Tally` or `Lost`.
+    Vote {
+        /// Version of the state before the step.
+        version: u64,
+    },
+    /// Report a step as committed: no failure that the preset covers can undo it.
+    Commit {
+        /// Steps taken before it.
+        step: u64,
+    },
+    /// Wait for the copies of the last step, everywhere. Answer: `Settled` or `Lost`.
+    Settle,
+    /// All steps are done: write the last checkpoint, verify, and wait for all. Answer: `Parted` or `Lost`.
+    Farewell {
+        /// Version of the state at the end.
+        version: u64,
+    },
+    /// Wait until holders of missing units may have come back; `Look` again then.
+    Pause,
+    /// Leave the job: it is over.
+    Close,
+    /// Give up.
+    Stop(Stop),
+}

@@ -1,0 +1,434 @@
+//! The state machine of one member.
+
+use super::agreement::{Agreement, Need, Verdict, judge};
+use super::event::{Command, Event, Participant, Passed, Standing, Stop};
+use super::version::{generation_of, step_of, version_of};
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+
+/// Recoveries in a row without a committed step, after which a member gives up.
+pub const MOST_RECOVERIES: u32 = 20;
+
+/// What does not change while a member runs.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Settings {
+    /// False for a replica node.
+    pub trains: bool,
+    /// Members that train, for which a new job waits.
+    pub members: usize,
+    /// Whether that many are needed always: the seats of a pipeline.
+    pub is_fixed: bool,
+    /// Steps between looks for new members; 0 for none.
+    pub join_every: u64,
+    /// Steps between looks whether experts should move; 0 for none.
+    pub rebalance_every: u64,
+    /// Newest generation that this node's memory names.
+    pub generation: u64,
+}
+
+/// The command whose answer a member waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Phase {
+    /// In no group; the next `Look` asks for one.
+    Apart,
+    /// In a group; the next `Look` goes on.
+    Ready,
+    Asking,
+    Waiting,
+    Connecting,
+    Weighing,
+    Recalling,
+    Restoring,
+    Counting,
+    Protecting,
+    Stepping,
+    Voting,
+    Settling,
+    Parting,
+    Over,
+}
+
+/// One member of a job. Feed it what happens, and do what it says.
+///
+/// A job of one member, from the start to its first step:
+/// ```
+/// use evermoe::protocol::{Command, Event, Participant, Protocol, Settings};
+/// let settings = Settings {
+///     trains: true, members: 1, is_fixed: false, join_every: 5, rebalance_every: 0, generation: 0,
+/// };
+/// let mut member = Protocol::new(settings);
+/// let [Command::Ask { standing, .. }] = &member.handle(Event::Look { until: 10 })?[..] else { panic!() };
+/// let me = Participant {
+///     id: "a".into(), rank_key: "".into(), trains: true, is_patient: false, standing: standing.clone(),
+/// };
+/// assert!(matches!(member.handle(Event::Quorum { id: 1, participants: vec![me] })?[..], [Command::Connect { .. }]));
+/// assert!(matches!(member.handle(Event::Connected)?[..], [Command::Recall { vote: None }]));
+/// member.handle(Event::Recalled { votes: vec![None] })?;
+/// member.handle(Event::Restored { version: 0, is_stale: false })?;
+/// member.handle(Event::Counted)?;
+/// let commands = member.handle(Event::Protected)?;
+/// assert!(matches!(commands[..], [Command::Resume { .. }, Command::Step { number: 0 }]));
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Protocol {
+    settings: Settings,
+    phase: Phase,
+    until: u64,
+    version: u64,
+    generation: u64,
+    /// Numbers of the Lighthouse's sets that named this member in a row: the first and the last.
+    named: (u64, u64),
+    /// Number of the newest set that it adopted, and its size.
+    adopted: (u64, usize),
+    established: bool,
+    saw_running: bool,
+    /// The group that this member is connected in.
+    group: Option<Agreement>,
+    /// The version from which this member has voted to step, while it does not know the result.
+    pending: Option<u64>,
+    /// The latest vote that passed here since the last recovery.
+    last: Option<Passed>,
+    /// The first of the steps that this member has taken and not reported: it does not know yet whether all members have
+    /// taken them, and that the copies are whole.
+    unconfirmed: Option<u64>,
+    is_stale: bool,
+    /// Whether the group was intact when this member asked.
+    was_intact: bool,
+    recoveries: u32,
+    /// Whether all steps are committed here: units that left with members who have heard this one's farewell are not
+    /// missed.
+    is_done: bool,
+    failure: String,
+}
+
+impl Protocol {
+    /// A member that has just started: in no group, with no state of the job.
+    pub fn new(settings: Settings) -> Self {
+        Self {
+            phase: Phase::Apart,
+            until: 0,
+            version: 0,
+            generation: settings.generation,
+            settings,
+            named: (0, 0),
+            adopted: (0, 0),
+            established: false,
+            saw_running: false,
+            group: None,
+            pending: None,
+            last: None,
+            unconfirmed: None,
+            is_stale: false,
+            was_intact: false,
+            recoveries: 0,
+            is_done: false,
+            failure: String::new(),
+        }
+    }
+
+    /// Version of this member's state.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Generation of the group, or of the last one.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Whether this member got through a recovery of the job: it has the job's state.
+    pub fn is_established(&self) -> bool {
+        self.established
+    }
+
+    /// Whether this member has a step to go on with, or will have without a recovery.
+    pub fn is_ready(&self) -> bool {
+        matches!(self.phase, Phase::Ready | Phase::Stepping)
+    }
+
+    /// Whether all is over for this member.
+    pub fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    /// What to do now that `event` has happened.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when the event answers another command than the one that is under way; nothing changes then.
+    pub fn handle(&mut self, event: Event) -> Result<Vec<Command>> {
+        Ok(match (self.phase, event) {
+            (Phase::Over, Event::Lost { .. }) => vec![],
+            (_, Event::Lost { reason }) => self.lose(reason),
+            (Phase::Apart | Phase::Ready, Event::Look { until }) => self.look(until),
+            (Phase::Asking, Event::Quorum { id, participants }) => self.judge(id, &participants),
+            (Phase::Asking, Event::Unanswered { reason }) => self.retry(reason),
+            (Phase::Asking | Phase::Waiting, Event::OutOfTime { reason }) => {
+                self.stop(Stop::OutOfTime { reason })
+            }
+            (Phase::Waiting, Event::Waited) => vec![self.ask()],
+            (Phase::Connecting, Event::Connected) => self.recall(),
+            (Phase::Weighing, Event::Weighed { should_move: false }) => vec![self.go_on()],
+            (Phase::Weighing, Event::Weighed { should_move: true }) => {
+                self.generation += 1;
+                self.recall()
+            }
+            (Phase::Recalling, Event::Recalled { votes }) => self.complete(votes),
+            (Phase::Restoring, Event::Restored { version, is_stale }) => self.restored(version, is_stale),
+            (Phase::Restoring, Event::Missing | Event::Unrecoverable) if self.is_done => self.close(),
+            (Phase::Restoring, Event::Missing) => self.pause(),
+            (Phase::Restoring, Event::Unrecoverable) => self.stop(Stop::UnitsLost),
+            (Phase::Counting, Event::Counted) => self.protect(),
+            (Phase::Protecting, Event::Protected) => self.resume(),
+            (Phase::Stepping, Event::Gradients { is_whole }) => self.vote(is_whole),
+            (Phase::Voting, Event::Tally { votes, sums }) => self.count(votes, sums),
+            (Phase::Settling, Event::Settled { is_whole }) => self.settled(is_whole),
+            (Phase::Parting, Event::Parted) => self.close(),
+            (phase, event) => {
+                return Err(Error::Invalid(format!(
+                    "protocol: {event:?} does not answer what is under way: {phase:?}"
+                )));
+            }
+        })
+    }
+
+    // ---- who takes part
+
+    fn look(&mut self, until: u64) -> Vec<Command> {
+        self.until = until;
+        let step = step_of(self.version);
+        let is_due = self.settings.join_every > 0 && step.is_multiple_of(self.settings.join_every);
+        if self.phase == Phase::Ready && !is_due && !self.is_time_to_move() {
+            return vec![self.go_on()];
+        }
+        if self.recoveries >= MOST_RECOVERIES {
+            let reason = self.failure.clone();
+            return self.stop(Stop::NoProgress { recoveries: self.recoveries, reason });
+        }
+        self.was_intact = self.phase == Phase::Ready;
+        vec![self.ask()]
+    }
+
+    fn is_time_to_move(&self) -> bool {
+        let step = step_of(self.version);
+        let every = self.settings.rebalance_every;
+        every > 0 && step > 0 && step < self.until && step.is_multiple_of(every)
+    }
+
+    fn ask(&mut self) -> Command {
+        self.phase = Phase::Asking;
+        Command::Ask { standing: self.standing(), is_intact: self.was_intact }
+    }
+
+    fn standing(&self) -> Standing {
+        Standing {
+            epoch: self.group.as_ref().map(|group| group.epoch),
+            established: self.established,
+            size: self.adopted.1,
+            generation: self.generation,
+            named: self.named,
+            adopted: self.adopted.0,
+        }
+    }
+
+    fn retry(&mut self, reason: String) -> Vec<Command> {
+        self.group = None;
+        vec![Command::Drop { reason }, self.ask()]
+    }
+
+    fn judge(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
+        self.saw_running |= participants.iter().any(|participant| participant.standing.established);
+        self.named = if id == self.named.1 || id == self.named.1 + 1 { (self.named.0, id) } else { (id, id) };
+        let need = Need { members: self.settings.members, is_always: self.settings.is_fixed };
+        let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
+        match judge(id, participants, need, group) {
+            Verdict::Wait(why) => self.wait(why),
+            Verdict::LeftBehind { adopted } if self.adopted.0 > 0 => {
+                self.stop(Stop::LeftBehind { adopted, id })
+            }
+            Verdict::LeftBehind { .. } => self.wait(super::Wait::LeftBehind),
+            Verdict::Unchanged if self.was_intact && self.is_time_to_move() => {
+                self.adopted.0 = id;
+                self.phase = Phase::Weighing;
+                vec![Command::Weigh]
+            }
+            Verdict::Unchanged => {
+                self.adopted.0 = id;
+                vec![self.go_on()]
+            }
+            Verdict::New(agreement) => self.adopt(id, agreement),
+        }
+    }
+
+    fn wait(&mut self, why: super::Wait) -> Vec<Command> {
+        self.phase = Phase::Waiting;
+        vec![Command::Wait(why)]
+    }
+
+    fn adopt(&mut self, id: u64, agreement: Agreement) -> Vec<Command> {
+        let Agreement { epoch, generation, members, num_trainers } = agreement.clone();
+        self.adopted = (id, members.len());
+        self.generation = generation;
+        self.group = Some(agreement);
+        self.phase = Phase::Connecting;
+        vec![Command::Connect { epoch, generation, members, num_trainers }]
+    }
+
+    fn lose(&mut self, reason: String) -> Vec<Command> {
+        // What was connected and got no further counts; what never connected is bounded by the time for an agreement.
+        let counts = !matches!(self.phase, Phase::Apart | Phase::Asking | Phase::Waiting | Phase::Connecting);
+        self.recoveries += u32::from(counts);
+        self.group = None;
+        self.phase = Phase::Apart;
+        self.failure.clone_from(&reason);
+        vec![Command::Drop { reason }]
+    }
+
+    fn pause(&mut self) -> Vec<Command> {
+        let recoveries = self.recoveries;
+        let mut commands = self.lose("some units are in nobody's memory".into());
+        self.recoveries = recoveries;
+        commands.push(Command::Pause);
+        commands
+    }
+
+    /// All steps are committed and this member has said farewell, or nobody is left who could hear it.
+    fn close(&mut self) -> Vec<Command> {
+        self.phase = Phase::Over;
+        vec![Command::Close]
+    }
+
+    fn stop(&mut self, why: Stop) -> Vec<Command> {
+        self.phase = Phase::Over;
+        vec![Command::Stop(why)]
+    }
+
+    // ---- a recovery
+
+    fn recall(&mut self) -> Vec<Command> {
+        self.phase = Phase::Recalling;
+        vec![Command::Recall { vote: self.last.clone() }]
+    }
+
+    /// Takes the step that others have seen pass, if this member could take it when it lost them.
+    fn complete(&mut self, votes: Vec<Option<Passed>>) -> Vec<Command> {
+        let mut commands = Vec::new();
+        let pending = self.pending.take();
+        let missed = votes
+            .into_iter()
+            .flatten()
+            .find(|vote| pending == Some(vote.before) && vote.before == self.version);
+        if let Some(vote) = missed {
+            self.take(vote.clone());
+            commands.push(Command::Take { vote, is_recalled: true });
+        }
+        self.phase = Phase::Restoring;
+        let (established, saw_running) = (self.established, self.saw_running);
+        commands.push(Command::Restore { version: self.version, established, saw_running });
+        commands
+    }
+
+    fn restored(&mut self, version: u64, is_stale: bool) -> Vec<Command> {
+        if version > self.version || self.unconfirmed.is_some_and(|step| step_of(version) <= step) {
+            self.unconfirmed = None; // the steps of the others, or taken here but undone before they were committed
+        }
+        self.version = version;
+        self.generation = self.generation.max(generation_of(version) + 1);
+        if version == 0 {
+            // A process that has just come has this version, too: it must not count as a peer of those that train.
+            self.version = version_of(self.generation, 0);
+        }
+        self.is_stale = is_stale;
+        self.distinguish();
+        self.phase = Phase::Counting;
+        vec![Command::CountLosses { version: self.version }]
+    }
+
+    /// Gives a state in which some experts were rolled back a version of its own: others hold a different state under
+    /// the same number.
+    fn distinguish(&mut self) {
+        if self.is_stale {
+            self.version = version_of(self.generation, step_of(self.version));
+            self.generation += 1;
+        }
+    }
+
+    fn protect(&mut self) -> Vec<Command> {
+        self.distinguish(); // what was lost is part of the state
+        self.is_stale = false;
+        self.phase = Phase::Protecting;
+        vec![Command::Protect { version: self.version, generation: self.generation }]
+    }
+
+    fn resume(&mut self) -> Vec<Command> {
+        let mut commands = self.confirm();
+        self.established = true;
+        self.last = None; // all go on from the same version: how they got there does not matter any more
+        commands.push(Command::Resume { version: self.version });
+        commands.push(self.go_on());
+        commands
+    }
+
+    // ---- a step
+
+    fn go_on(&mut self) -> Command {
+        let number = step_of(self.version);
+        if number < self.until {
+            self.phase = Phase::Stepping;
+            return if self.settings.trains { Command::Step { number } } else { Command::Follow { number } };
+        }
+        if self.unconfirmed.is_some() {
+            self.phase = Phase::Settling;
+            return Command::Settle;
+        }
+        self.phase = Phase::Parting;
+        self.is_done = true;
+        Command::Farewell { version: self.version }
+    }
+
+    fn vote(&mut self, is_whole: bool) -> Vec<Command> {
+        self.pending = is_whole.then_some(self.version);
+        self.phase = Phase::Voting;
+        vec![Command::Vote { version: self.version }]
+    }
+
+    fn count(&mut self, votes: usize, sums: Vec<i64>) -> Vec<Command> {
+        let size = self.group.as_ref().map_or(0, |group| group.members.len());
+        if votes != size {
+            self.pending = None;
+            return self.lose(format!("{votes} of {size} members voted for the step"));
+        }
+        let mut commands = self.confirm();
+        let step = step_of(self.version);
+        let vote = Passed { before: self.version, after: version_of(self.generation, step + 1), sums };
+        self.take(vote.clone());
+        commands.push(Command::Take { vote, is_recalled: false });
+        self.recoveries = 0;
+        self.phase = Phase::Ready;
+        commands
+    }
+
+    fn take(&mut self, vote: Passed) {
+        self.pending = None;
+        self.unconfirmed.get_or_insert(step_of(vote.before));
+        self.version = vote.after;
+        self.last = Some(vote);
+    }
+
+    /// All members have the state, and its copies are whole: nothing that the preset covers can undo its steps.
+    fn confirm(&mut self) -> Vec<Command> {
+        let taken = step_of(self.version);
+        let first = self.unconfirmed.take().unwrap_or(taken);
+        (first..taken).map(|step| Command::Commit { step }).collect()
+    }
+
+    fn settled(&mut self, is_whole: bool) -> Vec<Command> {
+        if !is_whole {
+            return self.lose("the copies of the last step are not whole".into());
+        }
+        let mut commands = self.confirm();
+        commands.push(self.go_on());
+        commands
+    }
+}

@@ -1,0 +1,36 @@
+//! The commit protocol: how members agree who takes part, which step is taken, and from where all go on after a failure.
+//!
+//! ```text
+//!              ┌──────────────── Lost, in any phase: Drop ◄─────────────────┐
+//!              ▼                                                            │
+//! Look ─ Ask ─ Quorum ─ Connect ─ Recall ─ (Take) ─ Restore ─ CountLosses ─ Protect ─ Resume
+//!  ▲            │ unchanged ─ (Weigh) ──────────────┐                                   │
+//!  │            └ Wait, Stop                        ▼                                   ▼
+//!  └──────────────────────────────── Commit ◄─ Take ◄─ Tally ◄─ Vote ◄─ Gradients ◄─ Step
+//! ```
+//!
+//! [`Protocol`] is pure: [`Event`]s in, [`Command`]s out; no clock, no I/O. Its drivers, the session and the pipeline's
+//! session, carry out the commands. `tests/protocol_*.rs` explore what several members can reach with crashes, freezes
+//! and a late Lighthouse, and every test with real processes replays what its members have recorded.
+//!
+//! **Vote before update.** A step is taken once all members have said that their gradients and copies are whole. Who
+//! loses a peer in the vote does not know the result, so the members recall the votes that have passed before they
+//! compare states: either nobody has taken the step, or all that could take it do.
+//!
+//! **Commit one vote later.** A member that reports a step at once and dies may be the only one that knew: the others, in
+//! doubt, repeat it. So a step is reported as committed when the next vote passes: all members have voted, so all have
+//! taken the step, and the copies of its state are whole. The last step has a round of its own.
+//!
+//! **Versions only grow.** A version is a generation and a step. Every agreement has a larger generation than any of its
+//! members had, and consecutive agreements share a member or hold all members of the last one (see [`judge`]), so no
+//! version is given to two different states.
+
+mod agreement;
+mod event;
+mod member;
+mod version;
+
+pub use agreement::{Agreement, Need, Verdict, judge};
+pub use event::{Command, Event, Participant, Passed, Standing, Stop, Wait};
+pub use member::{MOST_RECOVERIES, Protocol, Settings};
+pub use version::{STEP_BITS, generation_of, step_of, version_of};

@@ -1,0 +1,179 @@
+//! Python face of the copying thread.
+
+#[cfg(feature = "cuda")]
+use super::chunks::{ChunkCopier, stream};
+use super::snapshot::Arena;
+#[cfg(feature = "cuda")]
+use crate::cuda;
+#[cfg(feature = "cuda")]
+use crate::ensure;
+use crate::error::Error;
+use crate::snapshot::{self, CaptureState, Run};
+use pyo3::prelude::*;
+use std::time::{Duration, Instant};
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<CopyEngine>()?;
+    module.add_class::<Capture>()
+}
+
+/// A wait looks for signals, such as Ctrl-C, this often.
+const SIGNALS: Duration = Duration::from_millis(100);
+
+/// See `snapshot::CopyEngine`.
+#[pyclass(frozen, module = "evermoe._native")]
+struct CopyEngine(snapshot::CopyEngine);
+
+#[pymethods]
+impl CopyEngine {
+    #[new]
+    #[pyo3(signature = (chunk_bytes = 1 << 20))]
+    fn new(chunk_bytes: usize) -> PyResult<Self> {
+        Ok(Self(snapshot::CopyEngine::new(chunk_bytes)?))
+    }
+
+    fn capture(
+        &self,
+        py: Python<'_>,
+        arena: &Bound<'_, Arena>,
+        version: u64,
+        sources: Vec<Vec<(usize, usize)>>,
+        keep: Py<PyAny>,
+    ) -> PyResult<Capture> {
+        let arena = arena.get().0.clone();
+        let runs = |unit: Vec<(usize, usize)>| {
+            unit.into_iter().map(|(address, bytes)| Run { address, bytes }).collect()
+        };
+        let sources: Vec<Vec<Run>> = sources.into_iter().map(runs).collect();
+        // SAFETY: `keep` owns the sources; the caller promises that they are not written, see the stub.
+        let capture = py.detach(|| unsafe { self.0.capture(&arena, version, &sources, Box::new(keep)) })?;
+        Ok(Capture(capture))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn capture_device(
+        &self,
+        py: Python<'_>,
+        arena: &Bound<'_, Arena>,
+        version: u64,
+        copier: Py<ChunkCopier>,
+        tensors_per_unit: Vec<usize>,
+        current_stream: usize,
+    ) -> PyResult<Capture> {
+        let arena = arena.get().0.clone();
+        let chunks = copier.get().copier.clone();
+        let capture = py.detach(move || {
+            // SAFETY: torch's streams live as long as the process; the caller leaves the tensors and the copier alone
+            // until the capture is over, see the stub.
+            let mut fetcher = unsafe { cuda::Fetcher::new(chunks, stream(current_stream))? };
+            let sources = by_unit(&fetcher.copies(), &tensors_per_unit)?;
+            let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+            // SAFETY: as above; `copier` owns the tensors' copies, and is dropped after the fetcher.
+            unsafe { self.0.capture_fetched(&arena, version, &sources, fetch, Box::new(copier)) }
+        });
+        Ok(Capture(capture?))
+    }
+
+    #[pyo3(signature = (nbytes = None))]
+    fn open(&self, py: Python<'_>, nbytes: Option<usize>) {
+        py.detach(|| self.0.open(nbytes));
+    }
+
+    fn close_gate(&self, py: Python<'_>) {
+        py.detach(|| self.0.close_gate());
+    }
+
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| self.0.shutdown());
+    }
+}
+
+/// See `snapshot::Capture`.
+#[pyclass(frozen, module = "evermoe._native")]
+struct Capture(snapshot::Capture);
+
+#[pymethods]
+impl Capture {
+    #[getter]
+    fn index(&self) -> usize {
+        self.0.index()
+    }
+
+    #[getter]
+    fn version(&self) -> u64 {
+        self.0.version()
+    }
+
+    #[getter]
+    fn state(&self) -> &'static str {
+        match self.0.state() {
+            CaptureState::Waiting => "waiting",
+            CaptureState::Copying => "copying",
+            CaptureState::Whole => "whole",
+            CaptureState::Cancelled => "cancelled",
+        }
+    }
+
+    #[getter]
+    fn done_bytes(&self) -> usize {
+        self.0.done_bytes()
+    }
+
+    #[getter]
+    fn seconds_busy(&self) -> f64 {
+        self.0.busy().as_secs_f64()
+    }
+
+    #[pyo3(signature = (nbytes = None, timeout = None))]
+    fn wait(&self, py: Python<'_>, nbytes: Option<usize>, timeout: Option<f64>) -> PyResult<usize> {
+        let deadline = timeout.map(deadline).transpose()?.flatten();
+        loop {
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            let slice = left.map_or(SIGNALS, |left| left.min(SIGNALS));
+            let done = py.detach(|| self.0.wait(nbytes, Some(slice)))?;
+            let arrived =
+                nbytes.map_or_else(|| self.0.state() == CaptureState::Whole, |nbytes| done >= nbytes);
+            if arrived || left == Some(Duration::ZERO) {
+                // It may have come further since.
+                return Ok(self.0.done_bytes());
+            }
+            py.check_signals()?;
+        }
+    }
+
+    fn hurry(&self, py: Python<'_>) {
+        py.detach(|| self.0.hurry());
+    }
+
+    fn cancel(&self, py: Python<'_>) {
+        py.detach(|| self.0.cancel());
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// The runs of each unit, `counts` of them in turn.
+#[cfg(feature = "cuda")]
+fn by_unit(runs: &[(usize, usize)], counts: &[usize]) -> Result<Vec<Vec<Run>>, Error> {
+    let mut runs = runs.iter().map(|&(address, bytes)| Run { address, bytes });
+    let num_runs = runs.len();
+    let all = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
+    ensure!(
+        all == Some(num_runs),
+        "tensors_per_unit: expected counts that add up to the copier's {num_runs} tensors, got {counts:?}"
+    );
+    Ok(counts.iter().map(|&count| runs.by_ref().take(count).collect()).collect())
+}
+
+/// The end of a timeout in seconds; none when that is too far away to tell.
+fn deadline(seconds: f64) -> Result<Option<Instant>, Error> {
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(timeout) => Ok(Instant::now().checked_add(timeout)),
+        Err(_) if seconds.is_nan() || seconds < 0.0 => {
+            Err(Error::Invalid(format!("timeout: expected seconds, 0 or more, got {seconds}")))
+        }
+        Err(_) => Ok(None),
+    }
+}

@@ -1,0 +1,256 @@
+//! One capture's bytes: from scattered runs of memory into a buffer, each unit hashed while it is in the cache.
+
+use crate::cpu::memory::{copy, finish_stream};
+use crate::ensure;
+use crate::error::Result;
+use crate::snapshot::{Layout, Unit};
+use std::any::Any;
+use xxhash_rust::xxh3::Xxh3Default;
+
+/// Copied and then hashed at once: fits the innermost cache, so that the source is read from memory once.
+const BLOCK_BYTES: usize = 16 << 10;
+const LINE_BYTES: usize = 64;
+
+/// Consecutive bytes on the CPU: address and size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// Address of the first byte.
+    pub address: usize,
+    /// Size in bytes.
+    pub bytes: usize,
+}
+
+/// Brings sources to the CPU: makes at least so many of the capture's bytes, from its start, readable where their runs
+/// are, and waits for it. Called with more and more bytes; an error cancels the capture.
+pub type Fetch = Box<dyn FnMut(usize) -> Result<()> + Send>;
+
+/// A run, and where it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Piece {
+    from: usize,
+    /// Offset in the buffer.
+    to: usize,
+    bytes: usize,
+    unit: usize,
+    /// The unit is whole after it.
+    ends_unit: bool,
+}
+
+/// The rest of a capture's copying, and the digests so far.
+pub(super) struct Work {
+    buffer: usize,
+    pieces: Vec<Piece>,
+    /// The piece that is next, and how much of it is in place.
+    next: usize,
+    within: usize,
+    hash: Xxh3Default,
+    digests: Vec<u64>,
+    /// Bytes in place.
+    copied: usize,
+    fetch: Option<Fetch>,
+    /// Whatever owns the sources; dropped with the work.
+    _kept: Box<dyn Any + Send>,
+}
+
+impl Work {
+    /// The copy of `sources`, the runs of each unit, into a buffer that [`begin`](Self::begin) names.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) naming the unit whose runs are not as many bytes as it has.
+    pub(super) fn new(
+        layout: &Layout,
+        sources: &[Vec<Run>],
+        fetch: Option<Fetch>,
+        kept: Box<dyn Any + Send>,
+    ) -> Result<Self> {
+        let num_units = layout.units().len();
+        ensure!(sources.len() == num_units, "sources: expected {num_units} units, got {}", sources.len());
+        let mut pieces = Vec::with_capacity(num_units);
+        for (index, (unit, runs)) in layout.units().iter().zip(sources).enumerate() {
+            add_pieces(&mut pieces, index, unit, runs)?;
+        }
+        let digests = vec![Xxh3Default::new().digest(); num_units];
+        let hash = Xxh3Default::new();
+        Ok(Self { buffer: 0, pieces, next: 0, within: 0, hash, digests, copied: 0, fetch, _kept: kept })
+    }
+
+    /// Address of the buffer.
+    pub(super) fn begin(&mut self, buffer: *mut u8) {
+        self.buffer = buffer.expose_provenance();
+    }
+
+    /// Bytes of all units.
+    pub(super) fn total_bytes(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.bytes).sum()
+    }
+
+    /// The units' bytes before this offset of the buffer are in place; none when all are.
+    pub(super) fn position(&self) -> Option<usize> {
+        self.pieces.get(self.next).map(|piece| piece.to + self.within)
+    }
+
+    /// Digests of all units, once all are in place.
+    pub(super) fn digests(&self) -> &[u64] {
+        &self.digests
+    }
+
+    /// Copies the next `bytes` bytes, which are fetched first where that is needed.
+    ///
+    /// # Errors
+    /// The error of fetching them; nothing is copied then.
+    ///
+    /// # Safety
+    /// The buffer has begun and is the layout's; the sources are readable once fetched, and no other code writes them
+    /// or the buffer meanwhile.
+    pub(super) unsafe fn advance(&mut self, mut bytes: usize) -> Result<()> {
+        self.copied += bytes;
+        if let Some(fetch) = &mut self.fetch {
+            fetch(self.copied)?;
+        }
+        while bytes > 0 {
+            let Some(piece) = self.pieces.get(self.next) else { break };
+            let size = (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES);
+            let from = std::ptr::with_exposed_provenance(piece.from + self.within);
+            let to = std::ptr::with_exposed_provenance_mut(self.buffer + piece.to + self.within);
+            // SAFETY: the piece lies in the sources and in the buffer (`new`), which are apart: the buffer is the
+            // arena's own memory.
+            let (from, to) =
+                unsafe { (std::slice::from_raw_parts(from, size), std::slice::from_raw_parts_mut(to, size)) };
+            copy_past_cache(from, to);
+            self.hash.update(from);
+            self.within += size;
+            bytes -= size;
+            if self.within == piece.bytes {
+                self.finish_piece();
+            }
+        }
+        finish_stream();
+        Ok(())
+    }
+
+    fn finish_piece(&mut self) {
+        let piece = self.pieces[self.next];
+        if piece.ends_unit {
+            self.digests[piece.unit] = self.hash.digest();
+            self.hash.reset();
+        }
+        (self.next, self.within) = (self.next + 1, 0);
+    }
+}
+
+/// Whole cache lines past the cache, which belongs to the training threads, and the rest through it.
+fn copy_past_cache(from: &[u8], to: &mut [u8]) {
+    let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
+    let lines = (to.len() - head) / LINE_BYTES * LINE_BYTES;
+    let ((from_head, from), (to_head, to)) = (from.split_at(head), to.split_at_mut(head));
+    let ((from, from_tail), (to, to_tail)) = (from.split_at(lines), to.split_at_mut(lines));
+    to_head.copy_from_slice(from_head);
+    copy(from, to, true);
+    to_tail.copy_from_slice(from_tail);
+}
+
+/// The pieces of one unit; runs that follow each other in memory become one.
+fn add_pieces(pieces: &mut Vec<Piece>, index: usize, unit: &Unit, runs: &[Run]) -> Result<()> {
+    let first = pieces.len();
+    let mut filled = 0usize;
+    for run in runs.iter().filter(|run| run.bytes > 0) {
+        ensure!(
+            run.address != 0 && run.address.checked_add(run.bytes).is_some(),
+            "sources: unit {:?}: {} bytes at address {:#x} are no memory",
+            unit.name,
+            run.bytes,
+            run.address
+        );
+        let to = unit.offset + filled;
+        filled = filled.saturating_add(run.bytes);
+        if filled > unit.bytes {
+            continue;
+        }
+        match pieces[first..].last_mut() {
+            Some(last) if last.from + last.bytes == run.address => last.bytes += run.bytes,
+            _ => {
+                pieces.push(Piece { from: run.address, to, bytes: run.bytes, unit: index, ends_unit: false })
+            }
+        }
+    }
+    ensure!(
+        filled == unit.bytes,
+        "sources: unit {:?}: expected runs of {} bytes in all, got {filled}",
+        unit.name,
+        unit.bytes
+    );
+    if let Some(last) = pieces[first..].last_mut() {
+        last.ends_unit = true;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::snapshot::digest;
+
+    fn layout(sizes: &[usize]) -> Layout {
+        let units: Vec<_> =
+            sizes.iter().enumerate().map(|(index, &size)| (format!("u{index}"), size)).collect();
+        Layout::new("", &units).unwrap()
+    }
+
+    fn run(bytes: &[u8]) -> Run {
+        Run { address: bytes.as_ptr().expose_provenance(), bytes: bytes.len() }
+    }
+
+    #[test]
+    fn chunks_of_any_size_give_the_same_bytes_and_digests() {
+        let source: Vec<u8> = (0..70_000u32).map(|value| (value * 7 % 251) as u8).collect();
+        // Unit 0 in three runs of which two follow each other; unit 1 empty; unit 2 one run, larger than a block.
+        let runs = [
+            vec![run(&source[500..700]), run(&source[..300]), run(&source[300..301]), run(&source[..0])],
+            vec![],
+            vec![run(&source[1000..])],
+        ];
+        let layout = layout(&[501, 0, 69_000]);
+        for chunk in [1, 7, 64, 4096, 16_384, 16_385, 1 << 20] {
+            let mut buffer = vec![0xEE_u8; layout.payload_bytes()];
+            let mut work = Work::new(&layout, &runs, None, Box::new(())).unwrap();
+            work.begin(buffer.as_mut_ptr());
+            assert_eq!((work.pieces.len(), work.total_bytes()), (3, 69_501));
+            let mut left = work.total_bytes();
+            let mut position = layout.units()[0].offset;
+            while left > 0 {
+                assert_eq!(work.position(), Some(position));
+                let bytes = left.min(chunk);
+                // SAFETY: the sources and the buffer live here, and nothing else uses them.
+                unsafe { work.advance(bytes) }.unwrap();
+                left -= bytes;
+                let copied = 69_501 - left;
+                position = if copied < 501 { 64 + copied } else { layout.units()[2].offset + copied - 501 };
+            }
+            assert_eq!(work.position(), None);
+            let unit = |index: usize| &buffer[layout.units()[index].offset..][..layout.units()[index].bytes];
+            assert!(unit(0) == [&source[500..700], &source[..301]].concat() && unit(2) == &source[1000..]);
+            assert_eq!(work.digests(), [digest(unit(0)), digest(&[]), digest(unit(2))]);
+            assert!(buffer[..64].iter().all(|&byte| byte == 0xEE), "the table is not the copy's to write");
+        }
+    }
+
+    #[test]
+    fn wrong_runs_are_refused_by_name() {
+        let layout = layout(&[4, 8]);
+        let source = [0_u8; 16];
+        let message = |runs: &[Vec<Run>]| match Work::new(&layout, runs, None, Box::new(())) {
+            Ok(_) => panic!("accepted"),
+            Err(error) => error.to_string(),
+        };
+        assert_eq!(message(&[vec![]]), "sources: expected 2 units, got 1");
+        let short = message(&[vec![run(&source[..4])], vec![run(&source[..3]), run(&source[8..12])]]);
+        assert_eq!(short, "sources: unit \"u1\": expected runs of 8 bytes in all, got 7");
+        assert!(
+            message(&[vec![run(&source[..5])], vec![]])
+                .contains("\"u0\": expected runs of 4 bytes in all, got 5")
+        );
+        let huge = Run { address: usize::MAX - 2, bytes: 4 };
+        assert!(message(&[vec![huge], vec![]]).contains("\"u0\": 4 bytes at address 0xfff"));
+        assert!(message(&[vec![Run { address: 0, bytes: 4 }], vec![]]).contains("are no memory"));
+    }
+}

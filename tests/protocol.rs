@@ -1,0 +1,191 @@
+//! The commit protocol of one member: what it says to each event.
+
+use evermoe::protocol::{
+    Command, Event, Need, Participant, Passed, Protocol, Settings, Standing, Stop, Verdict, Wait, judge,
+    step_of, version_of,
+};
+
+const NEED: Need = Need { members: 2, is_always: false };
+
+fn settings() -> Settings {
+    Settings { trains: true, members: 1, is_fixed: false, join_every: 5, rebalance_every: 0, generation: 0 }
+}
+
+fn participant(id: &str, standing: Standing) -> Participant {
+    Participant { id: id.into(), rank_key: String::new(), trains: true, is_patient: false, standing }
+}
+
+fn standing(established: bool, size: usize) -> Standing {
+    let adopted = u64::from(established);
+    Standing { epoch: None, established, size, generation: 1, named: (adopted, adopted), adopted }
+}
+
+/// A member that has begun a job with "b", and computes step 0.
+fn trained_with_b() -> Protocol {
+    let mut member = Protocol::new(settings());
+    let commands = member.handle(Event::Look { until: 9 }).unwrap();
+    let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+    let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
+    member.handle(Event::Quorum { id: 1, participants }).unwrap();
+    member.handle(Event::Connected).unwrap();
+    member.handle(Event::Recalled { votes: vec![None, None] }).unwrap();
+    member.handle(Event::Restored { version: 0, is_stale: false }).unwrap();
+    member.handle(Event::Counted).unwrap();
+    let commands = member.handle(Event::Protected).unwrap();
+    assert_eq!(commands, [Command::Resume { version: version_of(1, 0) }, Command::Step { number: 0 }]);
+    member
+}
+
+#[test]
+fn a_step_is_taken_when_all_have_voted_and_reported_at_the_next_vote() {
+    let mut member = trained_with_b();
+    member.handle(Event::Gradients { is_whole: true }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 2, sums: vec![7] }).unwrap();
+    let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
+    assert_eq!(commands, [Command::Take { vote, is_recalled: false }]);
+    assert_eq!(member.handle(Event::Look { until: 9 }).unwrap(), [Command::Step { number: 1 }]);
+    member.handle(Event::Gradients { is_whole: true }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 2, sums: vec![8] }).unwrap();
+    assert!(matches!(commands[..], [Command::Commit { step: 0 }, Command::Take { .. }]));
+}
+
+#[test]
+fn a_step_that_some_did_not_vote_for_is_not_taken() {
+    let mut member = trained_with_b();
+    member.handle(Event::Gradients { is_whole: true }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 1, sums: vec![] }).unwrap();
+    assert!(matches!(&commands[..], [Command::Drop { reason }] if reason.starts_with("1 of 2")));
+    assert_eq!(member.version(), version_of(1, 0));
+}
+
+#[test]
+fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen_pass() {
+    for has_passed in [false, true] {
+        let mut member = trained_with_b();
+        member.handle(Event::Gradients { is_whole: true }).unwrap();
+        member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
+        let commands = member.handle(Event::Look { until: 9 }).unwrap();
+        let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+        let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
+        let commands = member.handle(Event::Quorum { id: 2, participants }).unwrap();
+        assert!(matches!(commands[..], [Command::Connect { generation: 2, .. }]));
+        member.handle(Event::Connected).unwrap();
+        let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
+        let votes = vec![None, has_passed.then(|| vote.clone())];
+        let commands = member.handle(Event::Recalled { votes }).unwrap();
+        let restore = |version| Command::Restore { version, established: true, saw_running: true };
+        if has_passed {
+            assert_eq!(commands, [Command::Take { vote, is_recalled: true }, restore(version_of(1, 1))]);
+        } else {
+            assert_eq!(commands, [restore(version_of(1, 0))]);
+        }
+    }
+}
+
+#[test]
+fn steps_that_others_took_while_a_member_was_away_are_theirs_to_report() {
+    for (restored, reported) in
+        [(version_of(2, 4), vec![]), (version_of(1, 1), vec![Command::Commit { step: 0 }])]
+    {
+        let mut member = trained_with_b();
+        member.handle(Event::Gradients { is_whole: true }).unwrap();
+        member.handle(Event::Tally { votes: 2, sums: vec![7] }).unwrap();
+        member.handle(Event::Lost { reason: "it was asleep".into() }).unwrap();
+        let commands = member.handle(Event::Look { until: 9 }).unwrap();
+        let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+        let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
+        member.handle(Event::Quorum { id: 2, participants }).unwrap();
+        member.handle(Event::Connected).unwrap();
+        member.handle(Event::Recalled { votes: vec![None, None] }).unwrap();
+        member.handle(Event::Restored { version: restored, is_stale: false }).unwrap();
+        member.handle(Event::Counted).unwrap();
+        let mut commands = member.handle(Event::Protected).unwrap();
+        let rest = [Command::Resume { version: restored }, Command::Step { number: step_of(restored) }];
+        assert_eq!(commands.split_off(reported.len()), rest);
+        assert_eq!(commands, reported);
+    }
+}
+
+#[test]
+fn a_state_with_older_experts_gets_a_version_of_its_own() {
+    let mut member = trained_with_b();
+    member.handle(Event::Lost { reason: "b is gone".into() }).unwrap();
+    let commands = member.handle(Event::Look { until: 9 }).unwrap();
+    let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+    let alone = vec![participant("a", standing.clone())];
+    member.handle(Event::Quorum { id: 2, participants: alone }).unwrap();
+    member.handle(Event::Connected).unwrap();
+    member.handle(Event::Recalled { votes: vec![None] }).unwrap();
+    let commands = member.handle(Event::Restored { version: version_of(1, 4), is_stale: true }).unwrap();
+    assert_eq!(commands, [Command::CountLosses { version: version_of(2, 4) }]);
+    let commands = member.handle(Event::Counted).unwrap(); // what was lost is part of the state, too
+    assert_eq!(commands, [Command::Protect { version: version_of(3, 4), generation: 4 }]);
+}
+
+#[test]
+fn units_that_nobody_has_end_the_job_unless_all_its_steps_are_done() {
+    for until in [9, 0] {
+        let mut member = trained_with_b();
+        member.handle(Event::Lost { reason: "b is gone".into() }).unwrap();
+        let commands = member.handle(Event::Look { until }).unwrap();
+        let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+        let alone = vec![participant("a", standing.clone())];
+        member.handle(Event::Quorum { id: 2, participants: alone }).unwrap();
+        member.handle(Event::Connected).unwrap();
+        member.handle(Event::Recalled { votes: vec![None] }).unwrap();
+        let commands = member.handle(Event::Unrecoverable).unwrap();
+        assert_eq!(commands, [Command::Stop(Stop::UnitsLost)], "it has said no farewell");
+    }
+}
+
+#[test]
+fn an_event_that_answers_nothing_is_refused_and_changes_nothing() {
+    let mut member = trained_with_b();
+    let before = member.clone();
+    let refused = member.handle(Event::Connected).unwrap_err().to_string();
+    assert!(refused.contains("Connected does not answer what is under way: Stepping"), "{refused}");
+    assert_eq!(member, before);
+}
+
+#[test]
+fn all_members_decide_alike_whether_to_wait_for_the_absent() {
+    let member = |established, size, is_patient| Participant {
+        is_patient,
+        ..participant(if established { "a" } else { "z" }, standing(established, size))
+    };
+    let waits = |members: &[Participant]| {
+        judge(2, members, Need { members: 1, ..NEED }, None) == Verdict::Wait(Wait::Absent)
+    };
+    assert!(waits(&[member(true, 3, true), member(true, 3, true)]));
+    assert!(!waits(&[member(true, 3, true), member(true, 3, false)]), "one knows that the third is dead");
+    assert!(!waits(&[member(true, 2, true), member(true, 2, true)]), "nobody is absent");
+    assert!(
+        waits(&[member(true, 3, true), member(true, 3, true), member(false, 0, false)]),
+        "a newcomer is nobody else"
+    );
+    assert!(!waits(&[member(false, 0, false)]));
+}
+
+#[test]
+fn a_new_job_waits_for_its_members_and_a_running_one_for_none() {
+    let alone = [participant("a", standing(false, 0))];
+    assert_eq!(judge(1, &alone, NEED, None), Verdict::Wait(Wait::Members { found: 1, needed: 2 }));
+    let running = [participant("a", standing(true, 1))];
+    assert!(matches!(judge(2, &running, NEED, None), Verdict::New(_)));
+    let seats = Need { is_always: true, ..NEED };
+    assert_eq!(judge(2, &running, seats, None), Verdict::Wait(Wait::Members { found: 1, needed: 2 }));
+}
+
+#[test]
+fn replica_nodes_have_the_last_ranks_and_keys_come_before_names() {
+    let mut members = [
+        participant("a", standing(false, 0)),
+        participant("b", standing(false, 0)),
+        participant("c", standing(false, 0)),
+    ];
+    members[0].trains = false;
+    members[1].rank_key = "1".into();
+    members[2].rank_key = "0".into();
+    let Verdict::New(agreement) = judge(1, &members, NEED, None) else { panic!("two members train") };
+    assert_eq!((agreement.members, agreement.num_trainers), (vec!["c".into(), "b".into(), "a".into()], 2));
+}

@@ -1,0 +1,150 @@
+//! The commit protocol, in every state that a few members, a Lighthouse, crashes and freezes can reach.
+
+mod world;
+
+use stateright::{Checker, Model, Property, UniformChooser};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::time::Duration;
+use world::{Action, Keeper, Mistake, Setting, World};
+
+struct Job(Setting);
+
+impl Model for Job {
+    type State = World;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<World> {
+        vec![World::new(&self.0)]
+    }
+
+    fn actions(&self, world: &World, found: &mut Vec<Action>) {
+        world.actions(&self.0, found);
+    }
+
+    fn next_state(&self, world: &World, action: Action) -> Option<World> {
+        Some(world.after(action, &self.0))
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("no rule is broken", |_, world: &World| world.broken.is_none()),
+            Property::always("one state per version", |_, world: &World| world.states_agree()),
+            Property::always("a majority finishes", |job: &Job, world: &World| {
+                !is_sampled(world) || !world.can_go_on() || world.finishes(&job.0)
+            }),
+            Property::sometimes("the job is finished", |job: &Job, world: &World| {
+                world.is_finished() && world.committed_steps() == job.0.steps
+            }),
+        ]
+    }
+}
+
+/// One state of so many is run to its end.
+const SAMPLED: u64 = 64;
+
+fn is_sampled(world: &World) -> bool {
+    let mut hasher = DefaultHasher::new();
+    world.hash(&mut hasher);
+    hasher.finish().is_multiple_of(SAMPLED)
+}
+
+fn setting(members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
+    Setting { members, joiners: 0, steps, faults, silences: 0, keeper, mistake: None }
+}
+
+/// Explores everything within the bounds, and says how much that was.
+fn explore(setting: &Setting) {
+    let began = std::time::Instant::now();
+    let checker = Job(setting.clone()).checker().threads(2).spawn_dfs().join();
+    println!("{setting:?}: {} states, {:.0?}", checker.unique_state_count(), began.elapsed());
+    if let Some((rule, path)) = broken(&checker) {
+        panic!("{setting:?}: {rule} after {path:?}");
+    }
+    checker.assert_properties();
+}
+
+/// The first rule that was found broken, and how.
+fn broken(checker: &impl Checker<Job>) -> Option<(String, Vec<Action>)> {
+    for rule in ["no rule is broken", "one state per version", "a majority finishes"] {
+        if let Some(path) = checker.discovery(rule) {
+            let rule = path.last_state().broken.unwrap_or(rule);
+            return Some((rule.to_owned(), path.into_actions()));
+        }
+    }
+    None
+}
+
+const KEEPERS: [Keeper; 2] = [Keeper::Replicas, Keeper::Snapshots];
+
+#[test]
+fn two_members_to_three_versions_with_two_faults() {
+    for keeper in KEEPERS {
+        explore(&setting(2, 3, 2, keeper));
+    }
+}
+
+#[test]
+fn two_members_whose_lighthouse_is_silent_at_times() {
+    for keeper in KEEPERS {
+        explore(&Setting { silences: 1, ..setting(2, 2, 1, keeper) });
+    }
+}
+
+#[test]
+fn two_members_and_a_newcomer() {
+    for keeper in KEEPERS {
+        explore(&Setting { joiners: 1, ..setting(2, 2, 1, keeper) });
+    }
+}
+
+/// All that is within these bounds; in `make test-long`.
+#[test]
+#[ignore = "takes minutes and gigabytes"]
+fn three_members_to_two_versions() {
+    for keeper in KEEPERS {
+        explore(&setting(3, 2, 1, keeper));
+    }
+}
+
+/// Runs of three members with two faults and a newcomer, chosen at random; in `make test-long` many more.
+fn walk(seconds: u64, seed: u64) {
+    for keeper in KEEPERS {
+        let setting = Setting { joiners: 1, silences: 1, ..setting(3, 2, 2, keeper) };
+        let checker = Job(setting.clone()).checker().timeout(Duration::from_secs(seconds));
+        let checker = checker.spawn_simulation(seed, UniformChooser).join();
+        println!("{setting:?}: {} states in random runs from seed {seed}", checker.state_count());
+        if let Some((rule, path)) = broken(&checker) {
+            panic!("{setting:?}, seed {seed}: {rule} after {path:?}");
+        }
+    }
+}
+
+#[test]
+fn three_members_at_random() {
+    walk(5, 1);
+}
+
+#[test]
+#[ignore = "takes ten minutes"]
+fn three_members_at_random_for_long() {
+    walk(300, 2);
+}
+
+/// The checker finds what it is there for.
+#[test]
+fn mistakes_are_found() {
+    let mistakes = [
+        (Mistake::VoteSkipped, Keeper::Snapshots),
+        (Mistake::GenerationNotRaised, Keeper::Replicas),
+        (Mistake::ReportedEarly, Keeper::Replicas),
+        (Mistake::ReportedEarly, Keeper::Snapshots),
+        (Mistake::SleepForgotten, Keeper::Replicas),
+    ];
+    for (mistake, keeper) in mistakes {
+        let setting = Setting { mistake: Some(mistake), ..setting(2, 3, 2, keeper) };
+        let checker = Job(setting).checker().threads(2).timeout(Duration::from_secs(120)).spawn_bfs().join();
+        let (rule, path) =
+            broken(&checker).unwrap_or_else(|| panic!("{mistake:?} with {keeper:?} was not found"));
+        println!("{mistake:?} with {keeper:?}: {rule} after {} actions: {path:?}", path.len());
+    }
+}

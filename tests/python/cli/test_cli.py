@@ -1,0 +1,129 @@
+"""The command line as a user types it: real processes, exit codes and messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.commands import evermoe
+
+SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32", "--batch", "12"]
+
+
+def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    run = ["--workers", "3", "--steps", "16", "--kill", "1@5", "--join", "8", "--baseline-steps", "0"]
+    done = evermoe(
+        *("demo", *run, *SMALL, "--data", str(text)),
+        *("--json", "out.json", "--plot", "out.png", "--trace", "trace.json"),
+        folder=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 1 is killed in the middle of step 5" in done.stdout
+    assert "passed: no step lost" in done.stdout
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["ok"] and result["joined"] and result["verified_at_end"]
+    assert (result["steps_committed"], result["steps_lost"], result["digests_mismatched"]) == (16, 0, 0)
+    assert result["digests_checked"] > 0
+    assert result["loss_last"] < result["loss_first"]
+    episode = result["episodes"][0]
+    assert (episode["killed"], episode["step"], episode["members"]) == ([1], 5, 2)
+    assert set(episode["seconds"]) == {"detect", "agree", "rebuild", "fetch", "verify", "repeat"}
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for rank in range(3):  # two survivors and the one who joined
+        names = {event["name"] for event in events if event["pid"] == rank}
+        assert {"forward", "backward", "optimizer AdamW", "all_to_all", "all_reduce", "window"} <= names
+
+
+def test_demo_fails_when_too_much_is_lost(tmp_path):
+    run = ["--workers", "2", "--steps", "8", "--kill", "1@4", "--no-join", "--copies", "1", "--slots", "1"]
+    done = evermoe("demo", *run, *SMALL, "--experts", "3", "--top-k", "1", "--baseline-steps", "0", folder=tmp_path)
+    assert done.returncode == 1
+    assert "LostExperts" in done.stdout
+    assert "blocks.0.moe.experts." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kill", "9@3"], "--kill 9@3: expected a rank below 4"),
+        (["--kill", "1@900"], "a step below 60"),
+        (["--kill", "one"], "expected RANK@STEP, e.g. 2@20, got 'one'"),
+        (["--kill", "1@3", "--kill", "1@4"], "a worker dies only once"),
+        (["--workers", "1", "--kill", "0@3"], "at least one survivor"),
+        (["--join", "60"], "--join: expected a step below 60, got 60"),
+        (["--data", "missing.txt"], "found nothing to read"),
+    ],
+)
+def test_demo_refuses_what_cannot_work(tmp_path, flags, message):
+    done = evermoe("demo", *flags, folder=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, evermoe
+
+layer = evermoe.MoE(8, 16, 4, top_k=1)
+optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+data = torch.randn(100, 3, 8)
+first = not os.path.exists("crashed")
+
+def on_event(name, fields):
+    if name == "vote" and fields["step"] == 4 and first and os.environ["LOCAL_RANK"] == sys.argv[1]:
+        open("crashed", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "recovered" and fields["step"] >= 4:
+        print("sources", fields["sources"], flush=True)
+
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), on_event=on_event, hang_limit=10)
+for step in session.steps(8):
+    with step:
+        step.backward(layer(data[step.indices]).square().mean())
+print("finished at", session.step, flush=True)
+"""
+
+
+def test_run_restarts_a_crashed_worker_which_rejoins(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = evermoe("run", "--workers", "2", "--restarts", "1", "train.py", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "worker 1 ended with -9; starting it again" in done.stderr
+    assert "local memory" in done.stdout
+    assert done.stdout.count("finished at 8") >= 1
+    assert not Path("/dev/shm/evermoe-train").exists()
+
+
+def test_run_says_what_is_wrong(tmp_path):
+    assert "expected a SCRIPT" in evermoe("run", folder=tmp_path).stderr
+    assert "a worker or a replica" in evermoe("run", "--workers", "0", "x.py", folder=tmp_path).stderr
+    alone = evermoe("run", "--workers", "0", "--replicas", "1", "x.py", folder=tmp_path)
+    assert "expected --members" in alone.stderr
+    (tmp_path / "broken.py").write_text("raise SystemExit(3)")
+    assert evermoe("run", "broken.py", folder=tmp_path).returncode == 3
+
+
+@pytest.mark.parametrize("missing", ["rich", "matplotlib"])
+def test_demo_says_what_to_install(tmp_path, missing):
+    done = evermoe("demo", "--help", folder=tmp_path, missing=missing)
+    assert done.returncode == 2
+    assert f"evermoe demo needs {missing}" in done.stderr
+    assert "evermoe[cli,plot]" in done.stderr
+
+
+def test_info_names_versions(tmp_path):
+    done = evermoe("info", folder=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith("evermoe ") and "torch " in done.stdout
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["plan"], ["run"], ["trace"], ["info"]])
+def test_every_command_has_help(tmp_path, command):
+    done = evermoe(*command, "--help", folder=tmp_path)
+    assert done.returncode == 0
+    assert "usage: evermoe" in done.stdout

@@ -1,0 +1,210 @@
+"""Collectives of the group and the reduction of gradients, on real gloo."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evermoe import PeerLost
+from evermoe.comm import collectives as collectives_module
+from evermoe.comm import group as group_module
+from evermoe.comm.collectives import ExpertReducer, Slice, complete_gradients, reduce_dense
+from evermoe.comm.group import Group
+from support.ranks import run_ranks
+
+
+def collectives(group):
+    rank, size = group.rank, group.size
+    own = torch.arange(3.0) + 10 * rank
+    gathered = group.all_gather(own)
+    texts = group.all_gather_bytes(b"x" * rank)
+    empty = group.all_gather_bytes(b"")
+    # rank r sends r + d + 1 rows to rank d, each with the number 100 r + d
+    send = [rank + d + 1 for d in range(size)]
+    receive = [s + rank + 1 for s in range(size)]
+    rows = torch.cat([torch.full((n, 2), 100.0 * rank + d) for d, n in enumerate(send)])
+    arrived = group.all_to_all(rows, send, receive)
+    nothing = group.all_to_all(rows[:0], [0] * size, [0] * size)
+    # two messages to each other rank, in order, and a view into a larger tensor
+    others = [r for r in range(size) if r != rank]
+    boxes = torch.zeros(size, 2, dtype=torch.uint8)
+    sends = [(torch.tensor([10 * rank + i], dtype=torch.uint8), d) for d in others for i in range(2)]
+    receives = [(boxes[s, i : i + 1], s) for s in others for i in range(2)]
+    group.exchange(sends, receives)
+    group.exchange([], [])
+    return {
+        "sum": group.all_reduce(own.clone()),
+        "gathered": gathered,
+        "lengths": [len(text) for text in texts + empty],
+        "arrived": arrived,
+        "nothing": nothing,
+        "boxes": boxes,
+    }
+
+
+def test_collectives(tmp_path):
+    size = 3
+    for rank, found in enumerate(run_ranks(tmp_path, size, collectives)):
+        everyone = torch.stack([torch.arange(3.0) + 10 * r for r in range(size)])
+        assert torch.equal(found["gathered"], everyone)
+        assert torch.equal(found["sum"], everyone.sum(0))
+        assert found["lengths"] == [0, 1, 2, 0, 0, 0]
+        expected = [torch.full((s + rank + 1, 2), 100.0 * s + rank) for s in range(size)]
+        assert torch.equal(found["arrived"], torch.cat(expected))
+        assert found["nothing"].shape == (0, 2)
+        assert found["boxes"].tolist() == [[10 * s, 10 * s + 1] if s != rank else [0, 0] for s in range(size)]
+
+
+def test_alone_needs_no_network():
+    group = Group()
+    rows = torch.randn(4, 2)
+    assert torch.equal(group.all_reduce(rows.clone()), rows)
+    assert torch.equal(group.all_gather(rows), rows[None])
+    assert group.all_gather_bytes(b"abc") == [b"abc"]
+    assert torch.equal(group.all_to_all(rows, [4], [4]), rows)
+    group.exchange([], [])
+
+
+@pytest.mark.parametrize(("send", "receive"), [([3], [4]), ([4, 0], [4]), ([4], [2, 2])])
+def test_wrong_counts(send, receive):
+    with pytest.raises(ValueError, match="all_to_all among 1 members: expected 1 counts each way"):
+        Group().all_to_all(torch.randn(4, 2), send, receive)
+
+
+def drop_and_try(group):
+    """Rank 1 gives up; the others learn of it at once, and nobody can go on with the group."""
+    if group.rank == 1:
+        group.drop("for the test")
+        group.drop("a second time")
+    messages = []
+    calls = [
+        lambda: group.all_reduce(torch.ones(1)),
+        lambda: group.all_gather(torch.ones(1)),
+        lambda: group.all_gather_bytes(b"x"),
+        lambda: group.all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1]),
+        lambda: group.exchange([(torch.ones(1), 0)], []),
+    ]
+    for call in calls:
+        with pytest.raises(PeerLost) as found:
+            call()
+        messages.append(str(found.value))
+    group.all_reduce = lambda tensor: tensor  # the harness's farewell
+    return messages
+
+
+def test_a_dropped_group_raises_peer_lost_everywhere(tmp_path):
+    results = run_ranks(tmp_path, 3, drop_and_try)
+    assert all("among 3 members failed: " in message for messages in results for message in messages)
+    assert all(message.endswith("for the test") for message in results[1])
+
+
+def wait_for_a_slow_peer(group, place):
+    """Members connect within a shorter time than they wait for each other afterwards."""
+    group_module.CONNECT_SECONDS = 1.0
+    store = dist.FileStore(place, group.size)
+    group.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=20))
+    box = torch.zeros(1)
+    if group.rank == 1:
+        time.sleep(1.5)
+    group.exchange([(torch.ones(1), 0)] if group.rank == 1 else [], [] if group.rank == 1 else [(box, 1)])
+    if group.rank == 1:
+        time.sleep(1.5)
+    group.all_reduce(torch.ones(1))
+    return box
+
+
+def test_slow_is_not_dead(tmp_path):
+    assert run_ranks(tmp_path, 2, wait_for_a_slow_peer, str(tmp_path / "second"))[0].item() == 1
+
+
+# ---- gradients of experts
+
+LENGTHS = [10, 2]
+"""The second layer's experts have fewer elements than hosts."""
+
+
+def matrices(seed, ranks):
+    """Two layers of 6 and 3 experts; each expert has a host, some ranks may have none of a layer."""
+    random = np.random.default_rng(seed)
+    found = []
+    for experts in (6, 3):
+        matrix = random.integers(0, 3, (ranks, experts)) * random.integers(0, 2, (ranks, experts))
+        matrix[random.integers(0, ranks, experts), np.arange(experts)] += 1
+        found.append(matrix)
+    return found
+
+
+def gradient(layer, rank, expert):
+    generator = torch.Generator().manual_seed(100 * layer + 10 * rank + expert)
+    return torch.randn(LENGTHS[layer], generator=generator)
+
+
+def reduce_experts(group, placed, dtype):
+    hosted = [np.flatnonzero(matrix[group.rank]).tolist() for matrix in map(np.array, placed)]
+    gradients = []
+    for layer, experts in enumerate(hosted):
+        rows = [gradient(layer, group.rank, e) for e in experts]
+        gradients.append(torch.stack(rows).to(dtype) if rows else torch.empty(0, LENGTHS[layer], dtype=dtype))
+    ExpertReducer([np.array(m) for m in placed], LENGTHS, group.rank).reduce(gradients, group)
+    return gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 3), (2, 4), (3, 4)])
+def test_expert_gradients_are_summed_in_rank_order(tmp_path, seed, ranks, dtype):
+    placed = matrices(seed, ranks)
+    results = run_ranks(tmp_path, ranks, reduce_experts, [m.tolist() for m in placed], dtype)
+    for layer, matrix in enumerate(placed):
+        for e in range(matrix.shape[1]):
+            hosts = np.flatnonzero(matrix[:, e]).tolist()
+            total = torch.zeros(LENGTHS[layer])
+            for rank in hosts:
+                total += gradient(layer, rank, e).to(dtype).float()
+            for rank in hosts:
+                row = results[rank][layer][int(np.count_nonzero(matrix[rank, :e]))]
+                assert torch.equal(row, total.to(dtype)), (layer, e, rank)
+
+
+def test_example_of_the_documentation():
+    """Expert 0 of 10 elements, hosted by ranks 1, 2 and 4; the view of rank 2."""
+    reducer = ExpertReducer([np.array([[0], [1], [1], [0], [2]])], [10], 2)
+    assert reducer._mine == [(Slice(0, 0, 3, 6), [1, 2, 4])]
+    assert reducer._theirs == [[], [Slice(0, 0, 0, 3)], [], [], [Slice(0, 0, 6, 10)]]
+
+
+# ---- other gradients
+
+
+def reduce_parameters(group, bucket_bytes):
+    collectives_module.BUCKET_BYTES = bucket_bytes
+    torch.manual_seed(0)
+    shapes = [(3, 2), (5,), (2, 2), (1,), (4,)]
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    parameters = [nn.Parameter(torch.zeros(s, dtype=d)) for s, d in zip(shapes, dtypes, strict=True)]
+    for number, parameter in enumerate(parameters[:4]):
+        if number != group.rank:  # some rank lacks each of the first ones, all lack the last
+            parameter.grad = torch.full_like(parameter, float(1 + number + 10 * group.rank))
+    complete_gradients(parameters, group)
+    reduce_dense(parameters, group)
+    return [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 30, 1 << 20])
+def test_dense_gradients(tmp_path, bucket_bytes):
+    for found in run_ranks(tmp_path, 3, reduce_parameters, bucket_bytes):
+        assert found[4] is None
+        for number, gradient in enumerate(found[:4]):
+            expected = sum(1 + number + 10 * rank for rank in range(3) if rank != number)
+            assert (gradient == expected).all(), number
+
+
+def test_dense_gradients_alone_stay_as_they_are():
+    parameter = nn.Parameter(torch.zeros(2))
+    reduce_dense([parameter], Group())
+    assert parameter.grad is None

@@ -1,0 +1,273 @@
+"""The pacer and the couriers: who may send when, by a clock that the tests move and by events."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from evermoe.comm.courier import Courier, Message
+from evermoe.comm.group import Group
+from evermoe.comm.pacer import Pacer
+from evermoe.planning.schedule import Link
+from support.ranks import members, run_ranks
+
+PLACES = {(None, 0): (0, 2.0), ("reduce", 0): (1, 3.0), ("reduce", 1): (2, 1.0)}
+PATIENCE = 20.0
+
+
+class Clock:
+    """Nanoseconds that only a test moves."""
+
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        return self.now
+
+    def pass_seconds(self, seconds):
+        self.now += round(seconds * 1e9)
+
+
+def paced():
+    clock = Clock()
+    pacer = Pacer(clock)
+    pacer.expect(PLACES)
+    pacer.begin_step()
+    return clock, pacer
+
+
+def collective(pacer, clock, name="reduce", seconds=1.0):
+    pacer._begins(name)
+    clock.pass_seconds(seconds)
+    pacer._ends(name)
+
+
+def test_messages_begin_only_where_they_end_in_time():
+    clock, pacer = paced()
+    assert pacer.may_begin(0, 2.0)
+    assert not pacer.may_begin(0, 2.1)
+    clock.pass_seconds(1.0)
+    assert pacer.may_begin(0, 1.0)
+    assert not pacer.may_begin(0, 1.5)
+    clock.pass_seconds(5.0)  # the collective is late: what the profile had promised is over
+    assert not pacer.may_begin(0, 0.1)
+
+
+def test_a_collective_closes_the_window_early_or_late():
+    clock, pacer = paced()
+    pacer._begins("reduce")
+    assert not pacer.may_begin(None, 0.0)
+    pacer._ends("reduce")
+    assert pacer.may_begin(1, 3.0)
+    assert pacer.wait(1, 3.0) == (1, clock.now)
+
+
+def test_messages_may_go_later_than_planned_but_not_earlier():
+    clock, pacer = paced()
+    assert not pacer.may_begin(1, 0.5)
+    collective(pacer, clock)
+    assert pacer.may_begin(0, 0.5)
+    assert pacer.may_begin(1, 0.5)
+    assert not pacer.may_begin(2, 0.5)
+    collective(pacer, clock, "another")  # opens no window that is known
+    assert not pacer.may_begin(0, 0.5)
+    collective(pacer, clock)
+    assert pacer.may_begin(2, 1.0)
+    assert not pacer.may_begin(2, 1.5)
+
+
+def test_a_message_begins_when_it_was_seen_that_it_may():
+    """Not when its thread comes to look at the clock again, which may be after the window's end."""
+    clock, pacer = paced()
+    clock.pass_seconds(1.0)
+    times = iter([clock.now])
+    pacer._now = lambda: next(times, clock.now + 10**10)
+    assert pacer.wait(0, 1.0) == (0, clock.now)
+
+
+def test_what_was_over_before_the_step_is_none_of_it():
+    clock, pacer = paced()
+    clock.pass_seconds(1.0)
+    pacer.begin_step()
+    pacer.transfer_ends("reduce", clock.now - 1)
+    assert pacer.may_begin(0, 2.0)
+    assert not pacer.may_begin(1, 0.5)
+    pacer.transfer_ends("reduce", clock.now)
+    assert pacer.may_begin(1, 3.0)
+
+
+def test_who_hurries_sends_everything_until_the_next_step():
+    clock, pacer = paced()
+    collective(pacer, clock)
+    pacer._begins("reduce")
+    pacer.hurry()
+    assert pacer.wait(2, 100.0) == (None, clock.now)
+    pacer._ends("reduce")
+    assert pacer.may_begin(2, 100.0)
+    pacer.begin_step()
+    assert not pacer.may_begin(1, 0.5)
+    assert pacer.may_begin(0, 0.5)
+
+
+def test_without_a_profile_any_idle_time_is_a_window():
+    pacer = Pacer(Clock())
+    pacer.begin_step()
+    assert pacer.may_begin(None, 1e9)
+    with pacer.busy("reduce"):
+        assert not pacer.may_begin(None, 0.0)
+    assert pacer.wait(None, 1e9).window is None
+
+
+def test_collectives_between_two_steps_are_not_counted():
+    clock, pacer = paced()
+    collective(pacer, clock)
+    pacer.begin_forward()
+    assert pacer.may_begin(0, 2.0)
+    assert not pacer.may_begin(1, 0.5)
+    collective(pacer, clock)
+    assert pacer.may_begin(1, 3.0)
+    clock, pacer = paced()
+    clock.pass_seconds(1.5)
+    pacer.begin_forward()  # nothing came in between: the window goes on
+    assert not pacer.may_begin(0, 1.0)
+
+
+def test_whole_steps_are_recorded_and_no_more_than_asked_for():
+    clock, pacer = paced()
+    pacer.record(2)
+    collective(pacer, clock)  # of a step that has begun before
+    for number in range(4):
+        pacer.begin_step()
+        clock.pass_seconds(1.0)
+        collective(pacer, clock, f"reduce {number}")
+    steps = pacer.recorded()
+    second = 10**9
+    assert [step.end - step.start for step in steps] == [2 * second, 2 * second]
+    assert [step.busy for step in steps] == [
+        [(f"reduce {number}", step.start + second, step.start + 2 * second)] for number, step in enumerate(steps)
+    ]
+
+
+def test_a_waiting_thread_is_woken_when_its_window_opens():
+    clock, pacer = paced()
+    asked, answers = threading.Event(), []
+    inner = pacer._may_begin
+
+    def may_begin(*arguments):
+        asked.set()
+        return inner(*arguments)
+
+    pacer._may_begin = may_begin
+    thread = threading.Thread(target=lambda: answers.append(pacer.wait(2, 0.5)))
+    thread.start()
+    assert asked.wait(PATIENCE)
+    for _ in range(2):
+        assert not answers
+        collective(pacer, clock)
+    thread.join(PATIENCE)
+    assert answers == [(2, clock.now)]
+
+
+def paced_transfer(group, folder):
+    """Rank 0 sends three messages to rank 1; the test opens their windows one by one."""
+    group, background = members(group, folder, PATIENCE)
+    clock = Clock()
+    pacer = Pacer(clock)
+    pacer.expect(PLACES)
+    courier = Courier(background, pacer, "courier", link=Link(0.5, 8.0))  # one byte takes 0.625 s
+    box = torch.arange(3, dtype=torch.uint8) if group.rank == 0 else torch.zeros(3, dtype=torch.uint8)
+    messages = [Message(box[i : i + 1], 1 - group.rank, 5, i) for i in range(3)]
+    if group.rank == 1:
+        task = courier.submit(lambda: [courier.wait_received(courier.receive(message)) for message in messages])
+        assert courier.wait(task, group)
+        courier.close()
+        return box
+    waits, asked, inner = [], threading.Semaphore(0), pacer.wait
+
+    def wait(window, seconds):
+        waits.append((window, seconds, len(courier.sent)))
+        asked.release()
+        return inner(window, seconds)
+
+    pacer.wait = wait
+    task = courier.submit(lambda: courier.send(iter(messages)))
+    for open_window in (pacer.begin_step, *2 * [lambda: collective(pacer, clock)]):
+        assert asked.acquire(timeout=PATIENCE)
+        open_window()
+    assert courier.wait(task, group)
+    assert task.result == 3
+    # Before it waits for a window, all earlier messages have been sent and noted.
+    assert waits == [(0, 0.625, 0), (1, 0.625, 1), (2, 0.625, 2)]
+    assert [(each.nbytes, each.peer, each.window) for each in courier.sent] == [(1, 1, 0), (1, 1, 1), (1, 1, 2)]
+    assert [each.start for each in courier.sent] == [0, 10**9, 2 * 10**9]
+    courier.close()
+    return box
+
+
+def test_couriers_send_each_message_in_its_window(tmp_path):
+    found = run_ranks(tmp_path, 2, paced_transfer, str(tmp_path))
+    assert [box.tolist() for box in found] == [[0, 1, 2]] * 2
+
+
+def silent_peer(group, folder):
+    """Rank 1 never sends: what rank 0 gave up, and why."""
+    mine, background = members(group, folder, 0.5)
+    if mine.rank == 1:
+        group.all_reduce(torch.zeros(1))  # it lives, until rank 0 has given up
+        return ""
+    courier = Courier(background, None, "courier")
+    box = torch.zeros(1, dtype=torch.uint8)
+    task = courier.submit(lambda: courier.wait_received(courier.receive(Message(box, 1, 5))))
+    assert not courier.wait(task, mine)
+    assert task.lost
+    courier.close()
+    group.all_reduce(torch.zeros(1))
+    return mine.broken
+
+
+def test_a_silent_peer_is_given_up_after_the_limit(tmp_path):
+    assert run_ranks(tmp_path, 2, silent_peer, str(tmp_path)) == ["copies have stopped: a peer is silent", ""]
+
+
+@pytest.mark.gpu
+def test_errands_read_what_was_launched_before_them_and_wait_for_nothing_after():
+    values = torch.zeros(1 << 20, device="cuda")
+    courier = Courier(Group(), None, "courier", device=values.device)
+    torch.cuda._sleep(100_000_000)
+    values += 1
+    task = courier.submit(values.cpu)
+    torch.cuda._sleep(2_000_000_000)
+    later = torch.cuda.current_stream().record_event()
+    assert task.wait()
+    assert not later.query()
+    assert task.result is not None
+    assert bool((task.result == 1).all())
+    courier.close()
+
+
+def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
+    """Those that wait for the same peer in a collective agree after the limit, without a member that is late."""
+    clock, limit = [0.0], 8.0
+    group = SimpleNamespace(limit_seconds=limit, broken=None)
+    monkeypatch.setattr("evermoe.comm.courier.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    courier = Courier(group, None, "courier")
+    dropped = []
+
+    def drop(reason):
+        dropped.append((reason, clock[0]))
+        group.broken = reason
+
+    def is_over_within(seconds):
+        if clock[0] < 1.0:
+            courier.progress += 1
+        clock[0] += seconds
+        return False
+
+    courier.wait(SimpleNamespace(is_over_within=is_over_within, wait=lambda: False), SimpleNamespace(drop=drop))
+    courier.close()
+    ((reason, at),) = dropped
+    assert reason == "copies have stopped: a peer is silent"
+    assert limit <= at <= 1.25 * limit

@@ -1,0 +1,60 @@
+"""Fixtures that several test files use."""
+
+import contextlib
+
+import pytest
+import torch
+
+from support.kernels import fast_kernels, fast_library, kernels, library
+
+__all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
+
+
+# Threads of small loops wait for each other by spinning: on a busy machine they take ten times as long as one. Tests
+# of several threads set their number.
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def start_job(tmp_path):
+    """`start_job(members, **session_options)` makes a job; its processes and memory end with the test."""
+    from support.harness import Job
+
+    with contextlib.ExitStack() as stack:
+
+        def start(members=3, lighthouse=None, **session):
+            folder = tmp_path / f"job{len(list(tmp_path.glob('job*')))}"
+            folder.mkdir()
+            job = Job(folder, members, lighthouse, **session)
+            stack.callback(job.close)
+            return job
+
+        yield start
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """Each device that the ops run on."""
+    from evermoe import ops
+
+    if request.param == "cuda" and not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        pytest.skip("no CUDA device, or no kernels in this build")
+    return request.param
+
+
+@pytest.fixture
+def join(tmp_path):
+    """`join(name, layout)` starts a member that persists units in one folder; it ends with the test."""
+    from support.harness import PATIENCE
+    from support.persisting import Member
+
+    members = []
+
+    def start(*arguments, folder=tmp_path):
+        members.append(Member(folder, *arguments))
+        return members[-1]
+
+    yield start
+    for member in members:
+        member.persister.close(PATIENCE)
+        assert not member.persister._thread.is_alive()

@@ -1,0 +1,330 @@
+"""Do the checks of the kernels' tests find anything? Faults are planted in copies of the kernels' source."""
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import shutil
+import struct
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from support.kernels import ORDERS, ROOT, Buffer, Kernels, build, sparse
+
+TOKENS, TOP_K, EXPERTS, RANKS, WIDTH = 33, 2, 5, 2, 40
+SLOTS = TOKENS * TOP_K
+IDS = torch.arange(SLOTS) * 7 % EXPERTS
+
+
+# ---- correct launches: those that a fault is to spoil ---------------------------------------------------
+def histogram(kernels):
+    counts = Buffer([EXPERTS], torch.int64, 0)
+    table = struct.pack("<QQII", IDS.data_ptr(), SLOTS, 2, 1).ljust(64 * 24, b"\0")
+    kernels("expert_histograms", 2, 64, 4 * EXPERTS, counts, 1, EXPERTS, table, also=[IDS])
+    counts.equals(torch.bincount(IDS, minlength=EXPERTS))
+
+
+def plan_count(kernels):
+    counts = Buffer([1, EXPERTS], torch.int32)
+    kernels("plan_count_i64", 1, 32, 4 * EXPERTS, IDS, counts, SLOTS, EXPERTS)
+    counts.equals(torch.bincount(IDS, minlength=EXPERTS).int().view(1, -1))
+
+
+def segments(kernels):
+    send_counts = torch.arange(EXPERTS * RANKS).view(EXPERTS, RANKS)
+    ends, first_rows = Buffer([EXPERTS, RANKS], torch.int64), Buffer([RANKS, EXPERTS], torch.int64)
+    arguments = (send_counts, ends, first_rows, EXPERTS, RANKS)
+    kernels("plan_segments", 1, 64, 64 * 8, *arguments)
+    ends.equals(send_counts.cumsum(1))
+
+
+def place(kernels):
+    counts = torch.bincount(IDS, minlength=EXPERTS)
+    ends, first_rows = counts.view(EXPERTS, 1), counts.cumsum(0) - counts
+    row_ids, positions = Buffer([SLOTS], torch.int64, 0xFF), Buffer([SLOTS], torch.int64)
+    starts = torch.zeros(1, EXPERTS, dtype=torch.int32)
+    arguments = (IDS, starts, ends, first_rows, row_ids, positions, 1, SLOTS, EXPERTS, 1)
+    kernels("plan_place_i64", 1, 32, 4 * EXPERTS, *arguments)
+    row_ids.equals(IDS.argsort(stable=True))
+
+
+def invert(kernels):
+    positions, row_ids = torch.arange(SLOTS), Buffer([SLOTS - 1], torch.int64, 0xFF)
+    kernels("invert_positions", 2, 32, 0, positions, row_ids, 1, SLOTS, SLOTS - 1)
+    row_ids.equals(torch.arange(SLOTS - 1))
+
+
+def permute(kernels):
+    x, out = torch.randn(TOKENS, WIDTH).half(), Buffer([1, WIDTH], torch.float16)
+    kernels("permute", 1, 32, 0, x, torch.tensor([4]), out, 1, 1, 2 * WIDTH, TOKENS, TOP_K)
+    out.equals(x[2:3])
+
+
+def permute_far(kernels):
+    tokens, width = (1 << 21) + 2, 1024
+    x, out = sparse([tokens, width], torch.int16), Buffer([1, width], torch.int16)
+    x[-1] = 7
+    kernels("permute", 1, 32, 0, x, torch.tensor([tokens - 1]), out, 1, 1, 2 * width, tokens, 1)
+    out.equals(x[-1:])
+
+
+def combine(kernels):
+    rows, positions = torch.randn(SLOTS, WIDTH), torch.arange(SLOTS).view(TOKENS, TOP_K)
+    out = Buffer([TOKENS, WIDTH], torch.float32)
+    kernels("unpermute_f32_f32", 4, 32, 0, rows, positions, 0, out, 1, TOKENS, TOP_K, SLOTS, WIDTH)
+    out.equals(rows.view(TOKENS, TOP_K, WIDTH).sum(1))
+
+
+def backward(kernels):
+    grad, rows, weights = torch.ones(TOKENS, WIDTH), torch.ones(SLOTS, WIDTH), torch.ones(SLOTS)
+    grad_rows, grad_weights = Buffer([SLOTS, WIDTH], torch.float32), Buffer([SLOTS], torch.float32, 0)
+    arguments = (grad, rows, torch.arange(SLOTS), weights, grad_rows, grad_weights, SLOTS, WIDTH, SLOTS, TOP_K)
+    kernels("unpermute_backward_f32_f32_i64", 2, 64, 0, *arguments)
+    grad_weights.equals(torch.full([SLOTS], float(WIDTH)))
+
+
+def backward_far(kernels):
+    tokens, width = (1 << 22) + 2, 1024
+    grad, rows, grad_rows = (
+        sparse([tokens, width], torch.float32),
+        torch.ones(1, width),
+        Buffer([1, width], torch.float32),
+    )
+    grad[-1] = 3
+    weights, grad_weights = sparse([tokens], torch.float32), sparse([tokens], torch.float32)
+    weights[-1] = 1
+    arguments = (grad, rows, torch.tensor([tokens - 1]), weights, grad_rows, grad_weights, 1, width, tokens, 1)
+    kernels("unpermute_backward_f32_f32_i64", 1, 32, 0, *arguments)
+    grad_rows.equals(grad[-1:])
+
+
+def adamw(kernels):
+    step = struct.pack("<9fHHQ", 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0)  # no gradient: m becomes 0, p and v stay
+    state = [Buffer([WIDTH + 3], torch.float32, 0) for _ in range(3)]
+    kernels("adamw_4", 2, 32, 0, *state, WIDTH + 3, 1, step.ljust(8 * 48, b"\0"))
+    for buffer in state:
+        buffer.equals(torch.zeros(WIDTH + 3))
+
+
+# ---- faults ------------------------------------------------------------------------------------------------
+@dataclass
+class Fault:
+    """The exact text `old` of the kernels' file becomes `new`; `launch` must then fail with `message`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    launch: object
+    message: str
+    build: int = 0  # faults of one build are in different functions
+
+
+FAULTS = [
+    Fault(
+        "no __syncthreads after clearing",
+        "histogram.cu",
+        "layer.end_block - first_block;\n  __syncthreads();",
+        "layer.end_block - first_block;\n",
+        histogram,
+        r"histogram.cu:\d+: (race: changes atomically|uninitialised)",
+    ),
+    Fault(
+        "__syncthreads in a divergent branch",
+        "histogram.cu",
+        "  __syncthreads();\n  for (size_t e = threadIdx.x; e < num_experts; e += blockDim.x) {",
+        "  if (threadIdx.x < 32) __syncthreads();\n  for (size_t e = threadIdx.x; e < num_experts; e += blockDim.x) {",
+        histogram,
+        "not all of them reach a barrier; .*__syncthreads|race: ",
+        1,
+    ),
+    Fault(
+        "+= instead of atomicAdd",
+        "dispatch.cu",
+        "atomicAdd(&counts_E[id], 1u)",
+        "counts_E[id] += 1",
+        plan_count,
+        r"dispatch.cu:\d+: race: reads byte \d+ of dynamic shared memory.* writes at dispatch.cu:\d+",
+    ),
+    Fault(
+        "no barrier between two steps of the scan",
+        "common.cuh",
+        "    __syncthreads();\n    sums[threadIdx.x] += left;",
+        "    sums[threadIdx.x] += left;",
+        segments,
+        r"common.cuh:\d+: race: ",
+    ),
+    Fault(
+        "no __syncwarp between reading and advancing the occurrences",
+        "dispatch.cu",
+        "    __syncwarp();\n    if (routed && before == 0)",
+        "    if (routed && before == 0)",
+        place,
+        r"dispatch.cu:\d+: race: .*dynamic shared memory",
+    ),
+    Fault(
+        "past the end of the buffer",
+        "dispatch.cu",
+        "if (row < num_rows) set_index(row_ids, row,",
+        "if (row <= num_rows) set_index(row_ids, row,",
+        invert,
+        rf"dispatch.cu:\d+: out of bounds: writes 8 bytes.* argument 1 \(int64 \[{SLOTS - 1}\]\)"
+        rf" of {8 * (SLOTS - 1)} bytes, at byte {8 * (SLOTS - 1)} of it",
+    ),
+    Fault(
+        "past the end of a row",
+        "common.cuh",
+        "u < units; u += group.threads",
+        "u <= units; u += group.threads",
+        permute,
+        r"common.cuh:\d+: out of bounds: writes 16 bytes",
+    ),
+    Fault(
+        "32-bit index, signed",
+        "common.cuh",
+        "static_cast<const Unit*>(rows) + row * units",
+        "static_cast<const Unit*>(rows) + static_cast<int>(row) * static_cast<int>(row_bytes) / sizeof(Unit)",
+        permute_far,
+        r"common.cuh:\d+: undefined: a signed product overflows",
+        1,
+    ),
+    Fault(
+        "32-bit index, unsigned",
+        "dispatch.cu",
+        "grad + token_of(slot, top_k) * width",
+        "grad + static_cast<uint32_t>(token_of(slot, top_k)) * static_cast<uint32_t>(width)",
+        backward_far,
+        "Tensor-likes are not equal",
+        1,
+    ),
+    Fault(
+        "last counter never cleared",
+        "dispatch.cu",
+        "for (size_t e = threadIdx.x; e < num_experts; e += kWarp) counts_E[e] = 0",
+        "for (size_t e = threadIdx.x; e + 1 < num_experts; e += kWarp) counts_E[e] = 0",
+        plan_count,
+        r"dispatch.cu:\d+: uninitialised: (changes atomically|reads) byte 16 of dynamic shared memory",
+        1,
+    ),
+    Fault(
+        "two blocks write one row",
+        "dispatch.cu",
+        "for (size_t t = group.index * tokens; t < num_tokens; t += group.count * tokens)",
+        "for (size_t t = group.index / 2 * tokens; t < num_tokens; t += group.count / 2 * tokens)",
+        combine,
+        r"dispatch.cu:\d+: race: writes byte \d+ of argument 3 .*of block \d writes",
+    ),
+    Fault(
+        "16 bytes, misaligned",
+        "dispatch.cu",
+        "reinterpret_cast<const Columns*>(rows + row * width)[u]",
+        "reinterpret_cast<const Columns*>(rows + row * width + 1)[u]",
+        combine,
+        r"dispatch.cu:\d+: misaligned: .*16 bytes",
+        1,
+    ),
+    Fault(
+        "a lane leaves out the shuffles",
+        "dispatch.cu",
+        "for (unsigned half = kWarp / 2; half > 0; half /= 2) dot",
+        "for (unsigned half = threadIdx.x % kWarp == 3 ? 0 : kWarp / 2; half > 0; half /= 2) dot",
+        backward,
+        "not all of them reach a barrier; .*__shfl_down_sync|does not take part",
+    ),
+    Fault(
+        "memory never written",
+        "dispatch.cu",
+        "  for (size_t e = threadIdx.x; e < num_experts; e += kWarp) next_E[e] =",
+        "  for (size_t e = threadIdx.x; e < num_experts; e += kWarp) if (e) next_E[e] =",
+        place,
+        r"dispatch.cu:\d+: uninitialised: reads byte 0 of dynamic shared memory",
+        1,
+    ),
+    Fault(
+        "a result read before it is written",
+        "dispatch.cu",
+        "ends[e * num_ranks + r] = end += ",
+        "ends[e * num_ranks + r] += end += ",
+        segments,
+        r"dispatch.cu:\d+: uninitialised: reads byte \d+ of argument 1",
+        1,
+    ),
+    Fault(
+        "one element too many at the tail",
+        "replay.cu",
+        "i < num_elements; i += num_threads()",
+        "i <= num_elements; i += num_threads()",
+        adamw,
+        r"replay.cu:\d+: out of bounds: reads 4 bytes.* of 172 bytes, at byte 172 of it",
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def planted(library):
+    """`planted(fault)` is the path of kernels with the fault; the unchanged parts are those of the library."""
+
+    @functools.cache
+    def built(file, number):
+        sources = planted_sources(file, number)
+        content = hashlib.sha256(b"".join(sources.values()) + library.read_bytes()).hexdigest()
+        place = ROOT / "target" / "emulator" / "planted" / content[:16]
+        place.mkdir(parents=True, exist_ok=True)
+        with open(place / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (place / "out" / "kernels.so").exists():
+                (place / "out").mkdir(exist_ok=True)
+                for part in [*library.parent.glob("emulator.*"), *library.parent.glob("checks.*")]:
+                    shutil.copy2(part, place / "out")
+                for name, text in sources.items():
+                    (place / name).write_bytes(text)
+                build(place / "out", checked=1, kernels=place)
+        return place / "out" / "kernels.so"
+
+    return lambda fault: built(fault.file, fault.build)
+
+
+def planted_sources(file, number):
+    """By name: the headers, and the one file with all faults of a build in it; of a header, the kernels that use it."""
+    sources = {path.name: path.read_bytes() for path in (ROOT / "kernels").glob("*.*h")}
+    if file.endswith(".cuh"):
+        sources["dispatch.cu"] = (ROOT / "kernels/dispatch.cu").read_bytes()
+    text = (ROOT / "kernels" / file).read_text()
+    for fault in FAULTS:
+        if (fault.file, fault.build) == (file, number):
+            assert text.count(fault.old) == 1, f"{fault.name}: {fault.old!r} is no longer in {file} once"
+            text = text.replace(fault.old, fault.new)
+    return sources | {file: text.encode()}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("launch", dict.fromkeys(fault.launch for fault in FAULTS), ids=lambda launch: launch.__name__)
+def test_unchanged_source_passes(library, launch, order):
+    with contextlib.closing(Kernels(library, order)) as kernels:
+        launch(kernels)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_found(planted, fault, order):
+    with contextlib.closing(Kernels(planted(fault), order)) as kernels:
+        with pytest.raises(AssertionError, match=fault.message) as caught:
+            fault.launch(kernels)
+        print(caught.value)
+
+
+def test_launches_that_the_driver_would_refuse(library):
+    kernels = Kernels(library)
+    for launch, message in [
+        ((0, 32, 0), "the grid is empty"),
+        ((1, 2048, 0), "1 to 1024 threads"),
+        ((1, 32, 1 << 20), "shared memory"),
+    ]:
+        with pytest.raises(AssertionError, match=message):
+            kernels("invert_positions", *launch, torch.arange(1), torch.arange(1), 1, 1, 1)
+    with pytest.raises(AssertionError, match=r"expected parameters of \[8, 8, 8, 8, 8\] bytes, got \[8, 8, 8\]"):
+        kernels("invert_positions", 1, 32, 0, torch.arange(1), torch.arange(1), 1)
+    with pytest.raises(AssertionError, match="no such kernel"):
+        kernels("invert", 1, 32, 0)

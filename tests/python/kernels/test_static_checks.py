@@ -1,0 +1,299 @@
+"""What nvcc made of the kernels, read from the very build: registers, spills, wide loads, how floats are rounded.
+
+The machine code (SASS) shows registers and the width of accesses. How floats are rounded shows in the PTX: there
+a correctly rounded division is one `div.rn.f32`, while its SASS holds reciprocals and flushes to zero of its own.
+"""
+
+import ctypes
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import evermoe._native
+from evermoe import ops
+from support.kernels import ROOT
+
+ARCHS = ["sm_80", "sm_90"]
+REGISTERS_OF_A_BLOCK, REGISTERS_AT_ONCE = 1 << 16, 8  # of the hardware, which gives each thread whole eights
+WIDE = ("LDG.E.128", "STG.E.128")
+
+
+@dataclass
+class Expected:
+    """Of a kernel: at most so many registers, at least one of each instruction, float operations beside + - *."""
+
+    registers: int
+    required: tuple = ()
+    floats: tuple = ()  # of div.rn, sqrt.rn, fma.rn
+
+
+DIV_SQRT_FMA = ("div.rn", "sqrt.rn", "fma.rn")
+ROWS = ("LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64", "LDG.E.U16", "STG.E.U16")
+BACKWARD = (*WIDE, "SHFL.DOWN")
+KERNELS = {
+    "expert_histograms": Expected(24, ("ATOMS.POPC.INC", "LDG.E.64")),
+    "plan_count_i32": Expected(24, ("ATOMS.POPC.INC",)),
+    "plan_count_i64": Expected(24, ("ATOMS.POPC.INC", "LDG.E.64")),
+    "plan_starts": Expected(40),
+    "plan_segments": Expected(40, ("LDG.E.64", "STG.E.64")),
+    "plan_place_i32": Expected(40, ("MATCH.ANY", "STG.E.64")),
+    "plan_place_i64": Expected(40, ("MATCH.ANY", "LDG.E.64", "STG.E.64")),
+    "invert_positions": Expected(24, ("LDG.E.64", "STG.E.64")),
+    "permute": Expected(48, ROWS),
+    "unpermute_f32_f32": Expected(80, WIDE),
+    "unpermute_bf16_f32": Expected(96, WIDE),
+    "unpermute_bf16_bf16": Expected(96, WIDE),
+    "unpermute_f16_f32": Expected(80, WIDE),
+    "unpermute_f16_f16": Expected(80, WIDE),
+    **{
+        f"unpermute_backward_{types}_{index}": Expected(48, BACKWARD)
+        for types in ("f32_f32", "bf16_f32", "bf16_bf16", "f16_f32", "f16_f16")
+        for index in ("i32", "i64")
+    },
+    "regroup_starts": Expected(40, ("LDG.E.64", "STG.E.64")),
+    "regroup": Expected(48, ROWS),
+    "split_tokens": Expected(64),
+    "adamw_1": Expected(40, (), DIV_SQRT_FMA),
+    "adamw_4": Expected(48, WIDE, DIV_SQRT_FMA),
+    "sgd_1": Expected(40, (), ("div.rn", "fma.rn")),
+    "sgd_4": Expected(48, WIDE, ("div.rn", "fma.rn")),
+    # Tensors' addresses come from a table, so that accesses to them do not name the memory: LD and ST.
+    "pack_chunks": Expected(128, ("LD.E.128", "STG.E.128")),
+    "unpack_chunks": Expected(80, ("LDG.E.128", "ST.E.128")),
+    "hash_blocks": Expected(80, ("LDG.E.128",)),
+}
+
+
+@dataclass
+class Compiled:
+    """A kernel for one architecture."""
+
+    usage: dict = field(default_factory=dict)  # REG, STACK, LOCAL, ...
+    instructions: list = field(default_factory=list)
+
+
+def tool(name):
+    """A program of pip's nvidia wheels, or of PATH."""
+    found = [
+        path for place in sys.path for path in sorted(glob.glob(os.path.join(place, "nvidia", "cu*", "bin", name)))
+    ]
+    return found[-1] if found else shutil.which(name)
+
+
+def fat_binaries():
+    """The kernels' binaries, as they lie in the library: a head of 16 bytes states the size of the rest."""
+    library = Path(evermoe._native.__file__).read_bytes()
+    for match in re.finditer(re.escape(struct.pack("<I", 0xBA55ED50)), library):
+        _, _, head, size = struct.unpack_from("<IHHQ", library, match.start())
+        if head == 16:
+            yield library[match.start() : match.start() + head + size]
+
+
+def disassembled(folder):
+    """The texts of cuobjdump: resource usage, SASS and PTX. Made once for all processes that test this library."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        whole = folder / "texts.json"
+        if not whole.exists():
+            draft = folder / "texts.new"
+            draft.write_text(json.dumps(disassemble(folder)))
+            draft.rename(whole)
+        return json.loads(whole.read_text())
+
+
+def disassemble(folder):
+    texts = {"-res-usage": "", "-sass": "", "-ptx": ""}
+    path = os.pathsep.join([os.path.dirname(tool("nvdisasm")), os.environ["PATH"]])
+    for i, binary in enumerate(fat_binaries()):
+        file = folder / f"{i}.fatbin"
+        file.write_bytes(binary)
+        for option in texts:
+            command = [tool("cuobjdump"), option, file]
+            environment = os.environ | {"PATH": path}
+            texts[option] += subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True, timeout=100
+            ).stdout
+    return texts
+
+
+@pytest.fixture(scope="module")
+def texts():
+    if not ops.has_cuda_kernels():
+        pytest.skip("this build has no CUDA kernels")
+    if not (tool("cuobjdump") and tool("nvdisasm")):
+        pytest.skip("needs nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm")
+    content = hashlib.sha256(b"".join(fat_binaries())).hexdigest()
+    return disassembled(ROOT / "target" / "disassembled" / content[:16])
+
+
+@pytest.fixture(scope="module")
+def compiled(texts):
+    """(kernel, architecture) -> Compiled."""
+    found, arch, kernel = defaultdict(Compiled), None, None
+    for line in texts["-res-usage"].splitlines():
+        if match := re.match(r"arch = (\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function (\w+):", line):
+            kernel = match[1]
+        elif kernel and "REG:" in line:
+            found[kernel, arch].usage = {name: int(value) for name, value in re.findall(r"(\w+):(\d+)", line)}
+    for line in texts["-sass"].splitlines():
+        if match := re.search(r"code for (\w+)", line):
+            arch = match[1]
+        elif match := re.search(r"Function : (\w+)", line):
+            kernel = match[1]
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", line):
+            found[kernel, arch].instructions.append(match[1])
+    return found
+
+
+def has(instructions, prefix):
+    return any(f"{instruction}.".startswith(f"{prefix}.") for instruction in instructions)
+
+
+def suggestion(versions):
+    """A row for a kernel that the table does not know."""
+    registers = max(-(-v.usage["REG"] // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE for v in versions)
+    wide = tuple(name for name in WIDE if all(has(v.instructions, name) for v in versions))
+    return f"Expected({registers}{f', {wide}' if wide else ''})"
+
+
+def test_every_kernel_is_in_the_table(compiled, fast_library):
+    names = {name for name, _ in compiled}
+    lines = [
+        f'    "{name}": {suggestion([v for (n, _), v in compiled.items() if n == name])},'
+        for name in sorted(names - KERNELS.keys())
+    ]
+    assert not lines, "add to KERNELS, with the instructions that the kernel promises:\n" + "\n".join(lines)
+    assert not KERNELS.keys() - names, "kernels that are no longer compiled: take them out of KERNELS"
+    assert set(compiled) == {(name, arch) for name in names for arch in ARCHS}
+    assert names == set(launch_bounds(fast_library)), "the library was built from other kernels: build it again"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_registers_and_local_memory(compiled, arch):
+    wrong = []
+    for name, expected in KERNELS.items():
+        kernel = compiled[name, arch]
+        if kernel.usage["REG"] > expected.registers:
+            wrong.append(f"{name}: {kernel.usage['REG']} registers, expected at most {expected.registers}")
+        local = kernel.usage["STACK"] + kernel.usage["LOCAL"]
+        if local or has(kernel.instructions, "LDL") or has(kernel.instructions, "STL"):
+            wrong.append(f"{name}: {local} bytes of local memory, expected none")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_required_instructions(compiled, arch):
+    wrong = [
+        f"{name}: no {instruction}"
+        for name, expected in KERNELS.items()
+        for instruction in expected.required
+        if not has(compiled[name, arch].instructions, instruction)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def launch_bounds(library):
+    """Kernel -> threads of its largest block; build.mk found the kernels in the sources."""
+    text = "".join(path.read_text() for path in library.parent.glob("*.kernels.cpp"))
+    emulator = ctypes.CDLL(str(library))
+    return {name: emulator.emulated_max_threads(name.encode()) for name in re.findall(r"EVERMOE_KERNEL\((\w+),", text)}
+
+
+def test_the_largest_block_fits(compiled, fast_library):
+    """The stand-in driver refuses blocks past the launch bounds; within them the registers must suffice."""
+    bounds = launch_bounds(fast_library)
+    wrong = []
+    for (name, arch), kernel in compiled.items():
+        registers = -(-kernel.usage["REG"] // REGISTERS_AT_ONCE) * REGISTERS_AT_ONCE
+        if registers * bounds[name] > REGISTERS_OF_A_BLOCK:
+            wrong.append(f"{name} on {arch}: {registers} registers for {bounds[name]} threads: give __launch_bounds__")
+    assert not wrong, "\n".join(wrong)
+
+
+FLOAT_OPERATION = re.compile(r"\b([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)\.(?:f16x2|bf16x2|f16|bf16|f32|f64)\b")
+NO_ARITHMETIC = {
+    "mov",
+    "ld",
+    "st",
+    "selp",
+    "setp",
+    "set",
+    "neg",
+    "abs",
+    "min",
+    "max",
+    "cvt",
+    "atom",
+    "red",
+    "shfl",
+    "copysign",
+}
+ROUNDED = {"add.rn", "sub.rn", "mul.rn"}
+
+
+def wrong_floats(ptx):
+    """What of a kernel's PTX the CPU would not compute to the same bit, but for what its row allows.
+
+    Each sum and product must say that it is rounded by itself: nvcc writes `mul.f32` for a plain `*`, which ptxas may
+    fuse with a sum, and `mul.rn.f32` for `__fmul_rn`. Approximations say `.approx` or `.full`, flushes `.ftz`.
+    """
+    wrong = []
+    for entry in re.split(r"^\.visible \.entry ", ptx, flags=re.MULTILINE)[1:]:
+        name = re.match(r"\w+", entry)[0]
+        allowed = ROUNDED | set(KERNELS[name].floats if name in KERNELS else ())
+        for operation in sorted({match[1] for match in FLOAT_OPERATION.finditer(entry)}):
+            is_arithmetic = operation.split(".")[0] not in NO_ARITHMETIC
+            if re.search(r"\.(ftz|approx|full)\b", operation) or (is_arithmetic and operation not in allowed):
+                wrong.append(f"{name}: {operation}")
+    return wrong
+
+
+def test_floats_are_rounded_one_by_one(texts):
+    assert ".visible .entry adamw_4" in texts["-ptx"]
+    wrong = wrong_floats(texts["-ptx"])
+    assert not wrong, "not the CPU's bits, or not in the kernel's row:\n" + "\n".join(wrong)
+
+
+SLOPPY = """
+extern "C" __global__ void permute_16(float* a, const float* b) { a[0] = a[0] * b[0]; }
+extern "C" __global__ void adamw_1(float* a, const float* b) {
+  a[0] = __fdividef(a[0], b[0]);
+  a[1] = __fmaf_rn(a[1], b[1], b[2]);
+}
+extern "C" __global__ void permute_2(float* a, const float* b) { a[0] = __fmul_rn(a[0], b[0]) + __expf(b[1]); }
+extern "C" __global__ void unpermute_f32_f32_1(float* a, const float* b) { a[0] = __fmaf_rn(a[0], b[0], b[1]); }
+"""
+
+
+def test_sloppy_floats_are_found(tmp_path):
+    nvcc = tool("nvcc")
+    if not nvcc:
+        pytest.skip("needs nvcc")
+    (tmp_path / "sloppy.cu").write_text(SLOPPY)
+    include = Path(nvcc).resolve().parent.parent / "include"
+    command = [nvcc, "-ptx", "-arch=compute_90", "-I", include, "-o", tmp_path / "sloppy.ptx", tmp_path / "sloppy.cu"]
+    subprocess.run(command, check=True, timeout=100)
+    wrong = wrong_floats((tmp_path / "sloppy.ptx").read_text())
+    assert {"permute_16: mul", "adamw_1: div.approx", "unpermute_f32_f32_1: fma.rn", "permute_2: add"} <= set(wrong)
+    assert any(operation.startswith("permute_2: ex2.approx") for operation in wrong)
+    assert not any(operation in wrong for operation in ["adamw_1: fma.rn", "permute_2: mul.rn"])
+
+
+def test_parts_of_instructions():
+    assert has(["LDG.E.128.CONSTANT"], "LDG.E.128")
+    assert not has(["LDG.E.64", "LDG.E.1280"], "LDG.E.128")

@@ -1,0 +1,259 @@
+"""Persisting beside training: it never waits for the folder, which may be slow, fail, or be rewound."""
+
+import os
+import resource
+import threading
+import warnings
+from contextlib import contextmanager
+
+import pytest
+
+from evermoe._native import TripleBuffer
+from evermoe.errors import PersistFailed
+from evermoe.persist import persister
+from evermoe.persist.persister import Persister
+from support.harness import PATIENCE
+from support.persisting import NBYTES, UNITS, content, versions
+
+
+# ---- a slow folder
+class Slow:
+    """Writing blocks until `go` is set."""
+
+    def __init__(self, monkeypatch):
+        self.entered, self.go, self.save_file = threading.Event(), threading.Event(), persister.save_file
+        monkeypatch.setattr(persister, "save_file", self)
+
+    def __call__(self, tensors, path):
+        self.entered.set()
+        assert self.go.wait(PATIENCE)
+        self.save_file(tensors, path)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    folder = Slow(monkeypatch)
+    yield folder
+    folder.go.set()
+
+
+def test_the_writer_does_not_wait_and_the_newest_snapshot_goes_first(tmp_path, join, slow):
+    member = join()
+    member.snapshot(1, ["a", "b"])
+    assert slow.entered.wait(PATIENCE)
+    for version, unit in ((2, "a"), (3, "b"), (4, "c")):
+        member.snapshot(version, [unit])
+    assert member.skipped == [(2, ["a"])]  # 4 took its slot
+    with pytest.raises(TimeoutError, match="persisting 1"):
+        member.persister.flush(0)
+    assert (versions(tmp_path), member.durable) == ({}, [])
+    slow.go.set()
+    member.persister.flush(PATIENCE)
+    member.persister.close(PATIENCE)
+    assert versions(tmp_path) == {"a": [1], "b": [1], "c": [4]}
+    assert member.durable == [(1, ["a", "b"]), (4, ["c"])]
+    assert member.skipped == [(2, ["a"]), (3, ["b"])]
+
+
+def test_close_leaves_a_folder_that_hangs(tmp_path, join, slow):
+    member = join()
+    member.snapshot(1, ["a"])
+    assert slow.entered.wait(PATIENCE)
+    member.snapshot(2, ["a"])
+    member.persister.close(timeout=0)
+    for call in (lambda: member.snapshot(3, ["a"]), lambda: member.persister.flush(0)):
+        with pytest.raises(ValueError, match="is closed"):
+            call()
+    slow.go.set()
+    member.persister.close(PATIENCE)
+    assert versions(tmp_path) == {"a": [1]}  # 2 was not begun
+
+
+# ---- a folder that fails
+@contextmanager
+def full_disk():
+    """No file may grow beyond 64 bytes: writing fails as on a full disk, by the system's word."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def no_folder(folder):
+    moved = folder.with_name("moved")
+    folder.rename(moved)
+    yield
+    moved.rename(folder)
+
+
+@pytest.mark.parametrize("kind", ["full", "gone"])
+def test_a_folder_that_fails_is_told_once_and_training_goes_on(tmp_path, join, kind):
+    folder = tmp_path / "folder"
+    member = join(folder=folder)
+    member.persist(1, ["a"])
+    with full_disk() if kind == "full" else no_folder(folder):
+        member.snapshot(2, ["a"])
+        with pytest.raises(PersistFailed, match="version 2 was not persisted: ") as caught:
+            member.persister.flush(PATIENCE)
+        assert isinstance(caught.value.__cause__, Exception)
+        with pytest.raises(PersistFailed):  # tries again
+            member.persister.flush(PATIENCE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it was told
+            member.snapshot(3, ["b"])
+        with pytest.raises(PersistFailed, match="version 3 was not persisted: "):
+            member.persister.flush(PATIENCE)
+    assert versions(folder) == {"a": [1]}
+    member.persist(4, ["b"])
+    assert member.persister.error is None
+    assert versions(folder) == {"a": [1], "b": [4]}
+    member.persister.close(PATIENCE)
+    assert member.durable == [(1, ["a"]), (4, ["b"])]
+    assert member.skipped == [(2, ["a"]), (3, ["b"])]
+
+
+def test_a_failure_is_warned_of_by_the_next_call(tmp_path, join, monkeypatch):
+    member = join()
+    failed = threading.Event()
+
+    def fail(*_):
+        failed.set()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(persister, "save_file", fail)
+        member.snapshot(1, ["a"])
+        assert failed.wait(PATIENCE)
+        with member.persister._changed:
+            assert member.persister._changed.wait_for(lambda: member.persister.error, PATIENCE)
+        with pytest.warns(UserWarning, match="version 1 was not persisted: OSError: .*No space left") as told:
+            member.persister.begin(2, {"a": NBYTES})
+    assert (len(told), told[0].filename) == (1, __file__)
+    member.persister.abandon()
+    member.persist(3, ["a"])
+    assert versions(tmp_path) == {"a": [3]}
+
+
+def test_a_callback_that_fails_takes_nothing_back(tmp_path):
+    persister = Persister(tmp_path, "m", "L", units=UNITS, on_durable=lambda *_: 1 / 0)
+    persister.begin(1, {"a": NBYTES})["a"].copy_(content("a", 1))
+    persister.commit()
+    persister.flush(PATIENCE)
+    with pytest.warns(UserWarning, match="version 1 is durable, but what comes after it failed: ZeroDivisionError"):
+        persister.close(PATIENCE)
+    assert (versions(tmp_path), persister.durable_version) == ({"a": [1]}, 1)
+
+
+# ---- rewound
+def test_what_is_newer_than_the_version_to_go_on_from_is_removed(tmp_path, join):
+    one, two = join("one"), join("two")
+    one.persist(1, ["a"])
+    two.persist(2, ["b"])
+    one.persist(3, ["a", "b"])
+    two.persist(4, ["b"])
+    one.persist(5, ["a"])
+    for member in (one, two):
+        member.persister.rewind(3)
+    assert versions(tmp_path) == {"a": [3], "b": [3]}
+    assert (one.persister.durable_version, two.persister.durable_version) == (3, None)
+    one.persist(4, ["b"])
+    two.persist(5, ["a"])
+    assert versions(tmp_path) == {"a": [5, 3], "b": [4, 3]}
+
+
+def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(tmp_path, join, slow):
+    member = join()
+    member.snapshot(2, ["a"])
+    assert slow.entered.wait(PATIENCE)
+    member.snapshot(3, ["b"])
+    member.persister.begin(4, {"c": NBYTES})
+    member.persister.rewind(1)
+    with pytest.raises(ValueError, match="Commit: expected a slot that is being written"):
+        member.persister.commit()
+    member.snapshot(5, ["c"])
+    slow.go.set()
+    member.persister.flush(PATIENCE)
+    assert versions(tmp_path) == {"c": [5]}
+    assert (member.durable, member.skipped, len(os.listdir(tmp_path))) == ([(5, ["c"])], [], 1)
+
+
+class Gate:
+    """A lock that says when the test's own thread asks for it."""
+
+    def __init__(self):
+        self.lock, self.asked = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.asked.set()
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+
+
+def test_a_rewind_waits_for_the_word_that_a_version_is_durable(tmp_path):
+    order, named, gate = [], threading.Event(), Gate()
+
+    def on_durable(version, units):
+        named.set()
+        assert gate.asked.wait(PATIENCE)
+        order.append("durable")
+
+    persister = Persister(tmp_path, "m", "L", units=UNITS, on_durable=on_durable)
+    persister._gate = gate
+    persister.begin(2, {"a": NBYTES})["a"].copy_(content("a", 2))
+    persister.commit()
+    assert named.wait(PATIENCE)
+    persister.rewind(1)
+    order.append("rewound")
+    persister.close(PATIENCE)
+    assert persister.error is None
+    assert (order, versions(tmp_path), persister.durable_version) == (["durable", "rewound"], {}, None)
+
+
+def test_files_of_a_member_that_is_gone_are_rewound_by_the_others(tmp_path, join):
+    gone, left = join("gone"), join("left")
+    gone.persist(1, ["a"])
+    gone.persist(2, ["a"])
+    left.persister.rewind(1)
+    assert versions(tmp_path) == {"a": [1]}
+
+
+# ---- arguments and states
+def test_errors_name_the_argument(tmp_path, join):
+    persister = join().persister
+    for units, message in (
+        ({}, "units: expected one or more, got none"),
+        ({"z": 1}, "units: z: expected a unit of this model, got 1 bytes"),
+        ({"a": 1}, f"units: a: expected {NBYTES} bytes, got 1 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            persister.begin(1, units)
+    for call in (persister.commit, persister.abandon):
+        with pytest.raises(ValueError, match="expected a slot that is being written"):
+            call()
+    persister.begin(1, {"a": NBYTES})
+    with pytest.raises(ValueError, match=r"Begin\(2\): expected no slot that is being written"):
+        persister.begin(2, {"a": NBYTES})
+    for name in ("", "a/b"):
+        with pytest.raises(ValueError, match="member: expected a name that can be part of a file name"):
+            Persister(tmp_path, name, "L", units=UNITS)
+
+
+def test_states_of_the_triple_buffer():
+    buffer = TripleBuffer()
+    for event in ("begin 3", "commit", "persist", "durable", "begin 4", "commit", "persist", "begin 5", "commit"):
+        name, *version = event.split()
+        getattr(buffer, name)(*map(int, version))
+    assert buffer.slots == [("recovery", 3), ("persisting", 4), ("snapshot", 5)]
+    assert (buffer.writing, buffer.persisting, buffer.recovery, buffer.next_to_persist) == (None, 1, 0, None)
+    buffer.failed()
+    assert buffer.next_to_persist == 2
+    buffer.rewind(4)
+    assert repr(buffer) == "TripleBuffer(recovery 3, snapshot 4, empty)"
+    with pytest.raises(ValueError, match=r"Begin\(4\): expected a version after 4, the newest one; rewind first"):
+        buffer.begin(4)

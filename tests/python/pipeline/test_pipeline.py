@@ -1,0 +1,379 @@
+"""A pipeline of 2 stages with 2 data-parallel ranks each: real processes, of which each is killed in turn."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import evermoe
+from evermoe.comm import torch_groups
+from support import pipeline_worker
+from support.harness import PATIENCE, SERVER, Job, Worker
+from support.pipeline_worker import PEERS, STAGES, Options, Stage, batch
+
+RANKS = STAGES * PEERS
+STEPS, PROFILE_STEPS = 16, 4
+ROUNDING = 1.0
+"""Microseconds that times of a trace may be off."""
+PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "copies": 3}}
+
+
+class Rank(Worker):
+    """One rank; what it writes is read as `Worker` does."""
+
+    def __init__(self, options):
+        self.options, self.name = options, options.name
+        self.process = SERVER.Process(target=pipeline_worker.main, args=(options,), daemon=True)
+        self.process.start()
+        self.pid = self.process.pid
+        self._read_bytes, self._events = 0, []
+
+
+class Pipeline:
+    """A job of pipeline ranks, each on a node of its own."""
+
+    def __init__(self, job: Job, **options):
+        self.job, self.options = job, options
+        self.ranks = []
+
+    def start(self, rank, **options):
+        copies = {"job": self.job.name, "memory_dir": str(self.job.memory), "node": f"n{rank}"}
+        copies |= {"hang_limit": 10.0, "agree_limit": 30.0, "copy_buffer_bytes": 1 << 14}
+        everything = self.options | options
+        copies |= everything.pop("copies", {})
+        name = f"r{rank}-{len(self.ranks)}"
+        made = Options(name, str(self.job.folder), self.job.address, rank, copies=copies, **everything)
+        self.ranks.append(Rank(made))
+        self.job.workers.append(self.ranks[-1])
+        return self.ranks[-1]
+
+    def lose(self, each):
+        """It is dead, and the memory of its node with it."""
+        each.process.join(PATIENCE)
+        assert each.process.exitcode == -9, each.log()
+        shutil.rmtree(self.job.node_memory(f"n{each.options.rank}"))
+
+    def finish(self):
+        """By rank, what its last process said at the end."""
+        alive = [each for each in self.ranks if each.process.exitcode != -9]
+        done = {}
+        for each in alive:
+            done[each.options.rank] = each.wait_for("done", limit=2 * PATIENCE)
+        for each in alive:
+            assert each.join() == 0, each.log()
+        return [done[rank] for rank in range(RANKS)]
+
+    def finish_as(self, uninterrupted):
+        """With the same losses, in steps that are repeated, too, and the same state."""
+        done = self.finish()
+        losses, digests = uninterrupted
+        assert {key: set(values) for key, values in self.losses().items()} == {k: set(v) for k, v in losses.items()}
+        assert [each["digests"] for each in done] == digests
+
+    def losses(self):
+        """By step, what the ranks of the last stage say."""
+        found = {}
+        for each in self.ranks:
+            if each.options.rank >= RANKS - PEERS:
+                for event in each.events("step"):
+                    found.setdefault((each.options.rank, event["step"]), []).append(event["loss"])
+        return found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Losses and final digests of a run in which nothing happens."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    job = Job(folder, RANKS)
+    try:
+        pipeline = Pipeline(job, copies=PRESETS["baft"])
+        for rank in range(RANKS):
+            pipeline.start(rank)
+        done = pipeline.finish()
+        return pipeline.losses(), [each["digests"] for each in done]
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_each_rank_dies_in_a_step_and_its_successor_in_a_copy(start_job, uninterrupted, preset):
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])
+    deaths = [(1 + 3 * rank, 3 + 3 * rank) for rank in range(RANKS)]
+    first = [pipeline.start(rank, kill_in_step=in_step) for rank, (in_step, _) in enumerate(deaths)]
+    second, third = [], []
+    for rank, (_, in_copy) in enumerate(deaths):
+        pipeline.lose(first[rank])
+        second.append(pipeline.start(rank, kill_in_copy=in_copy))
+        pipeline.lose(second[rank])
+        third.append(pipeline.start(rank))
+    done = pipeline.finish()
+
+    history = [0]
+    for (in_step, in_copy), each in zip(deaths, third, strict=True):
+        again = each.events("recovered")[0]["step"]
+        assert again in (in_copy - 1, in_copy)  # the vote had passed where it died; survivors may know of it, too
+        history += [in_step, again]
+    for rank in range(RANKS):
+        lives = history[: 1 + 2 * rank], history[1 + 2 * rank :][:1], history[2 + 2 * rank :]
+        for each, steps in zip((first[rank], second[rank], third[rank]), lives, strict=True):
+            assert [event["step"] for event in each.events("recovered")] == steps
+        for newcomer in (second[rank], third[rank]):
+            assert newcomer.events("recovered")[0]["fetched"] == len(done[rank]["digests"])
+
+    found = pipeline.losses()
+    unsaid = {key for key in losses if key[1] in [in_copy for _, in_copy in deaths]}  # taken by dying or in recover()
+    assert losses.keys() - unsaid <= found.keys() <= losses.keys()
+    for key, values in found.items():
+        assert values == pytest.approx(losses[key] * len(values), abs=1e-6)
+    for each, expected in zip(done, digests, strict=True):
+        assert each["different"] == []
+        assert each["digests"] == expected
+    assert done[0]["compared"] == 4 * STAGES * len(digests[0])  # both peers' and two copies
+    for stage in range(STAGES):
+        assert done[stage * PEERS]["digests"] == done[stage * PEERS + 1]["digests"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_whole_stage_is_lost(start_job, uninterrupted, preset):
+    """Nobody trains its units any more: their copies at the other stage are all that is left of them."""
+    _, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset])
+    deaths = [1 if rank < PEERS else 8 for rank in range(RANKS)]
+    started = [
+        pipeline.start(rank, **{"kill_in_copy" if rank < PEERS else "kill_in_step": step})
+        for rank, step in enumerate(deaths)
+    ]
+    newcomers = []
+    for stage in range(STAGES):
+        victims = [stage * PEERS + peer for peer in range(PEERS)]
+        for rank in victims:
+            pipeline.lose(started[rank])
+        newcomers += [pipeline.start(rank) for rank in victims]
+    pipeline.finish_as(uninterrupted)
+    for each, step in zip(newcomers, deaths, strict=True):
+        recovered = each.events("recovered")[0]
+        assert recovered["step"] in (step - 1, step)  # the one before where the newest one's copies were under way
+        assert recovered["sources"] == {"local memory": 0, "peer": len(digests[0])}
+
+
+def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):
+    losses, digests = uninterrupted
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["moetion"] | {"copies": 2})
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_in_step=6 if rank < PEERS else None)
+    for each in pipeline.ranks[PEERS:]:
+        each.wait_for("lost")
+        each.process.kill()
+    for each in pipeline.ranks:
+        each.process.join(PATIENCE)
+    assert [each.process.exitcode for each in pipeline.ranks] == [-9] * RANKS
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert {each.events("recovered")[0]["step"] for each in pipeline.ranks[RANKS:]} in ({5}, {6})
+    assert all(set(values) == set(losses[key]) for key, values in pipeline.losses().items())
+    assert [each["digests"] for each in done] == digests
+
+
+def losses_alone(chunks):
+    """By rank and step, as the last stage would say them, when one process trains all of the model."""
+    options = Options("", "", "", 0)
+    model = torch.nn.Sequential(*(Stage(number, options.width, 0) for number in range(STAGES * chunks)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    found = {}
+    for step in range(options.steps):
+        optimizer.zero_grad()
+        for peer in range(PEERS):
+            inputs, target = batch(step, peer, options.width)
+            loss = torch.nn.functional.mse_loss(model(inputs), target)
+            (loss / PEERS).backward()
+            found[RANKS - PEERS + peer, step + 1] = float(loss.detach())
+        optimizer.step()
+    return found
+
+
+def test_ranks_with_several_virtual_stages(start_job):
+    """Interleaved 1F1B: a rank that dies takes two stages of the model with it."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"], chunks=2)
+    started = [pipeline.start(rank, kill_in_step=4 if rank == 2 else None) for rank in range(RANKS)]
+    pipeline.lose(started[2])
+    newcomer = pipeline.start(2)
+    done = pipeline.finish()
+    assert newcomer.events("recovered")[0]["fetched"] == len(done[2]["digests"])
+    for each in done:
+        assert each["different"] == []
+        assert {name.split(".")[1] for name in each["digests"]} == {"0", "1"}
+    expected = losses_alone(chunks=2)
+    found = pipeline.losses()
+    assert found.keys() == expected.keys()
+    for key, values in found.items():
+        assert len(set(values)) == 1
+        assert values[0] == pytest.approx(expected[key], rel=1e-3)
+
+
+POINTS = ["recovered", "here", "default group", "peers", "all groups", "connected"]
+"""On the way to torch's groups."""
+
+
+@pytest.mark.parametrize(("victim", "points"), [(0, POINTS[::2]), (RANKS - 1, POINTS[1::2])])
+def test_a_rank_dies_while_torch_connects(start_job, uninterrupted, victim, points):
+    """At these points, one after the other. Nobody waits for it until some limit is over."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2 * PATIENCE})
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_at=points[0] if rank == victim else None)
+    last = pipeline.ranks[victim]
+    for point in [*points[1:], None]:
+        pipeline.lose(last)
+        last = pipeline.start(victim, kill_at=point)
+    pipeline.finish_as(uninterrupted)
+
+
+def test_a_rank_dies_while_gloo_connects(start_job, uninterrupted):
+    """Those that gloo lets wait for it do so until the limit is over."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_at="address is known" if rank == 1 else None)
+    pipeline.lose(pipeline.ranks[1])
+    pipeline.start(1)
+    pipeline.finish_as(uninterrupted)
+
+
+@pytest.mark.parametrize(("victim", "point"), [(0, "here"), (1, "peers"), (2, "step")])
+def test_a_rank_hangs(start_job, uninterrupted, victim, point):
+    """While torch connects its groups, or in a step: the others notice it at the limit, and it comes back later.
+
+    With rank 0 the store hangs in which the others look for each other.
+    """
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2.0})
+    ranks = [pipeline.start(rank, stop_at=point if rank == victim else None) for rank in range(RANKS)]
+    ranks[victim].wait_until_stopped()
+    for each in ranks:
+        if each is not ranks[victim]:
+            each.wait_for("lost")
+    ranks[victim].signal(signal.SIGCONT)
+    pipeline.finish_as(uninterrupted)
+
+
+def test_groups_have_the_limit_that_they_are_given():
+    default = dist.constants.default_pg_timeout
+    store = torch_groups.WatchedStore(dist.HashStore(), threading.Event(), timedelta(seconds=7))
+    try:
+        with torch_groups.quick_groups(timedelta(seconds=7)):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            longer = dist.new_group([0], timeout=timedelta(seconds=70))
+        later = dist.new_group([0])
+        groups = (dist.group.WORLD, longer, later)
+        limits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+        assert limits == [timedelta(seconds=7), timedelta(seconds=70), default]
+    finally:
+        torch_groups.end_torch_groups()
+
+
+def test_a_wait_in_a_store_ends():
+    """When the key is there, when a rank is lost, and at the limit, however long it was asked to wait."""
+    lost, store = threading.Event(), dist.HashStore()
+    patient = torch_groups.WatchedStore(store, lost, timedelta(seconds=PATIENCE))
+    threading.Timer(0.1, store.set, ("late", "value")).start()
+    assert patient.get("late") == b"value"
+    hasty = torch_groups.WatchedStore(store, lost, timedelta(seconds=0.1))
+    with pytest.raises(evermoe.PeerLost, match="nothing from some rank"):
+        hasty.wait(["never"], timedelta(seconds=2 * PATIENCE))
+    threading.Timer(0.1, lost.set).start()
+    with pytest.raises(evermoe.PeerLost, match="a rank is lost"):
+        patient.wait(["never"])
+
+
+def read_traces(folder):
+    """By rank: copies, and windows of the network; microseconds of one clock."""
+    found = []
+    for rank in range(RANKS):
+        events = json.loads((Path(folder) / f"{rank}.json").read_text())["traceEvents"]
+        tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        spans = [e for e in events if e["ph"] == "X"]
+        windows = [e for e in spans if e["cat"] == "window" and tracks[e["tid"]].startswith("network")]
+        found.append(([e for e in spans if e["cat"] == "copy"], windows))
+    return found
+
+
+def is_within(copy, window):
+    return window["ts"] - ROUNDING <= copy["ts"] and ends(copy) <= ends(window) + ROUNDING
+
+
+def ends(event):
+    return event["ts"] + event["dur"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_copies_travel_in_bubbles(start_job, preset):
+    """Each that was sent in a window begins there, to the microsecond.
+
+    How many are, and are over in time, at both ends, is for the machine to decide: steps may differ from the profile.
+    """
+    copies = PRESETS[preset] | {"profile_steps": PROFILE_STEPS, "copy_buffer_bytes": 1 << 16}
+    pipeline = Pipeline(start_job(RANKS), copies=copies, trace=True, steps=STEPS, work=4, width=384)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    for each in pipeline.finish():
+        assert each["different"] == []
+    counts = {each.events("step")[-1]["plans"] for each in pipeline.ranks}
+    assert counts == {1}  # by all at the same step
+    traces = read_traces(pipeline.job.folder)
+    in_windows, in_time, at_both_ends = [], [], []
+    for copies, windows in traces:
+        assert copies
+        for copy in (copy for copy in copies if copy["args"]["window"] is not None):
+            number = copy["args"]["window"]
+            own = [w for w in windows if w["args"]["number"] == number and w["ts"] <= copy["ts"] + ROUNDING][-1]
+            assert copy["ts"] <= ends(own) + ROUNDING
+            in_windows.append(copy)
+            in_time += [copy] * is_within(copy, own)
+            theirs = traces[copy["args"]["destination"]][1]
+            at_both_ends += [copy] * any(is_within(copy, window) for window in theirs)
+    assert in_windows
+    assert in_time
+    assert at_both_ends or preset != "baft"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"preset": "gemini"}, "baft or moetion, got 'gemini'"),
+        ({"stages": 1}, "2 stages or more"),
+        ({"stage": 2}, "0 <= stage < 2, got stage 2"),
+        ({"data_parallel": 2}, "0 <= data_parallel < 2, got 2"),
+        ({"profile_steps": -1}, "^expected profile_steps >= 0, got -1"),
+        ({"hang_limit": 0.0}, "^expected hang_limit > 0 seconds"),
+    ],
+)
+def test_arguments_out_of_range_are_named(wrong, words):
+    module = torch.nn.Linear(2, 2)
+    fine = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2, "lighthouse": "", "job": "x"}
+    with pytest.raises(ValueError, match=words):
+        evermoe.PipelineSession(module, torch.optim.SGD(module.parameters(), lr=1.0), **fine | wrong)
+
+
+def test_ranks_meet_before_they_connect():
+    module = torch.nn.Linear(2, 2)
+    place = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2}
+    copies = evermoe.PipelineSession(module, torch.optim.SGD(module.parameters()), **place, lighthouse="", job="x")
+    with pytest.raises(ValueError, match=r"after recover\(\)"), copies.connecting():
+        pass
+    copies.close()
+
+
+def test_another_model_on_a_rank_of_the_same_stage_is_refused(start_job):
+    pipeline = Pipeline(start_job(RANKS))
+    for rank in range(RANKS):
+        pipeline.start(rank, width=48 if rank == 1 else 96)
+    for each in pipeline.ranks:
+        assert each.join() == 1
+        assert "ranks of stage 0 have units with different names, shapes or types" in each.log()

@@ -1,0 +1,255 @@
+"""What outlives processes: shared memory on living nodes, then checkpoints on disk, then a clear end."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from evermoe._native import Arena
+from support.harness import FEWEST
+from support.history import check_history, check_recovered, committed_steps, states_by_version
+from support.worker import Fault
+
+CRASH = 7
+
+
+def crash_all(job, workers, step=CRASH):
+    """All processes die between two steps, with all copies of this version whole; their nodes live on."""
+    for each in workers:
+        each.wait_for("gate", step=step)
+    if job.session.get("preset") in ("gemini", "baft"):
+        for each in workers:
+            bundles = len(each.events("published", step=step - 1)) if step else 1
+            each.wait_for("published", step=step, count=bundles)
+    for each in workers:
+        each.signal(signal.SIGKILL)
+    assert {each.join() for each in workers} == {-9}
+
+
+def run_until_crash(job, names="abc"):
+    job.open_gate(CRASH)
+    crash_all(job, job.start_all({}, names, gated=True))
+
+
+def flip(job, damaged, nodes="abc"):
+    """Changes a byte of every unit that `damaged(name)`, in the newest version of all arenas of the nodes."""
+    count = 0
+    for node in nodes:
+        for path in sorted(job.node_memory(node).glob("*.arena")):
+            arena = Arena.open(path)
+            index = arena.versions()[0][0]
+            for name, offset, nbytes in arena.units():
+                if damaged(name):
+                    arena.buffer(index)[offset + nbytes // 2] ^= 0x10
+                    count += 1
+    return count
+
+
+def test_all_processes_crash_and_the_job_resumes_from_shared_memory(start_job):
+    job = start_job()
+    run_until_crash(job)
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    check_history(job.workers)
+    for each in again:
+        recovered = check_recovered(job.workers, each, 0)
+        assert (recovered["step"], recovered["digests_mismatched"]) == (CRASH, 0)
+        assert recovered["sources"]["local memory"] > 0
+        assert recovered["sources"].get("disk", 0) == 0
+    assert job.arenas() == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.02])
+def test_all_processes_crash_in_the_middle_of_anything(start_job, delay):
+    job = start_job()
+    workers = job.start_all({}, steps=10_000)
+    workers[0].wait_for("commit", step=9)
+    time.sleep(delay)
+    for each in workers:
+        each.signal(signal.SIGKILL)
+    assert {each.join() for each in workers} == {-9}
+    committed = committed_steps(workers)
+    again = job.start_all({}, steps=committed + 5)
+    assert [each.join() for each in again] == [0, 0, 0]
+    for each in again:
+        recovered = check_recovered(job.workers, each, 0)
+        assert recovered["step"] in (committed, committed + 1)
+        assert recovered["digests_mismatched"] == 0
+    check_history(again)
+
+
+def test_all_crash_one_node_is_lost_and_fewer_come_back(start_job):
+    job = start_job(preset="gemini")
+    run_until_crash(job)
+    job.lose_node("b")
+    again = job.start_all({}, "ac", session={"members": 2})
+    assert [each.join() for each in again] == [0, 0]
+    check_history(job.workers)
+    for each in again:
+        assert check_recovered(job.workers, each, 0)["step"] == CRASH
+
+
+def test_process_restarted_on_a_living_node_joins_again(start_job):
+    job = start_job()
+    job.open_gate(8)
+    a, _, c = job.start_all({"b": [Fault("vote", 5)]}, gated=True, steps=30)
+    for each in (a, c):
+        each.wait_for("gate", step=8)
+    again = job.start("b", steps=30)
+    again.wait_for("phase", phase="agree")
+    job.open_gate(30)
+    assert [each.join() for each in (a, c, again)] == [0, 0, 0]
+    check_history(job.workers)
+    assert check_recovered(job.workers, again, 0)["step"] >= 8
+    assert job.arenas() == []
+
+
+def test_units_that_survive_only_in_the_memory_of_a_crashed_process_come_from_there(start_job):
+    job = start_job(2, copies=1, **FEWEST)
+    run_until_crash(job, "ab")
+    again = job.start_all({}, "ab")
+    assert [each.join() for each in again] == [0, 0]
+    check_history(job.workers)
+    recovered = [check_recovered(job.workers, each, 0) for each in again]
+    assert {r["step"] for r in recovered} == {CRASH}
+    assert all(r["sources"]["local memory"] for r in recovered)
+
+
+def test_damaged_copies_of_one_node_are_found_and_others_used(start_job):
+    job = start_job(preset="gemini")
+    run_until_crash(job)
+    assert flip(job, lambda name: True, "a") > 0
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    check_history(job.workers)
+    recovered = [check_recovered(job.workers, each, 0) for each in again]
+    assert {r["step"] for r in recovered} == {CRASH}
+    assert all(r["digests_mismatched"] > 0 for r in recovered)
+
+
+def test_damage_of_all_copies_of_a_unit_goes_back_to_the_version_before(start_job):
+    job = start_job(preset="gemini")
+    run_until_crash(job)
+    assert flip(job, lambda name: name == "first.experts.3") == 2
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    for each in again:
+        recovered = check_recovered(job.workers, each, 0)
+        assert recovered["step"] == CRASH - 1
+        assert recovered["digests_mismatched"] > 0
+        assert recovered["steps_lost"] == 1
+    check_history(again, undone=True)
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini"])
+def test_all_crash_before_the_first_step_and_start_afresh(start_job, preset):
+    """Nothing was learnt, so nothing is missed, whatever memory is gone."""
+    job = start_job(preset=preset, **FEWEST)
+    job.open_gate(0)
+    crash_all(job, job.start_all({}, gated=True), step=0)
+    for node in "bc":
+        job.lose_node(node)
+    job.open_gate(1 << 60)
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    check_history(again)
+
+
+def test_active_replicas_alone_survive_without_copies(start_job):
+    job = start_job(copies=0, slots=4, min_replicas=2)
+    workers = job.start_all({"b": [Fault("vote", 5)]})
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for each in (workers[0], workers[2]):
+        assert check_recovered(workers, each)["step"] == 5
+    assert job.arenas() == []
+
+
+def test_ranks_of_one_node_do_not_hold_all_replicas_of_an_expert(start_job):
+    job = start_job(4, copies=0, slots=4, min_replicas=2)
+    die = [Fault("vote", 5)]
+    on_x = [job.start(name, *die, session={"node": "x"}) for name in "ab"]
+    on_y = [job.start(name, session={"node": "y"}) for name in "cd"]
+    assert [each.join() for each in on_x + on_y] == [-9, -9, 0, 0]
+    check_history(job.workers)
+    for each in on_y:
+        assert check_recovered(job.workers, each)["lost_units"] == []
+
+
+def test_units_without_a_copy_come_from_the_newest_checkpoint(start_job, tmp_path):
+    job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"), checkpoint_every=3, **FEWEST)
+    workers = job.start_all({"b": [Fault("vote", 5)]})
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers, undone=True)
+    for survivor in workers[::2]:
+        recovered = check_recovered(workers, survivor)
+        assert (recovered["step"], recovered["steps_lost"], recovered["members"]) == (3, 2, 2)
+        assert recovered["sources"]["disk"] == recovered["fetched_units"] > 0
+        assert any(unit.startswith("first.experts.") for unit in recovered["lost_units"])
+        assert survivor.events("done")[0]["consumed"] == 10 * 12
+
+
+def test_new_job_goes_on_from_the_checkpoint_of_an_earlier_one(start_job, tmp_path):
+    options = {"checkpoint_dir": str(tmp_path / "saved")}
+    first = start_job(2, **options)
+    before = first.start_all({}, "ab", steps=6)
+    assert [each.join() for each in before] == [0, 0]
+    second = start_job(3, **options)
+    after = second.start_all({}, "xyz", steps=9)
+    assert [each.join() for each in after] == [0, 0, 0]
+    for each in after:
+        assert check_recovered(before + after, each, 0)["step"] == 6
+    check_history(before + after)
+
+
+def test_units_lost_everywhere_are_named_and_end_the_job(start_job):
+    job = start_job(copies=1, **FEWEST)
+    workers = a, b, c = job.start_all({"b": [Fault("vote", 5)]})
+    assert [each.join(20) for each in workers] == [1, -9, 1]
+    mine = b.events("copy")[0]["digests"].keys()
+    others = a.events("copy")[0]["digests"].keys() | c.events("copy")[0]["digests"].keys()
+    for survivor in (a, c):
+        failed = survivor.events("failed")[0]
+        assert failed["error"] == "LostExperts"
+        assert set(failed["units"]) >= mine - others
+        assert any(unit.startswith("first.experts.") for unit in failed["units"])
+        assert failed["units"][0] in failed["message"]
+        assert "checkpoint_dir" in failed["message"]
+
+
+@pytest.mark.parametrize("point", ["forward", "commit"])
+def test_exception_on_all_workers_keeps_their_memory_for_a_restart(start_job, point):
+    job = start_job()
+    workers = job.start_all({name: [Fault(point, 5, "raise")] for name in "abc"})
+    assert [each.join() for each in workers] == [1, 1, 1]
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    for each in again:
+        assert check_recovered(job.workers, each, 0)["step"] == 5 + (point == "commit")
+    check_history(again)
+    assert job.arenas() == []
+
+
+def test_lost_units_can_still_come_back_with_their_node(start_job):
+    job = start_job(copies=1, **FEWEST)
+    workers = job.start_all({"b": [Fault("vote", 5)]})
+    assert [each.join(20) for each in workers] == [1, -9, 1]
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    for each in again:
+        assert check_recovered(job.workers, each, 0)["step"] == 5
+    check_history(again)
+
+
+def test_states_recorded_by_the_tests_are_whole(start_job):
+    job = start_job()
+    workers = job.start_all({}, steps=3)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    states = states_by_version(workers)
+    assert len(states) == 3
+    assert len({frozenset(state) for state in states.values()}) == 1
+    assert len({value for state in states.values() for value in state.values()}) > 2 * len(states[min(states)])
+    assert np.all(np.diff(sorted(states)) == 1)

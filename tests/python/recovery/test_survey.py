@@ -1,0 +1,45 @@
+"""Which holdings count in a recovery."""
+
+from __future__ import annotations
+
+from evermoe.recovery.survey import Holding, Inventory, Standing, newest_checkpoint, usable
+from evermoe.state.version import version_of
+
+
+def inventory(*holdings, established=False, saw_running=False, version=0, checkpoints=(), trains=True):
+    standing = Standing(version, established, saw_running)
+    return Inventory(standing, list(holdings), {"moe": [0, 2]}, [[1.0, 2.0]], list(checkpoints), trains)
+
+
+ACTIVE = Holding("x", version_of(2, 5), 7, "active")
+OLDER = Holding("x", version_of(2, 4), 6, "snapshot")
+
+
+def test_inventory_travels_as_json():
+    mine = inventory(ACTIVE, OLDER, established=True, checkpoints=[3])
+    assert Inventory.from_bytes(mine.to_bytes()) == mine
+
+
+def test_all_holdings_of_a_running_job_count_but_those_that_were_refused():
+    inventories = [inventory(ACTIVE, OLDER, established=True), inventory(ACTIVE)]
+    assert usable(inventories, set()) == [[ACTIVE, OLDER], [ACTIVE]]
+    assert usable(inventories, {(0, ACTIVE)}) == [[OLDER], [ACTIVE]]
+
+
+def test_new_job_begins_with_what_its_members_run():
+    """Also if some of them got through a first recovery, and whatever an earlier start has left behind."""
+    begun = Holding("x", version_of(1, 0), 7, "active")
+    left = Holding("x", version_of(1, 0), 7, "snapshot")
+    start = Holding("x", 0, 7, "active")
+    assert usable([inventory(begun, left), inventory(start)], set()) == [[start], [start]]
+
+
+def test_job_that_was_seen_to_run_does_not_start_again():
+    start = Holding("x", 0, 7, "active")
+    assert usable([inventory(start, saw_running=True), inventory(ACTIVE)], set()) == [[], [ACTIVE]]
+
+
+def test_newest_checkpoint_is_one_that_all_training_members_see():
+    assert newest_checkpoint([inventory(checkpoints=[3, 6]), inventory(checkpoints=[3])]) == 3
+    assert newest_checkpoint([inventory(checkpoints=[3]), inventory(trains=False)]) == 3
+    assert newest_checkpoint([inventory(checkpoints=[3]), inventory()]) is None

@@ -1,0 +1,86 @@
+"""Copies that repeat steps, between two processes: their bits, however the messages are cut."""
+
+import pytest
+import torch
+
+from evermoe import MoE
+from evermoe._native import digest
+from evermoe.comm.courier import Courier
+from evermoe.planning.protection import UnitProtection
+from evermoe.replay import exchange
+from evermoe.replay.calibrate import calibrate
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import expert_unit
+from support.ranks import run_ranks
+
+STEPS = 12
+HEALED = 5
+"""The step with which full states come again, beside the gradients."""
+
+
+def train(group, first_bytes, device="cpu", keeps_previous=False):
+    """What each rank trained, and what it keeps of the other one: unit → bytes after the last step."""
+    exchange.HEAD_BYTES = first_bytes
+    torch.manual_seed(0)
+    layer = MoE(8, 8, 6, top_k=1)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+    state = TrainingState(layer, optimizer)
+    experts = {0: [0, 1, 2], 1: [3, 4, 5]}
+    path = next(iter(state.layers))
+    state.adopt({path: experts[group.rank]}, {})
+    kept = [
+        UnitProtection(expert_unit(path, expert), "replayed", rank, (1 - rank,))
+        for rank in experts
+        for expert in experts[rank]
+    ]
+    courier = Courier(group, None, "courier")
+    copies = exchange.ReplayExchange(
+        state, kept, group.rank, calibrate(optimizer), device=device, keeps_previous=keeps_previous
+    )
+    sent = [send(courier, copies, 0, only_states=True)]
+    for step in range(1, STEPS + 1):
+        layer.weights.grad = torch.randn_like(layer.weights)
+        if step == HEALED:
+            copies.sender.request_full_state()
+        sent.append(send(courier, copies, step))
+        optimizer.step()
+        copies.committed(1.0)
+    mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
+    for name, data in mine.items():
+        state.read(name, data)
+    surveys = [sorted(copies.stored()) for _ in range(2)]
+    assert all(digest(copies.read(unit, step).numpy()) == value for unit, step, value in surveys[1])
+    theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
+    copies.close()
+    courier.close()
+    return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys}
+
+
+def send(courier, copies, step, **options):
+    """Bytes that were sent; nothing may be damaged."""
+    task = courier.submit(lambda: copies.exchange(courier, step, **options))
+    assert task.wait()
+    assert not task.result.needs_full_state
+    return task.result.sent_bytes
+
+
+@pytest.mark.parametrize("first_bytes", [0, 2000, 1 << 20], ids=["none fits", "some fit", "all fit"])
+def test_copies_equal_what_the_other_trained_however_the_messages_are_cut(tmp_path, first_bytes, device):
+    results = run_ranks(tmp_path, 2, train, first_bytes, device)
+    for rank in range(2):
+        theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
+        assert len(trained) == 3
+        assert theirs.keys() == trained.keys()
+        assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
+        sent = results[rank]["sent"]
+        assert sent[HEALED] > 3 * sent[HEALED - 1]
+        assert sent[0] > 2 * max(sent[1:HEALED])
+
+
+@pytest.mark.parametrize("keeps_previous", [False, True])
+def test_copies_are_found_again_by_the_next_recovery(tmp_path, keeps_previous):
+    for result in run_ranks(tmp_path, 2, train, 1 << 20, "cpu", keeps_previous):
+        first, second = result["surveys"]
+        assert first == second
+        assert {step for _, step, _ in first} == ({STEPS - 1, STEPS} if keeps_previous else {STEPS})
+        assert len(first) == (6 if keeps_previous else 3)

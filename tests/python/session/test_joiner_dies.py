@@ -1,0 +1,52 @@
+"""A member that is given experts dies before their copies are complete: who gave them away still has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.harness import FEWEST
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+JOIN = 10
+"""Step before which the survivor looks for new members."""
+
+
+def join_and_die(job, *faults, names="c"):
+    """One of two members dies, the other one trains on alone; then joiners come, each of which dies by its fault."""
+    job.open_gate(8)
+    a, b = workers = job.start_all({"b": [Fault("vote", 3)]}, "ab", gated=True, steps=15)
+    assert b.join() == -9
+    a.wait_for("gate", step=8)
+    joiners = [job.start(name, fault, steps=15) for name, fault in zip(names, faults, strict=True)]
+    for each in joiners:
+        each.wait_for("phase", phase="agree")
+    job.open_gate(15)
+    assert [each.join() for each in joiners] == [-9] * len(joiners)
+    assert a.join() == 0
+    return a, [*workers, *joiners]
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
+@pytest.mark.parametrize("point", ["copy", "confirm"])
+def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, preset, point):
+    job = start_job(2, preset=preset, local_every=1000, **FEWEST)
+    a, workers = join_and_die(job, Fault(point))
+    given = workers[-1].events("copy")[0]["digests"].keys()
+    assert any("experts" in unit for unit in given)
+    check_nothing_is_lost(a, workers)
+
+
+def test_two_joiners_die_one_after_the_other(start_job):
+    """What was given to either is still there when the second one dies in the recovery from the death of the first."""
+    job = start_job(2, local_every=1000, **FEWEST)
+    check_nothing_is_lost(*join_and_die(job, Fault("copy"), Fault("copy", nth=2), names="cd"))
+
+
+def check_nothing_is_lost(a, workers):
+    check_history(workers)
+    recovered = check_recovered(workers, a)
+    assert (recovered["step"], recovered["members"], recovered["steps_lost"]) == (JOIN, 1, 0)
+    assert (recovered["stale"], recovered["lost_units"]) == ({}, [])
+    assert recovered["sources"]["local memory"] > 0
+    assert a.events("verified")[0]["digests_mismatched"] == 0

@@ -1,0 +1,267 @@
+"""A job of one process, waiting in vain, schedules and clipping, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import evermoe
+from support import worker
+from support.harness import PATIENCE, as_json
+from support.history import check_history, check_recovered
+from support.worker import Fault, Model, Options, dataset
+
+
+def losses(each):
+    """Of each committed step."""
+    return {event["step"]: event["loss"] for event in each.events("commit")}
+
+
+def reference(steps=10, batch_size=12, optimizer="adamw", schedule=None, max_grad_norm=None):
+    """The same training as a plain loop in this process: losses and the learning rate after each step."""
+    model, data = Model(), dataset()
+    optimizer = worker.make_optimizer(optimizer, model)
+    scheduler = worker.make_scheduler(schedule, optimizer)
+    sampler = evermoe.ElasticSampler(worker.SAMPLES, batch_size)
+    found, rates = {}, {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(data[sampler.batch()])
+        loss.backward()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        sampler.advance()
+        found[step], rates[step + 1] = loss.item(), optimizer.param_groups[0]["lr"]
+    return found, rates
+
+
+@pytest.mark.parametrize("faults", [{}, {"b": [Fault("copy", 5)]}], ids=["whole", "killed"])
+@pytest.mark.parametrize(("optimizer", "norm"), [("adamw", None), ("sgd", 0.3)])
+def test_losses_are_those_of_one_process(start_job, optimizer, norm, faults):
+    job = start_job(max_grad_norm=norm)
+    workers = job.start_all(faults, optimizer=optimizer)
+    assert [each.join() for each in workers] == [0, -9 if faults else 0, 0]
+    check_history(workers)
+    expected, _ = reference(optimizer=optimizer, max_grad_norm=norm)
+    seen = losses(workers[0]) | losses(workers[2])
+    assert seen.keys() >= expected.keys() - {4}  # the interrupted step may be known to nobody
+    for step, loss in seen.items():
+        assert loss == pytest.approx(expected[step], abs=2e-4), step
+    if norm is not None:
+        unclipped, _ = reference(optimizer=optimizer)
+        assert abs(expected[9] - unclipped[9]) > 0.01
+
+
+def test_more_members_than_samples(start_job):
+    """A member without a sample takes part with weight 0."""
+    job = start_job()
+    workers = job.start_all({"b": [Fault("vote", 5)]}, batch_size=1)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    assert losses(workers[0]) == pytest.approx(reference(batch_size=1)[0], abs=2e-4)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "warmup"])
+def test_schedule_survives(start_job, schedule):
+    job = start_job()
+    job.open_gate(8)
+    workers = job.start_all({"b": [Fault("update", 5)]}, gated=True, schedule=schedule, steps=20)
+    workers[0].wait_for("gate", step=8)
+    workers.append(job.start("d", schedule=schedule, steps=20))
+    workers[3].wait_for("phase", phase="agree")
+    job.open_gate(20)
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    check_history(workers)
+    _, rates = reference(20, schedule=schedule)
+    for each in workers:
+        for event in each.events("copy"):
+            if event["step"]:
+                assert event["rates"] == [pytest.approx(rates[event["step"]], rel=1e-9)], (each.name, event)
+    assert len(set(rates.values())) > 10
+
+
+def test_alone_without_a_lighthouse(start_job):
+    job = start_job()
+    job.open_gate(5)
+    alone = job.start("a", lighthouse=None, gated=True, session={"members": None})
+    alone.wait_for("gate", step=5)
+    arenas = job.arenas()
+    assert arenas
+    for path in arenas:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o700
+    job.open_gate(10)
+    assert alone.join() == 0
+    assert list(job.memory.iterdir()) == []
+    expected, _ = reference()
+    assert losses(alone) == pytest.approx(expected, abs=1e-5)
+    check_history([alone])
+
+
+def test_alone_killed_and_started_again(start_job):
+    job = start_job()
+    alone = {"lighthouse": None, "session": {"members": None}}
+    killed = job.start("a", Fault("vote", 5), **alone)
+    assert killed.join() == -9
+    again = job.start("a", **alone)
+    assert again.join() == 0
+    assert check_recovered([killed, again], again, 0)["step"] == 5
+    expected = reference()[0]
+    del expected[4]  # taken by the first process, which did not live to see the next vote, and so not reported
+    assert losses(killed) | losses(again) == pytest.approx(expected, abs=1e-5)
+
+
+def test_leaving_the_loop_early_keeps_the_memory_until_close(tmp_path):
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    options = {"job": f"early{os.getpid()}", "memory_dir": str(tmp_path)}
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(worker.SAMPLES, 4), **options)
+    for step in session.steps(100):
+        with step:
+            step.backward(model(dataset()[step.indices]))
+        if session.step == 3:
+            assert list(tmp_path.glob("**/*.arena"))
+            break
+    assert session.step == 3
+    assert list(tmp_path.glob("**/*.arena"))
+    session.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"job": f"file{os.getpid()}", "memory_dir": str(tmp_path / "file")}
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
+    with pytest.raises(OSError, match=str(tmp_path / "file")):
+        next(session.steps(1))
+
+
+def test_no_lighthouse(start_job):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    job = start_job(lighthouse=address, agree_limit=2)
+    began = time.monotonic()
+    lonely = job.start("a")
+    assert lonely.join(15) == 1
+    assert time.monotonic() - began < 8
+    failed = lonely.events("failed")[0]
+    assert failed["error"] == "JoinTimeout"
+    assert address in failed["message"]
+    assert "within 2 s" in failed["message"]
+
+
+def test_too_few_members(start_job):
+    job = start_job(3, agree_limit=3)
+    workers = job.start_all({}, "ab")
+    assert [each.join(20) for each in workers] == [1, 1]
+    assert {each.events("failed")[0]["error"] for each in workers} == {"JoinTimeout"}
+    assert any("of 3 members have come" in each.events("failed")[0]["message"] for each in workers)
+
+
+def test_lighthouse_away_for_a_while_stops_nobody(start_job):
+    job = start_job(join_every=50)
+    job.open_gate(5)
+    workers = job.start_all({}, gated=True)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    job.stop_lighthouse()
+    job.open_gate(10)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+
+
+def test_script_run_by_a_new_interpreter(start_job):
+    """What users run: the interpreter ends without hanging on a thread, and prints nothing it should not."""
+    job = start_job(2)
+    command = [sys.executable, worker.__file__]
+    running = []
+    with contextlib.ExitStack() as stack:
+        for name, faults in (("a", []), ("b", []), ("c", [Fault("vote", 5)])):
+            fields = {**job.session, "node": name, "members": 3}
+            options = Options(name, str(job.folder), job.address, fields, faults=faults)
+            process = subprocess.Popen([*command, as_json(options)], stderr=subprocess.PIPE, text=True)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            running.append(process)
+        texts = [process.communicate(timeout=PATIENCE)[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0, -signal.SIGKILL], texts
+    assert "Traceback" not in "".join(texts)
+
+
+def options_error(**options):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError) as found:
+        evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
+    return str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"copies": -1}, "expected copies >= 0, got -1"),
+        ({"checkpoint_every": -1}, "expected checkpoint_every >= 0, got -1"),
+        ({"rebalance_every": -1}, "expected rebalance_every >= 0, got -1"),
+        ({"join_every": 0}, "expected join_every >= 1, got 0"),
+        ({"min_replicas": 0}, "expected min_replicas >= 1, got 0"),
+        ({"placement": "best"}, "expected placement to be one of balanced, safest, mro, spread, compact, got 'best'"),
+        ({"slots": 0}, "expected slots >= 1 or None, got 0"),
+        ({"hang_limit": 0}, "expected hang_limit > 0 seconds, got 0"),
+        ({"agree_limit": float("nan")}, "expected agree_limit > 0 seconds, got nan"),
+        ({"checkpoint_every": 5}, "checkpoint_dir must say where"),
+        ({"replica_device": "gpu"}, "expected replica_device to be cpu, cuda or cuda:N, got 'gpu'"),
+        pytest.param(
+            {"replica_device": "cuda:1"},
+            "replica_device is 'cuda:1', but this process has no such GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_wrong_options(options, message):
+    assert message in options_error(**options)
+
+
+@pytest.fixture
+def session(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"job": f"misuse{os.getpid()}", "memory_dir": str(tmp_path)}
+    made = evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
+    yield made
+    made.close()
+
+
+def test_step_without_backward(session):
+    with pytest.raises(RuntimeError, match=r"step.backward\(loss\) was not called"):
+        for step in session.steps(3):
+            with step:
+                pass
+
+
+def test_step_without_with(session):
+    with pytest.raises(RuntimeError, match="must be used as `with step:`"):
+        for _ in session.steps(3):
+            pass
+
+
+def test_loss_of_another_shape(session):
+    with pytest.raises(ValueError, match=r"expected a scalar loss, got shape \(2,\)"):
+        for step in session.steps(3):
+            with step:
+                step.backward(session.model(torch.ones(2, 2)).sum(1))

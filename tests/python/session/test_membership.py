@@ -1,0 +1,105 @@
+"""The Lighthouse away, members that come late, units whose holders come back: the job waits, within its limits."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from support.harness import FEWEST
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+
+def test_lighthouse_restarts_in_the_middle_of_a_job(start_job):
+    job = start_job()
+    job.open_gate(5)
+    workers = job.start_all({}, gated=True, steps=20)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    job.restart_lighthouse()
+    job.open_gate(20)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert {each.events("done")[0]["pid"] for each in workers} == {each.pid for each in workers}
+
+
+def test_lighthouse_away_for_a_while_stops_nobody(start_job):
+    job = start_job()
+    job.open_gate(5)
+    workers = job.start_all({"b": [Fault("vote", 7)]}, gated=True, steps=20)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    job.stop_lighthouse()
+    job.open_gate(20)
+    workers[0].wait_for("phase", phase="agree", count=2)
+    job.restart_lighthouse()
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["members"] == 2
+
+
+def test_lighthouse_away_for_too_long_ends_the_job_and_keeps_its_memory(start_job):
+    job = start_job(agree_limit=2.0)
+    job.open_gate(5)
+    workers = job.start_all({}, gated=True, steps=20)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    job.stop_lighthouse()
+    job.open_gate(20)
+    assert [each.join(30) for each in workers] == [1, 1, 1]
+    assert {each.events("failed")[0]["error"] for each in workers} == {"JoinTimeout"}
+    assert "Check that the Lighthouse runs" in workers[0].events("failed")[0]["message"]
+    job.restart_lighthouse()
+    again = job.start_all({})
+    assert [each.join() for each in again] == [0, 0, 0]
+    for each in again:
+        recovered = check_recovered(job.workers, each, 0)
+        assert recovered["step"] >= 5
+        assert recovered["steps_lost"] == 0
+
+
+def test_missing_units_are_waited_for(start_job):
+    job = start_job(copies=1, rejoin_limit=30.0, **FEWEST)
+    a, b, c = job.start_all({"b": [Fault("vote", 5)]})
+    assert b.join() == -9
+    for survivor in (a, c):
+        survivor.wait_for("lost")
+    again = job.start("b")
+    assert [each.join() for each in (a, c, again)] == [0, 0, 0]
+    check_history(job.workers)
+    for each in (a, c, again):
+        recovered = check_recovered(job.workers, each)
+        assert (recovered["step"], recovered["members"], recovered["steps_lost"]) == (5, 3, 0)
+    assert a.events("done")[0]["pid"] == a.pid
+
+
+def test_waiting_for_missing_units_has_an_end(start_job):
+    job = start_job(copies=1, rejoin_limit=1.0, **FEWEST)
+    workers = job.start_all({"b": [Fault("vote", 5)]})
+    started = time.monotonic()
+    assert [each.join(30) for each in workers] == [1, -9, 1]
+    assert time.monotonic() - started < 30
+    assert workers[0].events("failed")[0]["error"] == "LostExperts"
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"optimizer": "sgd"}, "differs from that of job"),
+        ({"session": {"slots": 5}}, "options differ from those of job"),
+    ],
+)
+def test_worker_with_another_optimizer_or_other_options_is_turned_away(start_job, other, message):
+    job = start_job(2)
+    job.open_gate(6)
+    workers = job.start_all({}, "ab", gated=True, steps=30)
+    workers[0].wait_for("gate", step=6)
+    stranger = job.start("c", **other, steps=30)
+    stranger.wait_for("phase", phase="agree")
+    job.open_gate(30)
+    assert stranger.join() == 1
+    assert stranger.events("failed")[0]["error"] == "ValueError"
+    assert message in stranger.events("failed")[0]["message"]
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)

@@ -1,0 +1,107 @@
+"""Every preset in real processes: what a kill costs under it, and that the job goes on to the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.harness import FEWEST
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+PARTIAL = ["moetion", "pec"]
+
+
+def options(preset, tmp_path):
+    return {"preset": preset} | ({"checkpoint_dir": str(tmp_path)} if preset in ("pec", "lazarus") else {})
+
+
+def tokens_of_steps(workers, unit):
+    """Tokens of an expert in each step, by version: from the counts that the workers wrote after each update."""
+    layer, expert = unit.rsplit(".experts.", 1)
+    found = {}
+    for each in workers:
+        for event in each.events("copy", after="update"):
+            found[event["version"]] = event["tokens"][layer][int(expert)]
+    return found
+
+
+@pytest.mark.parametrize("preset", PARTIAL)
+def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
+    job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_every=0, join_every=50)
+    workers = job.start_all({"b": [Fault("vote", 8)]}, "abcd", steps=14)
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    survivors = [workers[0], *workers[2:]]
+    reports = [each.events("recovered")[-1] for each in survivors]
+    assert {report["step"] for report in reports} == {8}
+    assert len({repr(report["lost_tokens"]) + repr(report["plt"]) for report in reports}) == 1
+    report = reports[0]
+    assert report["stale"], "with one replica of each expert, few of those of the lost node are up to date"
+    for unit, step in report["stale"].items():
+        tokens = tokens_of_steps(workers, unit)
+        lost = sum(count for version, count in tokens.items() if step < version % 2**40 <= 8)
+        assert report["lost_tokens"][unit] == lost, (unit, step)
+    seen = {}
+    for layer, number in (("first", 6), ("second", 4)):
+        units = [f"{layer}.experts.{e}" for e in range(number)]
+        tokens = [tokens_of_steps(survivors, unit) for unit in units]
+        every = sum(count for each in tokens for version, count in each.items() if version % 2**40 <= 8)
+        seen[layer] = sum(report["lost_tokens"].get(unit, 0) for unit in units) / every
+    assert report["plt"] == pytest.approx(sum(seen.values()) / 2)
+    assert {each.events("done")[0]["step"] for each in survivors} == {14}
+    assert {each.events("verified")[0]["digests_mismatched"] for each in survivors} == {0}
+    check_history(workers)
+
+
+@pytest.mark.parametrize(("preset", "more"), [("moetion", {}), ("pec", {}), ("pec", {"save_every": 50})])
+def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, preset, more):
+    job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_every=0, join_every=50, **more)
+    faults = {"b": [Fault("vote", 5)], "c": [Fault("vote", 8)]}
+    workers = job.start_all(faults, "abcd", steps=12)
+    assert [each.join() for each in workers] == [0, -9, -9, 0]
+    check_history(workers)
+    survivors = workers[::3]
+    for each in survivors:
+        first, second = each.events("recovered")[1:]
+        assert (first["step"], second["step"]) == (5, 8)
+        assert second["stale"]
+        total = 0
+        for unit, copied in second["stale"].items():
+            since = max(copied, 5 if unit in first["stale"] else 0)
+            tokens = tokens_of_steps(workers, unit)
+            lost = sum(count for version, count in tokens.items() if since < version % 2**40 <= 8)
+            assert second["lost_tokens"][unit] == lost, (unit, since)
+            total += lost
+        assert (second["plt"] > first["plt"]) == (total > 0)
+    if more:
+        assert {0} == {*first["stale"].values(), *second["stale"].values()}
+        assert set(first["stale"]) & set(second["stale"])
+
+
+@pytest.mark.parametrize(
+    ("point", "step", "preset"),
+    [
+        pytest.param(point, step, preset, marks=() if preset == "auto" or point == "copy" else pytest.mark.long)
+        for preset in ("auto", "gemini", "baft", *PARTIAL)
+        for point, step in (("update", 0), ("copy", 1), ("vote", 1))
+    ],
+)
+def test_copies_of_the_start_are_as_good_as_any(start_job, tmp_path, point, step, preset):
+    """Nobody who was there when they were made takes them for those of a process that has just come."""
+    job = start_job(3, **options(preset, tmp_path), **FEWEST)
+    workers = job.start_all({"b": [Fault(point, step)]}, steps=6)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for each in workers[::2]:
+        recovered = each.events("recovered")[-1]
+        assert recovered["steps_lost"] == recovered["digests_mismatched"] == 0
+        assert preset in PARTIAL or not recovered["stale"]
+
+
+def test_lazarus_loses_nothing_while_a_replica_lives(start_job, tmp_path):
+    job = start_job(3, **options("lazarus", tmp_path))
+    workers = job.start_all({"b": [Fault("vote", 5)]})
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for survivor in workers[::2]:
+        recovered = check_recovered(workers, survivor)
+        assert (recovered["step"], recovered["steps_lost"], recovered["lost_units"]) == (5, 0, [])

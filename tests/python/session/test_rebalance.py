@@ -1,0 +1,60 @@
+"""Experts move without a failure when the load has shifted, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+SHIFTED = "the load has shifted"
+
+
+def rebalances(each):
+    return [event for event in each.events("recovered") if event["reason"] == SHIFTED]
+
+
+@pytest.fixture
+def job(start_job):
+    return start_job(slots=3, rebalance_every=3)
+
+
+def test_experts_move_with_the_load(job):
+    workers = job.start_all({}, steps=12)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    seen = [[(event["step"], event["members"]) for event in rebalances(each)] for each in workers]
+    assert seen[0] and seen == seen[:1] * 3
+    assert all(step % 3 == 0 and members == 3 for step, members in seen[0])
+    for each in workers:
+        for event in rebalances(each):
+            assert (event["steps_lost"], event["digests_mismatched"]) == (0, 0)
+        check_recovered(workers, each)
+    assert sum(event["fetched_units"] for each in workers for event in rebalances(each)) > 0
+
+
+@pytest.mark.parametrize("point", ["phase fetch", "phase verify", "copy", "confirm"])
+def test_a_death_while_experts_move(job, point):
+    step = None if point.startswith("phase") else 3  # the second time at step 3 is the rebalance
+    workers = job.start_all({"b": [Fault(point, step, nth=2)]}, steps=9)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for each in workers[::2]:
+        assert each.events("done")[0]["step"] == 9
+        check_recovered(workers, each)
+
+
+def test_nothing_moves_after_the_last_step(start_job):
+    job = start_job(slots=3, rebalance_every=3)
+    workers = job.start_all({}, steps=3)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert not any(rebalances(each) for each in workers)
+
+
+def test_nothing_moves_when_it_would_not_help(start_job):
+    job = start_job(slots=6, min_replicas=3, rebalance_every=2)  # every expert is everywhere
+    workers = job.start_all({}, steps=7)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert not any(rebalances(each) for each in workers)

@@ -1,0 +1,131 @@
+"""Snapshots travel in windows that the session has found itself: real processes, and traces of what they did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.history import check_history
+
+PROFILE = {"profile_steps": 6, "profile_every": 8}
+BUSY = 60
+"""Multiplications, some milliseconds in each of which the network is idle."""
+ROUNDING = 1.0
+"""Microseconds."""
+
+
+def events(text, kind):
+    return [event for event in json.loads(text)["traceEvents"] if event["ph"] == "X" and event["cat"] == kind]
+
+
+def ends(event):
+    return event["ts"] + event["dur"]
+
+
+def run(start_job, preset, size=2, steps=30, **options):
+    """The workers of a job that has ended well, and the traces of their sessions."""
+    job = start_job(size, preset=preset, **PROFILE)
+    workers = job.start_all({}, "abc"[:size], steps=steps, work=BUSY, trace=True, **options)
+    assert [each.join() for each in workers] == [0] * size, workers[0].log()
+    check_history(workers)
+    return workers, [(Path(job.folder) / f"{each.name}.session.json").read_text() for each in workers]
+
+
+def check_in_windows(trace):
+    """Bytes sent in windows; each message begins in its window, outside of all collectives."""
+    busy = [event for event in events(trace, "collective") if event["name"] != "copies"]
+    windows = events(trace, "window")
+    copies = [copy for copy in events(trace, "copy") if copy["ts"] >= windows[0]["ts"]]
+    assert copies
+    for copy in copies:
+        number = copy["args"]["window"]
+        if number is None:
+            continue
+        found = [w for w in windows if w["args"]["number"] == number and w["ts"] <= copy["ts"] + ROUNDING]
+        assert copy["ts"] <= ends(found[-1]) + ROUNDING
+        assert not [span for span in busy if span["ts"] + ROUNDING < copy["ts"] < ends(span) - ROUNDING]
+    return sum(copy["args"]["bytes"] for copy in copies if copy["args"]["window"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("preset", "size"), [("gemini", 2), pytest.param("gemini", 3, marks=pytest.mark.long), ("baft", 3)]
+)
+def test_bytes_travel_in_windows(start_job, preset, size):
+    workers, traces = run(start_job, preset, size)
+    for worker, trace in zip(workers, traces, strict=True):
+        assert check_in_windows(trace) > 0
+        assert worker.events("paced")[-1]["plans"] >= 1
+        assert "a version takes 1 step" in worker.events("paced")[-1]["summary"]
+
+
+def plans(worker):
+    """By step, how often it was planned, and the plan."""
+    return [(event["step"], event["plans"], event["summary"]) for event in worker.events("paced")]
+
+
+def test_steps_that_slow_down_and_speed_up_are_planned_anew_by_all_at_once(start_job):
+    workers, traces = run(start_job, "gemini", steps=44, forwards=[[12, 3], [28, 1]])
+    a, b = [plans(worker) for worker in workers]
+    assert a == b  # at the same steps, with the same words
+    by_step = {step: number for step, number, _ in a}
+    assert by_step[8] == 0
+    assert by_step[11] == 1
+    assert by_step[27] > by_step[11]
+    assert by_step[43] > by_step[27]
+    for trace in traces:
+        check_in_windows(trace)
+
+
+def test_a_profile_follows_each_change_of_members(start_job):
+    job = start_job(2, preset="baft", **PROFILE)
+    job.open_gate(14)
+    workers = job.start_all({}, "ab", gated=True, steps=40, work=BUSY)
+    workers[0].wait_for("gate", step=14)
+    joiner = job.start("c", steps=40, work=BUSY)
+    joiner.wait_for("phase", phase="agree")
+    job.open_gate(40)
+    workers.append(joiner)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    joined = joiner.events("recovered")[0]["step"]
+    assert joined >= 15
+    counts = {step: number for step, number, _ in plans(workers[0])}
+    assert counts[joined] == counts[joined + 8]  # the old members had planned; what they knew is void
+    assert counts[joined + 9] == counts[joined] + 1
+    assert plans(joiner)[0][1] == 0
+    assert plans(joiner)[-1][1] >= 1
+
+
+def test_no_profile_where_none_is_wanted(start_job):
+    job = start_job(2, preset="gemini", profile_steps=0)
+    workers = job.start_all({}, "ab", steps=30)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    assert {number for worker in workers for _, number, _ in plans(worker)} == {0}
+
+
+def test_the_users_profiler_sees_the_copies_beside_training(start_job):
+    workers, traces = run(start_job, "gemini", steps=20)
+    for worker, trace in zip(workers, traces, strict=True):
+        user = (Path(worker.options.folder) / f"{worker.name}.user.json").read_text()
+        names = {event["name"] for event in events(user, "collective")}
+        assert names == {"all_gather", "all_to_all", "all_reduce"}
+        others = events(user, "send") + events(user, "receive")  # when clocks were compared; copies are not among them
+        assert max(event["args"]["bytes"] for event in others) <= 16
+        peer = 1 - worker.events("share")[0]["rank"]
+        assert {event["args"]["destination"] for event in events(user, "copy")} == {peer}
+        assert events(user, "forward")
+        assert events(user, "window")
+        assert len(events(user, "copy")) >= len(events(trace, "copy"))
+
+
+@pytest.mark.parametrize("preset", ["auto", pytest.param("moetion", marks=pytest.mark.long)])
+def test_presets_that_send_gradients_profile_for_their_next_arrangement(start_job, preset):
+    workers, traces = run(start_job, preset, steps=14)
+    for worker, trace in zip(workers, traces, strict=True):
+        last = worker.events("paced")[-1]
+        assert last["plans"] == 1
+        assert last["seconds"] > 0
+        assert events(trace, "collective")

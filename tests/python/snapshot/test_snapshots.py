@@ -1,0 +1,89 @@
+"""The rounds of snapshots between two processes: what is due waits for what travels, and nobody waits for ever."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from evermoe import MoE
+from evermoe.keeper import Assignment, CopyOptions
+from evermoe.planning.protection import ProtectionPlan, UnitProtection
+from evermoe.snapshot.snapshots import Snapshots
+from evermoe.snapshot.store import SnapshotStore
+from evermoe.snapshot.window_plan import WindowOptions
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import expert_unit
+from evermoe.state.version import step_of, version_of
+from support.ranks import members, run_ranks
+
+PERIOD = 3
+PATIENCE = 20.0
+
+
+def make(group, folder):
+    """Rank 0 has an expert whose snapshots rank 1 keeps, too, and each rank has one whose snapshots stay at home."""
+    torch.manual_seed(0)
+    layer = MoE(8, 8, 3, top_k=1)
+    state = TrainingState(layer, torch.optim.AdamW(layer.parameters(), fused=True))
+    path = next(iter(state.layers))
+    sent, *home = (expert_unit(path, expert) for expert in range(3))
+    state.adopt({path: [0, 1] if group.rank == 0 else [2]}, {})
+    found, background = members(group, folder, PATIENCE)
+    membership = SimpleNamespace(
+        trainer_group=found, everyone=found, background=background, nodes=["a", "b"], device=torch.device("cpu")
+    )
+    store, options = SnapshotStore(Path(folder) / str(group.rank), state), CopyOptions(local_every=1)
+    snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda name, fields: None)
+    kept = [
+        UnitProtection(sent, "snapshot", 0, (1,), PERIOD),
+        *(UnitProtection(unit, "active", rank) for rank, unit in enumerate(home)),
+    ]
+    active = {sent: (0,), home[0]: (0,), home[1]: (1,)}
+    snapshots.replan(Assignment(ProtectionPlan(kept, ""), active, 1, "member", commits_late=False))
+    snapshots.protect_all(version_of(1, 0))
+    assert snapshots.wait()
+    snapshots.restart(0)
+    return snapshots, store, home[group.rank], found
+
+
+def copy_what_is_due(snapshots, step):
+    snapshots.make_room(step)
+    snapshots.pacer.begin_step()
+    due = snapshots.due(step, None)
+    assert snapshots.due(step, None) == due, "it changes nothing"
+    snapshots.start(version_of(1, step), due)
+
+
+def take_steps(group, folder):
+    """Newest step at home, and of what was sent, after the steps in which snapshots travel or not."""
+    snapshots, store, home, all_members = make(group, folder)
+    snapshots.pacer.expect({("never", 0): (0, 1.0)})  # no window ever opens
+
+    def newest():
+        found = {}
+        for stored in store.stored():
+            kind = "home" if stored.unit == home else "sent"
+            found[kind] = max(found.get(kind, 0), step_of(stored.version))
+        return found
+
+    seen = {}
+    for step in range(1, PERIOD + 2):
+        copy_what_is_due(snapshots, step)
+        snapshots.before_update()  # as the optimizer does: it must not wait for what travels
+    seen["under way"] = newest()
+    all_members.all_reduce(torch.zeros(1))  # nothing is sent before the other has looked, too
+    snapshots.pacer.hurry()
+    assert snapshots.wait()
+    copy_what_is_due(snapshots, PERIOD + 2)
+    assert snapshots.settle()
+    seen["over"] = newest()
+    snapshots.close()
+    return seen
+
+
+def test_what_stays_at_home_waits_for_what_travels_over_several_steps(tmp_path):
+    sender, receiver = run_ranks(tmp_path, 2, take_steps, str(tmp_path))
+    assert sender["under way"] == {"home": PERIOD, "sent": PERIOD}
+    assert receiver["under way"]["sent"] == 0
+    assert sender["over"] == {"home": PERIOD + 2, "sent": PERIOD}
+    assert receiver["over"]["sent"] == PERIOD

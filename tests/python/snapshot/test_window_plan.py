@@ -1,0 +1,117 @@
+"""From what a pacer has recorded to cuts and places: pure, and the same at both ends."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+from evermoe.comm.courier import Sent
+from evermoe.comm.pacer import TimedStep
+from evermoe.planning.schedule import Link
+from evermoe.planning.windows import find_windows
+from evermoe.snapshot.window_plan import (
+    COPIES,
+    Outgoing,
+    RankReport,
+    as_steps,
+    measure_link,
+    places_of,
+    plan_of,
+    segments_of,
+)
+
+MS = 10**6
+LINK = Link(1e-3, 1e6)
+"""A message of 4000 bytes takes 5 ms."""
+OUTGOING = [Outgoing(0, [1, 2], [(128, 6000), (6128, 3000), (9128, 1000)]), Outgoing(3, [1], [(64, 7000), (7064, 500)])]
+
+
+def timed(begin=0, idle=40):
+    """Idle for 20, `idle` and 10 ms around two reductions; then copies, a vote, and an update of 30 ms."""
+    busy, now = [], begin + 20 * MS
+    for name, lasts, pause in (("reduce", 5, idle), ("reduce", 5, 10), (COPIES, 15, 1), ("reduce", 1, 30)):
+        busy.append((name, now, now + lasts * MS))
+        now += (lasts + pause) * MS
+    return TimedStep(begin, now, busy)
+
+
+def rows(windows):
+    return {place: (number, pytest.approx(seconds)) for place, (number, seconds) in places_of(windows).items()}
+
+
+def test_what_follows_the_vote_is_no_window_where_versions_must_be_whole_before_it():
+    until_vote = find_windows(as_steps([timed()] * 3, True), gamma=1.0)
+    assert until_vote.step_seconds == pytest.approx(0.127)
+    assert places_of(until_vote) == rows(until_vote)
+    assert [seconds for _, seconds in places_of(until_vote).values()] == pytest.approx([0.02, 0.04, 0.01])
+    assert list(places_of(until_vote)) == [(None, 0), ("reduce", 0), ("reduce", 1)]
+    always = find_windows(as_steps([timed()] * 3, False), gamma=1.0)
+    assert [seconds for _, seconds in places_of(always).values()] == pytest.approx([0.02, 0.04, 0.01, 0.001, 0.03])
+    assert list(places_of(always))[3:] == [(COPIES, 0), ("reduce", 2)]
+
+
+def reports(starts=(0.0, 0.004, 0.002)):
+    windows = find_windows(as_steps([timed()] * 3, True)).to_json()
+    mine = RankReport(windows, [0.0, 1.0], "", tuple(LINK), [])
+    return [replace(mine, starts=[start, start + 1.0], outgoing=OUTGOING * (start == 0.0)) for start in starts]
+
+
+@pytest.mark.parametrize("policy", ["gemini", "baft", "moetion", "auto"])
+def test_cuts_are_all_of_every_bundle_for_every_holder(policy):
+    segments = segments_of(plan_of(0, reports(), policy, 4000), OUTGOING, policy)
+    found = defaultdict(list)
+    for segment in segments:
+        assert 0 < segment.nbytes <= 4000
+        found[segment.bundle, segment.peer].append(segment)
+    assert set(found) == {(0, 1), (0, 2), (3, 1)}
+    for (bundle, _), parts in found.items():
+        assert [segment.place for segment in parts] == list(range(len(parts)))
+        ends = [segment.offset + segment.nbytes for segment in sorted(parts, key=lambda segment: segment.offset)]
+        starts = sorted(segment.offset for segment in parts)
+        assert starts == [0, *ends[:-1]]
+        assert ends[-1] == next(sum(each.parts[-1]) for each in OUTGOING if each.bundle == bundle)
+    numbers = {number for number, _ in places_of(find_windows(as_steps([timed()] * 3, True))).values()}
+    assert {segment.window for segment in segments} - {None} <= numbers
+    assert sum(segment.nbytes for segment in segments if segment.window is not None) > 0
+
+
+def test_whole_units_of_baft_are_not_cut_where_a_window_has_room():
+    segments = segments_of(plan_of(0, reports(), "baft", 10_000), OUTGOING, "baft")
+    assert {(segment.offset, segment.nbytes) for segment in segments if segment.bundle == 0} == {
+        *OUTGOING[0].parts,
+        (0, 128),
+    }
+
+
+def test_a_receiver_whose_steps_run_late_has_other_rooms():
+    early = plan_of(0, reports(), "gemini", 4000)
+    late = plan_of(0, reports((0.0, 0.05, 0.05)), "gemini", 4000)
+    assert early == plan_of(0, reports(), "gemini", 4000)
+    assert late.reason.used_seconds < early.reason.used_seconds
+
+
+def message(start, milliseconds, nbytes):
+    return Sent(start * MS, (start + milliseconds) * MS, nbytes, 1, None)
+
+
+def test_a_link_is_measured_from_messages_that_travel_side_by_side():
+    sent = []
+    for number in range(10):  # 3 ms of which one is the latency, and behind it 2 ms with 1 MB
+        sent += [message(100 * number, 3, 2 * 10**6), message(100 * number, 5, 10**6)]
+    assert measure_link(sent, LINK) == pytest.approx(Link(1e-3, 1e9))
+    assert measure_link(sent[:7], LINK) == LINK
+
+
+def test_messages_of_one_size_tell_no_latency():
+    link = measure_link([message(100 * number, 3, 2 * 10**6) for number in range(10)], LINK)
+    assert link == pytest.approx(Link(1e-3, 1e9))
+    link = measure_link([message(100 * number, 1, 10**6) for number in range(10)], LINK)
+    assert link == pytest.approx(Link(0.5e-3, 2e9))  # no more than half of it
+
+
+@pytest.mark.parametrize("policy", ["gemini", "baft", "moetion", "auto"])
+def test_who_sends_nothing_has_an_empty_plan(policy):
+    plan = plan_of(1, reports(), policy, 4000)
+    assert (plan.chunks, plan.reason.fits, segments_of(plan, [], policy)) == ([], True, [])

@@ -1,0 +1,57 @@
+"""Catalogs of units: digests of layouts, and the merged one of a pipeline's stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from evermoe.state.catalog import UnitCatalog
+from evermoe.state.unit import TensorSpec, Unit
+
+
+@dataclass
+class Seat:
+    stage: int
+    layout: str
+    units: list[tuple[str, int]]
+
+
+def catalog_of(stage, widths, dtype=torch.float32):
+    return UnitCatalog(
+        Unit(f"stage{stage}.{number}", (TensorSpec("weight", (width,), dtype),)) for number, width in enumerate(widths)
+    )
+
+
+def seat_of(stage, catalog):
+    return Seat(stage, catalog.layout, catalog.sizes())
+
+
+def test_layout_tells_names_shapes_and_types_apart():
+    layouts = [
+        catalog_of(0, [2, 4]).layout,
+        catalog_of(1, [2, 4]).layout,
+        catalog_of(0, [4, 2]).layout,
+        catalog_of(0, [2, 4], torch.int32).layout,
+    ]
+    assert len(set(layouts)) == 4
+    assert layouts[0] == catalog_of(0, [2, 4]).layout
+
+
+def test_merged_catalog_has_all_stages_in_order_and_equals_that_of_the_other_stages():
+    first, second = catalog_of(0, [2, 4]), catalog_of(1, [8])
+    seats = [seat_of(1, second), seat_of(0, first), seat_of(0, first)]
+    merged = [each.merged(seats) for each in (first, second)]
+    for each in merged:
+        assert each.sizes() == [("stage0.0", 8), ("stage0.1", 16), ("stage1.0", 32)]
+    assert merged[0].layout == merged[1].layout != first.layout
+    assert merged[0].by_name["stage0.1"].specs == first.units[1].specs
+    assert [spec.name for spec in merged[0].by_name["stage1.0"].specs] == ["all"]
+    assert first.sizes() == [("stage0.0", 8), ("stage0.1", 16)]
+
+
+def test_ranks_of_one_stage_that_differ_are_refused():
+    seats = [seat_of(0, catalog_of(0, [2])), seat_of(1, catalog_of(1, [2])), seat_of(1, catalog_of(1, [3]))]
+    with pytest.raises(ValueError, match="ranks of stage 1 have units with different names"):
+        catalog_of(0, [2]).merged(seats)

@@ -1,0 +1,62 @@
+"""The command line as a user types it: processes of their own, forked from one that has imported everything."""
+
+from __future__ import annotations
+
+import functools
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from evermoe.cli.main import main
+from support.harness import SERVER
+
+
+def evermoe(
+    *arguments: str, folder: Path, limit: float = 100, missing: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`evermoe ARGUMENTS` in a folder: exit code, standard output and error; as if a package was not installed."""
+    return _wait_for(f"evermoe {' '.join(arguments)}", folder, limit, missing, functools.partial(_main, arguments))
+
+
+def script(path: Path, *arguments: str, folder: Path, limit: float = 100) -> subprocess.CompletedProcess[str]:
+    """`python PATH ARGUMENTS` in a folder, likewise."""
+    return _wait_for(f"{path} {' '.join(arguments)}", folder, limit, None, functools.partial(_script, path, arguments))
+
+
+def _wait_for(
+    words: str, folder: Path, limit: float, missing: str | None, main: Callable[[], int | None]
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place) / "out", Path(place) / "err"
+        process = SERVER.Process(target=_run, args=(main, folder, out, err, missing))
+        process.start()
+        process.join(limit)
+        is_over = process.exitcode is not None
+        process.kill()
+        process.join()
+        assert is_over, f"{words} is not over after {limit:.0f} s"
+        return subprocess.CompletedProcess(words, process.exitcode or 0, out.read_text(), err.read_text())
+
+
+def _main(arguments: tuple[str, ...]) -> int | None:
+    return main(arguments)
+
+
+def _script(path: Path, arguments: tuple[str, ...]) -> None:
+    sys.argv[:] = [str(path), *arguments]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def _run(main: Callable[[], int | None], folder: Path, out: Path, err: Path, missing: str | None) -> None:
+    os.chdir(folder)
+    if missing is not None:
+        assert missing not in sys.modules, f"{missing} was imported before it was needed"
+        sys.modules[missing] = None  # type: ignore[assignment]
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Starts real worker processes and waits for what they say. `history.py` checks what they have said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from evermoe.comm.lighthouse import start_lighthouse
+from evermoe.train.protocol import check_record
+from support import worker
+from support.worker import Fault, Options
+
+PATIENCE = 40.0
+"""Seconds until a test gives up on something that should happen at once."""
+HEARTBEAT_LIMIT = 1.0
+FEWEST = {"slots": 1}
+"""No expert has a second active replica if there are as many slots without."""
+
+Event = dict[str, Any]
+
+# Children are forked from a process that has everything imported: a hundred times quicker than a new one.
+SERVER = multiprocessing.get_context("forkserver")
+PRELOADED = [
+    "pytest",
+    "evermoe.train.session",
+    "evermoe.train.pipeline",
+    "torchft.process_group",
+    "torchft.coordination",
+    "torch._dynamo",
+    "evermoe.profile",
+]
+SERVER.set_forkserver_preload(PRELOADED)
+os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "warn"}
+os.environ |= {"RES_OPTIONS": "timeout:1 attempts:1"}  # each TCPStore client asks DNS for 127.0.0.1's name
+
+
+def wait_until(what: Callable[[], Any], why: str, limit: float = PATIENCE) -> Any:
+    """The first true value of `what()`."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        value = what()
+        if value:
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"not within {limit:.0f} s: {why}")
+
+
+class Worker:
+    """One process, and what it has written so far."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.name = options, options.name
+        self.process = SERVER.Process(target=worker.main, args=(options,), daemon=True)
+        self.process.start()
+        assert self.process.pid is not None
+        self.pid: int = self.process.pid
+        self._read_bytes = 0
+        self._events: list[Event] = []
+
+    def events(self, name: str | None = None, **fields: Any) -> list[Event]:
+        path = Path(self.options.folder) / f"{self.name}.{self.pid}.jsonl"
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read_bytes)
+                whole, _, _ = file.read().rpartition(b"\n")
+            if whole:
+                self._read_bytes += len(whole) + 1
+                self._events += [json.loads(line) for line in whole.split(b"\n")]
+        return [e for e in self._events if name in (None, e["event"]) and all(e.get(k) == v for k, v in fields.items())]
+
+    def wait_for(self, name: str, limit: float = PATIENCE, count: int = 1, **fields: Any) -> Event:
+        """The `count`-th such event; an error if the process ends without one."""
+
+        def found() -> Event | None:
+            ended = not self.process.is_alive()
+            events = self.events(name, **fields)
+            if len(events) < count and ended:
+                raise AssertionError(f"{self.name} ended without {name} {fields}\n{self.log()}")
+            return events[count - 1] if len(events) >= count else None
+
+        return wait_until(found, f"{name} {fields} of {self.name}; its last: {self.events()[-3:]}", limit)
+
+    def join(self, limit: float = PATIENCE) -> int:
+        """The exit code; negative for a signal."""
+        self.process.join(limit)
+        assert self.process.exitcode is not None, f"{self.name} has not ended: {self.events()[-3:]}\n{self.log()}"
+        return self.process.exitcode
+
+    def wait_until_stopped(self) -> None:
+        stat = Path(f"/proc/{self.pid}/stat")
+        wait_until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T", f"{self.name} is stopped")
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def log(self) -> str:
+        path = Path(self.options.folder) / f"{self.name}.{self.pid}.log"
+        return path.read_text()[-3000:] if path.exists() else ""
+
+
+class Job:
+    """A Lighthouse, a place in shared memory and the workers; `close` leaves nothing behind."""
+
+    def __init__(self, folder: Path, members: int, lighthouse: str | None = None, **session: Any) -> None:
+        self.folder = folder
+        self.name = f"t{uuid.uuid4().hex[:8]}"
+        root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else folder
+        self.memory = root / f"evermoe-test-{os.getpid()}-{self.name}"
+        self.memory.mkdir(mode=0o700)
+        self._lighthouse = None if lighthouse else start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
+        self.address = lighthouse or self._lighthouse.address()
+        defaults = {"hang_limit": 10.0, "agree_limit": 30.0, "rejoin_limit": 1.0, "members": members, "join_every": 5}
+        defaults |= {"local_every": 1}
+        places = {"job": self.name, "memory_dir": str(self.memory)}
+        self.session = defaults | places | session
+        self.workers: list[Worker] = []
+        self.open_gate(worker.EVERYTHING)
+
+    def start(self, name: str, *faults: Fault, session: dict[str, Any] | None = None, **options: Any) -> Worker:
+        """A worker on the node `name`."""
+        arguments = {"folder": str(self.folder), "lighthouse": self.address} | options
+        fields = {"node": name} | self.session | (session or {})
+        self.workers.append(Worker(Options(name=name, faults=list(faults), session=fields, **arguments)))
+        return self.workers[-1]
+
+    def start_all(self, faults: dict[str, list[Fault]], names: str = "abc", **options: Any) -> list[Worker]:
+        return [self.start(name, *faults.get(name, []), **options) for name in names]
+
+    def open_gate(self, step: int) -> None:
+        """Lets all gated workers pass up to `step` (exclusive)."""
+        draft = self.folder / "gate.new"
+        draft.write_text(str(step))
+        draft.rename(self.folder / "gate")
+
+    def node_memory(self, name: str) -> Path:
+        return self.memory / f"evermoe-{self.name}" / name
+
+    def lose_node(self, name: str) -> None:
+        """The machine is gone: nothing finds its memory again."""
+        shutil.rmtree(self.node_memory(name))
+
+    def arenas(self) -> list[Path]:
+        return sorted(self.memory.glob("**/*.arena"))
+
+    def stop_lighthouse(self) -> None:
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None
+
+    def restart_lighthouse(self) -> None:
+        """A new Lighthouse at the old address, without any memory."""
+        self.stop_lighthouse()
+        port = self.address.rsplit(":", 1)[1]
+        self._lighthouse = start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5, bind=f"0.0.0.0:{port}")
+
+    def close(self) -> None:
+        for each in self.workers:
+            if each.process.is_alive():
+                each.process.kill()
+            each.process.join(10)
+        self.stop_lighthouse()
+        shutil.rmtree(self.memory, ignore_errors=True)
+        check_protocol(self.workers)
+
+
+def check_protocol(workers: Iterable[Worker]) -> None:
+    """The machine that the model checker explores is the one that ran: it gives the commands that were carried out."""
+    for each in workers:
+        record = [(event["said"], event["commands"]) for event in each.events("protocol")]
+        if record:  # none of a process that was killed before it had a session
+            check_record(record)
+
+
+def as_json(options: Options) -> str:
+    """The command-line argument of `worker.py`."""
+    return json.dumps(dataclasses.asdict(options))

@@ -1,0 +1,85 @@
+"""What the records of all workers must have in common, whatever failed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+from evermoe.sampler import ElasticSampler
+from support import worker
+from support.harness import Event, Worker
+
+
+def check_history(workers: Iterable[Worker], away: Collection[str] = (), undone: bool = False) -> None:
+    """No committed step skipped or repeated, equal bits at equal versions, every sample used once.
+
+    `away`: workers that were out of the job for a while, so that they skip steps of the others.
+    `undone`: steps may be repeated, because the job had to go back.
+    """
+    workers = list(workers)
+    known: dict[int, dict[str, int]] = defaultdict(dict)
+    for each in workers:
+        if not undone:
+            _check_positions(each, each.name in away)
+        for event in each.events():
+            for unit, value in event.get("digests", {}).items():
+                first = known[event["version"]].setdefault(unit, value)
+                where = f"{unit} of version {event['version']:x} in {each.name}'s {event['event']}"
+                assert first == value, f"{where} differs"
+    _check_shares(workers)
+
+
+def _check_positions(each: Worker, away: bool) -> None:
+    position: int | None = None
+    for event in each.events():
+        if event["event"] == "recovered":
+            assert event["steps_lost"] == 0
+            assert position is None or position <= event["step"], (each.name, position, event)
+            assert position is None or away or event["step"] <= position + 1, (each.name, position, event)
+            position = event["step"]
+        elif event["event"] == "commit":
+            assert event["step"] == position, (each.name, position, event)
+            position += 1
+        elif event["event"] == "done":
+            assert event["step"] == position == each.options.steps
+            assert event["consumed"] == position * each.options.batch_size
+
+
+def _check_shares(workers: list[Worker]) -> None:
+    attempts: dict[tuple[int, int], dict[str, list[int]]] = defaultdict(dict)
+    committed = set()
+    for each in workers:
+        for event in each.events("share"):
+            attempts[event["step"], event["generation"]][f"{each.name}.{each.pid}"] = event["indices"]
+        committed |= {(event["step"], event["generation"]) for event in each.events("commit")}
+    sampler = ElasticSampler(worker.SAMPLES, workers[0].options.batch_size)
+    for attempt in sorted(committed):
+        sampler.consumed = attempt[0] * sampler.batch_size
+        used = sorted(index for indices in attempts[attempt].values() for index in indices)
+        assert used == sorted(sampler.batch().tolist()), f"step {attempt[0]} of generation {attempt[1]}"
+
+
+def committed_steps(workers: Iterable[Worker]) -> int:
+    """How many steps any of them has seen committed."""
+    return max((event["step"] + 1 for each in workers for event in each.events("commit")), default=0)
+
+
+def states_by_version(workers: Iterable[Worker]) -> dict[int, dict[str, int]]:
+    """Digests of all units by version, as recorded after updates, so before anything was recovered."""
+    found: dict[int, dict[str, int]] = defaultdict(dict)
+    for each in workers:
+        for event in each.events("copy", after="update"):
+            found[event["version"]] |= event["digests"]
+    return found
+
+
+def check_recovered(workers: Iterable[Worker], survivor: Worker, index: int = -1) -> Event:
+    """A recovery of `survivor` brought back a state that was recorded before it, bit for bit."""
+    workers = list(workers)
+    recovered = survivor.events("recovered")[index]
+    copy = [e for e in survivor.events("copy", after="phase") if e["time"] <= recovered["time"]][-1]
+    before = states_by_version(workers)[copy["version"]]
+    units = {unit for each in workers for e in each.events("copy") for unit in e["digests"]}
+    assert before.keys() == units, f"version {copy['version']:x} was never whole"
+    assert {unit: before[unit] for unit in copy["digests"]} == copy["digests"]
+    return recovered

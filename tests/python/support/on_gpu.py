@@ -1,0 +1,164 @@
+#!/usr/bin/env python3
+"""Tests and benches on a machine with a GPU and torch, where nothing is built and nothing can be fetched.
+
+    make wheel       # on a machine with Rust: out/wheels holds evermoe and what it needs beside torch
+    make test-gpu    # there, in this folder: the GPU tests, then some under compute-sanitizer
+    make bench-gpu   # there: each kernel's time, and the fraction of the copy bandwidth
+
+Where there is no make: `python tests/python/support/on_gpu.py test`, or `bench`.
+
+Each takes less than 8 minutes and writes JSON to out/gpu. Without a GPU both say so and end well.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+WHEELS, OUT = ROOT / "out" / "wheels", ROOT / "out" / "gpu"
+CHECKS = ("memcheck", "racecheck", "synccheck", "initcheck")
+BENCHES = {
+    "ops": ["--tokens", "8192", "65536", "--hidden", "1024", "4096", "--experts", "8", "256", "--seconds", "0.2"],
+    "optim": ["--elements", str(1 << 28), "--seconds", "2"],
+    "copies": [],
+    "overlap": ["--gib", "1", "8", "32", "--seconds", "2"],
+    "profile": [],
+    "layer": ["--tokens", "16384", "--hidden", "2048", "--intermediate", "1024", "--seconds", "2"],
+}
+KERNELS = ("adamw", "expert_histogram", "hash", "invert", "pack", "permute", "plan", "regroup", "sgd", "split", "un")
+"""How the names of our kernels begin, for compute-sanitizer: torch's are many, and not ours to check."""
+SANITIZED = "documented_example or sanitized"
+"""Tests that are few and small enough to run under a tool that slows kernels down a hundred times."""
+TEST_SECONDS, CHECK_SECONDS, BENCH_SECONDS = 240, 50, 75
+
+
+def environment():
+    """Variables with which Python finds evermoe: an installed one, else the wheels, unpacked here."""
+    paths = [ROOT / "tests" / "python"]
+    if importlib.util.find_spec("evermoe") is None:
+        site = OUT / "site"
+        shutil.rmtree(site, ignore_errors=True)
+        for wheel in sorted(WHEELS.glob("*.whl")):
+            zipfile.ZipFile(wheel).extractall(site)
+        paths.append(site)
+    return dict(os.environ, PYTHONPATH=os.pathsep.join(map(str, paths)))
+
+
+def has_gpu(variables):
+    """Whether there is a GPU and a build with kernels; says so if not."""
+    code = (
+        "import torch, evermoe.ops as o, sys; sys.exit(0 if torch.cuda.is_available() and o.has_cuda_kernels() else 3)"
+    )
+    status = subprocess.run([sys.executable, "-c", code], check=False, env=variables).returncode
+    if status == 3:
+        print("skipped: no CUDA device, or no kernels in this build")
+    elif status:
+        sys.exit("evermoe or torch cannot be imported: `make wheel` fills out/wheels on a machine with Rust")
+    return status == 0
+
+
+def pytest(variables, seconds, report, *options, prefix=()):
+    """Runs pytest; returns what it found."""
+    command = [
+        *prefix,
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        f"--junitxml={report}",
+    ]
+    start = time.monotonic()
+    try:
+        status = subprocess.run([*command, *options], check=False, cwd=ROOT, env=variables, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        status = "time-out"
+    found = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    if report.exists():
+        suite = ET.parse(report).getroot()[0]
+        found |= {name: int(suite.get(name)) for name in ("tests", "failures", "errors", "skipped")}
+        failed = [
+            case
+            for case in suite.iter("testcase")
+            if case.find("failure") is not None or case.find("error") is not None
+        ]
+        found["failed"] = [f"{case.get('classname')}::{case.get('name')}" for case in failed]
+    return found
+
+
+def sanitizer():
+    """The path of compute-sanitizer, or none."""
+    named = shutil.which("compute-sanitizer")
+    places = [Path("/usr/local/cuda/bin/compute-sanitizer")]
+    places += [Path(folder) / "nvidia" / "cu13" / "bin" / "compute-sanitizer" for folder in sys.path]
+    return named or next((str(place) for place in places if place.exists()), None)
+
+
+def test(variables):
+    """The GPU tests, then those that are small under each check of compute-sanitizer."""
+    results = {"tests": pytest(variables, TEST_SECONDS, OUT / "tests.xml", "tests/python")}
+    tool = sanitizer()
+    if tool is None:
+        print("compute-sanitizer not found: its checks are left out")
+    for check in CHECKS if tool else ():
+        prefix = [tool, f"--tool={check}", "--error-exitcode=1", "--kernel-name", f"regex=^({'|'.join(KERNELS)}).*"]
+        results[check] = pytest(
+            variables, CHECK_SECONDS, OUT / f"{check}.xml", "tests/python", "-k", SANITIZED, prefix=prefix
+        )
+    write("tests", results)
+    return all(result["status"] == 0 for result in results.values())
+
+
+def bench(variables):
+    """Each bench on the GPU, its table on the terminal and its JSON in a file."""
+    results = {}
+    for name, options in BENCHES.items():
+        command = [
+            sys.executable,
+            f"benches/bench_{name}.py",
+            "--device",
+            "cuda",
+            "--json",
+            str(OUT / f"{name}.json"),
+            *options,
+        ]
+        start = time.monotonic()
+        try:
+            status = subprocess.run(command, check=False, cwd=ROOT, env=variables, timeout=BENCH_SECONDS).returncode
+        except subprocess.TimeoutExpired:
+            status = "time-out"
+        results[name] = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    write("benches", results)
+    return all(result["status"] == 0 for result in results.values())
+
+
+def write(name, results):
+    """Results as JSON, in a file and on the terminal."""
+    text = json.dumps(results, indent=1)
+    (OUT / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def main():
+    """Does what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=["test", "bench"])
+    what = {"test": test, "bench": bench}[parser.parse_args().what]
+    OUT.mkdir(parents=True, exist_ok=True)
+    variables = environment()
+    sys.exit(0 if not has_gpu(variables) or what(variables) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Members that persist a few small units in one folder, and what is found there."""
+
+import torch
+
+from evermoe.persist.folder import find_persisted, read_persisted
+from evermoe.persist.persister import Persister
+from evermoe.state.unit import TensorSpec, Unit
+from support.harness import PATIENCE
+
+PIECES = (TensorSpec("weight", (3, 5), torch.float32), TensorSpec("weight/exp_avg", (15,), torch.bfloat16))
+UNITS = [Unit(name, PIECES, "moe", expert) for expert, name in enumerate("abc")] + [Unit(name, PIECES) for name in "xy"]
+NBYTES = UNITS[0].nbytes
+
+
+def content(unit, version):
+    """The bytes of a unit at a version."""
+    drawn = torch.Generator().manual_seed(ord(unit) * 1000 + version)
+    return torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, generator=drawn)
+
+
+class Member:
+    """A persister, and what it has told."""
+
+    def __init__(self, folder, name="m", layout="L"):
+        self.durable, self.skipped = [], []
+        self.persister = Persister(
+            folder,
+            name,
+            layout,
+            units=UNITS,
+            on_durable=lambda version, units: self.durable.append((version, units)),
+            on_skipped=lambda version, units: self.skipped.append((version, units)),
+        )
+
+    def snapshot(self, version, units):
+        for unit, view in self.persister.begin(version, dict.fromkeys(units, NBYTES)).items():
+            view.copy_(content(unit, version))
+        self.persister.commit()
+
+    def persist(self, version, units):
+        self.snapshot(version, units)
+        self.persister.flush(PATIENCE)
+
+
+def versions(folder, layout="L"):
+    """Unit → its versions, newest first; all of them are read."""
+    found = {}
+    for each in find_persisted(folder, layout):
+        assert torch.equal(read_persisted(each), content(each.unit, each.version))
+        found.setdefault(each.unit, []).append(each.version)
+    return found

@@ -1,0 +1,247 @@
+"""One rank of a small pipeline run as a real process, which kills itself where its options say.
+
+What happens is appended to a file, one JSON object a line, as in `worker.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+
+import evermoe
+from evermoe._native import digest
+from evermoe.comm.torch_groups import WatchedStore
+
+ROWS, MICROBATCHES = 16, 4
+STAGES, PEERS = 2, 2
+
+
+@dataclass
+class Options:
+    name: str
+    folder: str
+    lighthouse: str
+    rank: int
+    steps: int = 13
+    kill_in_step: int | None = None
+    """Dies in the second microbatch of this step."""
+    kill_in_copy: int | None = None
+    """Dies when the first message of this version has been sent."""
+    kill_at: str | None = None
+    """Dies where `reach` is called with these words."""
+    stop_at: str | None = None
+    """Stops there for the first time, until someone continues it."""
+    chunks: int = 1
+    """Virtual stages of each rank; several for an interleaved schedule."""
+    width: int = 96
+    """Of the model."""
+    work: int = 0
+    """Multiplications of matrices in each forward."""
+    trace: bool = False
+    copies: dict[str, Any] = field(default_factory=dict)
+    """Of `PipelineSession`."""
+
+
+class Stage(nn.Module):
+    """A part of the model: the same on every rank that asks for it."""
+
+    def __init__(self, index: int, width: int, work: int) -> None:
+        super().__init__()
+        torch.manual_seed(100 + index)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.norm = nn.LayerNorm(width)
+        self.work = work
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        matrix = torch.full((256, 256), 1e-3)
+        for _ in range(self.work):
+            matrix = matrix @ matrix
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.norm(x)
+
+
+class Killer(deque):
+    """Copies that were sent; the first one of a marked version is the end of this process."""
+
+    marked = False
+
+    def append(self, sent: Any) -> None:
+        super().append(sent)
+        if self.marked:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write(options: Options, event: str, **fields: Any) -> None:
+    path = Path(options.folder) / f"{options.name}.{os.getpid()}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps({"event": event, **fields}) + "\n")
+
+
+def reach(options: Options, point: str) -> None:
+    """The worker may die or stop here."""
+    if point == options.kill_at:
+        write(options, "dies", point=point)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if point == options.stop_at:
+        options.stop_at = None
+        write(options, "stops", point=point)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def reach_in_store(options: Options) -> None:
+    """Points at which this rank has connected to nobody: the others know that it is here; gloo has told them where."""
+    tell = WatchedStore.set
+
+    def tell_and_reach(store: WatchedStore, key: str, value: bytes) -> None:
+        tell(store, key, value)
+        reach(options, "address is known" if key.rpartition("/")[2].isdigit() else "here")
+
+    WatchedStore.set = tell_and_reach  # type: ignore[method-assign]
+
+
+def connect(options: Options, chunks: nn.ModuleList) -> tuple[Any, Any]:
+    """torch's own groups of this epoch, and the schedule; the group of the data-parallel peers."""
+    reach(options, "default group")
+    peers = [dist.new_group([stage * PEERS + peer for peer in range(PEERS)]) for stage in range(STAGES)]
+    reach(options, "peers")
+    chains = [dist.new_group([stage * PEERS + peer for stage in range(STAGES)]) for peer in range(PEERS)]
+    stage, peer = divmod(options.rank, PEERS)
+    example = torch.zeros(ROWS, options.width)
+    parts = [
+        pipelining.PipelineStage(
+            chunk,
+            stage + number * STAGES,
+            STAGES * len(chunks),
+            torch.device("cpu"),
+            input_args=(example,),
+            output_args=(example,),
+            group=chains[peer],
+        )
+        for number, chunk in enumerate(chunks)
+    ]
+    loss = functools.partial(nn.functional.mse_loss, reduction="mean")
+    if len(parts) == 1:
+        return pipelining.Schedule1F1B(parts[0], MICROBATCHES, loss_fn=loss), peers[stage]
+    return pipelining.ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_fn=loss), peers[stage]
+
+
+def batch(step: int, peer: int, width: int) -> torch.Tensor:
+    """Inputs and targets of all microbatches."""
+    generator = torch.Generator().manual_seed(1000 * step + peer)
+    return torch.randn(2, ROWS * MICROBATCHES, width, generator=generator)
+
+
+def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList, step: int) -> float:
+    """Forward, backward and the reduction over the data-parallel peers; the mean loss, on the last stage."""
+    stage, peer = divmod(options.rank, PEERS)
+    inputs, target = batch(step, peer, options.width)
+    losses: list[torch.Tensor] = []
+    if stage == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=target, losses=losses)
+    gradients = torch.cat([p.grad.flatten() for p in chunks.parameters()])
+    dist.all_reduce(gradients, group=peers)
+    start = 0
+    for parameter in chunks.parameters():
+        parameter.grad.copy_(gradients[start : start + parameter.numel()].view_as(parameter) / PEERS)
+        start += parameter.numel()
+    return float(torch.stack(losses).mean().detach()) if losses else 0.0
+
+
+def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
+    found = {}
+    for name in copies.state.held():
+        data = torch.empty(copies.state.catalog.by_name[name].nbytes, dtype=torch.uint8)
+        copies.state.read(name, data)
+        found[name] = digest(data.numpy())
+    return found
+
+
+def train(options: Options) -> None:
+    stage, peer = divmod(options.rank, PEERS)
+    numbers = range(stage, STAGES * options.chunks, STAGES)
+    chunks = nn.ModuleList([Stage(number, options.width, options.work) for number in numbers])
+    optimizer = torch.optim.AdamW(chunks.parameters(), lr=1e-2, fused=True)
+    copies = evermoe.PipelineSession(
+        chunks,
+        optimizer,
+        stage=stage,
+        stages=STAGES,
+        data_parallel=peer,
+        data_parallel_size=PEERS,
+        lighthouse=options.lighthouse,
+        on_record=lambda said, commands: write(options, "protocol", said=said, commands=commands),
+        **options.copies,
+    )
+    copies._driver.courier.sent = killer = Killer(maxlen=4096)
+
+    def mark(*_: Any) -> None:
+        killer.marked = copies.step == options.kill_in_copy
+
+    def die_in_step(module: nn.Module, inputs: Any) -> None:
+        if step == options.kill_in_step and module.calls % MICROBATCHES == 1:
+            write(options, "dies", step=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    reach_in_store(options)
+    chunks[0].register_forward_pre_hook(die_in_step)
+    optimizer.register_step_post_hook(mark)
+    step, schedule, peers = -1, None, None
+    while step < options.steps:
+        if schedule is None:
+            step = copies.recover()
+            outcome = copies.outcome
+            write(options, "recovered", step=step, fetched=outcome.fetched_units, sources=dict(outcome.sources))
+            chunks[0].calls = 0
+        try:
+            if schedule is None:
+                reach(options, "recovered")
+                with copies.connecting():
+                    schedule, peers = connect(options, chunks)
+                    reach(options, "all groups")
+                reach(options, "connected")
+            copies.begin()
+            reach(options, "step")
+            loss = run_step(options, schedule, peers, chunks, step)
+            step = copies.commit()
+            write(
+                options,
+                "step",
+                step=step,
+                loss=loss,
+                plans=copies._driver.window_planner.plans,
+                summary=copies._driver.window_planner.summary,
+            )
+        except (evermoe.PeerLost, RuntimeError) as error:
+            write(options, "lost", step=step, reason=str(error)[:300])
+            schedule = peers = None
+    compared, different = copies.verify()
+    if options.trace:
+        copies.write_trace(Path(options.folder) / f"{options.rank}.json")
+    write(options, "done", step=step, compared=compared, different=different, digests=digests(copies))
+    copies.close()
+    dist.destroy_process_group()
+
+
+def main(options: Options) -> None:
+    """As a child of the tests' fork server: what is printed goes to a file."""
+    log = os.open(Path(options.folder) / f"{options.name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    train(options)

@@ -1,0 +1,60 @@
+"""Runs a function on several ranks of a real gloo group, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from evermoe.comm.group import Group
+from support.harness import PATIENCE, SERVER
+
+
+def run_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(group, *arguments)` on each rank; what they return (tensors and containers of them), by rank."""
+    place = folder / uuid.uuid4().hex
+    place.mkdir()
+    processes = [SERVER.Process(target=_run, args=(place, size, r, function, arguments)) for r in range(size)]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(PATIENCE)
+        failures = [path.read_text() for path in sorted(place.glob("*.failed"))]
+        assert [process.exitcode for process in processes] == [0] * size, "\n".join(failures)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [torch.load(place / f"{rank}.result", weights_only=True) for rank in range(size)]
+
+
+def _run(place: Path, size: int, rank: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 + rank)
+    group = Group()
+    store = dist.FileStore(str(place / "store"), size)
+    group.rebuild(store, rank, size, torch.device("cpu"), timedelta(seconds=PATIENCE / 2))
+    try:
+        torch.save(function(group, *arguments), place / f"{rank}.result")
+        group.all_reduce(torch.zeros(1))  # nobody closes its sockets while another still reads
+    except BaseException:
+        (place / f"{rank}.failed").write_text(f"rank {rank}, pid {os.getpid()}\n{traceback.format_exc()}")
+        raise
+
+
+def members(group: Group, folder: str, limit: float) -> tuple[Group, Group]:
+    """Groups like a session's, for its own thread and for couriers; collectives wait for `limit` seconds."""
+    found, background = Group(), Group(is_shared=True)
+    found.linked = [background]
+    for each in (found, background):
+        store = dist.FileStore(f"{folder}/couriers-{each is found}", group.size)
+        each.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=limit))
+    return found, background

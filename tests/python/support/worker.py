@@ -1,0 +1,266 @@
+"""A small training run as one real process, which kills, stops or fails itself where its options say.
+
+Everything that happens is appended to a file, one JSON object a line: the events of the session, with the
+digests of all held units whenever a version of the state is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import evermoe
+from evermoe._native import digest
+from evermoe.profile import Profiler
+
+VOCABULARY = 32
+WIDTH = 16
+SAMPLES = 100
+EVERYTHING = 1 << 60
+"""A gate that lets every step pass."""
+
+
+@dataclass
+class Fault:
+    """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
+
+    `point`: an event of the session, "phase <name>", or "forward" (between forward and backward).
+    `action`: kill, stop (until someone continues it) or raise.
+    """
+
+    point: str
+    step: int | None = None
+    action: str = "kill"
+    nth: int = 1
+    part: float = 0.0
+    """At `chunk`: of the bytes, that must have been sent."""
+
+
+@dataclass
+class Options:
+    name: str
+    folder: str
+    lighthouse: str | None
+    session: dict[str, Any]
+    steps: int = 10
+    batch_size: int = 12
+    faults: list[Fault] = field(default_factory=list)
+    optimizer: str = "adamw"
+    schedule: str | None = None
+    gated: bool = False
+    """Waits before each step until the job's gate lets it pass."""
+    work: int = 0
+    """Multiplications of matrices between forward and backward."""
+    forwards: list[list[int]] = field(default_factory=list)
+    """[step, n]: from this step on, n forward passes in each."""
+    narrow: int = 0
+    """So many steps with the whole vocabulary, then as many with three tokens of it, and so on; 0: always all."""
+    trace: bool = False
+    """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
+
+    @property
+    def events(self) -> Path:
+        return Path(self.folder) / f"{self.name}.{os.getpid()}.jsonl"
+
+    @property
+    def gate(self) -> Path:
+        return Path(self.folder) / "gate"
+
+
+class Model(nn.Module):
+    """Two MoE layers of either kind between an embedding and a head, as small as they get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first = evermoe.MoE(WIDTH, 16, 6, top_k=2)
+        self.second = evermoe.MoE(WIDTH, 16, 4, top_k=1, gated=True)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False, momentum=0.0)  # a module with buffers alone
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens[:, :-1])
+        x = x + self.first(x)
+        x = x + self.second(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+        return loss + 0.01 * evermoe.load_balancing_loss(self)
+
+
+def dataset() -> torch.Tensor:
+    """int64 `[SAMPLES, 9]`."""
+    return torch.randint(0, VOCABULARY, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    if name == "evermoe":
+        return evermoe.optim.AdamW(model.parameters(), lr=1e-2)
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+def make_scheduler(name: str | None, optimizer: torch.optim.Optimizer) -> Any:
+    """None, or a scheduler that changes the learning rate at every step."""
+    lr = torch.optim.lr_scheduler
+    if name == "cosine":
+        return lr.CosineAnnealingLR(optimizer, 40)
+    if name == "warmup":  # nested state
+        parts = [lr.LinearLR(optimizer, 0.1, 1.0, 4), lr.CosineAnnealingLR(optimizer, 40)]
+        return lr.SequentialLR(optimizer, parts, [4])
+    return None
+
+
+class Recorder:
+    """Writes events, then lets the faults happen."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._file = os.open(options.events, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._seen = [0] * len(options.faults)
+        self._last = ""
+        self._copied_step = -1
+        self._has_copied = threading.Condition()
+        self.session: evermoe.Session | None = None
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        if name in ("update", "phase"):
+            self._last = name
+        more: dict[str, Any] = {}
+        if name == "copy":
+            assert self.session is not None
+            tokens = {path: layer.tokens_E.tolist() for path, layer in self.session.state.layers.items()}
+            more = {"after": self._last, "tokens": tokens, **self._state()}
+        self.write(name, **fields, **more)
+        with self._has_copied:
+            if name == "copy":
+                self._copied_step = fields["step"]
+                self._has_copied.notify_all()
+            elif name in ("chunk", "published"):  # other threads, which may be ahead of what is recorded of the state
+                self._has_copied.wait_for(lambda: self._copied_step >= fields["step"])
+        part = fields["sent"] / fields["total"] if name == "chunk" else 1.0
+        self.fault(f"phase {fields['phase']}" if name == "phase" else name, fields.get("step"), part)
+
+    def _state(self) -> dict[str, Any]:
+        session = self.session
+        assert session is not None
+        digests = {}
+        for unit in session.state.held() if session.config.role == "train" else ():
+            data = torch.empty(session.state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
+            session.state.read(unit, data)
+            digests[unit] = digest(data.numpy())
+        rates = [group["lr"] for group in session.optimizer.param_groups]
+        consumed = session.sampler.consumed
+        return {"version": session.version, "digests": digests, "rates": rates, "consumed": consumed}
+
+    def write(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, "pid": os.getpid(), "time": time.time(), **fields})
+        os.write(self._file, line.encode() + b"\n")  # in one piece and at once, whatever happens next
+
+    def fault(self, point: str, step: int | None, part: float = 1.0) -> None:
+        for number, fault in enumerate(self._options.faults):
+            if fault.point != point or fault.step not in (None, step) or part < fault.part:
+                continue
+            self._seen[number] += 1
+            if self._seen[number] != fault.nth:
+                continue
+            self.write("fault", point=point, action=fault.action, at=step)
+            if fault.action == "raise":
+                raise ZeroDivisionError(f"asked for at {point}")
+            os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+
+    def wait_at_gate(self, step: int) -> None:
+        if not self._options.gated:
+            return
+        self.write("gate", step=step)
+        while int(self._options.gate.read_text() or 0) <= step:
+            time.sleep(0.005)
+
+
+def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int) -> None:
+    """Keeps this process busy and its network idle, then runs the forward passes whose loss is not used."""
+    matrix = torch.full((256, 256), 1e-3)
+    for _ in range(options.work):
+        matrix = matrix @ matrix
+    counts = [count for first, count in options.forwards if first <= step]
+    with torch.no_grad():
+        for _ in range((counts[-1] if counts else 1) - 1):
+            model(tokens)
+
+
+def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
+    pacing, path = session.protection.window_planner, Path(options.folder) / options.name
+    path.with_suffix(".session.json").write_text(pacing.trace())
+    profiler.rank = session.group.rank
+    profiler.write_trace(path.with_suffix(".user.json"), windows=pacing.windows, sent=session.protection.sent())
+
+
+def train(options: Options) -> None:
+    record = Recorder(options)
+    record.write("started", parent=os.getppid())
+    try:
+        _train(options, record)
+    except BaseException as error:
+        record.write("failed", error=type(error).__name__, message=str(error), units=getattr(error, "units", []))
+        raise
+
+
+def _train(options: Options, record: Recorder) -> None:
+    torch.set_num_threads(1)
+    model, data = Model(), dataset()
+    optimizer = make_optimizer(options.optimizer, model)
+    record.session = session = evermoe.Session(
+        model,
+        optimizer,
+        evermoe.ElasticSampler(SAMPLES, options.batch_size),
+        scheduler=make_scheduler(options.schedule, optimizer),
+        on_event=record,
+        lighthouse=options.lighthouse,
+        **options.session,
+    )
+    profiler = Profiler(model, keep=options.steps)
+    if options.trace:
+        profiler.attach()
+    for step in profiler.steps(session.steps(options.steps)):
+        record.wait_at_gate(step.number)
+        generation, indices = session.membership.generation, step.indices.tolist() if step.weight else []
+        record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
+        tokens = data[step.indices]
+        if options.narrow and step.number // options.narrow % 2:
+            tokens = tokens % 3
+        with step:
+            loss = model(tokens)
+            compute(options, model, tokens, step.number)
+            record.fault("forward", step.number)
+            step.backward(loss)
+        pacing = session.protection.window_planner
+        record.write("paced", step=step.number, plans=pacing.plans, summary=pacing.summary, seconds=pacing.step_seconds)
+    profiler.detach()
+    if options.trace:
+        write_traces(options, session, profiler)
+    record.write("done", step=session.step, **record._state())
+
+
+def main(options: Options) -> None:
+    """As a child of the tests' fork server: what is printed goes to a file."""
+    log = os.open(Path(options.folder) / f"{options.name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    train(options)
+
+
+if __name__ == "__main__":
+    fields = json.loads(sys.argv[1])
+    fields["faults"] = [Fault(**fault) for fault in fields["faults"]]
+    train(Options(**fields))

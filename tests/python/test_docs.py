@@ -1,0 +1,140 @@
+"""README and docs: every Python block runs, links lead somewhere, the README stays short.
+
+As a script, `python test_docs.py PAGE…` runs each page's blocks in a process of its own, in one namespace.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_RUN = {"docs/guides/pipelines.md": 1}
+"""Blocks that need a GPU or several machines, by page; each says why in a comment before it."""
+MOST_README_LINES = 200
+LIMIT_SECONDS = 300
+BLOCK = re.compile(r"(<!-- no-run: [^>]+ -->\n)?^( *)```python\n(.*?)^\2```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2$", re.M | re.S)
+
+
+class Block(NamedTuple):
+    """One Python block of a page."""
+
+    line: int
+    """Lines of the page before its first one."""
+    source: str
+    runs: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    """The page's Python blocks, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [Block(text[: found.start(3)].count("\n"), found[3], found[1] is None) for found in BLOCK.finditer(text)]
+
+
+def name(page: Path) -> str:
+    """The page's path from the repository's root."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def run(page: Path) -> int:
+    """Runs the page's blocks in a fork of this process; an error names the page and its line. Returns the exit code."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    namespace = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.runs:
+            exec(compile("\n" * block.line + block.source, str(page), "exec"), namespace)
+    sys.exit(0)
+
+
+def main(pages: list[Path]) -> int:
+    """Imports once what most pages need, then runs them one after another; the exit code."""
+    import evermoe.train.session  # noqa: F401
+
+    failed = [str(page) for page in pages if run(page) != 0]
+    print("failed:", ", ".join(failed) or "none", flush=True)
+    return len(failed)
+
+
+@pytest.mark.timeout(LIMIT_SECONDS + 20)
+@pytest.mark.parametrize(
+    "folder", sorted({page.parent for page in PAGES if any(b.runs for b in blocks(page))}), ids=name
+)
+def test_python_blocks_of_the_pages_in_a_folder_run(folder, tmp_path):
+    pages = [str(page) for page in PAGES if page.parent == folder and any(b.runs for b in blocks(page))]
+    done = subprocess.run(
+        [sys.executable, __file__, *pages],
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=LIMIT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_only_blocks_that_need_more_than_this_machine_are_left_out():
+    left_out = {name(page): sum(not block.runs for block in blocks(page)) for page in PAGES}
+    assert {page: number for page, number in left_out.items() if number} == NOT_RUN
+
+
+def test_every_python_fence_is_found():
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert len(blocks(page)) == len(re.findall(r"^ *```(?:python|py)\b", text, re.M)), name(page)
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= MOST_README_LINES
+
+
+@pytest.mark.parametrize("page", [*PAGES[1:], *sorted(ROOT.glob("[A-Z]*.md"))], ids=name)
+def test_relative_links_lead_to_files_and_headings(page):
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    broken = [link for link in LINK.findall(text) if "://" not in link and not leads_somewhere(page, link)]
+    assert not broken, f"{name(page)} links to {broken}"
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    """Whether a relative link names a file or folder, and a heading in it if it names one."""
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists() or (not path and not anchor):
+        return False
+    return not anchor or target.suffix != ".md" or anchor in anchors(target)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown renderers make them."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    titles = [re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in re.findall(r"^#+ +(.+)$", text, re.M)]
+    return {title.replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("room", ["src", "python/evermoe"])
+def test_readme_shows_every_folder_of_the_code(room):
+    (tree,) = re.findall(r"```text\n(build\.rs.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+    shown = re.search(rf"^{room}/.*\n((?:  \S.*\n)*)", tree, re.M)
+    there = {path.name for path in (ROOT / room).iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert shown and set(re.findall(r"^  (\w+)/", shown[1], re.M)) == there
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]}
+
+
+if __name__ == "__main__":
+    sys.exit(main([Path(page) for page in sys.argv[1:]]))

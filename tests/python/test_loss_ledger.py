@@ -1,0 +1,107 @@
+"""The ledger of tokens at risk and lost: what a recovery costs, also after another one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from evermoe import MoE
+from evermoe.protection import Protection
+from evermoe.selection import LossLedger
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import expert_unit
+from evermoe.state.version import version_of
+from support.ranks import run_ranks
+
+FIRST, SECOND = expert_unit("", 0), expert_unit("", 1)
+
+
+@pytest.fixture
+def ledger():
+    return make_ledger()
+
+
+def make_ledger():
+    layer = MoE(8, 8, 2, top_k=1)
+    found = LossLedger(TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1)))
+
+    def take(step, *tokens):
+        layer.load_E = np.array(tokens)
+        found.add(step)
+
+    found.take = take
+    return found
+
+
+def recover(ledger, step, since):
+    lost = ledger.count_lost(since)
+    ledger.resume(step, since, lost)
+    return lost
+
+
+def test_copies_of_a_recovery_are_known_to_the_next_one(ledger):
+    ledger.take(1, 5, 50)
+    ledger.take(2, 7, 70)
+    assert recover(ledger, 2, {}) == {}
+    ledger.copied([FIRST, SECOND], 2)
+    ledger.take(3, 3, 30)
+    assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 3}
+
+
+def test_state_of_a_recovery_is_known_without_copies(ledger):
+    ledger.take(1, 5, 50)
+    recover(ledger, 1, {})
+    ledger.take(2, 7, 70)
+    assert recover(ledger, 2, {SECOND: 1}) == {SECOND: 70}
+
+
+def test_the_same_copy_costs_only_what_came_since_it_was_last_gone_back_to(ledger):
+    ledger.copied([FIRST, SECOND], 0)
+    ledger.take(1, 5, 50)
+    assert recover(ledger, 1, {FIRST: 0}) == {FIRST: 5}
+    ledger.take(2, 7, 70)
+    assert recover(ledger, 2, {FIRST: 0, SECOND: 0}) == {FIRST: 7, SECOND: 120}
+    ledger.copied([FIRST], 2)
+    ledger.take(3, 3, 30)
+    assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 3}
+    assert ledger.lost_LE.tolist() == [[15, 120]]
+    assert ledger.plt == pytest.approx(135 / 165)
+
+
+def test_copies_of_steps_that_were_undone_are_forgotten(ledger):
+    ledger.take(1, 5, 50)
+    ledger.take(2, 7, 70)
+    ledger.copied([FIRST], 2)
+    ledger.total_LE[:] = [[5, 50]]  # as with the state of step 1
+    recover(ledger, 1, {})
+    ledger.take(2, 1, 10)
+    ledger.copied([FIRST], 2)
+    ledger.take(3, 2, 20)
+    assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 2}
+
+
+def count_after_a_recovery_that_failed(group):
+    """Rank 1 has counted the loss in it, rank 0 has not."""
+    ledger, before = make_ledger(), version_of(1, 2)
+    ledger.take(1, 5, 50)
+    ledger.take(2, 7, 70)
+    if group.rank == 1:
+        assert recover(ledger, 2, {FIRST: 0}) == {FIRST: 12}
+        before = version_of(2, 2)
+    protection = SimpleNamespace(
+        lagging="always",
+        state=SimpleNamespace(layers=[""]),
+        ledger=ledger,
+        _membership=SimpleNamespace(everyone=group),
+    )
+    lost = Protection.count_losses(protection, {FIRST: version_of(1, 0)}, 2, before)
+    return {"lost": lost, "ledger": ledger.to_bytes().decode()}
+
+
+def test_all_go_on_with_the_ledger_of_who_knows_most(tmp_path):
+    first, second = run_ranks(tmp_path, 2, count_after_a_recovery_that_failed)
+    assert first == second
+    assert first["lost"] == {FIRST: 0}

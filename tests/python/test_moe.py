@@ -1,0 +1,296 @@
+"""The MoE layer on any placement equals plain loops over tokens and experts on one process."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from evermoe import MoE, load_balancing_loss, moe_layers
+from evermoe._native import digest
+from evermoe.comm.collectives import ExpertReducer, reduce_dense
+from evermoe.comm.group import Group
+from support.ranks import run_ranks
+
+H, EXPERTS, BALANCE = 8, 5, 0.1
+PLACEMENTS = {
+    "one rank": [[1, 1, 1, 1, 1]],
+    "all on both": [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1]],
+    "split": [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]],
+    "skewed": [[2, 1, 0, 0, 1], [0, 1, 1, 0, 0], [1, 0, 0, 2, 0]],
+    "rank without experts": [[1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 0, 1, 0], [0, 0, 0, 3, 1]],
+}
+TOKENS = {1: [23], 2: [16, 7], 3: [9, 1, 13], 4: [6, 11, 0, 6]}
+KINDS = [(1, False), (1, True), (2, False), (2, True)]
+
+
+def make(top_k, gated, **options):
+    torch.manual_seed(0)
+    return MoE(H, 6, EXPERTS, top_k, gated=gated, **options)
+
+
+def inputs(count, collapsed=False):
+    """Tokens `[count, H]` and what the loss weighs each output with."""
+    generator = torch.Generator().manual_seed(count)
+    x, y = torch.randn(2, count, H, generator=generator)
+    return (x.abs() + 0.1 if collapsed else x), y
+
+
+def collapse(layer):
+    """With positive tokens, all go to expert 3, then 1: the others get none."""
+    with torch.no_grad():
+        layer.router.weight.mul_(0.01)
+        layer.router.weight[3] += 1
+        layer.router.weight[1] += 0.5
+
+
+def reference(layer, x, y):
+    """Token by token, with autograd's gradients: outputs, gradients, balance loss and loads."""
+    x = x.clone().requires_grad_()
+    probabilities = (x @ layer.router.weight.T).softmax(-1)
+    outputs, load = [], torch.zeros(EXPERTS)
+    for token, chances in zip(x, probabilities, strict=True):
+        best = sorted(range(EXPERTS), key=lambda e: -chances[e].item())[: layer.top_k]
+        total = sum(chances[e] for e in best) if layer.top_k > 1 else 1.0
+        outputs.append(sum(chances[e] / total * expert(layer, e, token) for e in best))
+        load[best] += 1
+    balance = EXPERTS * (load / load.sum() * probabilities.mean(0)).sum()
+    out = torch.stack(outputs)
+    ((out * y).sum() / len(x) + BALANCE * balance).backward()
+    grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.weights.grad}
+    return {"out": out.detach(), "balance": balance.detach(), "load": load.long(), **grads}
+
+
+def expert(layer, e, token):
+    parts, start = [], 0
+    for rows, columns in layer.matrices:
+        parts.append(layer.weights[e, start : start + rows * columns].view(rows, columns))
+        start += rows * columns
+    if len(parts) == 3:
+        return parts[2] @ (F.silu(parts[0] @ token) * (parts[1] @ token))
+    return parts[1] @ F.silu(parts[0] @ token)
+
+
+def hold(layer, group, matrix):
+    """Leaves the layer with its rank's experts."""
+    layer.experts = np.flatnonzero(matrix[group.rank]).tolist()
+    layer.weights = nn.Parameter(layer.weights.detach()[layer.experts].clone())
+    layer.group, layer.matrix_RE = group, matrix
+
+
+def on_rank(group, kind, matrix, tokens, collapsed):
+    matrix = np.array(matrix)
+    layer = make(*kind)
+    if collapsed:
+        collapse(layer)
+    hold(layer, group, matrix)
+    x, y = inputs(sum(tokens), collapsed)
+    start = sum(tokens[: group.rank])
+    mine = slice(start, start + tokens[group.rank])
+    x = x[mine].clone().requires_grad_()
+    out = layer(x)
+    total = max(1, sum(tokens))
+    share = len(x) / total
+    ((out * y[mine]).sum() / total + BALANCE * share * layer.balance_loss).backward()
+    reduce_dense([layer.router.weight], group)
+    ExpertReducer([matrix], [layer.weights.shape[1]], group.rank).reduce([layer.weights.grad], group)
+    grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.weights.grad}
+    found = {"out": out.detach(), "balance": share * layer.balance_loss.detach(), **grads}
+    return found | {"load": torch.from_numpy(layer.tokens_E)}
+
+
+def run(tmp_path, kind, name, tokens=None, collapsed=False):
+    matrix = PLACEMENTS[name]
+    return run_ranks(tmp_path, len(matrix), on_rank, kind, matrix, tokens or TOKENS[len(matrix)], collapsed)
+
+
+def check(results, matrix, expected):
+    close = {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(torch.cat([r["out"] for r in results]), expected["out"], **close)
+    torch.testing.assert_close(torch.cat([r["x"] for r in results]), expected["x"], **close)
+    torch.testing.assert_close(sum(r["balance"] for r in results), expected["balance"], **close)
+    for rank, result in enumerate(results):
+        assert torch.equal(result["load"], expected["load"])
+        assert torch.equal(result["router"], results[0]["router"])
+        torch.testing.assert_close(result["router"], expected["router"], **close)
+        torch.testing.assert_close(result["experts"], expected["experts"][np.flatnonzero(matrix[rank])], **close)
+    for e in range(EXPERTS):
+        hosts = [r for r in range(len(matrix)) if matrix[r][e]]
+        rows = [results[r]["experts"][int(np.count_nonzero(matrix[r][:e]))] for r in hosts]
+        assert all(torch.equal(row, rows[0]) for row in rows), f"replicas of expert {e}"
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("kind", KINDS, ids=["top1", "top1-gated", "top2", "top2-gated"])
+def test_any_placement_equals_plain_loops(tmp_path, kind, name):
+    tokens = TOKENS[len(PLACEMENTS[name])]
+    expected = reference(make(*kind), *inputs(sum(tokens)))
+    results = run(tmp_path, kind, name)
+    check(results, PLACEMENTS[name], expected)
+    assert int(results[0]["load"].sum()) == sum(tokens) * kind[0], "no token is dropped"
+
+
+@pytest.mark.parametrize("name", ["split", "skewed", "rank without experts"])
+def test_experts_without_a_token(tmp_path, name):
+    layer = make(2, False)
+    collapse(layer)
+    tokens = TOKENS[len(PLACEMENTS[name])]
+    expected = reference(layer, *inputs(sum(tokens), True))
+    assert expected["load"].tolist() == [0, sum(tokens), 0, sum(tokens), 0]
+    check(run(tmp_path, (2, False), name, collapsed=True), PLACEMENTS[name], expected)
+
+
+def test_one_rank_has_all_the_tokens(tmp_path):
+    expected = reference(make(2, True), *inputs(8))
+    check(run(tmp_path, (2, True), "skewed", tokens=[0, 8, 0]), PLACEMENTS["skewed"], expected)
+
+
+def test_no_tokens_at_all(tmp_path):
+    for result in run(tmp_path, (2, False), "skewed", tokens=[0, 0, 0]):
+        assert result["out"].shape == (0, H)
+        assert not result["experts"].any()
+        assert result["load"].tolist() == [0] * EXPERTS
+    layer = make(2, False)
+    out = layer(torch.empty(0, H, requires_grad=True))
+    assert out.shape == (0, H)
+    (out.sum() + layer.balance_loss).backward()
+    assert not layer.weights.grad.any()
+    assert layer(torch.empty(2, 0, H)).shape == (2, 0, H)
+
+
+def test_the_same_run_gives_the_same_bits(tmp_path):
+    first, second = (run(tmp_path, (2, True), "skewed") for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def train(group, matrix, steps):
+    """Digests of the local experts, by id, along 200 steps."""
+    matrix = np.array(matrix)
+    layer = make(2, False)
+    hold(layer, group, matrix)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
+    reducer = ExpertReducer([matrix], [layer.weights.shape[1]], group.rank)
+    generator = torch.Generator().manual_seed(group.rank)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(7, H, generator=generator)
+        (layer(x) - x.roll(1, 1)).square().mean().backward()
+        reduce_dense([layer.router.weight], group)
+        reducer.reduce([layer.weights.grad], group)
+        optimizer.step()
+        if step % 20 == 19:
+            state = optimizer.state[layer.weights]
+            rows = zip(layer.experts, layer.weights.detach(), state["exp_avg"], state["exp_avg_sq"], strict=True)
+            found.append({e: digest(torch.cat(parts).numpy().view(np.uint8)) for e, *parts in rows})
+    return found
+
+
+def test_replicas_stay_equal_to_the_bit(tmp_path):
+    matrix = PLACEMENTS["skewed"]
+    results = run_ranks(tmp_path, 3, train, matrix, 200)
+    for found in zip(*results, strict=True):
+        for e in range(EXPERTS):
+            assert len({digests[e] for digests in found if e in digests}) == 1
+    assert len({found[0] for found in results[0]}) == 10, "the experts do change"
+
+
+def test_shape_and_dtype_are_those_of_the_input():
+    layer = make(2, True)
+    x = torch.randn(3, 4, H)
+    out = layer(x)
+    assert out.shape == x.shape
+    torch.testing.assert_close(layer(x.transpose(0, 1)), out.transpose(0, 1))
+    half = make(2, True, dtype=torch.bfloat16)
+    x = x.bfloat16().requires_grad_()
+    out = half(x)
+    assert out.dtype == torch.bfloat16
+    (out.float().square().mean() + half.balance_loss).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in [x, *half.parameters()])
+
+
+def test_router_noise_only_in_training():
+    noisy, plain = make(1, False, router_noise=0.5), make(1, False)
+    x = torch.randn(50, H)
+    torch.manual_seed(1)
+    first, second = noisy(x), noisy(x)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(noisy(x), first)
+    noisy.eval()
+    assert torch.equal(noisy(x), plain(x))
+
+
+def test_expert_padding_is_zero_and_stays_out_of_the_result():
+    layer = make(1, False)
+    assert layer.row_padding == -(2 * 6 * H) % 16
+    odd = MoE(3, 5, 2)
+    assert odd.weights.shape == (2, 32)
+    assert not odd.weights[:, 30:].any()
+    odd(torch.randn(9, 3)).sum().backward()
+    assert not odd.weights.grad[:, 30:].any()
+
+
+def test_balance_loss_is_one_at_perfect_balance():
+    model = nn.Sequential(make(1, False), make(2, True))
+    for layer in moe_layers(model).values():
+        with torch.no_grad():
+            layer.router.weight.zero_()
+    model(torch.randn(40, H))
+    assert load_balancing_loss(model).item() == pytest.approx(1)
+    assert list(moe_layers(model)) == ["0", "1"]
+
+
+def test_balance_loss_needs_a_layer():
+    with pytest.raises(ValueError, match=r"expected a model with evermoe\.MoE layers"):
+        load_balancing_loss(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4, 4), "hidden=0"),
+        ((4, 0, 4), "intermediate=0"),
+        ((4, 4, 0), "num_experts=0"),
+        ((4, 4, 4, 5), "1 <= top_k <= num_experts.*top_k=5"),
+        ((4, 4, 4, 0), "top_k=0"),
+    ],
+)
+def test_wrong_sizes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        MoE(*arguments)
+
+
+def test_wrong_noise():
+    with pytest.raises(ValueError, match="router_noise >= 0, got -1"):
+        MoE(4, 4, 4, router_noise=-1)
+
+
+def test_wrong_width_of_the_input():
+    with pytest.raises(ValueError, match=rf"expected \[\.\.\., {H}\], got \[{H}, {H + 1}\]"):
+        make(1, False)(torch.randn(H, H + 1))  # as many numbers as H + 1 tokens have
+
+
+def test_a_layer_by_itself_holds_everything():
+    layer = make(2, False)
+    assert layer.experts == list(range(EXPERTS))
+    assert isinstance(layer.group, Group)
+    assert "num_experts=5" in repr(layer)
+
+
+def test_load_is_counted_over_all_forwards_in_training():
+    layer = MoE(8, 8, 4, top_k=2)
+    for rows in (3, 5):
+        layer(torch.randn(rows, 8))
+    layer.eval()
+    layer(torch.randn(7, 8))
+    assert (layer.load_E.sum(), layer.tokens_E.sum()) == (16, 14)
+
+
+def test_unknown_token_split_is_refused():
+    with pytest.raises(ValueError, match="token_split to be one of even, balanced, got 'fair'"):
+        MoE(8, 8, 4, token_split="fair")

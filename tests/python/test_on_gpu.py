@@ -1,0 +1,55 @@
+"""The commands for a machine with a GPU start, and end well on one without."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from support import on_gpu
+from support.commands import script
+from support.kernels import ROOT
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+
+
+@pytest.mark.parametrize("what", ["test", pytest.param("bench", marks=pytest.mark.long)])
+def test_no_gpu_is_no_failure(what):
+    command = [sys.executable, on_gpu.__file__, what]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert "skipped: no CUDA device" in ran.stdout
+
+
+@pytest.mark.parametrize("name", on_gpu.BENCHES)
+def test_the_options_of_the_benches_exist(tmp_path, name):
+    options = ["--device", "cuda", *on_gpu.BENCHES[name], "--json", "unused"]
+    ran = script(ROOT / "benches" / f"bench_{name}.py", *options, folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "skipped" in ran.stdout
+
+
+def test_the_limits_keep_each_command_under_eight_minutes():
+    assert on_gpu.TEST_SECONDS + len(on_gpu.CHECKS) * on_gpu.CHECK_SECONDS < 480
+    assert len(on_gpu.BENCHES) * on_gpu.BENCH_SECONDS < 480
+
+
+@pytest.mark.long
+def test_the_results_of_a_run_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(on_gpu, "OUT", tmp_path)
+    found = on_gpu.pytest(
+        on_gpu.environment(), 100, tmp_path / "report.xml", "tests/python/ops/test_ops.py", "-k", "test_histogram"
+    )
+    assert found["status"] == 0
+    assert found["tests"] == found["skipped"] > 0
+    assert found["failed"] == []
+    on_gpu.write("some", found)
+    assert json.loads((tmp_path / "some.json").read_text()) == found
+
+
+def test_each_kernel_is_checked(library):
+    lists = [path.read_text() for path in library.parent.glob("*.kernels.cpp")]
+    names = [name for text in lists for name in re.findall(r"EVERMOE_KERNEL\((\w+)", text)]
+    assert len(names) > 20
+    assert [name for name in names if not name.startswith(on_gpu.KERNELS)] == []

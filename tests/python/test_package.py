@@ -1,0 +1,92 @@
+"""What `import evermoe` and its parts load, and what the package offers."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import evermoe
+
+PATH = Path(evermoe.__file__).parent
+
+
+def fresh(code: str) -> dict:
+    """What a fresh interpreter prints as JSON after `code`; PYTHONPATH is this package's."""
+    command = [sys.executable, "-c", f"import json, os, sys\nbefore = dict(os.environ)\n{code}"]
+    environment = {key: value for key, value in os.environ.items() if key != "RUST_LOG"}
+    environment["PYTHONPATH"] = str(PATH.parent)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+TOLD = """
+print(json.dumps({
+    "ours": sorted(name for name in sys.modules if name.split(".")[0] == "evermoe"),
+    "foreign": sorted({name.split(".")[0] for name in sys.modules}),
+    "environment": {key: value for key, value in os.environ.items() if before.get(key) != value},
+}))
+"""
+
+
+def test_import_of_the_package_loads_nothing_else():
+    told = fresh("import evermoe" + TOLD)
+    assert told["ours"] == ["evermoe"]
+    assert "torch" not in told["foreign"]
+    assert told["environment"] == {}
+
+
+def test_import_of_the_ops_loads_neither_torchft_nor_the_session():
+    told = fresh("import evermoe.ops" + TOLD)
+    parts = ["_fakes", "_load", "cache", "chunks", "dispatch", "optim"]
+    assert told["ours"] == ["evermoe", "evermoe._native", "evermoe.ops", *(f"evermoe.ops.{part}" for part in parts)]
+    assert not {"torchft", "opentelemetry", "matplotlib", "safetensors"} & set(told["foreign"])
+    assert told["environment"] == {}
+
+
+def test_session_imports_torchft_on_first_use_and_quietly():
+    told = fresh("import evermoe\nevermoe.Session\nevermoe.PipelineSession" + TOLD)
+    assert "torchft" not in told["foreign"]
+    assert told["environment"] == {}
+    told = fresh("from evermoe.comm._torchft import torchft\ntorchft().coordination.LighthouseClient" + TOLD)
+    assert "torchft" in told["foreign"]
+    assert told["environment"] == {"RUST_LOG": "warn"}
+
+
+def test_every_public_name_is_there():
+    for name in evermoe.__all__:
+        assert getattr(evermoe, name).__name__.endswith(name.rpartition(".")[2])
+    assert set(evermoe.__all__) < set(dir(evermoe))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = evermoe.nothing
+
+
+def test_type_checkers_see_what_is_imported_at_run_time():
+    tree = ast.parse((PATH / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: node.module.removeprefix("evermoe").removeprefix(".")
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert {name: home for name, home in imported.items() if home} == evermoe._HOMES
+    assert sorted(imported) == sorted(evermoe.__all__)
+
+
+def test_version_is_that_of_the_distribution():
+    from importlib.metadata import version
+
+    assert evermoe.__version__ == version("evermoe")
+
+
+@pytest.mark.parametrize("arguments, expected", [(["info"], "evermoe "), (["--help"], "usage: evermoe")])
+def test_python_runs_the_command_as_a_module(arguments, expected):
+    command = [sys.executable, "-m", "evermoe", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout

@@ -1,0 +1,119 @@
+//! States and copies of them: what a unit's bytes are is the history of the groups that trained it.
+
+use evermoe::recovery::{Holding, Kind};
+use std::collections::BTreeMap;
+
+/// A state: for each step the tag of the group that took it, six bits a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Content(u64);
+
+const BITS: u32 = 6;
+/// Groups that a run may make.
+pub(crate) const MOST_GROUPS: u8 = 1 << BITS;
+
+impl Content {
+    /// The state after one more step.
+    pub(crate) fn after(self, tag: u8) -> Self {
+        assert!(tag > 0 && tag < MOST_GROUPS && self.steps() < 10, "the model has no room for this history");
+        Self(self.0 << BITS | u64::from(tag))
+    }
+
+    pub(crate) fn steps(self) -> u64 {
+        u64::from((64 - self.0.leading_zeros()).div_ceil(BITS))
+    }
+
+    /// The state so many steps after the start.
+    pub(crate) fn at(self, steps: u64) -> Self {
+        Self(self.0 >> (u64::from(BITS) * (self.steps() - steps)))
+    }
+
+    /// Whether one of the two states is an earlier one of the other's history, or the same.
+    pub(crate) fn agrees_with(self, other: Self) -> bool {
+        let steps = self.steps().min(other.steps());
+        self.at(steps) == other.at(steps)
+    }
+
+    /// The latest state of both histories.
+    pub(crate) fn common(self, other: Self) -> Self {
+        let mut steps = self.steps().min(other.steps());
+        while self.at(steps) != other.at(steps) {
+            steps -= 1;
+        }
+        self.at(steps)
+    }
+
+    pub(crate) fn digest(self) -> u64 {
+        self.0
+    }
+
+    pub(crate) fn from_digest(digest: u64) -> Self {
+        Self(digest)
+    }
+}
+
+/// How copies are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Keeper {
+    /// A replica gets the gradients of a step before the vote and repeats the step after it.
+    Replicas,
+    /// The state after a step is copied during the next one, and is whole before its vote; two versions are kept.
+    Snapshots,
+}
+
+/// What a member has at one version of the state: units, by bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Snapshot {
+    pub units: u8,
+    pub version: u64,
+    pub content: Content,
+}
+
+/// Holdings as the survey gathers them.
+pub(crate) type Holdings = Vec<(Snapshot, bool)>;
+
+/// For the planner: each unit of each holding, running ones marked as such.
+pub(crate) fn expand(holdings: &Holdings, units: usize) -> Vec<Holding> {
+    let mut found = Vec::new();
+    for &(snapshot, is_active) in holdings {
+        let kind = if is_active { Kind::Active } else { Kind::Snapshot };
+        for unit in (0..units).filter(|unit| snapshot.units & (1 << unit) != 0) {
+            found.push(Holding { unit, version: snapshot.version, digest: snapshot.content.digest(), kind });
+        }
+    }
+    found
+}
+
+/// Which units rank `rank` of `size` trains: unit u is on rank u mod size, the last unit on all.
+pub(crate) fn trained(rank: usize, size: usize, units: usize) -> u8 {
+    let experts: u8 = (0..units - 1).filter(|unit| unit % size == rank).map(|unit| 1 << unit).sum();
+    experts | 1 << (units - 1)
+}
+
+/// Which units rank `rank` of `size` keeps copies of for others: those that the rank before it trains alone.
+pub(crate) fn kept(rank: usize, size: usize, units: usize) -> u8 {
+    if size == 1 { 0 } else { trained((rank + size - 1) % size, size, units) & !(1 << (units - 1)) }
+}
+
+/// Copies, by units: the newest last, two at most.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Copies(pub BTreeMap<u8, Vec<(u64, Content)>>);
+
+impl Copies {
+    pub(crate) fn push(&mut self, units: u8, version: u64, content: Content, most: usize) {
+        if units == 0 {
+            return;
+        }
+        let versions = self.0.entry(units).or_default();
+        versions.retain(|&(known, _)| known < version);
+        versions.push((version, content));
+        if versions.len() > most {
+            versions.remove(0);
+        }
+    }
+
+    pub(crate) fn snapshots(&self) -> impl Iterator<Item = Snapshot> + '_ {
+        self.0.iter().flat_map(|(&units, versions)| {
+            versions.iter().map(move |&(version, content)| Snapshot { units, version, content })
+        })
+    }
+}

@@ -1,0 +1,381 @@
+//! A job of a few members around a Lighthouse, small enough to explore: the protocol of each member is the product's own,
+//! so is the planner of recoveries; the rest of the world (messages, copies, crashes) is modelled here.
+//!
+//! A collective completes on a member once all members of its group have entered it; it may fail as soon as one of
+//! them has left, is frozen or is dead, also when that one had entered. Each member completes or fails by itself.
+
+mod copies;
+mod group;
+mod node;
+
+pub(crate) use copies::{Content, Keeper};
+pub(crate) use node::{Life, Node, Task};
+
+use evermoe::protocol::{Event, Participant, step_of};
+use group::Groups;
+use std::collections::BTreeMap;
+
+/// What a run of the model looks like.
+#[derive(Clone, Debug)]
+pub(crate) struct Setting {
+    /// Members that begin the job.
+    pub members: usize,
+    /// Processes that may join later.
+    pub joiners: usize,
+    /// Steps after which the job is over.
+    pub steps: u64,
+    /// Crashes, freezes and ballots that are not whole, together.
+    pub faults: u8,
+    /// Times that the Lighthouse does not answer.
+    pub silences: u8,
+    /// How copies are kept.
+    pub keeper: Keeper,
+    /// A mistake of the driver, which the checker must find.
+    pub mistake: Option<Mistake>,
+}
+
+/// Mistakes that are planted to see that they are found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Mistake {
+    /// Ballots are not looked at: a vote passes when all have cast one.
+    VoteSkipped,
+    /// A member hears generations that are too small by one, and so does not raise its own.
+    GenerationNotRaised,
+    /// A step is reported as committed when it is taken.
+    ReportedEarly,
+    /// A member that wakes up is told the number of the set before.
+    SleepForgotten,
+}
+
+/// One state of the whole job.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct World {
+    pub nodes: Vec<Node>,
+    pub groups: Groups,
+    pub lighthouse: Lighthouse,
+    pub faults_left: u8,
+    pub silences_left: u8,
+    /// The state that each version was given to.
+    pub given: BTreeMap<u64, Content>,
+    pub promise: Promise,
+    /// The first rule that was broken.
+    pub broken: Option<&'static str>,
+}
+
+/// torchft's Lighthouse: it answers those who ask when all healthy members do, or after some time when most do.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Lighthouse {
+    pub id: u64,
+    pub previous: Vec<usize>,
+    pub asking: BTreeMap<usize, Participant>,
+}
+
+/// What the preset has promised, and what has happened since.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Promise {
+    /// Members of the group whose copies were whole last.
+    pub members: Vec<usize>,
+    pub generation: u64,
+    /// How many of the members are gone or out of reach.
+    pub lost: usize,
+    /// Whether a member has left because all steps are done.
+    pub(crate) is_over: bool,
+    /// The longest state that was reported as committed.
+    pub committed: Content,
+}
+
+impl Promise {
+    /// Whether fewer nodes were lost than copies are kept.
+    pub(crate) fn holds(&self) -> bool {
+        self.lost <= usize::from(self.members.len() > 1)
+    }
+}
+
+impl Action {
+    /// Whether it uses up one of the setting's faults or silences.
+    fn is_mishap(self) -> bool {
+        matches!(self, Self::Crash(_) | Self::Freeze(_) | Self::VoteAgainst(_) | Self::Silence(_))
+    }
+}
+
+/// Something that can happen next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Action {
+    /// A process starts.
+    Start(usize),
+    /// A process dies with its node's memory.
+    Crash(usize),
+    /// A process stops without closing its sockets, and its heartbeat with it.
+    Freeze(usize),
+    Wake(usize),
+    /// The Lighthouse names those who ask, without these: bits of members that are dead or frozen.
+    Answer(u8),
+    /// The answer reaches a member.
+    Deliver(usize),
+    /// The Lighthouse does not answer a member.
+    Silence(usize),
+    /// A member has waited for others; it asks again.
+    Waited(usize),
+    /// A member's gradients, and the copies that it keeps, are whole: it votes.
+    Vote(usize),
+    /// They are not whole, and it votes so.
+    VoteAgainst(usize),
+    /// A member's collective is through.
+    Complete(usize),
+    /// A member's collective fails.
+    Fail(usize),
+}
+
+impl World {
+    pub(crate) fn new(setting: &Setting) -> Self {
+        let total = setting.members + setting.joiners;
+        let mut world = Self {
+            nodes: (0..total).map(|number| Node::new(number, setting)).collect(),
+            groups: Groups::default(),
+            lighthouse: Lighthouse::default(),
+            faults_left: setting.faults,
+            silences_left: setting.silences,
+            given: BTreeMap::new(),
+            promise: Promise::default(),
+            broken: None,
+        };
+        for number in 0..setting.members {
+            world.start(number, setting);
+        }
+        world
+    }
+
+    pub(crate) fn break_rule(&mut self, rule: &'static str) {
+        self.broken = self.broken.or(Some(rule));
+    }
+
+    fn start(&mut self, number: usize, setting: &Setting) {
+        self.nodes[number].life = Life::Up;
+        self.feed(number, Event::Look { until: setting.steps }, setting);
+    }
+
+    /// All that can happen next.
+    pub(crate) fn actions(&self, setting: &Setting, found: &mut Vec<Action>) {
+        if self.broken.is_some() {
+            return;
+        }
+        for (number, node) in self.nodes.iter().enumerate() {
+            match node.life {
+                Life::Absent => found.push(Action::Start(number)),
+                Life::Frozen => found.push(Action::Wake(number)),
+                Life::Up => self.own_actions(number, setting, found),
+                Life::Dead | Life::Gone => {}
+            }
+        }
+        self.answers(found);
+    }
+
+    fn own_actions(&self, number: usize, setting: &Setting, found: &mut Vec<Action>) {
+        if self.faults_left > 0 {
+            found.extend([Action::Crash(number), Action::Freeze(number)]);
+        }
+        match &self.nodes[number].task {
+            Task::Asking if self.silences_left > 0 => found.push(Action::Silence(number)),
+            Task::Asking | Task::Idle => {}
+            Task::Answered { .. } => found.push(Action::Deliver(number)),
+            Task::Waiting => found.push(Action::Waited(number)),
+            Task::Pausing => {
+                let others = || self.nodes.iter().enumerate().filter(|(other, _)| *other != number);
+                let is_met = others().any(|(_, node)| node.life == Life::Up && node.task != Task::Pausing)
+                    && !self.nodes[number].has_paused;
+                if is_met || others().all(|(_, node)| node.life != Life::Frozen) {
+                    found.push(Action::Waited(number));
+                }
+            }
+            Task::Copying { epoch, .. } => {
+                if self.copies_are_whole(number, setting.keeper) {
+                    found.push(Action::Vote(number));
+                }
+                if self.faults_left > 0 {
+                    found.push(Action::VoteAgainst(number));
+                }
+                if self.groups.can_fail(*epoch, number, &self.nodes) {
+                    found.push(Action::Fail(number));
+                }
+            }
+            Task::Collective { epoch, .. } => {
+                if self.groups.is_complete(*epoch, number) {
+                    found.push(Action::Complete(number));
+                }
+                if self.groups.can_fail(*epoch, number, &self.nodes) {
+                    found.push(Action::Fail(number));
+                }
+            }
+        }
+    }
+
+    /// The sets that the Lighthouse may name. It waits for all that are healthy, unless all of its last set ask; and it
+    /// may not know yet who has died. Healthy members come before its patience ends (its `join_limit`).
+    fn answers(&self, found: &mut Vec<Action>) {
+        let asking: Vec<usize> = self.lighthouse.asking.keys().copied().collect();
+        let sick = |number: usize| self.nodes[number].life != Life::Up;
+        let doubtful: u8 = asking.iter().filter(|&&number| sick(number)).map(|number| 1 << number).sum();
+        let all_healthy_ask = (0..self.nodes.len()).all(|number| sick(number) || asking.contains(&number));
+        for left_out in (0..=doubtful).filter(|mask| mask & !doubtful == 0) {
+            let named: Vec<usize> =
+                asking.iter().copied().filter(|number| left_out & (1 << number) == 0).collect();
+            let is_fast = !self.lighthouse.previous.is_empty()
+                && self.lighthouse.previous.iter().all(|number| named.contains(number));
+            if !named.is_empty() && (is_fast || all_healthy_ask) {
+                found.push(Action::Answer(left_out));
+            }
+        }
+    }
+
+    /// The world after an action.
+    pub(crate) fn after(&self, action: Action, setting: &Setting) -> Self {
+        let mut world = self.clone();
+        match action {
+            Action::Start(number) => world.start(number, setting),
+            Action::Crash(number) => world.crash(number),
+            Action::Freeze(number) => world.freeze(number),
+            Action::Wake(number) => {
+                world.nodes[number].life = Life::Up;
+                world.nodes.iter_mut().for_each(|node| node.has_paused = false);
+            }
+            Action::Answer(left_out) => world.answer(left_out),
+            Action::Deliver(number) => world.deliver(number, setting),
+            Action::Silence(number) => {
+                world.silences_left -= 1;
+                world.lighthouse.asking.remove(&number);
+                world.feed(number, Event::Unanswered { reason: "silence".into() }, setting);
+            }
+            Action::Waited(number) => {
+                world.nodes[number].is_patient = false;
+                let is_pausing = world.nodes[number].task == Task::Pausing;
+                world.nodes[number].has_paused |= is_pausing;
+                let event = if is_pausing { Event::Look { until: setting.steps } } else { Event::Waited };
+                world.feed(number, event, setting);
+            }
+            Action::Vote(number) => world.vote(number, true, setting),
+            Action::VoteAgainst(number) => {
+                world.faults_left -= 1;
+                world.vote(number, false, setting);
+            }
+            Action::Complete(number) => world.complete(number, setting),
+            Action::Fail(number) => world.feed(number, Event::Lost { reason: "lost".into() }, setting),
+        }
+        world.groups.forget_old(&world.nodes);
+        if world.groups.made() + 1 >= copies::MOST_GROUPS {
+            world.break_rule("groups are made without end");
+        }
+        world
+    }
+
+    fn crash(&mut self, number: usize) {
+        self.faults_left -= 1;
+        self.count_loss(number);
+        self.groups.leave_all(number);
+        self.nodes[number].die();
+    }
+
+    fn freeze(&mut self, number: usize) {
+        self.faults_left -= 1;
+        self.count_loss(number);
+        self.nodes[number].life = Life::Frozen;
+    }
+
+    fn count_loss(&mut self, number: usize) {
+        self.promise.lost += usize::from(self.promise.members.contains(&number));
+    }
+
+    fn answer(&mut self, left_out: u8) {
+        let lighthouse = &mut self.lighthouse;
+        let (named, others) = std::mem::take(&mut lighthouse.asking)
+            .into_iter()
+            .partition(|(number, _)| left_out & (1 << number) == 0);
+        lighthouse.asking = others; // of a member that is heard of no more; it has its turn when it wakes up
+        let named: BTreeMap<usize, Participant> = named;
+        let numbers: Vec<usize> = named.keys().copied().collect();
+        if numbers != lighthouse.previous {
+            lighthouse.id += 1;
+            lighthouse.previous.clone_from(&numbers);
+        }
+        let participants: Vec<Participant> = named.into_values().collect();
+        for number in numbers {
+            if !matches!(self.nodes[number].life, Life::Dead | Life::Gone) {
+                let (id, participants) = (self.lighthouse.id, participants.clone());
+                self.nodes[number].task = Task::Answered { id, participants };
+            }
+        }
+    }
+
+    fn deliver(&mut self, number: usize, setting: &Setting) {
+        let Task::Answered { mut id, mut participants } =
+            std::mem::replace(&mut self.nodes[number].task, Task::Idle)
+        else {
+            unreachable!("only an answer is delivered");
+        };
+        if setting.mistake == Some(Mistake::GenerationNotRaised) {
+            for participant in &mut participants {
+                participant.standing.generation = participant.standing.generation.saturating_sub(1);
+            }
+        }
+        if setting.mistake == Some(Mistake::SleepForgotten) {
+            id = id.min(1 + participants.iter().map(|each| each.standing.adopted).max().unwrap_or(0));
+        }
+        self.feed(number, Event::Quorum { id, participants }, setting);
+    }
+
+    /// Whether a step was committed, more than half of the members whose copies were whole last can talk to each other,
+    /// and nothing that they were promised is lost.
+    pub(crate) fn can_go_on(&self) -> bool {
+        let members = &self.promise.members;
+        let up = members.iter().filter(|&&number| self.nodes[number].life == Life::Up).count();
+        self.promise.holds() && self.committed_steps() > 0 && 2 * up > members.len()
+    }
+
+    /// Whether the job is done in the end if nothing more happens to anybody, and all get their turn.
+    pub(crate) fn finishes(&self, setting: &Setting) -> bool {
+        let mut world = self.clone();
+        for turn in 0..2000 {
+            let mut possible = Vec::new();
+            world.actions(setting, &mut possible);
+            possible.retain(|action| {
+                !action.is_mishap() && !matches!(action, Action::Start(_) | Action::Wake(_))
+            });
+            // Who could go on does; only then does a wait end. Of the dead and frozen the Lighthouse hears no more.
+            possible.sort_by_key(|action| match action {
+                Action::Fail(_) => 1,
+                Action::Waited(_) => 2,
+                Action::Answer(left_out) => 3 + u32::from(u8::MAX - left_out),
+                _ => 0,
+            });
+            let Some(first) = possible.first() else { break };
+            let rank = std::mem::discriminant(first);
+            let equal: Vec<Action> =
+                possible.iter().copied().filter(|action| std::mem::discriminant(action) == rank).collect();
+            let is_answer = matches!(first, Action::Answer(_));
+            let action = if is_answer { *first } else { equal[turn % equal.len()] };
+            world = world.after(action, setting);
+        }
+        // Newcomers to a job that is over wait for another one.
+        let is_left = |node: &Node| node.life == Life::Up && node.protocol.is_established();
+        world.broken.is_none() && !world.nodes.iter().any(is_left) && world.promise.is_over
+    }
+
+    /// Whether every member that could is done.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.nodes
+            .iter()
+            .all(|node| matches!(node.life, Life::Gone | Life::Dead | Life::Absent | Life::Frozen))
+    }
+
+    /// Steps that were reported as committed.
+    pub(crate) fn committed_steps(&self) -> u64 {
+        self.promise.committed.steps()
+    }
+
+    /// No two members have different states, or copies of them, under one version.
+    pub(crate) fn states_agree(&self) -> bool {
+        let mut known: BTreeMap<u64, Content> = BTreeMap::new();
+        let held = self.nodes.iter().filter(|node| node.life != Life::Absent).flat_map(Node::held);
+        held.filter(|(version, _)| step_of(*version) > 0)
+            .all(|(version, content)| *known.entry(version).or_insert(content) == content)
+    }
+}

@@ -1,0 +1,422 @@
+//! One member: the product's protocol, and a driver of it that is as thin as the product's.
+
+use super::copies::{Content, Copies, Holdings, Keeper, Snapshot, expand, kept, trained};
+use super::group::Part;
+use super::{Mistake, Setting, World};
+use evermoe::protocol::{Command, Event, Participant, Passed, Protocol, Settings, Standing, Stop, step_of};
+use evermoe::recovery::{Knowledge, plan, usable};
+
+/// Whether a process is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Life {
+    Absent,
+    Up,
+    Frozen,
+    Dead,
+    /// It has ended by itself.
+    Gone,
+}
+
+/// What a member waits for.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Task {
+    Idle,
+    Asking,
+    Answered {
+        id: u64,
+        participants: Vec<Participant>,
+    },
+    Waiting,
+    /// Units are missing; their holders may come back.
+    Pausing,
+    /// Gradients and copies are on their way.
+    Copying {
+        epoch: u64,
+        is_last: bool,
+    },
+    Collective {
+        epoch: u64,
+    },
+}
+
+/// One process and its node.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Node {
+    pub life: Life,
+    pub protocol: Protocol,
+    pub task: Task,
+    pub is_patient: bool,
+    /// Whether it has looked again for missing units since somebody woke up.
+    pub has_paused: bool,
+    /// The state that it trains.
+    pub content: Content,
+    /// A bit for each step that it has taken and not reported.
+    unreported: u8,
+    /// Units that it trains.
+    pub active: u8,
+    pub copies: Copies,
+    /// The group that it is connected in.
+    pub group: Option<u64>,
+    /// What a recovery brings it to.
+    target: Option<(u64, Content)>,
+}
+
+impl Node {
+    pub(crate) fn new(_number: usize, setting: &Setting) -> Self {
+        let settings = Settings {
+            trains: true,
+            members: setting.members,
+            is_fixed: false,
+            join_every: 1,
+            rebalance_every: 0,
+            generation: 0,
+        };
+        Self {
+            life: Life::Absent,
+            protocol: Protocol::new(settings),
+            task: Task::Idle,
+            is_patient: false,
+            has_paused: false,
+            content: Content::default(),
+            unreported: 0,
+            active: (1 << (setting.members + 1)) - 1,
+            copies: Copies::default(),
+            group: None,
+            target: None,
+        }
+    }
+
+    pub(crate) fn die(&mut self) {
+        self.life = Life::Dead;
+        self.task = Task::Idle;
+        self.copies = Copies::default();
+        self.group = None;
+    }
+
+    /// Versions and states that this member has, running or as copies.
+    pub(crate) fn held(&self) -> impl Iterator<Item = (u64, Content)> + '_ {
+        let own = (self.life != Life::Dead).then_some((self.protocol.version(), self.content));
+        own.into_iter().chain(self.copies.snapshots().map(|each| (each.version, each.content)))
+    }
+
+    fn survey(&self) -> Holdings {
+        let own = Snapshot { units: self.active, version: self.protocol.version(), content: self.content };
+        [(own, true)].into_iter().chain(self.copies.snapshots().map(|each| (each, false))).collect()
+    }
+}
+
+pub(crate) fn name(number: usize) -> String {
+    char::from(b'a' + u8::try_from(number).expect("a few members")).to_string()
+}
+
+impl World {
+    /// Tells a member's protocol what has happened, and does what it says.
+    pub(crate) fn feed(&mut self, number: usize, event: Event, setting: &Setting) {
+        self.nodes[number].task = Task::Idle;
+        let commands =
+            self.nodes[number].protocol.handle(event).expect("the event answers what is under way");
+        for command in commands {
+            self.execute(number, command, setting);
+        }
+        if self.nodes[number].task == Task::Idle && self.nodes[number].life == Life::Up {
+            self.feed(number, Event::Look { until: setting.steps }, setting);
+        }
+    }
+
+    fn execute(&mut self, number: usize, command: Command, setting: &Setting) {
+        match command {
+            Command::Drop { .. } => self.drop_group(number),
+            Command::Ask { standing, is_intact } => self.ask(number, standing, is_intact),
+            Command::Wait(_) => self.nodes[number].task = Task::Waiting,
+            Command::Connect { epoch, members, .. } => {
+                self.drop_group(number);
+                let members = members.iter().map(|name| usize::from(name.as_bytes()[0] - b'a')).collect();
+                self.nodes[number].group = Some(epoch);
+                self.enter(number, members, Part::Connect);
+            }
+            Command::Recall { vote } => self.enter_now(number, Part::Recall(vote)),
+            Command::Take { vote, is_recalled } => self.take(number, &vote, is_recalled, setting),
+            Command::Restore { established, saw_running, .. } => {
+                let knowledge = Knowledge { established, saw_running };
+                let holdings = self.nodes[number].survey();
+                self.enter_now(number, Part::Survey { knowledge, holdings });
+            }
+            Command::CountLosses { .. } => self.feed(number, Event::Counted, setting),
+            Command::Protect { version, .. } => {
+                let node = &self.nodes[number];
+                let snapshot = Snapshot { units: node.active, version, content: node.content };
+                self.enter_now(number, Part::Copies(snapshot));
+            }
+            Command::Resume { .. } => {}
+            Command::Step { .. } => self.copy(number, false),
+            Command::Settle => self.copy(number, true),
+            Command::Vote { .. } => {} // entered with the ballot, see `vote`
+            Command::Commit { step } => self.commit(number, step),
+            Command::Farewell { .. } => self.enter_now(number, Part::Farewell),
+            Command::Pause => self.nodes[number].task = Task::Pausing,
+            Command::Stop(Stop::UnitsLost) => {
+                if self.promise.holds() && self.promise.committed.steps() > 0 && !self.promise.is_over {
+                    self.break_rule("units were lost although the copies that were promised are left");
+                }
+                self.end(number);
+            }
+            Command::Close => {
+                self.promise.is_over = true;
+                self.end(number);
+            }
+            Command::Stop(_) => self.end(number),
+            Command::Follow { .. } | Command::Weigh => unreachable!("not in this job"),
+        }
+    }
+
+    fn drop_group(&mut self, number: usize) {
+        if let Some(epoch) = self.nodes[number].group.take() {
+            self.groups.leave(epoch, number);
+        }
+        self.lighthouse.asking.remove(&number);
+    }
+
+    fn ask(&mut self, number: usize, standing: Standing, is_intact: bool) {
+        let node = &mut self.nodes[number];
+        node.is_patient &= is_intact;
+        node.task = Task::Asking;
+        let is_patient = node.is_patient;
+        let participant =
+            Participant { id: name(number), rank_key: String::new(), trains: true, is_patient, standing };
+        self.lighthouse.asking.insert(number, participant);
+    }
+
+    fn copy(&mut self, number: usize, is_last: bool) {
+        let node = &mut self.nodes[number];
+        node.is_patient = true;
+        let epoch = node.group.expect("a step is taken in a group");
+        node.task = Task::Copying { epoch, is_last };
+    }
+
+    fn enter_now(&mut self, number: usize, part: Part) {
+        self.enter(number, Vec::new(), part);
+    }
+
+    fn enter(&mut self, number: usize, members: Vec<usize>, part: Part) {
+        let epoch = self.nodes[number].group.expect("collectives are in a group");
+        self.groups.enter(epoch, number, members, part);
+        self.nodes[number].task = Task::Collective { epoch };
+    }
+
+    fn end(&mut self, number: usize) {
+        self.drop_group(number);
+        self.groups.leave_all(number);
+        self.nodes[number].life = Life::Gone;
+        self.nodes[number].task = Task::Idle;
+    }
+
+    // ---- a step
+
+    /// Whether what this member keeps for others has come: they have taken the step that made it.
+    pub(crate) fn copies_are_whole(&self, number: usize, keeper: Keeper) -> bool {
+        let Task::Copying { epoch, .. } = self.nodes[number].task else { return false };
+        let group = self.groups.get(epoch);
+        let before = group.members[(group.rank(number) + group.members.len() - 1) % group.members.len()];
+        keeper == Keeper::Replicas
+            || self.nodes[before].protocol.version() == self.nodes[number].protocol.version()
+    }
+
+    pub(crate) fn vote(&mut self, number: usize, is_whole: bool, setting: &Setting) {
+        let Task::Copying { epoch, is_last } = self.nodes[number].task else {
+            unreachable!("it has gradients")
+        };
+        if is_whole && setting.keeper == Keeper::Snapshots {
+            let group = self.groups.get(epoch);
+            let (rank, size) = (group.rank(number), group.members.len());
+            let node = &mut self.nodes[number];
+            let (version, content, active) = (node.protocol.version(), node.content, node.active);
+            node.copies.push(active, version, content, 2);
+            node.copies.push(kept(rank, size, units(setting)), version, content, 2);
+        }
+        if is_last {
+            self.enter_now(number, Part::Settle { is_whole });
+            return;
+        }
+        self.feed_vote(number, is_whole);
+    }
+
+    fn feed_vote(&mut self, number: usize, is_whole: bool) {
+        let commands =
+            self.nodes[number].protocol.handle(Event::Gradients { is_whole }).expect("a step is under way");
+        assert!(matches!(commands[..], [Command::Vote { .. }]));
+        self.enter_now(number, Part::Vote { is_whole });
+    }
+
+    fn take(&mut self, number: usize, vote: &Passed, _is_recalled: bool, setting: &Setting) {
+        let node = &mut self.nodes[number];
+        let tag = u8::try_from(vote.sums[0]).expect("a tag");
+        node.content = node.content.after(tag);
+        node.unreported |= 1 << step_of(vote.before);
+        if setting.keeper == Keeper::Replicas {
+            for versions in node.copies.0.values_mut() {
+                let newest = versions.last_mut().expect("a replica has a version");
+                if newest.0 == vote.before {
+                    *newest = (vote.after, newest.1.after(tag));
+                }
+            }
+        }
+        let content = node.content;
+        if *self.given.entry(vote.after).or_insert(content) != content {
+            self.break_rule("a version was given twice");
+        }
+        if setting.mistake == Some(Mistake::ReportedEarly) {
+            self.commit(number, step_of(vote.before));
+        }
+    }
+
+    fn commit(&mut self, number: usize, step: u64) {
+        let node = &mut self.nodes[number];
+        let committed = node.content.at(step + 1);
+        if node.unreported & (1 << step) == 0 {
+            self.break_rule("a member reported a step that it has not taken, or twice");
+            return;
+        }
+        node.unreported &= !(1 << step);
+        if !self.promise.committed.agrees_with(committed) {
+            self.break_rule("a committed step was undone although the copies that were promised are left");
+        } else if self.promise.committed.steps() <= step {
+            self.promise.committed = committed;
+        }
+    }
+
+    // ---- collectives
+
+    pub(crate) fn complete(&mut self, number: usize, setting: &Setting) {
+        let Task::Collective { epoch } = self.nodes[number].task else {
+            unreachable!("it is in a collective")
+        };
+        let parts = self.groups.parts(epoch, number);
+        if parts.iter().any(|part| std::mem::discriminant(part) != std::mem::discriminant(&parts[0])) {
+            self.break_rule("members met in different collectives");
+            return;
+        }
+        match &parts[0] {
+            Part::Connect => self.feed(number, Event::Connected, setting),
+            Part::Recall(_) => {
+                let votes =
+                    parts.into_iter().map(|part| if let Part::Recall(vote) = part { vote } else { None });
+                let event = Event::Recalled { votes: votes.collect() };
+                self.feed(number, event, setting);
+            }
+            Part::Survey { .. } => self.restore(number, &parts, setting),
+            Part::Fetch => self.adopt(number, setting),
+            Part::Copies(_) => self.copied(number, &parts, setting),
+            Part::Protect => self.protected(number, setting),
+            Part::Vote { .. } => {
+                let is_for = |part: &&Part| matches!(part, Part::Vote { is_whole: true });
+                let is_skipped = setting.mistake == Some(Mistake::VoteSkipped);
+                let votes = if is_skipped { parts.len() } else { parts.iter().filter(is_for).count() };
+                let tag = i64::from(self.groups.get(epoch).tag);
+                self.feed(number, Event::Tally { votes, sums: vec![tag] }, setting);
+            }
+            Part::Settle { .. } => {
+                let is_whole = parts.iter().all(|part| matches!(part, Part::Settle { is_whole: true }));
+                self.feed(number, Event::Settled { is_whole }, setting);
+            }
+            Part::Farewell => self.feed(number, Event::Parted, setting),
+        }
+    }
+
+    /// The plan of the recovery, from what all have said; who needs bytes fetches them in one more round.
+    fn restore(&mut self, number: usize, parts: &[Part], setting: &Setting) {
+        let count = units(setting);
+        let (mut known, mut holdings) = (Vec::new(), Vec::new());
+        for part in parts {
+            let Part::Survey { knowledge, holdings: held } = part else { continue };
+            known.push(*knowledge);
+            holdings.push(expand(held, count));
+        }
+        let size = holdings.len();
+        let needs: Vec<Vec<usize>> = (0..size).map(|rank| bits(trained(rank, size, count))).collect();
+        let holdings = usable(&known, holdings);
+        let plan = plan(&vec![1; count], &holdings, &needs).expect("a plan");
+        let Some(version) = plan.version else {
+            let is_patient = self.nodes.iter().any(|node| node.life == Life::Frozen);
+            let event = if is_patient { Event::Missing } else { Event::Unrecoverable };
+            self.feed(number, event, setting);
+            return;
+        };
+        let found = holdings.iter().flatten().find(|holding| holding.version == version).expect("it is held");
+        let node = &mut self.nodes[number];
+        node.target = Some((version, Content::from_digest(found.digest)));
+        self.enter_now(number, Part::Fetch);
+    }
+
+    fn adopt(&mut self, number: usize, setting: &Setting) {
+        let epoch = self.nodes[number].group.expect("in a group");
+        let group = self.groups.get(epoch);
+        let active = trained(group.rank(number), group.members.len(), units(setting));
+        let (version, content) = self.nodes[number].target.take().expect("there is a plan");
+        let node = &mut self.nodes[number];
+        if node.protocol.version() == version {
+            // Who gets these units may die before there are copies of them: they stay until then.
+            node.copies.push(node.active & !active, version, content, usize::MAX);
+        }
+        (node.content, node.active) = (content, active);
+        self.feed(number, Event::Restored { version, is_stale: false }, setting);
+    }
+
+    /// Copies as of the version now are there; what was there before stays until they are whole everywhere.
+    fn copied(&mut self, number: usize, parts: &[Part], setting: &Setting) {
+        let group = self.groups.get(self.nodes[number].group.expect("in a group"));
+        let (rank, size, count) = (group.rank(number), group.members.len(), units(setting));
+        let Part::Copies(own) = parts[rank] else { unreachable!("all parts are of one kind") };
+        let Part::Copies(neighbour) = parts[(rank + size - 1) % size] else { unreachable!("of one kind") };
+        if own.version != neighbour.version {
+            self.break_rule("members protect different versions");
+        }
+        let node = &mut self.nodes[number];
+        node.copies.push(kept(rank, size, count), neighbour.version, neighbour.content, usize::MAX);
+        if setting.keeper == Keeper::Snapshots {
+            node.copies.push(own.units, own.version, own.content, usize::MAX);
+        }
+        self.enter_now(number, Part::Protect);
+    }
+
+    fn protected(&mut self, number: usize, setting: &Setting) {
+        let group = self.groups.get(self.nodes[number].group.expect("in a group")).clone();
+        let (rank, size, count) = (group.rank(number), group.members.len(), units(setting));
+        let node = &mut self.nodes[number];
+        let (active, version) = (node.active, node.protocol.version());
+        let is_new = |units: &u8, versions: &[(u64, Content)]| {
+            let is_kept = *units == kept(rank, size, count)
+                || (*units == active && setting.keeper == Keeper::Snapshots);
+            is_kept && versions.iter().any(|&(known, _)| known == version)
+        };
+        node.copies.0.retain(|units, versions| is_new(units, versions));
+        node.copies.0.values_mut().for_each(|versions| versions.retain(|&(known, _)| known == version));
+        self.promise_again(number, &group.members);
+        self.feed(number, Event::Protected, setting);
+    }
+
+    /// All copies of a group are whole: from now on, fewer losses than copies undo nothing.
+    ///
+    /// A member that was frozen may learn this of a group that the others have left long since.
+    fn promise_again(&mut self, number: usize, members: &[usize]) {
+        let (generation, content) = (self.nodes[number].protocol.generation(), self.nodes[number].content);
+        if generation < self.promise.generation {
+            return;
+        }
+        if !self.promise.holds() {
+            self.promise.committed = self.promise.committed.common(content);
+        }
+        let is_gone = |&&number: &&usize| self.nodes[number].life != Life::Up;
+        self.promise.lost = members.iter().filter(is_gone).count();
+        self.promise.members = members.to_vec();
+        self.promise.generation = generation;
+    }
+}
+
+/// Experts, one for each member that begins, and the rest of the model.
+fn units(setting: &Setting) -> usize {
+    setting.members + 1
+}
+
+fn bits(units: u8) -> Vec<usize> {
+    (0..8).filter(|unit| units & (1 << unit) != 0).collect()
+}
