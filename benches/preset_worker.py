@@ -47,7 +47,7 @@ class Blocking:
         self.nbytes = 0
 
     def after_step(self):
-        state, group = self.session.state, self.session.group
+        state, group = self.session._state, self.session.group
         if self._host is None:
             self._host = torch.empty(
                 sum(state.catalog.by_name[name].nbytes for name in state.held()), dtype=torch.uint8
@@ -105,7 +105,7 @@ class Dcp:
 
     def _state(self):
         """Every tensor by its name in the whole model: DCP writes what all members have once, by one of them."""
-        state, found = self.session.state, {}
+        state, found = self.session._state, {}
         for path, layer in state.layers.items():
             kept = self.session.optimizer.state[layer.weights]
             for row, expert in enumerate(layer.experts):
@@ -146,13 +146,14 @@ class Clock:
         self.recovered = None
         self._at = {}
 
-    def __call__(self, name, fields):
+    def __call__(self, event):
+        name = event.name
         now = self._at[name] = time.perf_counter()
         for span, (start, end) in SPANS.items():
             if end == name and start in self._at:
                 self.seconds[span] += now - self._at[start]
         if name == "recovered":
-            self.recovered = fields
+            self.recovered = event.fields()
 
 
 def resident_bytes():
@@ -199,24 +200,24 @@ class Worker:
 
     def about(self):
         """How large everything is."""
-        state = self.session.state
+        state = self.session._state
         experts = [unit for unit in state.catalog.units if unit.layer is not None]
         return {
             "parameters": sum(p.numel() for p in self.session.model.parameters() if p.requires_grad),
             "expert_parameters": sum(unit.specs[0].nbytes // 4 for unit in experts),
             "state_bytes": sum(unit.nbytes for unit in state.catalog.units),
-            "summary": self.session.protection.plan.summary,
+            "summary": self.session._protection.plan.summary,
         }
 
     def settle(self):
         """Waits until nothing of the steps so far is under way in the couriers."""
-        for courier in self.session.protection.couriers:
+        for courier in self.session._protection.couriers:
             courier.submit(lambda: None).wait()
         self.baseline.settle()
 
     def sent_since(self, start):
         """Bytes of messages that were begun after `start`, by `time.monotonic_ns`."""
-        couriers = self.session.protection.couriers
+        couriers = self.session._protection.couriers
         return sum(sent.nbytes for courier in couriers for sent in courier.sent if sent.start >= start)
 
 

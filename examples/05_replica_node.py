@@ -50,8 +50,8 @@ def train():
             step.backward(loss)
     if process == 0:
         report = session.reports[-1]
-        sources = {source: units for source, units in report.outcome.sources.items() if units}
-        print(f"worker 0 recovered at step {report.step}; it fetched {report.outcome.fetched_units} units: {sources}")
+        sources = {source: units for source, units in report.sources.items() if units}
+        print(f"worker 0 recovered at step {report.step}; it fetched {report.fetched_units} units: {sources}")
         print(f"{session.step} steps, loss {session.loss:.3f}, {report.steps_lost} steps lost")
     if process == 2:
         print(f"the replica node followed {session.step} steps and trained none")

@@ -7,7 +7,7 @@ use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM, finish};
 use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
-use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, Launcher, PinnedBuffer, Slots, Span};
+use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, Launcher, PinnedBuffer, Span, Staging};
 use evermoe::snapshot::{Arena, CopyEngine, Run};
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use std::sync::Arc;
 #[allow(dead_code, reason = "each test uses its part")]
 mod driver;
 
-/// Sizes of tensors, bytes of a chunk, slots and their bytes: nothing, less than a chunk, a slot used again and again,
-/// chunks that share a slot, a chunk that is larger than a slot.
+/// Sizes of tensors, bytes of a chunk, staging buffers and their bytes: nothing, less than a chunk, a buffer used again
+/// and again, chunks that share a buffer, a chunk that is larger than a buffer.
 const CASES: [(&[usize], usize, [usize; 2]); 5] = [
     (&[], 4096, [2, 4096]),
     (&[5, 0, 4091], 8192, [3, 4 << 20]),
@@ -46,9 +46,9 @@ fn copies_agree_with_the_cpu() {
         for policy in [LATE, EARLY, RANDOM] {
             driver.set_policy(policy);
             for with_arena in [false, true] {
-                there_and_back(stream, sizes, chunk_bytes, Slots { count, bytes }, with_arena);
+                there_and_back(stream, sizes, chunk_bytes, Staging { count, bytes }, with_arena);
             }
-            captured(stream, sizes, chunk_bytes, Slots { count, bytes });
+            captured(stream, sizes, chunk_bytes, Staging { count, bytes });
         }
     }
     driver.set_policy(EARLY);
@@ -142,15 +142,16 @@ impl Copying {
         Self { packed, source, addresses, memory: vec![], arena, stream }
     }
 
-    fn copier(&mut self, slots: Slots, with_arena: bool) -> ChunkCopier {
+    fn copier(&mut self, staging: Staging, with_arena: bool) -> ChunkCopier {
         let layout = self.packed.layout.clone();
-        let bytes = ChunkCopier::workspace_bytes(&layout, slots).unwrap();
+        let bytes = ChunkCopier::workspace_bytes(&layout, staging).unwrap();
         let workspace = aligned(&mut self.memory, bytes);
         // SAFETY: memory of the stated lengths, which the tests keep longer than the copier.
         unsafe {
             let host = (with_arena && !self.arena.is_empty())
                 .then(|| PinnedBuffer::register(0, self.arena.as_mut_ptr(), self.arena.len()).unwrap());
-            ChunkCopier::new(0, self.stream.cast(), layout, &self.addresses, workspace, slots, host).unwrap()
+            ChunkCopier::new(0, self.stream.cast(), layout, &self.addresses, workspace, staging, host)
+                .unwrap()
         }
     }
 
@@ -192,11 +193,11 @@ fn there_and_back(
     stream: sys::CUstream,
     sizes: &[usize],
     chunk_bytes: usize,
-    slots: Slots,
+    staging: Staging,
     with_arena: bool,
 ) {
     let mut copying = Copying::new(stream, sizes, chunk_bytes);
-    let copier = copying.copier(slots, with_arena);
+    let copier = copying.copier(staging, with_arena);
     let torch = stream.cast();
     let (packed, num_chunks) = (&copying.packed, copying.packed.layout.num_chunks());
     // SAFETY: a live stream, and chunks of this copier; what is read has been waited for.
@@ -240,10 +241,10 @@ fn there_and_back(
 }
 
 /// A thread captures the tensors into an arena behind a gate, while their values arrive late; others come once it is over.
-fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, slots: Slots) {
+fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, staging: Staging) {
     let folder = tempfile::tempdir().unwrap();
     let mut copying = Copying::new(stream, sizes, chunk_bytes);
-    let copier = Arc::new(copying.copier(slots, false));
+    let copier = Arc::new(copying.copier(staging, false));
     let units: Vec<_> =
         sizes.iter().enumerate().map(|(index, &bytes)| (format!("tensor {index}"), bytes)).collect();
     let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
@@ -287,7 +288,7 @@ fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, slots: S
 /// The chunks that should come, and those that come.
 fn save_while_overwritten(stream: sys::CUstream, with_release: bool) -> (Vec<u8>, Vec<u8>) {
     let mut copying = Copying::new(stream, &[30_000, 3, 9999], 4096);
-    let copier = copying.copier(Slots { count: 2, bytes: 4096 }, false);
+    let copier = copying.copier(Staging { count: 2, bytes: 4096 }, false);
     copying.set();
     // SAFETY: as in `there_and_back`; bytes that change while they are copied are bytes all the same.
     unsafe {

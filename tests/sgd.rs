@@ -140,5 +140,5 @@ fn numbers_out_of_range_are_named() {
         refusal(&|options| options.dampening = f64::NAN, ours, 1.0, 1.0).starts_with("dampening: expected")
     );
     assert!(refusal(&|options| options.dampening = 0.1, ours, 1.0, 1.0).starts_with("nesterov: expected"));
-    assert!(refusal(&|_| (), Arithmetic::TorchCudaFused, 1.0, 1.0).starts_with("profile: expected"));
+    assert!(refusal(&|_| (), Arithmetic::TorchCudaFused, 1.0, 1.0).starts_with("arithmetic: expected"));
 }

@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evermoe import ops, optim, planning, profile, replay, snapshot
+    from evermoe import errors, events, ops, optim, planning, profile, replay, snapshot
     from evermoe.config import SessionConfig
     from evermoe.errors import (
         CorruptCopy,
         EvermoeError,
         JoinTimeout,
+        LeftBehind,
         LostExperts,
         NotReplayable,
         PeerLost,
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     )
     from evermoe.moe import MoE, load_balancing_loss, moe_layers
     from evermoe.persist.checkpoint import load_weights
-    from evermoe.recovery.report import RecoveryReport
     from evermoe.sampler import ElasticSampler, Share
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.session import Session
@@ -33,12 +33,12 @@ _HOMES = {
     "ElasticSampler": "sampler",
     "EvermoeError": "errors",
     "JoinTimeout": "errors",
+    "LeftBehind": "errors",
     "LostExperts": "errors",
     "MoE": "moe",
     "NotReplayable": "errors",
     "PeerLost": "errors",
     "PipelineSession": "train.pipeline",
-    "RecoveryReport": "recovery.report",
     "Session": "train.session",
     "SessionConfig": "config",
     "Share": "sampler",
@@ -55,17 +55,19 @@ __all__ = [
     "ElasticSampler",
     "EvermoeError",
     "JoinTimeout",
+    "LeftBehind",
     "LostExperts",
     "MoE",
     "NotReplayable",
     "PeerLost",
     "PipelineSession",
-    "RecoveryReport",
     "Session",
     "SessionConfig",
     "Share",
     "Step",
     "UnsupportedState",
+    "errors",
+    "events",
     "load_balancing_loss",
     "load_weights",
     "moe_layers",

@@ -356,7 +356,7 @@ class ChunkCopier:
     """Copies CUDA tensors to chunks in page-locked host memory and back; `evermoe.snapshot.ChunkedCopy` drives it."""
 
     @staticmethod
-    def workspace_bytes(sizes: list[int], chunk_bytes: int, slots: int) -> int:
+    def workspace_bytes(sizes: list[int], chunk_bytes: int, staging: int) -> int:
         """Bytes of device memory that it needs."""
     def __new__(
         cls,
@@ -364,7 +364,7 @@ class ChunkCopier:
         current_stream: int,
         tensors: list[tuple[int, int]],
         chunk_bytes: int,
-        slots: int,
+        staging: int,
         workspace: int,
         host: NDArray[np.uint8] | None,
         kept: object,
@@ -394,7 +394,7 @@ def adamw_step(
     maximize: bool,
     loss_scale: float,
     clip: float,
-    profile: str,
+    arithmetic: str,
     powers: tuple[float, float] | None,
 ) -> list[float]: ...
 def sgd_step(
@@ -408,7 +408,7 @@ def sgd_step(
     maximize: bool,
     loss_scale: float,
     clip: float,
-    profile: str,
+    arithmetic: str,
 ) -> list[float]: ...
 def has_cuda_kernels() -> bool: ...
 def set_cpu_cache_limit(limit: int | None) -> None: ...
@@ -535,7 +535,6 @@ class ReplayLog:
         """
     def release(self, clip: float) -> None: ...
     def discard(self) -> None: ...
-    def is_held(self, unit: int) -> bool: ...
     def take(self, unit: int, max_steps: int, until: int) -> _Batch | None: ...
     def installed(self, unit: int) -> None: ...
     def applied(self, unit: int, epoch: int, version: int, nbytes: int) -> bool: ...

@@ -86,7 +86,7 @@ class Assignment:
     """Generation of the members."""
     member: str
     """Name of this one."""
-    commits_late: bool
+    copies_late: bool
     """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
 
 

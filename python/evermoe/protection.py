@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 
-from evermoe.comm.courier import Listener, Sent
+from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy, PeerLost
+from evermoe.events import Arranged, Confirm, Listener, Send
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
 from evermoe.persist.checkpoint import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
@@ -92,7 +93,7 @@ class Protection:
         lagging = self.preset.lagging
         self.lagging: Lagging = lagging if lagging != "if needed" or options.copies else "never"
         """Whether a recovery may take experts at older versions than the rest."""
-        self.commits_late = False
+        self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         self._selected: set[str] | None = None
         """Units whose replicas follow the step that runs; None for all."""
@@ -133,13 +134,13 @@ class Protection:
         self._followed = {each.unit for each in kept if each.kind == "replayed"}
         self._behind = self._followed - {info.name for info in infos if info.replayable}
         is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in kept)
-        self.commits_late = self.options.copies > 0 and (self.preset.commits_late or is_followed_late)
-        assignment = Assignment(self.plan, self.active, generation, member, self.commits_late)
+        self.copies_late = self.options.copies > 0 and (self.preset.copies_late or is_followed_late)
+        assignment = Assignment(self.plan, self.active, generation, member, self.copies_late)
         for keeper in self.keepers:
             keeper.replan(assignment)
         if group.rank == 0:
             logger.info("%s", self.plan.summary)
-        self._emit("arranged", {"summary": self.plan.summary})
+        self._emit(Arranged(self.plan.summary))
 
     def protect(self, version: int) -> None:
         """Makes all copies of the plan as of `version`; returns when they are complete everywhere. Collective.
@@ -151,7 +152,7 @@ class Protection:
         self.snapshots.pacer.hurry()
         for _ in range(MOST_TRIES):
             is_whole = self._protect_once(version) if self.options.copies else True
-            self._emit("confirm", {"step": step_of(version)})
+            self._emit(Confirm(step_of(version)))
             if self._membership.everyone.all_reduce(torch.tensor([int(is_whole)])) == self._membership.everyone.size:
                 break
         else:
@@ -196,14 +197,14 @@ class Protection:
         Returns:
             Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
         """
-        self._emit("send", {"step": step})
-        if self.commits_late:
+        self._emit(Send(step))
+        if self.copies_late:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             if not self.replicas.has_begun:
                 self.replicas.begin(step, self._select())
             is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
-        self._emit("confirm", {"step": step})
+        self._emit(Confirm(step))
         return is_whole, len(self.replicas.asked)
 
     def _select(self) -> set[str] | None:

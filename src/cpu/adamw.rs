@@ -148,7 +148,7 @@ impl AdamWStep {
                 "powers: expected beta1**t and beta2**t in float32 from the trainer's GPU, got None".into(),
             )),
             (_, Some(_)) => Err(Error::Invalid(format!(
-                "powers: expected None, as profile {} computes them in double",
+                "powers: expected None, as arithmetic {} computes them in double",
                 arithmetic.name()
             ))),
             // Python computes both, without fusing the one and with a power of one half for the other.

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! torch   …step──●ready                     ●(released: may overwrite the tensors)──next step…
-//! pack             └pack 0─●full  pack 1─●full  (slot 0 free?) pack 2 …─●released
+//! pack             └pack 0─●full  pack 1─●full  (buf. 0 free?)  pack 2 …─●released
 //! copy                       └D2H 0─●done, free  D2H 1─●done, free …
 //! host                                 └reads chunk 0 …
 //! ```
 //!
-//! Work goes through slots of device memory, a *group* of chunks at a time: small chunks share a slot, so that each
-//! transfer is large enough to pay for itself. `restore` is the same from right to left.
+//! Work goes through staging buffers in device memory, a *group* of chunks at a time: small chunks share a buffer, so
+//! that each transfer is large enough to pay for itself. `restore` is the same from right to left.
 
 use super::abi::Span;
 use super::chunks::ChunkRange;
@@ -26,14 +26,14 @@ const WORD: usize = size_of::<u64>();
 
 /// The device memory through which chunks go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Slots {
+pub struct Staging {
     /// Transfers that may be on their way at once.
     pub count: usize,
     /// Bytes of a transfer: a chunk at least, and several where they are smaller.
     pub bytes: usize,
 }
 
-impl Default for Slots {
+impl Default for Staging {
     /// 3 of 4 MiB, which is long enough to hide what starting a transfer takes.
     fn default() -> Self {
         Self { count: 3, bytes: 4 << 20 }
@@ -42,7 +42,7 @@ impl Default for Slots {
 
 /// Device memory for one group of chunks, and its hashes behind it.
 #[derive(Debug)]
-struct Slot {
+struct StagingBuffer {
     at: u64,
     /// The group is in it.
     full: Event,
@@ -56,32 +56,32 @@ struct Workspace {
     num_spans: usize,
     num_chunks: usize,
     chunk_bytes: usize,
-    slot_chunks: usize,
-    num_slots: usize,
+    staging_chunks: usize,
+    num_staging: usize,
 }
 
 impl Workspace {
-    fn new(layout: &ChunkLayout, slots: Slots) -> Result<Self> {
-        ensure!((1..=1024).contains(&slots.count), "slots: expected 1 to 1024, got {}", slots.count);
+    fn new(layout: &ChunkLayout, staging: Staging) -> Result<Self> {
+        ensure!((1..=1024).contains(&staging.count), "staging: expected 1 to 1024, got {}", staging.count);
         let (num_chunks, chunk_bytes) = (layout.num_chunks(), layout.chunk_bytes());
-        let slot_chunks = (slots.bytes / chunk_bytes).clamp(1, num_chunks.max(1));
+        let staging_chunks = (staging.bytes / chunk_bytes).clamp(1, num_chunks.max(1));
         let num_spans = layout.sizes().iter().filter(|&&bytes| bytes > 0).count();
-        let num_slots = slots.count.min(num_chunks.div_ceil(slot_chunks));
-        Ok(Self { num_spans, num_chunks, chunk_bytes, slot_chunks, num_slots })
+        let num_staging = staging.count.min(num_chunks.div_ceil(staging_chunks));
+        Ok(Self { num_spans, num_chunks, chunk_bytes, staging_chunks, num_staging })
     }
 
     fn hashes_of_chunk(&self) -> usize {
         self.chunk_bytes / BLOCK_BYTES
     }
 
-    /// Chunks and hashes of a slot; a multiple of 16.
-    fn slot_bytes(&self) -> usize {
-        self.slot_chunks * (self.chunk_bytes + (self.hashes_of_chunk() * WORD).next_multiple_of(16))
+    /// Chunks and hashes of a buffer; a multiple of 16.
+    fn staging_bytes(&self) -> usize {
+        self.staging_chunks * (self.chunk_bytes + (self.hashes_of_chunk() * WORD).next_multiple_of(16))
     }
 
-    /// Slots, then the table of tensors, then the counts of wrong blocks.
+    /// Staging buffers, then the table of tensors, then the counts of wrong blocks.
     fn spans_at(&self) -> usize {
-        self.num_slots * self.slot_bytes()
+        self.num_staging * self.staging_bytes()
     }
 
     fn wrong_at(&self) -> usize {
@@ -99,7 +99,7 @@ pub struct ChunkCopier {
     // Dropped in this order: the streams first, which wait for all that is queued.
     pack: CopyStream,
     copy: CopyStream,
-    slots: Vec<Slot>,
+    staging: Vec<StagingBuffer>,
     /// One for each group: its last transfer is over.
     done: Vec<Event>,
     /// Torch's stream has come so far.
@@ -112,7 +112,7 @@ pub struct ChunkCopier {
     layout: ChunkLayout,
     workspace: Workspace,
     start: u64,
-    /// The slot that is next; held while work is queued.
+    /// The buffer that is next; held while work is queued.
     queue: Mutex<usize>,
     device: std::sync::Arc<Device>,
 }
@@ -121,9 +121,9 @@ impl ChunkCopier {
     /// Bytes of device memory that a copier needs.
     ///
     /// # Errors
-    /// No slots, or more than 1024.
-    pub fn workspace_bytes(layout: &ChunkLayout, slots: Slots) -> Result<usize> {
-        Ok(Workspace::new(layout, slots)?.bytes())
+    /// No staging buffers, or more than 1024.
+    pub fn workspace_bytes(layout: &ChunkLayout, staging: Staging) -> Result<usize> {
+        Ok(Workspace::new(layout, staging)?.bytes())
     }
 
     /// A copier of the tensors at `addresses` on a device. `chunks` is the host memory to use, or new one is made.
@@ -140,10 +140,10 @@ impl ChunkCopier {
         layout: ChunkLayout,
         addresses: &[u64],
         workspace: u64,
-        slots: Slots,
+        staging: Staging,
         chunks: Option<PinnedBuffer>,
     ) -> Result<Self> {
-        let parts = Workspace::new(&layout, slots)?;
+        let parts = Workspace::new(&layout, staging)?;
         let num_tensors = layout.sizes().len();
         ensure!(addresses.len() == num_tensors, "tensors: expected {num_tensors}, got {}", addresses.len());
         ensure!(workspace.is_multiple_of(16), "workspace: expected memory aligned to 16 bytes");
@@ -154,15 +154,15 @@ impl ChunkCopier {
         let hashes = PinnedBuffer::new(device, words * WORD)?;
         let device = Device::get(device)?;
         let _current = device.make_current()?;
-        let slot = |index| {
-            let at = workspace + (index * parts.slot_bytes()) as u64;
-            Ok(Slot { at, full: Event::new(&device)?, free: Event::new(&device)? })
+        let buffer = |index| {
+            let at = workspace + (index * parts.staging_bytes()) as u64;
+            Ok(StagingBuffer { at, full: Event::new(&device)?, free: Event::new(&device)? })
         };
-        let groups = parts.num_chunks.div_ceil(parts.slot_chunks);
+        let groups = parts.num_chunks.div_ceil(parts.staging_chunks);
         let copier = Self {
             pack: CopyStream::new(&device)?,
             copy: CopyStream::new(&device)?,
-            slots: (0..parts.num_slots).map(slot).collect::<Result<_>>()?,
+            staging: (0..parts.num_staging).map(buffer).collect::<Result<_>>()?,
             done: (0..groups).map(|_| Event::new(&device)).collect::<Result<_>>()?,
             ready: Event::new(&device)?,
             released: Event::new(&device)?,
@@ -282,10 +282,13 @@ impl ChunkCopier {
     /// Events of all chunks: ranges may have been started in any order, so that the last chunk need not be done last.
     fn events_of(&self, chunks: Range<usize>) -> Result<&[Event]> {
         self.check_range(&chunks)?;
-        let slot_chunks = self.workspace.slot_chunks;
-        let end =
-            if chunks.is_empty() { chunks.start / slot_chunks } else { chunks.end.div_ceil(slot_chunks) };
-        Ok(&self.done[(chunks.start / slot_chunks).min(end)..end])
+        let staging_chunks = self.workspace.staging_chunks;
+        let end = if chunks.is_empty() {
+            chunks.start / staging_chunks
+        } else {
+            chunks.end.div_ceil(staging_chunks)
+        };
+        Ok(&self.done[(chunks.start / staging_chunks).min(end)..end])
     }
 
     fn check_range(&self, chunks: &Range<usize>) -> Result<()> {
@@ -310,10 +313,10 @@ impl ChunkCopier {
         &self,
         stream: Option<*mut c_void>,
         chunks: Range<usize>,
-        group: unsafe fn(&Self, &Slot, Range<usize>) -> Result<()>,
+        group: unsafe fn(&Self, &StagingBuffer, Range<usize>) -> Result<()>,
     ) -> Result<()> {
         self.check_range(&chunks)?;
-        let slot_chunks = self.workspace.slot_chunks;
+        let staging_chunks = self.workspace.staging_chunks;
         let mut next = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
         let _current = self.device.make_current()?;
         if let Some(stream) = stream {
@@ -323,10 +326,10 @@ impl ChunkCopier {
         let mut groups = || -> Result<()> {
             let mut first = chunks.start;
             while first < chunks.end {
-                let end = ((first / slot_chunks + 1) * slot_chunks).min(chunks.end);
-                // SAFETY: as above; the slot's events order its uses.
-                unsafe { group(self, &self.slots[*next], first..end)? };
-                *next = (*next + 1) % self.slots.len();
+                let end = ((first / staging_chunks + 1) * staging_chunks).min(chunks.end);
+                // SAFETY: as above; the buffer's events order its uses.
+                unsafe { group(self, &self.staging[*next], first..end)? };
+                *next = (*next + 1) % self.staging.len();
                 first = end;
             }
             Ok(())
@@ -338,53 +341,53 @@ impl ChunkCopier {
         started.and(recorded)
     }
 
-    unsafe fn save_group(&self, slot: &Slot, chunks: Range<usize>) -> Result<()> {
-        let range = self.range(slot, &chunks);
+    unsafe fn save_group(&self, buffer: &StagingBuffer, chunks: Range<usize>) -> Result<()> {
+        let range = self.range(buffer, &chunks);
         let (pack, copy) = (self.pack.launcher(), self.copy.launcher());
         let host = self.host(&chunks);
-        // SAFETY: the range lies in the slot and on the host (`range`, `host`), which the events keep for this group.
+        // SAFETY: the range lies in the buffer and on the host (`range`, `host`), which the events keep for this group.
         unsafe {
-            slot.free.before(self.pack.raw())?;
+            buffer.free.before(self.pack.raw())?;
             pack.pack_chunks(&range)?;
-            slot.full.record(self.pack.raw())?;
-            slot.full.before(self.copy.raw())?;
+            buffer.full.record(self.pack.raw())?;
+            buffer.full.before(self.copy.raw())?;
             copy.copy_to_host(range.chunks, host.chunks, range.num_blocks * BLOCK_BYTES)?;
             copy.copy_to_host(range.hashes, host.hashes.cast(), range.num_blocks * WORD)?;
-            slot.free.record(self.copy.raw())?;
-            self.done[chunks.start / self.workspace.slot_chunks].record(self.copy.raw())
+            buffer.free.record(self.copy.raw())?;
+            self.done[chunks.start / self.workspace.staging_chunks].record(self.copy.raw())
         }
     }
 
-    unsafe fn restore_group(&self, slot: &Slot, chunks: Range<usize>) -> Result<()> {
-        let range = self.range(slot, &chunks);
+    unsafe fn restore_group(&self, buffer: &StagingBuffer, chunks: Range<usize>) -> Result<()> {
+        let range = self.range(buffer, &chunks);
         let (pack, copy) = (self.pack.launcher(), self.copy.launcher());
         let host = self.host(&chunks);
         let wrong = self.start + (self.workspace.wrong_at() + chunks.start * WORD) as u64;
         // SAFETY: as in `save_group`.
         unsafe {
-            slot.free.before(self.copy.raw())?;
+            buffer.free.before(self.copy.raw())?;
             copy.copy_from_host(host.chunks, range.chunks, range.num_blocks * BLOCK_BYTES)?;
             copy.copy_from_host(host.hashes.cast(), range.hashes, range.num_blocks * WORD)?;
-            slot.full.record(self.copy.raw())?;
-            slot.full.before(self.pack.raw())?;
+            buffer.full.record(self.copy.raw())?;
+            buffer.full.before(self.pack.raw())?;
             pack.clear_wrong(wrong, chunks.len())?;
             pack.unpack_chunks(&range, wrong, self.workspace.hashes_of_chunk())?;
-            slot.free.record(self.pack.raw())?;
+            buffer.free.record(self.pack.raw())?;
             pack.copy_to_host(wrong, self.wrong().add(chunks.start).cast(), chunks.len() * WORD)?;
-            self.done[chunks.start / self.workspace.slot_chunks].record(self.pack.raw())
+            self.done[chunks.start / self.workspace.staging_chunks].record(self.pack.raw())
         }
     }
 
-    /// The part of the stream that a group is, in a slot.
-    fn range(&self, slot: &Slot, chunks: &Range<usize>) -> ChunkRange {
-        let Workspace { chunk_bytes, slot_chunks, num_spans, .. } = self.workspace;
+    /// The part of the stream that a group is, in a buffer.
+    fn range(&self, buffer: &StagingBuffer, chunks: &Range<usize>) -> ChunkRange {
+        let Workspace { chunk_bytes, staging_chunks, num_spans, .. } = self.workspace;
         ChunkRange {
             spans: self.start + self.workspace.spans_at() as u64,
             num_spans,
             first_byte: chunks.start * chunk_bytes,
             num_blocks: chunks.len() * self.workspace.hashes_of_chunk(),
-            chunks: slot.at,
-            hashes: slot.at + (slot_chunks * chunk_bytes) as u64,
+            chunks: buffer.at,
+            hashes: buffer.at + (staging_chunks * chunk_bytes) as u64,
         }
     }
 

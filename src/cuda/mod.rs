@@ -18,7 +18,7 @@ mod streams;
 
 pub use abi::Span;
 pub use chunks::ChunkRange;
-pub use copier::{ChunkCopier, Slots};
+pub use copier::{ChunkCopier, Staging};
 pub use device::Launcher;
 pub use exchange::{Regroup, SplitTokens};
 pub use fetch::Fetcher;

@@ -25,19 +25,19 @@ pub(super) fn stream(address: usize) -> *mut c_void {
     address as *mut c_void
 }
 
-fn with_count(count: usize) -> cuda::Slots {
-    cuda::Slots { count, ..Default::default() }
+fn with_count(count: usize) -> cuda::Staging {
+    cuda::Staging { count, ..Default::default() }
 }
 
 #[pymethods]
 impl ChunkCopier {
     #[staticmethod]
-    fn workspace_bytes(sizes: Vec<usize>, chunk_bytes: usize, slots: usize) -> PyResult<usize> {
-        Ok(cuda::ChunkCopier::workspace_bytes(&ChunkLayout::new(&sizes, chunk_bytes)?, with_count(slots))?)
+    fn workspace_bytes(sizes: Vec<usize>, chunk_bytes: usize, staging: usize) -> PyResult<usize> {
+        Ok(cuda::ChunkCopier::workspace_bytes(&ChunkLayout::new(&sizes, chunk_bytes)?, with_count(staging))?)
     }
 
     #[new]
-    #[pyo3(signature = (device, current_stream, tensors, chunk_bytes, slots, workspace, host, kept))]
+    #[pyo3(signature = (device, current_stream, tensors, chunk_bytes, staging, workspace, host, kept))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -45,7 +45,7 @@ impl ChunkCopier {
         current_stream: usize,
         tensors: Vec<(u64, usize)>,
         chunk_bytes: usize,
-        slots: usize,
+        staging: usize,
         workspace: u64,
         host: Option<&Bound<'_, PyArray1<u8>>>,
         kept: Py<PyAny>,
@@ -69,7 +69,7 @@ impl ChunkCopier {
                 layout,
                 &addresses,
                 workspace,
-                with_count(slots),
+                with_count(staging),
                 host,
             )
         })?;

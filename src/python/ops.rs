@@ -33,7 +33,7 @@ fn cpu_cache_bytes() -> usize {
 
 /// The numbers of one step of AdamW, in the order of `AdamWStep`'s fields; each is a float32.
 #[pyfunction]
-#[pyo3(signature = (*, t, lr, betas, eps, weight_decay, maximize, loss_scale, clip, profile, powers))]
+#[pyo3(signature = (*, t, lr, betas, eps, weight_decay, maximize, loss_scale, clip, arithmetic, powers))]
 #[allow(clippy::too_many_arguments)]
 fn adamw_step(
     t: i64,
@@ -44,17 +44,17 @@ fn adamw_step(
     maximize: bool,
     loss_scale: f64,
     clip: f64,
-    profile: &str,
+    arithmetic: &str,
     powers: Option<[f32; 2]>,
 ) -> PyResult<[f32; AdamWStep::LEN]> {
     let options = AdamWOptions { lr, betas, eps, weight_decay, maximize };
-    let arithmetic = Arithmetic::named(profile, &Arithmetic::ALL)?;
+    let arithmetic = Arithmetic::named(arithmetic, &Arithmetic::ALL)?;
     Ok(AdamWStep::with_arithmetic(arithmetic, &options, t, powers, loss_scale, clip)?.to_array())
 }
 
 /// The numbers of one step of SGD, in the order of `SgdStep`'s fields; each is a float32.
 #[pyfunction]
-#[pyo3(signature = (*, is_first, lr, momentum, dampening, weight_decay, nesterov, maximize, loss_scale, clip, profile))]
+#[pyo3(signature = (*, is_first, lr, momentum, dampening, weight_decay, nesterov, maximize, loss_scale, clip, arithmetic))]
 #[allow(clippy::too_many_arguments)]
 fn sgd_step(
     is_first: bool,
@@ -66,10 +66,10 @@ fn sgd_step(
     maximize: bool,
     loss_scale: f64,
     clip: f64,
-    profile: &str,
+    arithmetic: &str,
 ) -> PyResult<[f32; SgdStep::LEN]> {
     let options = SgdOptions { lr, momentum, dampening, weight_decay, nesterov, maximize };
-    let arithmetic = Arithmetic::named(profile, &SgdStep::ARITHMETICS)?;
+    let arithmetic = Arithmetic::named(arithmetic, &SgdStep::ARITHMETICS)?;
     Ok(SgdStep::new(arithmetic, &options, is_first, loss_scale, clip)?.to_array())
 }
 

@@ -270,7 +270,7 @@ impl Header {
             Kind::FullState => self.rule == Rule::None,
         };
         if !fits || !self.rule.is_known() {
-            return corrupt("numbers or payload are not those of its kind, or the profile is not known");
+            return corrupt("numbers or payload are not those of its kind, or the arithmetic is not known");
         }
         Ok(())
     }

@@ -11,6 +11,7 @@ PACKAGE = ROOT / "python" / "evermoe"
 ROOMS = [
     "errors",
     "options",
+    "events",
     "ops",
     "planning",
     "optim",

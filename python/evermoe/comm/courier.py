@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,6 @@ from evermoe.comm.pacer import Opening, Pacer
 from evermoe.comm.task import T, Task
 from evermoe.planning.schedule import Link
 
-Listener = Callable[[str, dict[str, Any]], None]
-"""Callback for each event of a session: its name and fields."""
 IN_FLIGHT = 2
 """Messages that are under way at a time: while one travels, the next is made ready."""
 KEPT_TRANSFERS = 4096

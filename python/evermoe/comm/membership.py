@@ -311,7 +311,7 @@ class Membership:
 
     def close(self) -> None:
         """Leaves the job: closes sockets and stops the heartbeat."""
-        self.trainer_group.drop("this member has left")
+        self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
         if self._heart is not None:
             self._heart.shutdown()
             self._heart = None

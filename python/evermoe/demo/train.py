@@ -22,6 +22,7 @@ import torch
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
+from evermoe.events import Event
 from evermoe.moe import moe_layers
 from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS
 from evermoe.profile import Profiler
@@ -76,16 +77,17 @@ class Reporter:
 
             layer.router.register_forward_hook(count)
 
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """The session\'s `on_event`."""
+        name, fields = event.name, event.fields()
         if name == "vote" and self.session is not None and self.routed:
             counts = {path: count.tolist() for path, count in self.routed.items()}
-            generation = self.session.membership.generation
+            generation = self.session.generation
             self.write("routed", {"step": fields["step"], "generation": generation, "counts": counts})
         if name == "begin":
             self.routed.clear()
         if name == "commit" and self.session is not None:
-            layer = next(iter(self.session.state.layers.values()))
+            layer = next(iter(moe_layers(self.session.model).values()))
             fields = fields | {"load": layer.tokens_E.tolist(), "copied": self.session.copied_step}
         self.write(name, fields)
         if name in ("lost", "recovered"):
@@ -166,9 +168,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
     profiler.detach()
     if options.trace:
         profiler.rank = session.group.rank
-        profiler.write_trace(
-            options.trace, windows=session.protection.window_planner.windows, sent=session.protection.sent()
-        )
+        profiler.write_trace(options.trace, windows=session.windows, sent=session.sent())
     if reporter.out is None and session.group.rank == 0 and session.config.role == "train":
         print(f"{session.step} steps, loss {session.loss:.3f}, {len(session.reports) - 1} changes of membership")
 

@@ -21,13 +21,13 @@ def adamw_step(
     maximize: bool = False,
     loss_scale: float = 1.0,
     clip: float = 1.0,
-    profile: str = "evermoe",
+    arithmetic: str = "evermoe",
     powers: tuple[float, float] | None = None,
 ) -> Tensor:
     """Compute the numbers of one step of AdamW, in double, rounded once: what `adamw_` needs beside the gradient.
 
     A replica that repeats the step gets them from the trainer: computed anew, they may differ in the last bit. The
-    profile travels in them, so that a step is repeated with the arithmetic that took it or not at all.
+    arithmetic travels in them, so that a step is repeated with the arithmetic that took it or not at all.
 
     Args:
         t: which step of the parameter it is, from 1.
@@ -38,19 +38,19 @@ def adamw_step(
         maximize: ascend rather than descend.
         loss_scale: what the loss was multiplied by; the gradient is divided by it.
         clip: what the gradient is multiplied by then, 0 or more; only then it is negated to maximize.
-        profile: whose arithmetic to follow bit for bit: "evermoe", or that of `torch.optim.AdamW`: "torch_cpu_fused"
+        arithmetic: whose operations to repeat bit for bit: "evermoe", or that of `torch.optim.AdamW`: "torch_cpu_fused"
             (x86), "torch_cuda_fused" or "torch_cuda_foreach" (the default on CUDA). `evermoe.replay.calibrate` finds
-            the profile of an optimizer.
+            the arithmetic of an optimizer.
         powers: `betas[0]**t` and `betas[1]**t` in float32, for "torch_cuda_fused" alone: as the trainer's GPU
             computes them, see `evermoe.replay.powers`.
 
     Returns:
-        float32 `[10]` on the CPU: profile (0 to 3 in the order above), loss_scale, clip (negative to maximize),
+        float32 `[10]` on the CPU: arithmetic (0 to 3 in the order above), loss_scale, clip (negative to maximize),
         1 - lr * weight_decay, 1 - beta1, 1 - beta2, beta2, lr / (1 - beta1**t), sqrt(1 - beta2**t), eps. With
         "torch_cuda_fused" the fourth is -(lr * weight_decay) and the fifth beta1.
 
     Raises:
-        ValueError: a number is out of its range, or the profile is not known.
+        ValueError: a number is out of its range, or the arithmetic is not known.
 
     Example: t = 1, lr = 0.5, betas (0.5, 0.75), eps = 0.25, weight_decay = 0.5: `[0, 1, 1, 0.75, 0.5, 0.25, 0.75, 1,
     0.5, 0.25]`.
@@ -64,7 +64,7 @@ def adamw_step(
         maximize=maximize,
         loss_scale=loss_scale,
         clip=clip,
-        profile=profile,
+        arithmetic=arithmetic,
         powers=powers,
     )
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
@@ -73,9 +73,9 @@ def adamw_step(
 def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
     """Apply steps of AdamW to `p`, `m` and `v` in place, in one pass over the memory.
 
-    The bits are the same on every CPU and GPU, whether the steps come in one call or in several. Those of the profile
-    "evermoe" equal those of `torch.optim.AdamW(fused=True)` on an x86 CPU where `p.numel()` is a multiple of 8; see
-    `src/cpu/adamw.rs` for the recipes. (Which NaN comes out is the processor's choice.)
+    The bits are the same on every CPU and GPU, whether the steps come in one call or in several. With the arithmetic
+    "evermoe" they equal those of `torch.optim.AdamW(fused=True)` on an x86 CPU where `p.numel()` is a multiple of 8;
+    see `src/cpu/adamw.rs` for the recipes. (Which NaN comes out is the processor's choice.)
 
     Args:
         p: parameters, float32, contiguous. Under "torch_cpu_fused" a whole parameter of
@@ -109,7 +109,7 @@ def sgd_step(
     maximize: bool = False,
     loss_scale: float = 1.0,
     clip: float = 1.0,
-    profile: str = "evermoe",
+    arithmetic: str = "evermoe",
 ) -> Tensor:
     """Compute the numbers of one step of SGD, rounded once: what `sgd_` needs beside the gradient.
 
@@ -123,15 +123,15 @@ def sgd_step(
         maximize: ascend rather than descend.
         loss_scale: what the loss was multiplied by; the gradient is divided by it.
         clip: what the gradient is multiplied by then, 0 or more; only then it is negated to maximize.
-        profile: whose arithmetic to follow bit for bit: "evermoe", or "torch_cpu_fused", that of
+        arithmetic: whose operations to repeat bit for bit: "evermoe", or "torch_cpu_fused", that of
             `torch.optim.SGD(fused=True)` on an x86 CPU, which differs in the last `numel % 8` elements.
 
     Returns:
-        float32 `[9]` on the CPU: profile (0 or 1), loss_scale, clip (negative to maximize), weight_decay, momentum,
+        float32 `[9]` on the CPU: arithmetic (0 or 1), loss_scale, clip (negative to maximize), weight_decay, momentum,
         1 - dampening, lr, is_first (0 or 1), nesterov (0 or 1).
 
     Raises:
-        ValueError: a number is out of its range, or the profile is not known.
+        ValueError: a number is out of its range, or the arithmetic is not known.
 
     Example: is_first = False, lr = 0.5, momentum = 0.5, weight_decay = 0.25: `[0, 1, 1, 0.25, 0.5, 1, 0.5, 0, 0]`.
     """
@@ -145,7 +145,7 @@ def sgd_step(
         maximize=maximize,
         loss_scale=loss_scale,
         clip=clip,
-        profile=profile,
+        arithmetic=arithmetic,
     )
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
@@ -153,9 +153,10 @@ def sgd_step(
 def sgd_(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], steps: Tensor) -> None:
     """Apply steps of SGD to `p` and its momentum buffer in place, in one pass over the memory.
 
-    The bits are the same on every CPU and GPU, whether the steps come in one call or in several. Those of the profile
-    "evermoe" equal those of `torch.optim.SGD` on an x86 CPU: of its `fused` variant where `p.numel()` is a multiple
-    of 8, of the others always; see `src/cpu/sgd.rs` for the recipe. (Which NaN comes out is the processor's choice.)
+    The bits are the same on every CPU and GPU, whether the steps come in one call or in several. With the arithmetic
+    "evermoe" they equal those of `torch.optim.SGD` on an x86 CPU: of its `fused` variant where `p.numel()` is a
+    multiple of 8, of the others always; see `src/cpu/sgd.rs` for the recipe. (Which NaN comes out
+    is the processor's choice.)
 
     Args:
         p: parameters, float32, contiguous, with one dimension or more. Under "torch_cpu_fused" a whole parameter of

@@ -36,7 +36,7 @@ class Preset(NamedTuple):
     """One line."""
     lagging: Lagging = "never"
     """Whether a recovery may take experts at older versions than the rest; if needed: only with copies."""
-    commits_late: bool = False
+    copies_late: bool = False
     """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
     per_expert_versions: bool = False
     """Whether each expert's snapshots have versions of their own."""
@@ -72,7 +72,7 @@ PRESETS: Mapping[PresetName, Preset] = {
     "gemini": Preset(
         "all", "gemini", ("snapshot", "persisted"), "mixed", None,
         "everything to host memory of a group of peers after each step, in chunks in idle network time (SOSP'23)",
-        commits_late=True,
+        copies_late=True,
     ),
     "pec": Preset(
         "load-aware", None, ("snapshot", "persisted"), "none", None,
@@ -82,7 +82,7 @@ PRESETS: Mapping[PresetName, Preset] = {
     "baft": Preset(
         "all", "baft", ("snapshot",), "previous_stage", None,
         "whole units to the previous pipeline stage, packed into bubbles that both ends have",
-        commits_late=True, for_pipelines=True,
+        copies_late=True, for_pipelines=True,
     ),
     "moetion": Preset(
         "budget", "moetion", ("replayed", "snapshot"), "training", None,

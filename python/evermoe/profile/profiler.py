@@ -249,8 +249,8 @@ class Profiler:
         Args:
             path: the file; it is replaced as a whole.
             plan: of `plan_chunks` with this rank's windows, to show its chunks.
-            windows: those to show, as `session.protection.window_planner.windows`; default: those of these steps.
-            sent: transfers to show, `session.protection.sent()` for example.
+            windows: those to show, as `session.windows`; default: those of these steps.
+            sent: transfers to show, `session.sent()` for example.
 
         Raises:
             ValueError: no step is over yet.

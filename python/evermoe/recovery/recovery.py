@@ -25,6 +25,7 @@ from evermoe.recovery.survey import ACTIVE, Holding, Inventory, Standing, Survey
 from evermoe.recovery.target import Target
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
 
 Phase = Callable[[str], None]
 """Is told the name of each phase as it begins: `fetch`, `verify`."""
@@ -84,7 +85,7 @@ class Recovery:
         while True:
             holdings = usable(inventories, self._refused)
             plan, may_lag = self._find_version(holdings)
-            self._note_newest(plan, holdings)
+            self._note_reached(plan, inventories, holdings)
             if plan.version is None and all(inventory.standing.patient for inventory in inventories):
                 raise UnitsMissing(f"{len(plan.lost)} units are in no member's memory: {', '.join(plan.lost[:4])}")
             on_disk = newest_checkpoint(inventories)
@@ -113,9 +114,15 @@ class Recovery:
         catalog = self.state.catalog
         return planning.recovery_plan(catalog.sizes(), holdings, needs, may_lag=catalog.experts() if may_lag else [])
 
-    def _note_newest(self, plan: RecoveryPlan, holdings: list[list[Holding]]) -> None:
-        newest = max((each.version for held in holdings for each in held), default=0)
-        self._outcome.newest = max(self._outcome.newest, newest if plan.version is None else plan.version)
+    def _note_reached(
+        self, plan: RecoveryPlan, inventories: Sequence[Inventory], holdings: list[list[Holding]]
+    ) -> None:
+        """Remembers how far training had come, as far as any member knows."""
+        copied = plan.version
+        if copied is None:
+            copied = max((each.version for held in holdings for each in held), default=0)
+        committed = [each.standing.committed for each in inventories]
+        self._outcome.reached = max(self._outcome.reached, step_of(copied), *committed)
 
     # ---- fetch
 

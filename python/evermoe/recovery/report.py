@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
-from evermoe.comm.courier import Listener
+from evermoe.events import Listener, Phase, Recovered
 from evermoe.placement import LayerPlacements
 from evermoe.state.version import step_of
 
@@ -18,8 +17,8 @@ class Outcome:
 
     version: int = 0
     """Version of the state that all members now hold."""
-    newest: int = 0
-    """The newest version that was whole, or where none was, of any unit: `version` unless something was lost."""
+    reached: int = 0
+    """Steps that members had reported as committed, or that copies have: those of `version` unless some were undone."""
     placement: LayerPlacements = field(default_factory=dict)
     fetched_bytes: int = 0
     """Received from peers, read from this node's memory or from disk."""
@@ -37,43 +36,38 @@ class Outcome:
 
 @dataclass
 class RecoveryReport:
-    """One recovery as this member saw it. Times are seconds, `started_at` is on the wall clock."""
+    """A recovery that is under way on this member. See `events.Recovered` for the fields."""
 
     started_at: float
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by phase: agree, rebuild, fetch, verify."""
     step: int = 0
-    """The step from which all resume."""
     steps_lost: int = 0
-    """Steps that had to be undone: 0 unless the newest copies were damaged or the job went back to a checkpoint."""
     members: int = 0
     lost_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens in the updates that were lost, by expert that was rolled back to an older copy than the rest."""
     plt: float = 0.0
-    """Portion of lost tokens of the run so far, averaged over layers."""
     reason: str = ""
     outcome: Outcome = field(default_factory=Outcome)
 
-    def fields(self) -> dict[str, Any]:
-        """What the event `recovered` tells: JSON-able."""
+    def event(self) -> Recovered:
+        """What is told when the recovery is over."""
         outcome = self.outcome
-        return {
-            "started_at": self.started_at,
-            "seconds": dict(self.seconds),
-            "step": self.step,
-            "steps_lost": self.steps_lost,
-            "members": self.members,
-            "reason": self.reason,
-            "fetched_bytes": outcome.fetched_bytes,
-            "fetched_units": outcome.fetched_units,
-            "sources": dict(outcome.sources),
-            "digests_checked": outcome.digests_checked,
-            "digests_mismatched": outcome.digests_mismatched,
-            "lost_units": list(outcome.lost_units),
-            "stale": {unit: step_of(version) for unit, version in outcome.stale.items()},
-            "lost_tokens": dict(self.lost_tokens),
-            "plt": self.plt,
-        }
+        return Recovered(
+            started_at=self.started_at,
+            seconds=dict(self.seconds),
+            step=self.step,
+            steps_lost=self.steps_lost,
+            members=self.members,
+            reason=self.reason,
+            fetched_bytes=outcome.fetched_bytes,
+            fetched_units=outcome.fetched_units,
+            sources=dict(outcome.sources),
+            digests_checked=outcome.digests_checked,
+            digests_mismatched=outcome.digests_mismatched,
+            lost_units=list(outcome.lost_units),
+            stale={unit: step_of(version) for unit, version in outcome.stale.items()},
+            lost_tokens=dict(self.lost_tokens),
+            plt=self.plt,
+        )
 
 
 class PhaseClock:
@@ -93,7 +87,7 @@ class PhaseClock:
         """Ends the running phase and begins this one."""
         self.stop()
         self._phase, self._since = phase, time.perf_counter()
-        self._emit("phase", {"phase": phase})
+        self._emit(Phase(phase))
 
     def stop(self) -> None:
         """Ends the running phase."""

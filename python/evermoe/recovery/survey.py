@@ -46,6 +46,8 @@ class Standing:
     """Factors of the load of experts that have lost tokens, by layer."""
     lagging: Lagging = "never"
     """Whether experts may be taken at older versions than the rest; `always`: where that spares the rest going back."""
+    committed: int = 0
+    """Steps that it has reported as committed."""
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Arithmetic:
 
     Attributes:
         rule: "adamw" or "sgd".
-        variant: the order of its roundings, the `profile` of `ops.adamw_step` or `ops.sgd_step`.
+        variant: the order of its roundings, the `arithmetic` of `ops.adamw_step` or `ops.sgd_step`.
     """
 
     rule: str
@@ -75,7 +75,7 @@ class Arithmetic:
         Raises:
             ValueError: an option is out of its range.
         """
-        shared: dict[str, Any] = {"loss_scale": loss_scale, "clip": clip, "profile": self.variant}
+        shared: dict[str, Any] = {"loss_scale": loss_scale, "clip": clip, "arithmetic": self.variant}
         shared |= {name: float(group[name]) for name in ("lr", "weight_decay")}
         shared["maximize"] = bool(group.get("maximize", False))
         if self.rule == "sgd":

@@ -65,7 +65,7 @@ class ReplayExchange:
         state: this member's units.
         kept: those that are replayed, the same list on all members.
         rank: this member.
-        profile: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
+        arithmetic: of the optimizer, from `evermoe.replay.calibrate`; None: only full states can be sent.
         log_bytes: bound of the replica's log, raised to what the largest gradient takes; None for as many gradients as
             are needed at a time.
         keeps_previous: `stored` also yields the step before the newest: other units are whole at that alone.

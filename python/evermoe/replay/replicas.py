@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from evermoe.comm.courier import Courier, Listener
+from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.comm.task import Task
 from evermoe.errors import NotReplayable
+from evermoe.events import Held, Listener
 from evermoe.keeper import Assignment, CopyOptions, Keeper
 from evermoe.replay.calibrate import Arithmetic, calibrate
 from evermoe.replay.exchange import ExchangeResult, ReplayExchange, can_replay
@@ -120,7 +121,7 @@ class Replicas(Keeper):
             rank,
             self._arithmetic,
             log_bytes=self._options.replay_log_bytes,
-            keeps_previous=assignment.commits_late,
+            keeps_previous=assignment.copies_late,
             device=self._options.replica_device,
         )
         self._now = _ReplicaSet(copies, assignment.generation)
@@ -163,7 +164,7 @@ class Replicas(Keeper):
         def exchange() -> ExchangeResult:
             exchanged = copies.exchange(self.courier, step, selected, only_states=only_states)
             if exchanged.held and not only_states:
-                self._emit("held", {"step": step})
+                self._emit(Held(step))
             return exchanged
 
         self._exchange = self.courier.submit(exchange)

@@ -44,16 +44,16 @@ class ChunkedCopy:
         chunk_bytes: a multiple of 4096.
         host: uint8 `[C, B]` on the CPU, contiguous: where the chunks should be, a part of shared memory for example.
             On CUDA it is page-locked for the life of this object. None for memory of its own.
-        slots: CUDA only: transfers (of one chunk, or of several of together 4 MiB) that may be on their way at once. As
-            many are held in device memory; with enough of them for all chunks, tensors are free as soon as they are
-            packed, and not only when the last chunk but one has reached the host.
+        staging: CUDA only: buffers in device memory, each for one transfer (of one chunk, or of several of together
+            4 MiB), so many of which may be on their way at once. With enough of them for all chunks, tensors are free
+            as soon as they are packed, and not only when the last chunk but one has reached the host.
 
     Attributes:
         chunks: uint8 `[C, B]` on the CPU. Changes until the transfer is done.
         hashes: int64 `[C, N]` on the CPU, of the blocks as they were made on the device of the tensors.
 
     Raises:
-        ValueError: tensors that cannot be copied like this, or a wrong `chunk_bytes`, `host` or `slots`.
+        ValueError: tensors that cannot be copied like this, or a wrong `chunk_bytes`, `host` or `staging`.
         RuntimeError: CUDA tensors with a build without kernels, or too little page-locked memory.
     """
 
@@ -61,14 +61,14 @@ class ChunkedCopy:
     hashes: Tensor
 
     def __init__(
-        self, tensors: Sequence[Tensor], chunk_bytes: int = 4 << 20, *, host: Tensor | None = None, slots: int = 3
+        self, tensors: Sequence[Tensor], chunk_bytes: int = 4 << 20, *, host: Tensor | None = None, staging: int = 3
     ) -> None:
         self._tensors = list(tensors)
         self._device = _check_tensors(self._tensors)
         shape = (num_chunks(self._tensors, chunk_bytes), chunk_bytes)
         if host is not None:
             _check_host(host, shape)
-        self._copier = None if self._device.type == "cpu" else self._open(chunk_bytes, host, slots)
+        self._copier = None if self._device.type == "cpu" else self._open(chunk_bytes, host, staging)
         if self._copier is None:
             self.chunks = torch.zeros(shape, dtype=torch.uint8, device="cpu") if host is None else host
             self.hashes = torch.zeros(shape[0], chunk_bytes // BLOCK_BYTES, dtype=torch.int64, device="cpu")
@@ -78,18 +78,18 @@ class ChunkedCopy:
             self.hashes = torch.from_numpy(self._copier.hashes()).view(shape[0], chunk_bytes // BLOCK_BYTES)
             self._wrong = torch.from_numpy(self._copier.wrong())
 
-    def _open(self, chunk_bytes: int, host: Tensor | None, slots: int) -> _native.ChunkCopier:
+    def _open(self, chunk_bytes: int, host: Tensor | None, staging: int) -> _native.ChunkCopier:
         if not ops.has_cuda_kernels():
             raise RuntimeError("tensors: got CUDA tensors, but this build of evermoe has no CUDA kernels")
         sizes = [tensor.nbytes for tensor in self._tensors]
-        workspace_bytes = _native.ChunkCopier.workspace_bytes(sizes, chunk_bytes, slots)
+        workspace_bytes = _native.ChunkCopier.workspace_bytes(sizes, chunk_bytes, staging)
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=self._device)
         return _native.ChunkCopier(
             self._device.index,
             self._stream(),
             [(tensor.data_ptr(), size) for tensor, size in zip(self._tensors, sizes, strict=True)],
             chunk_bytes,
-            slots,
+            staging,
             workspace.data_ptr(),
             None if host is None else host.view(-1).numpy(),
             (self._tensors, workspace, host),

@@ -9,9 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from evermoe._native import Capture
-from evermoe.comm.courier import Courier, Listener, Message
+from evermoe.comm.courier import Courier, Message
 from evermoe.comm.task import Task
 from evermoe.errors import CorruptCopy
+from evermoe.events import Chunk, Listener, Published
 from evermoe.snapshot.segments import Segment
 from evermoe.snapshot.store import BundleArena, SnapshotStore
 from evermoe.state.version import step_of
@@ -36,7 +37,7 @@ class SnapshotRound:
         version: int,
         courier: Courier,
         due: Collection[int] | None = None,
-        emit: Listener = lambda name, fields: None,
+        emit: Listener = lambda event: None,
     ) -> None:
         self.version = version
         self._emit = emit
@@ -99,7 +100,7 @@ class SnapshotRound:
 
     def _note_sent(self, nbytes: int) -> None:
         self._sent_bytes += nbytes
-        self._emit("chunk", {"step": step_of(self.version), "sent": self._sent_bytes, "total": self._total_bytes})
+        self._emit(Chunk(step_of(self.version), self._sent_bytes, self._total_bytes))
 
     def _read_units(self, kept: BundleArena) -> None:
         kept.index = kept.arena.begin(self.version)
@@ -132,5 +133,5 @@ class SnapshotRound:
             return False
         finally:
             self._courier.progress += 1
-        self._emit("published", {"step": step_of(self.version), "units": len(kept.bundle.units)})
+        self._emit(Published(step_of(self.version), len(kept.bundle.units)))
         return True

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from evermoe.comm.courier import Courier, Listener
+from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
+from evermoe.events import Listener
 from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
 from evermoe.planning.protection import UnitProtection
 from evermoe.snapshot.round import SnapshotRound
@@ -50,7 +51,7 @@ def _local_keepers(kept: UnitProtection, assignment: Assignment, nodes: Sequence
 
     Where others follow the state a step late, all must be able to go back by one: also after a loss of nodes.
     """
-    if not assignment.commits_late:
+    if not assignment.copies_late:
         return [kept.primary]
     keepers = {nodes[kept.primary]: kept.primary}
     for rank in assignment.active[kept.unit]:
@@ -86,7 +87,7 @@ class Snapshots(StateKeeper):
         self.courier = Courier(membership.background, self.pacer, "evermoe-snapshots", device=membership.device)
         policy = options.choices.schedule if options.copies else None
         self.window_planner = WindowPlanner(self.pacer, self.courier, store, membership, windows, policy)
-        self.commits_late = False
+        self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         self._round: SnapshotRound | None = None
         self._is_settled = False
@@ -106,7 +107,7 @@ class Snapshots(StateKeeper):
         Raises:
             OSError: the shared memory is too small.
         """
-        self.commits_late, self._generation = assignment.commits_late, assignment.generation
+        self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self._local_steps = self._options.local_every or 1
         if not self._options.copies:
             return
@@ -138,7 +139,7 @@ class Snapshots(StateKeeper):
     def restart(self, step: int) -> None:
         """Begins the next step: all copies are complete."""
         self._is_settled, self._newest_local = False, step
-        self.window_planner.restart(step, self.commits_late)
+        self.window_planner.restart(step, self.copies_late)
         self.pacer.begin_step()
         if self._options.copies:
             self._store.prune(self._generation)
@@ -147,13 +148,13 @@ class Snapshots(StateKeeper):
 
     def make_room(self, step: int) -> None:
         """One version at a time: waits for the one under way if another one is due."""
-        if self._round is not None and (self.commits_late or self._due_for_peers(step) or not self._sent):
+        if self._round is not None and (self.copies_late or self._due_for_peers(step) or not self._sent):
             self.pacer.hurry()
             self.wait()
 
     def before_vote(self, step: int) -> bool:
         """Waits for what must be safe by then; whether that is so."""
-        if self._round is not None and self.commits_late:
+        if self._round is not None and self.copies_late:
             return self.wait()
         if self._round is not None and not self._sent:  # no peer is waited for
             self._round.task.wait()
@@ -203,7 +204,7 @@ class Snapshots(StateKeeper):
         """Bundles of which a round should begin now; `choose` gives the experts for local snapshots."""
         if not self._sent and not self._local:
             return Due()
-        if self.commits_late:
+        if self.copies_late:
             return Due(bundles=None)
         sent = self._due_for_peers(step)
         if not sent and self._round is not None and not self._round.task.is_over_within(0):

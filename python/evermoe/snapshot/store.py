@@ -177,7 +177,7 @@ class SnapshotStore:
         """Page-locked chunks for tensors on a GPU, made once as long as the tensors stay where they are."""
         places = [tensor.data_ptr() for tensor in tensors]
         if kept.chunks is None or kept.chunks[0] != places:
-            kept.chunks = places, ChunkedCopy(tensors, slots=STAGING_CHUNKS)
+            kept.chunks = places, ChunkedCopy(tensors, staging=STAGING_CHUNKS)
         return kept.chunks[1]
 
     def stored(self) -> Iterator[SnapshotUnit]:
@@ -188,8 +188,14 @@ class SnapshotStore:
             except (CorruptCopy, FileNotFoundError):
                 continue  # torn by a crash while it was made, or pruned by a peer on this node
             for index, version in arena.versions():
+                try:
+                    digests = arena.digests(index)
+                except ValueError:
+                    continue  # overwritten meanwhile: its owner lives on this node
+                if (index, version) not in arena.versions():
+                    continue  # likewise, and the next version is complete already
                 data = torch.from_numpy(arena.buffer(index))
-                for (name, offset, nbytes), digest in zip(arena.units(), arena.digests(index), strict=True):
+                for (name, offset, nbytes), digest in zip(arena.units(), digests, strict=True):
                     yield SnapshotUnit(name, version, digest, data[offset : offset + nbytes])
 
     def prune(self, generation: int) -> None:

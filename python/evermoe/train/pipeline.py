@@ -86,27 +86,27 @@ class PipelineSession:
         on_record: Recorder = lambda event, commands: None,
         **options: Any,
     ) -> None:
-        self.options = PipelineConfig(**options)
+        self.config = PipelineConfig(**options)
         _check_devices(stage_module)
-        self.rank, self.size = self.options.rank, self.options.size
-        self.optimizer, self.state = optimizer, StageState(stage_module, optimizer, self.options.stage)
-        self.membership = self._new_membership()
-        node = self.membership.node
-        self.store = SnapshotStore(Path(self.options.memory_dir) / f"evermoe-{self.options.job}" / node, self.state)
-        self.group = self.membership.trainer_group
-        self._driver = PipelineDriver(self.options, optimizer, self.state, self.store, self.membership)
+        self.rank, self.size = self.config.rank, self.config.size
+        self.optimizer, self._state = optimizer, StageState(stage_module, optimizer, self.config.stage)
+        self._membership = self._new_membership()
+        node = self._membership.node
+        self._store = SnapshotStore(Path(self.config.memory_dir) / f"evermoe-{self.config.job}" / node, self._state)
+        self._group = self._membership.trainer_group
+        self._driver = PipelineDriver(self.config, optimizer, self._state, self._store, self._membership)
         self._torch_store: WatchedStore | None = None
         self._protocol = CommitProtocol(
             self._driver,
-            self.membership,
+            self._membership,
             members=self.size,
             is_fixed=True,
-            generation=self.store.newest_generation(),
+            generation=self._store.newest_generation(),
             on_record=on_record,
         )
 
     def _new_membership(self) -> Membership:
-        options = self.options
+        options = self.config
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
         shared = f"{options.copy_options().shared()}, {options.window_options().shared()}"
         return Membership(
@@ -159,9 +159,9 @@ class PipelineSession:
         finally:
             self._driver.end_vote()
         if self._driver.taken == before:
-            raise PeerLost(f"step {self.step} was not taken: {self.group.broken}")
+            raise PeerLost(f"step {self.step} was not taken: {self._group.broken}")
         self._driver.pace(self.step)
-        if self.group.broken is None:
+        if self._group.broken is None:
             self._protocol.look(ENDLESS)
         return self.step
 
@@ -203,22 +203,22 @@ class PipelineSession:
         """
         if not self._driver.seats:
             raise ValueError("PipelineSession: connecting() is for after recover(), as ranks meet there")
-        lost, limit = threading.Event(), timedelta(seconds=self.options.hang_limit)
+        lost, limit = threading.Event(), timedelta(seconds=self.config.hang_limit)
         watch = self._driver.watching = self._driver.courier.submit(functools.partial(self._watch, lost))
-        self._torch_store = WatchedStore(self.membership.store, lost, limit)
+        self._torch_store = WatchedStore(self._membership.store, lost, limit)
         try:
             with quick_groups(limit):
                 dist.init_process_group("gloo", store=self._torch_store, rank=self.rank, world_size=self.size)
                 yield
             self._all_connected(watch)
         except BaseException as error:
-            self.group.drop(f"torch's groups were not made: {error}")  # which the others see at once
+            self._group.drop(f"torch's groups were not made: {error}")  # which the others see at once
             raise
 
     def _watch(self, lost: threading.Event) -> None:
         """Ends with the next rank's message, or when that rank is lost or has dropped its groups. For the courier."""
         try:
-            message = self.membership.background.receive(torch.empty(1), (self.rank + 1) % self.size, CONNECTED)
+            message = self._membership.background.receive(torch.empty(1), (self.rank + 1) % self.size, CONNECTED)
             message.wait(UNLIMITED)
         except PeerLost:
             lost.set()
@@ -226,12 +226,12 @@ class PipelineSession:
 
     def _all_connected(self, watch: Task[None]) -> None:
         """The vote that torch's groups are there, on all ranks."""
-        background = self.membership.background
+        background = self._membership.background
         if background.broken is not None:
             raise PeerLost(f"a rank was lost while torch's groups were made: {background.broken}")
-        self.group.all_reduce(torch.zeros(1))
+        self._group.all_reduce(torch.zeros(1))
         background.send(torch.zeros(1), (self.rank - 1) % self.size, CONNECTED).wait()
-        if not self._driver.courier.wait(watch, self.group):
+        if not self._driver.courier.wait(watch, self._group):
             raise PeerLost(f"a rank was lost when torch's groups were made: {watch.lost}")
 
     def verify(self) -> tuple[int, list[str]]:
@@ -258,10 +258,10 @@ class PipelineSession:
         """The job is over here: waits until the copies of the last step are whole, and leaves."""
         self._driver.interrupt()
         with suppress(PeerLost):
-            self.group.all_reduce(torch.zeros(1))
-        self.membership.close()
+            self._group.all_reduce(torch.zeros(1))
+        self._membership.close()
         self._driver.end()
-        self.store.close(self.membership.id)
+        self._store.close(self._membership.id)
 
 
 def _check_devices(module: nn.Module) -> None:

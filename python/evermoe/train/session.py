@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from evermoe.comm.courier import Listener
+from evermoe.comm.courier import Sent
+from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import Identity, Membership
 from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import JobFinished, PeerLost
+from evermoe.events import Listener, Protocol, Recovered
+from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
-from evermoe.recovery.report import RecoveryReport
 from evermoe.sampler import ElasticSampler
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
@@ -49,13 +51,8 @@ class Session:
         optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.
-        on_event: called with (name, fields) for: begin, reduce, send, confirm, vote, update, copy, commit (a step that
-            no failure covered by the preset can undo, which is known at the next vote), lost, phase, arranged,
-            recovered, checkpoint, verified, protocol (what the commit protocol was told and said, as JSON). For
-            progress displays and tests; it must not block. Three more come from other threads, and name the step whose
-            state they are about: chunk (a part of a snapshot was sent; `sent` of `total` bytes so far), published (a
-            version of some units came from a peer whole, and is visible now), held (others' gradients for the next step
-            are logged, provisional until the vote passes).
+        on_event: called with each event, a dataclass of `evermoe.events`, for progress displays and tests. It must not
+            block or raise. `Chunk`, `Published` and `Held` come from other threads.
         options: fields of `SessionConfig`.
 
     Raises:
@@ -69,35 +66,34 @@ class Session:
         sampler: ElasticSampler,
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-        on_event: Listener = lambda name, fields: None,
+        on_event: Listener = lambda event: None,
         **options: Any,
     ) -> None:
         self.config = with_environment(SessionConfig(**options))
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
-        self.state = TrainingState(model, optimizer)
+        self._state = TrainingState(model, optimizer)
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node = self.config.node or socket.gethostname()
         memory = Path(self.config.memory_dir or "/dev/shm")
-        self.store = SnapshotStore(memory / f"evermoe-{job}" / node, self.state)
-        self.store.check_model()
+        self._store = SnapshotStore(memory / f"evermoe-{job}" / node, self._state)
+        self._store.check_model()
         self._lighthouse: Any = None
-        self.membership = self._new_membership(job, node)
-        self.group = self.membership.trainer_group
-        """The members that train; `membership.everyone` has replica nodes, too."""
-        for layer in self.state.layers.values():
+        self._membership = self._new_membership(job, node)
+        self.group = self._membership.trainer_group
+        """The members that train: its `rank` and `size` change with them."""
+        for layer in self._state.layers.values():
             layer.group = self.group
-        self.protection = Protection(self.state, self.store, self.membership, self.config, on_event)
-        """What protects the state."""
+        self._protection = Protection(self._state, self._store, self._membership, self.config, on_event)
         script = Script(model, optimizer, sampler, scheduler)
-        self._driver = SessionDriver(script, self.state, self.membership, self.protection, self.config, on_event)
+        self._driver = SessionDriver(script, self._state, self._membership, self._protection, self.config, on_event)
         self._protocol = CommitProtocol(
             self._driver,
-            self.membership,
+            self._membership,
             members=self.config.members or 1,
             join_every=self.config.join_every,
             rebalance_every=self.config.rebalance_every,
-            generation=self.store.newest_generation(),
-            on_record=lambda said, commands: on_event("protocol", {"said": said, "commands": commands}),
+            generation=self._store.newest_generation(),
+            on_record=lambda said, commands: on_event(Protocol(said, commands)),
         )
         self._left = False
 
@@ -108,7 +104,7 @@ class Session:
         return Membership(
             self.config,
             lighthouse=lighthouse,
-            identity=Identity(job, self.state.catalog.layout, self.config.shared()),
+            identity=Identity(job, self._state.catalog.layout, self.config.shared()),
             node=node,
             device=next(self.model.parameters()).device,
         )
@@ -131,12 +127,26 @@ class Session:
     @property
     def copied_step(self) -> int:
         """Steps that no failure which the preset covers can undo; -1 before the first copies."""
-        return self._driver.copied_step
+        return self._driver.committed if self.config.copies else -1
 
     @property
-    def reports(self) -> list[RecoveryReport]:
+    def reports(self) -> list[Recovered]:
         """Recoveries so far, as this member saw them."""
         return self._driver.reports
+
+    @property
+    def generation(self) -> int:
+        """Number of the membership: it grows when members change."""
+        return self._membership.generation
+
+    @property
+    def windows(self) -> Windows | None:
+        """Idle windows of this member's network, as the latest profiled steps had them; None before those."""
+        return self._protection.window_planner.windows
+
+    def sent(self) -> list[Sent]:
+        """The latest transfers of copies, for `Profiler.write_trace`."""
+        return self._protection.sent()
 
     # ---- the loop
 
@@ -218,13 +228,13 @@ class Session:
                 "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
             )
 
-    def trace(self, path: str | Path) -> None:
+    def write_trace(self, path: str | Path) -> None:
         """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.
 
         Raises:
             ValueError: no step was profiled yet.
         """
-        self.protection.write_trace(path)
+        self._protection.write_trace(path)
 
     def close(self) -> None:
         """Leaves the job and removes this member's shared memory.
@@ -233,13 +243,16 @@ class Session:
         job: its memory stays for the processes that resume with it, until this is called.
         """
         self._leave()
-        self.store.close(self.membership.id)
+        self._store.close(self._membership.id)
 
     def _leave(self) -> None:
         if not self._left:
             self._left = True
-            self.membership.close()
-            self.protection.close()
+            self._membership.close()
+            self._protection.close()
+            if self.group.size == 1:  # this member has all experts: the model goes on working without a session
+                for layer in self._state.layers.values():
+                    layer.group = Group()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from evermoe.comm.collectives import complete_gradients, reduce_dense
-from evermoe.comm.courier import Listener
 from evermoe.comm.membership import Membership
 from evermoe.comm.vote import Ballot
 from evermoe.config import SessionConfig
 from evermoe.errors import PeerLost
+from evermoe.events import Begin, Checkpoint, Commit, Copy, Listener, Reduce, Update, Verified, Vote
 from evermoe.protection import Protection
 from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
@@ -70,7 +70,7 @@ class SessionDriver(RecoveryDriver):
         self._script.model.zero_grad(set_to_none=True)
         self._state.expert_load.forget_step()
         self._protection.begin_step()
-        self._emit("begin", {"step": step.number})
+        self._emit(Begin(step.number))
 
     def finish_step(self, step: Step) -> Ballot:
         """All gradients of this member are computed: reduces them, and waits for what must be safe before the vote.
@@ -78,14 +78,14 @@ class SessionDriver(RecoveryDriver):
         Raises:
             PeerLost: a member is gone.
         """
-        self._emit("reduce", {"step": step.number})
+        self._emit(Reduce(step.number))
         weights = [layer.weights for layer in self._state.layers.values()]
         complete_gradients([*self._state.dense, *weights], self._group)
         self._protection.begin_exchange(step.number + 1)
         reduce_dense(self._state.dense, self._group)
         self._reducer.reduce(gradients.of_experts(self._state), self._group)
         is_whole, asked = self._protection.finish(step.number + 1)
-        self._emit("vote", {"step": step.number})
+        self._emit(Vote(step.number))
         assert step.loss is not None
         is_clipped = self._config.max_grad_norm is not None
         squares = gradients.squares(self._state, self._group.rank) if is_clipped else 0.0
@@ -98,7 +98,7 @@ class SessionDriver(RecoveryDriver):
         self._clock.stop()
         self._protection.begin_step()
         is_whole, asked = self._protection.finish(number + 1)
-        self._emit("vote", {"step": number})
+        self._emit(Vote(number))
         return Ballot(float(is_whole), 0.0, 0.0, float(asked), *self._protection.measures())
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
@@ -107,9 +107,9 @@ class SessionDriver(RecoveryDriver):
             self._update(after, sums)
             self._note_commit(before, after)
             return
-        self._emit("update", {"step": step_of(before)})
+        self._emit(Update(step_of(before)))
         self._update(after, sums)
-        self._emit("copy", {"step": step_of(after)})
+        self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
         self.taken += 1
         self._note_commit(before, after)
@@ -118,8 +118,7 @@ class SessionDriver(RecoveryDriver):
     def _note_commit(self, before: int, after: int) -> None:
         """Keeps what is reported of a step until it is committed."""
         members, generation = self._membership.num_trainers, generation_of(after)
-        event = {"step": step_of(before), "loss": self.loss, "members": members, "generation": generation}
-        self._commit_events[step_of(before)] = event
+        self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation)
 
     def _update(self, version: int, sums: Ballot) -> None:
         self.loss, self._step = sums.loss, step_of(version)
@@ -146,8 +145,8 @@ class SessionDriver(RecoveryDriver):
 
     def commit(self, step: int) -> None:
         """Reports a step that no failure covered by the preset can undo."""
-        self.copied_step = step + 1 if self._config.copies else -1
-        self._emit("commit", self._commit_events.pop(step))
+        self.committed = step + 1
+        self._emit(self._commit_events.pop(step))
 
     def _save_progress(self) -> None:
         script = self._script
@@ -166,7 +165,7 @@ class SessionDriver(RecoveryDriver):
 
     def _checkpoint(self, version: int) -> None:
         path = self._checkpointer.write(version)
-        self._emit("checkpoint", {"step": step_of(version), "path": str(path)})
+        self._emit(Checkpoint(step_of(version), str(path)))
 
     def settle(self) -> Event:
         """Waits for the copies of the last step, which no vote follows."""
@@ -183,7 +182,7 @@ class SessionDriver(RecoveryDriver):
             warnings.warn(
                 f"replicas or copies differ at step {step_of(version)}: {', '.join(differing[:8])}", stacklevel=6
             )
-        self._emit("verified", {"digests_checked": checked, "digests_mismatched": len(differing), "units": differing})
+        self._emit(Verified(checked, len(differing), differing))
         self._membership.everyone.all_reduce(torch.ones(1))
         return {"event": "parted"}
 

@@ -7,16 +7,16 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from evermoe.comm.collectives import ExpertReducer
-from evermoe.comm.courier import Listener
 from evermoe.comm.membership import Membership
 from evermoe.config import SessionConfig
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
+from evermoe.events import Commit, Copy, Listener, Lost, Recovered
 from evermoe.persist.checkpoint import Checkpointer
 from evermoe.placement import should_rebalance
 from evermoe.protection import Protection
@@ -74,11 +74,12 @@ class RecoveryDriver(Driver):
         self._trains = config.role == "train"
         self._checkpointer = Checkpointer(config, state, self._group)
         self._reducer = ExpertReducer([], [], 0)
-        self.reports: list[RecoveryReport] = []
-        self.copied_step = -1
+        self.reports: list[Recovered] = []
+        self.committed = -1
+        """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
         self.has_step = False
         """Whether the protocol waits for a step of the script."""
-        self._commit_events: dict[int, dict[str, Any]] = {}
+        self._commit_events: dict[int, Commit] = {}
         """What is reported of a step once it is committed."""
         self._report: RecoveryReport | None = None
         """The recovery that is under way, from the question to the Lighthouse on."""
@@ -102,7 +103,7 @@ class RecoveryDriver(Driver):
         self._report = RecoveryReport(time.time(), reason=broken or "a look for new members")
         self._clock = PhaseClock(self._report.seconds, self._emit)
         if broken:
-            self._emit("lost", {"step": self._step, "reason": broken})
+            self._emit(Lost(self._step, broken))
         self._clock.enter("agree")
 
     def waiting(self) -> None:
@@ -180,7 +181,7 @@ class RecoveryDriver(Driver):
         """Plans who keeps copies of what, and makes all of them."""
         self._step = step_of(version)
         self._protection.replan(generation, self._membership.id)
-        self._emit("copy", {"step": self._step})
+        self._emit(Copy(self._step))
         self._protection.protect(version)
         self._state.retained.release()
         return {"event": "protected"}
@@ -190,15 +191,15 @@ class RecoveryDriver(Driver):
         report, self._missing_since = self._report_now(), math.inf
         self._commit_events.clear()
         step = step_of(version)
-        self.copied_step = step if self._config.copies else -1
+        self.committed = step
         self._clock.stop()
         report.step, report.members = step, self._membership.num_trainers
         if step and not self._was_established and self._group.rank == 0:
             logger.warning("job %s goes on from step %d", self._membership.identity.job, step)
-        report.steps_lost = max(0, step_of(report.outcome.newest) - step)
-        self.reports.append(report)
+        report.steps_lost = max(0, report.outcome.reached - step)
+        self.reports.append(report.event())
         self._report = None
-        self._emit("recovered", report.fields())
+        self._emit(self.reports[-1])
 
     def _recovery(self, version: int, *, established: bool, saw_running: bool) -> Recovery:
         membership, limit = self._membership, self._config.rejoin_limit
@@ -209,6 +210,7 @@ class RecoveryDriver(Driver):
             patient=limit > 0 and time.monotonic() < self._missing_since + limit,
             boosts=self._protection.ledger.boosted(),
             lagging=self._protection.lagging,
+            committed=max(0, self.committed),
         )
         nodes = membership.nodes[: membership.num_trainers]
         target = ExpertTarget(self._state, membership.everyone, nodes, self._config, self._config.checkpoint_dir)

@@ -68,18 +68,19 @@ def test_demo_refuses_what_cannot_work(tmp_path, flags, message):
 SCRIPT = """
 import os, signal, sys
 import torch, evermoe
+from evermoe import events
 
 layer = evermoe.MoE(8, 16, 4, top_k=1)
 optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
 data = torch.randn(100, 3, 8)
 first = not os.path.exists("crashed")
 
-def on_event(name, fields):
-    if name == "vote" and fields["step"] == 4 and first and os.environ["LOCAL_RANK"] == sys.argv[1]:
+def on_event(event):
+    if isinstance(event, events.Vote) and event.step == 4 and first and os.environ["LOCAL_RANK"] == sys.argv[1]:
         open("crashed", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
-    if name == "recovered" and fields["step"] >= 4:
-        print("sources", fields["sources"], flush=True)
+    if isinstance(event, events.Recovered) and event.step >= 4:
+        print("sources", event.sources, flush=True)
 
 session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), on_event=on_event, hang_limit=10)
 for step in session.steps(8):

@@ -17,12 +17,12 @@ SGD = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.2}
 
 
 def table(steps, gradients):
-    """The kernels' last argument: the numbers of each step, its kind of gradient, profile and address."""
+    """The kernels' last argument: the numbers of each step, its kind of gradient, arithmetic and address."""
     packed = b""
-    for (profile, *numbers), gradient in zip(steps.tolist(), gradients, strict=True):
+    for (arithmetic, *numbers), gradient in zip(steps.tolist(), gradients, strict=True):
         kind, address = (0, 0) if gradient is None else (KINDS[gradient.dtype], gradient.data_ptr())
         filled = numbers + [0.0] * (9 - len(numbers))
-        packed += struct.pack("<9fHHQ", *filled, kind, int(profile), address)
+        packed += struct.pack("<9fHHQ", *filled, kind, int(arithmetic), address)
     return packed.ljust(MAX_STEPS * STEP_BYTES, b"\0")
 
 
@@ -51,38 +51,40 @@ def check(kernels, name, op, state, gradients, steps, *more):
 
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
-@pytest.mark.parametrize("profile", ["evermoe", "torch_cpu_fused", "torch_cuda_fused", "torch_cuda_foreach"])
-def test_adamw(kernels, profile, size, per_thread):
+@pytest.mark.parametrize("arithmetic", ["evermoe", "torch_cpu_fused", "torch_cuda_fused", "torch_cuda_foreach"])
+def test_adamw(kernels, arithmetic, size, per_thread):
     gradients, states = draw(size)
     rows = []
     for t, options in enumerate([ADAMW, ADAMW, ADAMW | {"weight_decay": 0.0}, ADAMW | {"lr": 0.0}, OTHER_END], start=1):
-        powers = tuple(beta**t for beta in options["betas"]) if profile == "torch_cuda_fused" else None
-        rows.append(ops.adamw_step(t=t, profile=profile, powers=powers, **options))
+        powers = tuple(beta**t for beta in options["betas"]) if arithmetic == "torch_cuda_fused" else None
+        rows.append(ops.adamw_step(t=t, arithmetic=arithmetic, powers=powers, **options))
     for state in states:
         check(kernels, f"adamw_{per_thread}", ops.adamw_, state, gradients, torch.stack(rows))
 
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
-@pytest.mark.parametrize("profile", ["evermoe", "torch_cpu_fused"])
-def test_sgd(kernels, profile, size, per_thread):
+@pytest.mark.parametrize("arithmetic", ["evermoe", "torch_cpu_fused"])
+def test_sgd(kernels, arithmetic, size, per_thread):
     gradients, states = draw(size)
     later = [SGD | {"nesterov": True}, SGD | {"dampening": 0.4}, SGD | {"weight_decay": 0.0, "momentum": 0.0}]
     later.append(SGD | {"maximize": True, "loss_scale": 3.0, "clip": 0.7})
-    rows = [ops.sgd_step(is_first=True, profile=profile, **SGD)]
-    rows += [ops.sgd_step(is_first=False, profile=profile, **options) for options in later]
+    rows = [ops.sgd_step(is_first=True, arithmetic=arithmetic, **SGD)]
+    rows += [ops.sgd_step(is_first=False, arithmetic=arithmetic, **options) for options in later]
     for state in states:
         check(kernels, f"sgd_{per_thread}", ops.sgd_, state[:2], gradients, torch.stack(rows), 1)
-    rows = [ops.sgd_step(is_first=False, profile=profile, **options | {"momentum": 0.0}) for options in [SGD] * 5]
+    rows = [ops.sgd_step(is_first=False, arithmetic=arithmetic, **options | {"momentum": 0.0}) for options in [SGD] * 5]
     for state in states:
         check(kernels, f"sgd_{per_thread}", ops.sgd_, state[:1], gradients, torch.stack(rows), 0)
 
 
-def test_profiles_of_one_batch_may_differ(kernels):
+def test_arithmetics_of_one_batch_may_differ(kernels):
     gradients, states = draw(71)
-    profiles = ["torch_cpu_fused", "evermoe", "torch_cuda_foreach", "torch_cuda_fused", "torch_cpu_fused"]
+    arithmetics = ["torch_cpu_fused", "evermoe", "torch_cuda_foreach", "torch_cuda_fused", "torch_cpu_fused"]
     rows = [
-        ops.adamw_step(t=1, profile=profile, powers=(0.9, 0.97) if profile == "torch_cuda_fused" else None, **ADAMW)
-        for profile in profiles
+        ops.adamw_step(
+            t=1, arithmetic=arithmetic, powers=(0.9, 0.97) if arithmetic == "torch_cuda_fused" else None, **ADAMW
+        )
+        for arithmetic in arithmetics
     ]
     check(kernels, "adamw_4", ops.adamw_, states[0], gradients, torch.stack(rows))
 

@@ -48,9 +48,9 @@ def numbers(settings, steps, **more):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("profile", "sizes"), [("evermoe", (8, 4096 + 8, 70_000)), ("torch_cpu_fused", (1, 7, 71, 2048 + 5, 70_003))]
+    ("arithmetic", "sizes"), [("evermoe", (8, 4096 + 8, 70_000)), ("torch_cpu_fused", (1, 7, 71, 2048 + 5, 70_003))]
 )
-def test_equals_torch_bit_for_bit(settings, kind, profile, sizes, device):
+def test_equals_torch_bit_for_bit(settings, kind, arithmetic, sizes, device):
     random = torch.Generator().manual_seed(0)
     for size in sizes:
         start = normal(size, random)
@@ -58,7 +58,7 @@ def test_equals_torch_bit_for_bit(settings, kind, profile, sizes, device):
         for t in range(1, 31):
             gradient = KINDS[kind](size, random)
             theirs.step(gradient)
-            ops.adamw_(*ours, [gradient.to(device)], numbers(settings, [t], profile=profile))
+            ops.adamw_(*ours, [gradient.to(device)], numbers(settings, [t], arithmetic=arithmetic))
             assert theirs.equals(ours), (size, t)
 
 
@@ -237,7 +237,7 @@ def test_refusals_say_what_was_expected_and_change_nothing(index, device):
         ("weight_decay", float("inf")),
         ("loss_scale", 0.0),
         ("clip", -1.0),
-        ("profile", "torch_fused"),
+        ("arithmetic", "torch_fused"),
         ("powers", (0.9, 0.999)),
     ],
 )
@@ -249,7 +249,7 @@ def test_numbers_out_of_range_are_named(name, value):
 @pytest.mark.parametrize("wrong", [None, (1.0, 0.5), (0.95, 0.5), (-0.1, 0.5)])
 def test_powers_are_asked_for_where_they_are_needed(wrong):
     with pytest.raises(ValueError, match="powers: expected beta"):
-        ops.adamw_step(t=1, profile="torch_cuda_fused", powers=wrong, **STEP)
+        ops.adamw_step(t=1, arithmetic="torch_cuda_fused", powers=wrong, **STEP)
 
 
 @pytest.mark.gpu
@@ -261,7 +261,7 @@ def test_equals_torch_on_cuda_bit_for_bit(settings, kind, variant):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     random = torch.Generator().manual_seed(0)
-    profile = f"torch_cuda_{variant}"
+    arithmetic = f"torch_cuda_{variant}"
     for size in (1, 71, 70_003):
         start = normal(size, random)
         theirs = torch.nn.Parameter(start.cuda())
@@ -275,7 +275,7 @@ def test_equals_torch_on_cuda_bit_for_bit(settings, kind, variant):
             optimizer.step()
             given = {"powers": powers(settings["betas"], t, "cuda")} if variant == "fused" else {}
             for where, ours in states.items():
-                ops.adamw_(*ours, [gradient.to(where)], numbers(settings, [t], profile=profile, **given))
+                ops.adamw_(*ours, [gradient.to(where)], numbers(settings, [t], arithmetic=arithmetic, **given))
         moments = optimizer.state[theirs]
         for ours in states.values():
             for one, two in zip(ours, (theirs.detach(), moments["exp_avg"], moments["exp_avg_sq"]), strict=True):

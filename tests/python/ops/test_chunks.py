@@ -215,10 +215,10 @@ def test_torch_knows_the_ops():
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("chunk_bytes", "slots"), [(BLOCK, 1), (BLOCK, 2), (1 << 18, 3), (8 << 20, 2)])
-def test_save_and_restore(device, sizes, chunk_bytes, slots):
+@pytest.mark.parametrize(("chunk_bytes", "staging"), [(BLOCK, 1), (BLOCK, 2), (1 << 18, 3), (8 << 20, 2)])
+def test_save_and_restore(device, sizes, chunk_bytes, staging):
     tensors = make(SIZES[sizes], device)
-    copy = chunked_copy.ChunkedCopy(tensors, chunk_bytes, slots=slots)
+    copy = chunked_copy.ChunkedCopy(tensors, chunk_bytes, staging=staging)
     for seed in (1, 2):
         for tensor, other in zip(tensors, make(SIZES[sizes], device, seed), strict=True):
             tensor.copy_(other)
@@ -354,13 +354,13 @@ def test_a_capture_does_not_wait_for_what_the_stream_is_given_later(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("slots", [1, 3, 100])
-def test_values_are_those_before_release(slots):
+@pytest.mark.parametrize("staging", [1, 3, 100])
+def test_values_are_those_before_release(staging):
     """The source is overwritten on torch's stream right behind `release`, time and again, without waiting."""
     if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
         pytest.skip("no CUDA device, or no kernels in this build")
     tensors = [torch.zeros(size, device="cuda") for size in (5 << 20, 1, 3 << 20, 1001)]
-    copy = chunked_copy.ChunkedCopy(tensors, 1 << 20, slots=slots)
+    copy = chunked_copy.ChunkedCopy(tensors, 1 << 20, staging=staging)
     for step in range(20):
         torch._foreach_zero_(tensors)
         torch._foreach_add_(tensors, float(step))

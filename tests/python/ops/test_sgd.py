@@ -51,7 +51,7 @@ def numbers(settings, firsts, **more):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("variant", "profile", "sizes"),
+    ("variant", "arithmetic", "sizes"),
     [
         ({"fused": True}, "evermoe", (8, 4096 + 8, 70_000)),
         ({"fused": True}, "torch_cpu_fused", (1, 7, 71, 2048 + 5, 70_003)),
@@ -59,7 +59,7 @@ def numbers(settings, firsts, **more):
         ({"foreach": False}, "evermoe", (1, 71, 4099)),
     ],
 )
-def test_equals_torch_bit_for_bit(settings, kind, variant, profile, sizes, device):
+def test_equals_torch_bit_for_bit(settings, kind, variant, arithmetic, sizes, device):
     random = torch.Generator().manual_seed(0)
     for size in sizes:
         start = normal(size, random)
@@ -67,7 +67,7 @@ def test_equals_torch_bit_for_bit(settings, kind, variant, profile, sizes, devic
         for t in range(20):
             gradient = KINDS[kind](size, random)
             theirs.step(gradient)
-            ops.sgd_(*ours, [gradient.to(device)], numbers(settings, [t == 0], profile=profile))
+            ops.sgd_(*ours, [gradient.to(device)], numbers(settings, [t == 0], arithmetic=arithmetic))
             assert theirs.equals(*ours), (size, t)
 
 
@@ -86,7 +86,7 @@ def test_equals_torch_over_a_thousand_steps(settings, device):
             gradient = torch.zeros(523) if t % 7 == 0 else next(kinds)(523, random)
             theirs.step(gradient)
             gradients.append(None if t % 7 == 0 else gradient.to(device))
-            rows.append(numbers(settings | {"lr": rate}, [t == 1], profile="torch_cpu_fused")[0])
+            rows.append(numbers(settings | {"lr": rate}, [t == 1], arithmetic="torch_cpu_fused")[0])
         ops.sgd_(*ours, gradients, torch.stack(rows))
         assert theirs.equals(*ours), first
 
@@ -100,7 +100,7 @@ def test_batched_steps_equal_single_steps(size, settings, device):
     gradients = [normal(size, random).to(device) for _ in range(11)]
     gradients[3], gradients[10], gradients[5] = None, None, gradients[5].bfloat16()
     steps = numbers(settings, [t == 0 for t in range(11)])
-    steps[4] = numbers(settings, [False], loss_scale=1024.0, clip=0.3, profile="torch_cpu_fused")[0]
+    steps[4] = numbers(settings, [False], loss_scale=1024.0, clip=0.3, arithmetic="torch_cpu_fused")[0]
     ops.sgd_(*at_once, gradients, steps)
     for gradient, step in zip(gradients, steps, strict=True):
         ops.sgd_(*one_by_one, [gradient], step[None])
@@ -150,7 +150,7 @@ def refusals(device):
     gradient, steps = torch.ones_like(p), numbers(SETTINGS["momentum"], [True])
     wrong = steps.clone()
     wrong[0, 7] = 0.5
-    adamw = ops.adamw_step(t=1, lr=1.0, profile="torch_cuda_foreach")[None, :9]
+    adamw = ops.adamw_step(t=1, lr=1.0, arithmetic="torch_cuda_foreach")[None, :9]
     yield "p: expected float32 of shape", lambda: ops.sgd_(p.double(), buffer, [gradient], steps)
     yield r"buffer: expected float32 of shape \[4, 6\]", lambda: ops.sgd_(p, buffer[:3], [None], steps)
     yield "buffer: expected one for a step with momentum 0.9, got None", lambda: ops.sgd_(p, None, [None], steps)
@@ -159,7 +159,7 @@ def refusals(device):
     yield "gradients: expected float32 or bfloat16", lambda: ops.sgd_(p, buffer, [gradient.half()], steps)
     yield r"steps: expected float32 of shape \[2, 9\]", lambda: ops.sgd_(p, buffer, [None, None], steps)
     yield "steps: expected 0 or 1 for is_first", lambda: ops.sgd_(p, buffer, [None], wrong)
-    yield "steps: expected rows that begin with the number of a profile", lambda: ops.sgd_(p, buffer, [None], adamw)
+    yield "steps: expected rows that begin with the number of an arithmetic", lambda: ops.sgd_(p, buffer, [None], adamw)
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -179,7 +179,7 @@ def test_refusals_say_what_was_expected_and_change_nothing(index, device):
         ("nesterov", True),
         ("loss_scale", 0.0),
         ("clip", -1.0),
-        ("profile", "torch_cuda_fused"),
+        ("arithmetic", "torch_cuda_fused"),
     ],
 )
 def test_numbers_out_of_range_are_named(name, value):

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from evermoe import CorruptCopy, ElasticSampler, Session, load_weights
 from evermoe.comm.group import Group
+from evermoe.events import Checkpoint, Recovered
 from evermoe.persist import checkpoint
 from evermoe.persist.manifest import find, read_manifest
 from support.models import digests, everyone, make
@@ -154,7 +155,7 @@ def run(tmp_path, job, until, **options):
         model,
         optimizer,
         ElasticSampler(SAMPLES, 4),
-        on_event=lambda name, fields: events.append((name, fields)),
+        on_event=events.append,
         job=job,
         memory_dir=str(tmp_path / "memory"),
         checkpoint_dir=tmp_path / "saved",
@@ -167,13 +168,13 @@ def run(tmp_path, job, until, **options):
 
 
 def recovered_steps(events):
-    return [fields["step"] for name, fields in events if name == "recovered"]
+    return [event.step for event in events if isinstance(event, Recovered)]
 
 
 def test_session_writes_when_due_and_at_the_end(tmp_path):
     (tmp_path / "memory").mkdir()
     _, events = run(tmp_path, "due", 7, checkpoint_every=2)
-    assert [fields["step"] for name, fields in events if name == "checkpoint"] == [2, 4, 6, 7]
+    assert [event.step for event in events if isinstance(event, Checkpoint)] == [2, 4, 6, 7]
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step-00000006", "step-00000007"]
 
 
@@ -183,7 +184,7 @@ def test_session_falls_back_to_the_older_checkpoint(tmp_path):
     damage(tmp_path / "saved" / "step-00000006" / "units-0.safetensors")
     again, events = run(tmp_path, "second", 6)
     assert recovered_steps(events) == [3]
-    assert digests(again.state) == digests(straight.state)
+    assert digests(again._state) == digests(straight._state)
 
 
 def test_session_says_when_no_checkpoint_is_left(tmp_path):

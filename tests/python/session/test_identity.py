@@ -48,7 +48,7 @@ def test_versions_grow_when_a_new_job_goes_on_from_an_old_checkpoint(tmp_path, m
 
 
 def is_durable(session, folder):
-    found = find_persisted(folder / "persisted", session.state.catalog.layout)
+    found = find_persisted(folder / "persisted", session._state.catalog.layout)
     return any((each.unit, each.version) == ("session", session.version) for each in found)
 
 
@@ -65,7 +65,7 @@ def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tm
             wait_until(lambda: is_durable(session, tmp_path / "saved"), "what is saved of step 3 is durable")
             break
     again = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_copy=1, **options)
-    seen, count_losses = [], again.protection.count_losses
+    seen, count_losses = [], again._protection.count_losses
 
     def lose_a_peer(stale, *arguments):
         seen.append((again.version, dict(stale)))
@@ -73,7 +73,7 @@ def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tm
             raise PeerLost("asked for")
         return count_losses(stale, *arguments)
 
-    monkeypatch.setattr(again.protection, "count_losses", lose_a_peer)
+    monkeypatch.setattr(again._protection, "count_losses", lose_a_peer)
     next(again.steps(4))
     assert (again.step, len(seen)) == (3, 2)
     assert seen[0][1], "with one expert saved at a step, most are older"
@@ -91,12 +91,12 @@ def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path)
         session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), job=f"job{seed}", **options)
         next(session.steps(3))
         mine = {
-            unit: torch.empty(session.state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
-            for unit in session.state.held()
+            unit: torch.empty(session._state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
+            for unit in session._state.held()
         }
         for unit, data in mine.items():
-            session.state.read(unit, data)
-        saved = {stored.unit: stored.data for stored, kind in session.protection.stored() if kind == "persisted"}
+            session._state.read(unit, data)
+        saved = {stored.unit: stored.data for stored, kind in session._protection.stored() if kind == "persisted"}
         assert saved.keys() == mine.keys()
         assert all(torch.equal(saved[unit], data) for unit, data in mine.items())
         session.close()
@@ -201,6 +201,12 @@ def test_evaluation_ends_early_when_a_peer_is_lost_and_training_goes_on(tmp_path
     assert seen == [(False, False)] * 3
     assert session.step == 3
     assert len(session.reports) == 2
+
+
+def test_model_of_one_member_works_after_its_session(tmp_path):
+    layer, optimizer = make_layer()
+    run_alone(layer, optimizer, 2, memory_dir=str(tmp_path))
+    assert layer(torch.randn(5, 8)).shape == (5, 8)
 
 
 def test_session_that_has_left_says_so(tmp_path):

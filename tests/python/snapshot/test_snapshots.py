@@ -33,13 +33,13 @@ def make(group, folder):
         trainer_group=found, everyone=found, background=background, nodes=["a", "b"], device=torch.device("cpu")
     )
     store, options = SnapshotStore(Path(folder) / str(group.rank), state), CopyOptions(local_every=1)
-    snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda name, fields: None)
+    snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda event: None)
     kept = [
         UnitProtection(sent, "snapshot", 0, (1,), PERIOD),
         *(UnitProtection(unit, "active", rank) for rank, unit in enumerate(home)),
     ]
     active = {sent: (0,), home[0]: (0,), home[1]: (1,)}
-    snapshots.replan(Assignment(ProtectionPlan(kept, ""), active, 1, "member", commits_late=False))
+    snapshots.replan(Assignment(ProtectionPlan(kept, ""), active, 1, "member", copies_late=False))
     snapshots.protect_all(version_of(1, 0))
     assert snapshots.wait()
     snapshots.restart(0)

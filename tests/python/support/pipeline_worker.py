@@ -165,9 +165,9 @@ def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList,
 
 def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
     found = {}
-    for name in copies.state.held():
-        data = torch.empty(copies.state.catalog.by_name[name].nbytes, dtype=torch.uint8)
-        copies.state.read(name, data)
+    for name in copies._state.held():
+        data = torch.empty(copies._state.catalog.by_name[name].nbytes, dtype=torch.uint8)
+        copies._state.read(name, data)
         found[name] = digest(data.numpy())
     return found
 

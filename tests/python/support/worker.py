@@ -22,6 +22,7 @@ from torch import nn
 
 import evermoe
 from evermoe._native import digest
+from evermoe.events import Event
 from evermoe.profile import Profiler
 
 VOCABULARY = 32
@@ -134,13 +135,14 @@ class Recorder:
         self._has_copied = threading.Condition()
         self.session: evermoe.Session | None = None
 
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
+        name, fields = event.name, event.fields()
         if name in ("update", "phase"):
             self._last = name
         more: dict[str, Any] = {}
         if name == "copy":
             assert self.session is not None
-            tokens = {path: layer.tokens_E.tolist() for path, layer in self.session.state.layers.items()}
+            tokens = {path: layer.tokens_E.tolist() for path, layer in self.session._state.layers.items()}
             more = {"after": self._last, "tokens": tokens, **self._state()}
         self.write(name, **fields, **more)
         with self._has_copied:
@@ -156,9 +158,9 @@ class Recorder:
         session = self.session
         assert session is not None
         digests = {}
-        for unit in session.state.held() if session.config.role == "train" else ():
-            data = torch.empty(session.state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
-            session.state.read(unit, data)
+        for unit in session._state.held() if session.config.role == "train" else ():
+            data = torch.empty(session._state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
+            session._state.read(unit, data)
             digests[unit] = digest(data.numpy())
         rates = [group["lr"] for group in session.optimizer.param_groups]
         consumed = session.sampler.consumed
@@ -200,10 +202,10 @@ def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int)
 
 
 def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
-    pacing, path = session.protection.window_planner, Path(options.folder) / options.name
+    pacing, path = session._protection.window_planner, Path(options.folder) / options.name
     path.with_suffix(".session.json").write_text(pacing.trace())
     profiler.rank = session.group.rank
-    profiler.write_trace(path.with_suffix(".user.json"), windows=pacing.windows, sent=session.protection.sent())
+    profiler.write_trace(path.with_suffix(".user.json"), windows=pacing.windows, sent=session._protection.sent())
 
 
 def train(options: Options) -> None:
@@ -234,7 +236,7 @@ def _train(options: Options, record: Recorder) -> None:
         profiler.attach()
     for step in profiler.steps(session.steps(options.steps)):
         record.wait_at_gate(step.number)
-        generation, indices = session.membership.generation, step.indices.tolist() if step.weight else []
+        generation, indices = session.generation, step.indices.tolist() if step.weight else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
         tokens = data[step.indices]
         if options.narrow and step.number // options.narrow % 2:
@@ -244,7 +246,7 @@ def _train(options: Options, record: Recorder) -> None:
             compute(options, model, tokens, step.number)
             record.fault("forward", step.number)
             step.backward(loss)
-        pacing = session.protection.window_planner
+        pacing = session._protection.window_planner
         record.write("paced", step=step.number, plans=pacing.plans, summary=pacing.summary, seconds=pacing.step_seconds)
     profiler.detach()
     if options.trace:

@@ -1,0 +1,220 @@
+"""Events of a session: what `Session(on_event=...)` is told, each a frozen dataclass.
+
+Steps are numbered from 0: step n leads from the state after n steps to the state after n + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that has happened in a session."""
+
+    @property
+    def name(self) -> str:
+        """Name of the kind of event, for logs: that of the class, in lower case."""
+        return type(self).__name__.lower()
+
+    def fields(self) -> dict[str, Any]:
+        """The event's fields by name, as JSON can hold them."""
+        return asdict(self)
+
+
+Listener = Callable[[Event], None]
+"""Callback for each event of a session."""
+
+
+# ---- in a step, from the training thread
+
+
+@dataclass(frozen=True)
+class Begin(Event):
+    """A step begins: its gradients are zeroed."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Reduce(Event):
+    """The block of a step has ended: its gradients are about to be summed over the members."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Send(Event):
+    """The gradients of a step are complete: those for replicas are sent, if they were not already."""
+
+    step: int
+    """Steps taken after it."""
+
+
+@dataclass(frozen=True)
+class Confirm(Event):
+    """What must be on other nodes before the vote is there; in a recovery: all copies, unless they are tried again."""
+
+    step: int
+    """Steps taken after it."""
+
+
+@dataclass(frozen=True)
+class Vote(Event):
+    """The vote of a step is about to be taken."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Update(Event):
+    """The vote of a step has passed: the optimizer is about to step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Copy(Event):
+    """The state has changed: snapshots of it begin; in a recovery: all copies are being made."""
+
+    step: int
+    """Steps taken in it."""
+
+
+@dataclass(frozen=True)
+class Commit(Event):
+    """No failure that the preset covers undoes a step any more: known at the next vote, or at the end of the job."""
+
+    step: int
+    loss: float
+    """Mean over the global batch."""
+    members: int
+    """Workers that trained."""
+    generation: int
+    """Number of the membership that took the step: it grows at each change."""
+
+
+@dataclass(frozen=True)
+class Protocol(Event):
+    """The commit protocol was told an event and gave commands; tests replay them."""
+
+    said: str
+    """JSON of the event."""
+    commands: str
+    """JSON of the commands."""
+
+
+@dataclass(frozen=True)
+class Checkpoint(Event):
+    """A checkpoint is on disk."""
+
+    step: int
+    """Steps taken in it."""
+    path: str
+
+
+@dataclass(frozen=True)
+class Verified(Event):
+    """All steps are taken, and copies of the last version were compared."""
+
+    digests_checked: int
+    digests_mismatched: int
+    units: list[str]
+    """Units whose copies differ."""
+
+
+# ---- when members change, from the training thread
+
+
+@dataclass(frozen=True)
+class Lost(Event):
+    """A member was lost, or this one was dropped."""
+
+    step: int
+    reason: str
+    """First line of the error."""
+
+
+@dataclass(frozen=True)
+class Phase(Event):
+    """A phase of a recovery begins; `agree` alone also at each look for new members."""
+
+    phase: str
+    """`agree`, `rebuild`, `fetch` or `verify`."""
+
+
+@dataclass(frozen=True)
+class Arranged(Event):
+    """The holders of all copies were planned anew."""
+
+    summary: str
+    """One sentence that says how units are covered."""
+
+
+@dataclass(frozen=True)
+class Recovered(Event):
+    """All members resume: after a failure, a join, a move of experts, or at the start of a job."""
+
+    started_at: float
+    """Time on this machine's clock, seconds since 1970."""
+    seconds: dict[str, float]
+    """By phase: `agree`, `rebuild`, `fetch`, `verify`, which includes making all copies."""
+    step: int
+    """Steps taken in the state from which all resume."""
+    steps_lost: int
+    """Committed steps that had to be undone: 0 unless more copies were lost or damaged than the preset covers."""
+    members: int
+    """Workers that train now."""
+    reason: str
+    """Why members agreed anew: the lost connection, `a look for new members`, `the load has shifted`."""
+    fetched_bytes: int
+    """What this member received from peers, or read from its node's memory or from disk."""
+    fetched_units: int
+    sources: dict[str, int]
+    """Units by where they came from: `peer`, `local memory`, `disk`."""
+    digests_checked: int
+    """Digests of units compared with those of another copy or of the bytes that arrived."""
+    digests_mismatched: int
+    lost_units: list[str]
+    """Units of which no copy was left in memory, when the job went back to a checkpoint."""
+    stale: dict[str, int] = field(default_factory=dict)
+    """Steps taken in the older copies of experts that were rolled back, by expert."""
+    lost_tokens: dict[str, int] = field(default_factory=dict)
+    """Tokens in the updates that these experts lost."""
+    plt: float = 0.0
+    """Portion of lost tokens of the run so far, averaged over layers."""
+
+
+# ---- from other threads
+
+
+@dataclass(frozen=True)
+class Chunk(Event):
+    """A part of a snapshot was sent. From the thread `evermoe-snapshots`."""
+
+    step: int
+    """Steps taken in the snapshot."""
+    sent: int
+    """Bytes so far."""
+    total: int
+    """Bytes of all parts."""
+
+
+@dataclass(frozen=True)
+class Published(Event):
+    """A version that came from a peer matches its digests, and is visible. From the thread `evermoe-snapshots`."""
+
+    step: int
+    """Steps taken in it."""
+    units: int
+
+
+@dataclass(frozen=True)
+class Held(Event):
+    """The gradients of others for the next step are in this member's log, where they count once the vote has passed.
+    From the thread `evermoe-gradients`."""
+
+    step: int
+    """Steps taken after it."""
