@@ -147,13 +147,15 @@ class Clock:
         self._at = {}
 
     def __call__(self, event):
-        name = event.name
+        self.mark(event.name)
+        if event.name == "recovered":
+            self.recovered = event.fields()
+
+    def mark(self, name):
         now = self._at[name] = time.perf_counter()
         for span, (start, end) in SPANS.items():
             if end == name and start in self._at:
                 self.seconds[span] += now - self._at[start]
-        if name == "recovered":
-            self.recovered = event.fields()
 
 
 def resident_bytes():
@@ -245,7 +247,7 @@ class Turn:
         if not step.committed:
             return
         worker.baseline.after_step()
-        worker.clock("end", {})
+        worker.clock.mark("end")
         self._committed_at.append(time.monotonic())
         if step.number == self.first:
             self._before = self._mark()
