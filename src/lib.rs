@@ -16,6 +16,7 @@
 //! | [`recovery`] | pure: what survives → target version and transfers |
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
 //! | [`selection`] | pure: tokens at risk → which experts to copy now; which rank saves which part of the rest |
+//! | [`reach`] | whether members can be reached: a port of each that answers, and who asks |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
 //! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
@@ -23,7 +24,7 @@
 //! | [`torch`] | the stable C ABI of libtorch and the ops registered through it |
 //! | `python` | the extension module: convert, release the GIL, call; no decisions |
 //!
-//! Imports point one way: `error ← planners and cpu ← replay, snapshot, cuda, torch ← python`; of the planners `placement`
+//! Imports point one way: `error ← planners, reach and cpu ← replay, snapshot, cuda, torch ← python`; of the planners `placement`
 //! uses `dispatch`, `schedule` uses `placement`, and `protection` uses both of these.
 
 pub mod cpu;
@@ -37,6 +38,7 @@ pub mod protection;
 pub mod protocol;
 #[cfg(feature = "python")]
 mod python;
+pub mod reach;
 pub mod recovery;
 pub mod replay;
 pub mod schedule;

@@ -38,12 +38,13 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 14] = [
+const LAYERS: [(&str, &[&str]); 15] = [
     ("error", &[]),
     ("dispatch", &["error"]),
     ("persist", &["error"]),
     ("placement", &["error", "dispatch"]),
     ("protocol", &["error"]),
+    ("reach", &["error"]),
     ("recovery", &["error", "protocol"]),
     ("schedule", &["error", "placement"]),
     ("protection", &["error", "placement", "schedule"]),

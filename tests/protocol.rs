@@ -8,16 +8,31 @@ use evermoe::protocol::{
 const NEED: Need = Need { members: 2, is_always: false };
 
 fn settings() -> Settings {
-    Settings { trains: true, members: 1, is_fixed: false, join_every: 5, rebalance_every: 0, generation: 0 }
+    Settings {
+        id: "a".into(),
+        trains: true,
+        members: 1,
+        is_fixed: false,
+        join_every: 5,
+        rebalance_every: 0,
+        generation: 0,
+    }
 }
 
 fn participant(id: &str, standing: Standing) -> Participant {
-    Participant { id: id.into(), rank_key: String::new(), trains: true, is_patient: false, standing }
+    Participant {
+        id: id.into(),
+        rank_key: String::new(),
+        trains: true,
+        is_patient: false,
+        unreachable: vec![],
+        standing,
+    }
 }
 
 fn standing(established: bool, size: usize) -> Standing {
     let adopted = u64::from(established);
-    Standing { epoch: None, established, size, generation: 1, named: (adopted, adopted), adopted }
+    Standing { epoch: None, established, size, generation: 1, state: 0, named: (adopted, adopted), adopted }
 }
 
 /// A member that has begun a job with "b", and computes step 0.

@@ -485,6 +485,21 @@ class Protocol:
     def is_over(self) -> bool:
         """Whether the job is over for this member."""
 
+class Door:
+    """A port that answers for one member from a thread of its own: `src/reach/`.
+
+    Raises:
+        OSError: the system has no port or no thread left.
+    """
+
+    def __init__(self, member: str) -> None: ...
+    @property
+    def port(self) -> int:
+        """Its port, on all interfaces."""
+
+def reachable(members: Sequence[tuple[str, str]], milliseconds: int) -> list[bool]:
+    """Which members, by id and address of the door (`host:port`), answer within so many milliseconds."""
+
 class TripleBuffer:
     """Who may use which of three slots of host memory: the writer, the persister, or nobody. The bytes are elsewhere.
 

@@ -40,7 +40,7 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
 def with_environment(config: SessionConfig) -> SessionConfig:
     """Fills what was not given from `EVERMOE_*` variables, where they are set."""
     found: dict[str, Any] = {}
-    for name in ("lighthouse", "job", "node", "memory_dir"):
+    for name in ("lighthouse", "job", "node", "address", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
     if os.environ.get("EVERMOE_ROLE"):

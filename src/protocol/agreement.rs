@@ -1,6 +1,8 @@
 //! What a set that the Lighthouse names means for one of its members: the same on all of them.
 
+use super::cut::reach_each_other;
 use super::event::{Participant, Standing, Wait};
+use std::collections::BTreeSet;
 use std::hash::Hasher;
 use xxhash_rust::xxh3::Xxh3;
 
@@ -14,6 +16,8 @@ pub enum Verdict {
         /// Number of the newest set that a member here has adopted.
         adopted: u64,
     },
+    /// Some members cannot reach each other: these ids go on once all others have withdrawn.
+    Cut(BTreeSet<String>),
     /// The group that all are connected in is still right.
     Unchanged,
     /// A new group.
@@ -54,8 +58,8 @@ pub struct Need {
 /// Members "a" and "b" agreed in set 3. While "b" slept, "a" went on alone in set 4 and died. "b" wakes up in set 5:
 /// ```
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
-/// let standing = Standing { epoch: None, established: true, size: 2, generation: 3, named: (1, 3), adopted: 3 };
-/// let b = Participant { id: "b".into(), rank_key: "".into(), trains: true, is_patient: false, standing };
+/// let standing = Standing { epoch: None, established: true, size: 2, generation: 3, state: 3, named: (1, 3), adopted: 3 };
+/// let b = Participant { id: "b".into(), rank_key: "".into(), trains: true, is_patient: false, unreachable: vec![], standing };
 /// let need = Need { members: 2, is_always: false };
 /// assert_eq!(judge(5, &[b.clone()], need, None), Verdict::LeftBehind { adopted: 3 });
 /// assert!(matches!(judge(4, &[b], need, None), Verdict::New(_))); // "a" is gone, and nothing has happened since
@@ -65,6 +69,10 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     // Before all else: who waits here is named in this set, and would pass for one who was not left behind in the next.
     if let Some(adopted) = slept(id, standings()) {
         return Verdict::LeftBehind { adopted };
+    }
+    let stay = reach_each_other(participants);
+    if !participants.iter().all(|participant| stay.contains(participant.id.as_str())) {
+        return Verdict::Cut(stay.into_iter().map(str::to_owned).collect());
     }
     let found = participants.iter().filter(|participant| participant.trains).count();
     let is_running = standings().any(|standing| standing.established);

@@ -27,6 +27,8 @@ pub struct Standing {
     pub size: usize,
     /// Generation of its latest agreement or rebalance, or the newest that its node's memory names.
     pub generation: u64,
+    /// Generation that made its state; 0 for a newcomer.
+    pub state: u64,
     /// Numbers of the sets that named it in a row, as the Lighthouse counts: the first and the last; 0 for none.
     pub named: (u64, u64),
     /// Number of the newest set that it adopted; 0 for none.
@@ -45,6 +47,8 @@ pub struct Participant {
     pub trains: bool,
     /// Whether it still gives absent members time to reach a Lighthouse that has just come back.
     pub is_patient: bool,
+    /// Members that it could not reach when it asked.
+    pub unreachable: Vec<String>,
     /// What it has told.
     pub standing: Standing,
 }
@@ -170,6 +174,8 @@ pub enum Wait {
     },
     /// Absent members may just be slow to reach a Lighthouse that has come back.
     Absent,
+    /// Some members cannot reach each other: those that are to withdraw have not done so yet.
+    Cut,
     /// The members here were left behind and stop; what this one has not got yet is not theirs to give.
     LeftBehind,
 }
@@ -192,6 +198,9 @@ pub enum Command {
     },
     /// Wait a little. Answer: `Waited` or `OutOfTime`.
     Wait(Wait),
+    /// Tell the Lighthouse nothing more until the others can be reached, or some time has passed. Answer: `Waited` or
+    /// `OutOfTime`.
+    Withdraw,
     /// End what is under way in the old group and connect the new one. Answer: `Connected` or `Lost`.
     Connect {
         /// Names the group; no other group has this name.

@@ -13,6 +13,8 @@ pub const MOST_RECOVERIES: u32 = 20;
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
+    /// Name of this member, which no other process shares.
+    pub id: String,
     /// False for a replica node.
     pub trains: bool,
     /// Members that train, for which a new job waits.
@@ -55,12 +57,14 @@ enum Phase {
 /// ```
 /// use evermoe::protocol::{Command, Event, Participant, Protocol, Settings};
 /// let settings = Settings {
-///     trains: true, members: 1, is_fixed: false, join_every: 5, rebalance_every: 0, generation: 0,
+///     id: "a".into(), trains: true, members: 1, is_fixed: false, join_every: 5, rebalance_every: 0,
+///     generation: 0,
 /// };
 /// let mut member = Protocol::new(settings);
 /// let [Command::Ask { standing, .. }] = &member.handle(Event::Look { until: 10 })?[..] else { panic!() };
 /// let me = Participant {
-///     id: "a".into(), rank_key: "".into(), trains: true, is_patient: false, standing: standing.clone(),
+///     id: "a".into(), rank_key: "".into(), trains: true, is_patient: false, unreachable: vec![],
+///     standing: standing.clone(),
 /// };
 /// assert!(matches!(member.handle(Event::Quorum { id: 1, participants: vec![me] })?[..], [Command::Connect { .. }]));
 /// assert!(matches!(member.handle(Event::Connected)?[..], [Command::Recall { vote: None }]));
@@ -227,6 +231,7 @@ impl Protocol {
             established: self.established,
             size: self.adopted.1,
             generation: self.generation,
+            state: generation_of(self.version),
             named: self.named,
             adopted: self.adopted.0,
         }
@@ -244,6 +249,11 @@ impl Protocol {
         let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
         match judge(id, participants, need, group) {
             Verdict::Wait(why) => self.wait(why),
+            Verdict::Cut(stay) if stay.contains(&self.settings.id) => self.wait(super::Wait::Cut),
+            Verdict::Cut(_) => {
+                self.phase = Phase::Waiting;
+                vec![Command::Withdraw]
+            }
             Verdict::LeftBehind { adopted } if self.adopted.0 > 0 => {
                 self.stop(Stop::LeftBehind { adopted, id })
             }

@@ -5,7 +5,7 @@
 //!              ▼                                                            │
 //! Look ─ Ask ─ Quorum ─ Connect ─ Recall ─ (Take) ─ Restore ─ CountLosses ─ Protect ─ Resume
 //!  ▲            │ unchanged ─ (Weigh) ──────────────┐                                   │
-//!  │            └ Wait, Stop                        ▼                                   ▼
+//!  │            └ Wait, Withdraw, Stop              ▼                                   ▼
 //!  └──────────────────────────────── Commit ◄─ Take ◄─ Tally ◄─ Vote ◄─ Gradients ◄─ Step
 //! ```
 //!
@@ -21,16 +21,22 @@
 //! doubt, repeat it. So a step is reported as committed when the next vote passes: all members have voted, so all have
 //! taken the step, and the copies of its state are whole. The last step has a round of its own.
 //!
+//! **Nobody goes on beside others.** Members that cannot reach each other tell so when they ask. All compute from that
+//! the same set that reaches itself and has the newest state; the others withdraw until they reach it, and it waits until the Lighthouse
+//! names it alone: nothing ever happens under a set without all of its members.
+//!
 //! **Versions only grow.** A version is a generation and a step. Every agreement has a larger generation than any of its
 //! members had, and consecutive agreements share a member or hold all members of the last one (see [`judge`]), so no
 //! version is given to two different states.
 
 mod agreement;
+mod cut;
 mod event;
 mod member;
 mod version;
 
 pub use agreement::{Agreement, Need, Verdict, judge};
+pub use cut::reach_each_other;
 pub use event::{Command, Event, Participant, Passed, Standing, Stop, Wait};
 pub use member::{MOST_RECOVERIES, Protocol, Settings};
 pub use version::{STEP_BITS, generation_of, step_of, version_of};

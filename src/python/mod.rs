@@ -8,6 +8,7 @@ mod ops;
 mod persist;
 mod planning;
 mod protocol;
+mod reach;
 mod replay;
 mod snapshot;
 
@@ -22,6 +23,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     persist::register(module)?;
     planning::register(module)?;
     protocol::register(module)?;
+    reach::register(module)?;
     replay::register(module)?;
     snapshot::register(module)
 }

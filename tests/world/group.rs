@@ -74,6 +74,12 @@ impl Groups {
         group.parts.iter().all(|(entered, _)| *entered >= at)
     }
 
+    /// Whether a member waits for the first collective of a group.
+    pub(crate) fn is_connecting(&self, epoch: u64, number: usize) -> bool {
+        let group = self.get(epoch);
+        group.parts[group.rank(number)].0 == 1
+    }
+
     /// What all members have brought to the collective in which this one waits, by rank.
     pub(crate) fn parts(&self, epoch: u64, number: usize) -> Vec<Part> {
         let group = self.get(epoch);

@@ -13,7 +13,7 @@ pub(crate) use node::{Life, Node, Task};
 
 use evermoe::protocol::{Event, Participant, step_of};
 use group::Groups;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What a run of the model looks like.
 #[derive(Clone, Debug)]
@@ -28,6 +28,8 @@ pub(crate) struct Setting {
     pub faults: u8,
     /// Times that the Lighthouse does not answer.
     pub silences: u8,
+    /// Cuts of the network between two members, both of which the Lighthouse hears.
+    pub cuts: u8,
     /// How copies are kept.
     pub keeper: Keeper,
     /// A mistake of the driver, which the checker must find.
@@ -55,6 +57,11 @@ pub(crate) struct World {
     pub lighthouse: Lighthouse,
     pub faults_left: u8,
     pub silences_left: u8,
+    pub cuts_left: u8,
+    /// Pairs of members that do not reach each other, the lower number first.
+    cuts: BTreeSet<(usize, usize)>,
+    /// Whether a member that had withdrawn has asked again although others were out of its reach.
+    has_come_in_vain: bool,
     /// The state that each version was given to.
     pub given: BTreeMap<u64, Content>,
     pub promise: Promise,
@@ -94,7 +101,10 @@ impl Promise {
 impl Action {
     /// Whether it uses up one of the setting's faults or silences.
     fn is_mishap(self) -> bool {
-        matches!(self, Self::Crash(_) | Self::Freeze(_) | Self::VoteAgainst(_) | Self::Silence(_))
+        matches!(
+            self,
+            Self::Crash(_) | Self::Freeze(_) | Self::VoteAgainst(_) | Self::Silence(_) | Self::Cut(..)
+        )
     }
 }
 
@@ -108,13 +118,17 @@ pub(crate) enum Action {
     /// A process stops without closing its sockets, and its heartbeat with it.
     Freeze(usize),
     Wake(usize),
+    /// Two members do not reach each other any more.
+    Cut(usize, usize),
+    /// They reach each other again.
+    Heal(usize, usize),
     /// The Lighthouse names those who ask, without these: bits of members that are dead or frozen.
     Answer(u8),
     /// The answer reaches a member.
     Deliver(usize),
     /// The Lighthouse does not answer a member.
     Silence(usize),
-    /// A member has waited for others; it asks again.
+    /// A member has waited for others, or has withdrawn for long enough; it asks again.
     Waited(usize),
     /// A member's gradients, and the copies that it keeps, are whole: it votes.
     Vote(usize),
@@ -135,6 +149,9 @@ impl World {
             lighthouse: Lighthouse::default(),
             faults_left: setting.faults,
             silences_left: setting.silences,
+            cuts_left: setting.cuts,
+            cuts: BTreeSet::new(),
+            has_come_in_vain: false,
             given: BTreeMap::new(),
             promise: Promise::default(),
             broken: None,
@@ -168,6 +185,19 @@ impl World {
             }
         }
         self.answers(found);
+        found.extend(self.cuts.iter().map(|&(a, b)| Action::Heal(a, b)));
+        if self.cuts_left > 0 {
+            let pairs = (0..self.nodes.len()).flat_map(|b| (0..b).map(move |a| (a, b)));
+            found.extend(pairs.filter(|pair| !self.cuts.contains(pair)).map(|(a, b)| Action::Cut(a, b)));
+        }
+    }
+
+    pub(crate) fn are_cut(&self, one: usize, other: usize) -> bool {
+        self.cuts.contains(&(one.min(other), one.max(other)))
+    }
+
+    fn is_cut(&self, number: usize) -> bool {
+        (0..self.nodes.len()).any(|other| self.are_cut(number, other))
     }
 
     fn own_actions(&self, number: usize, setting: &Setting, found: &mut Vec<Action>) {
@@ -178,7 +208,9 @@ impl World {
             Task::Asking if self.silences_left > 0 => found.push(Action::Silence(number)),
             Task::Asking | Task::Idle => {}
             Task::Answered { .. } => found.push(Action::Deliver(number)),
-            Task::Waiting => found.push(Action::Waited(number)),
+            // Who does not reach the others comes back once in vain: more often is the same once more, without end.
+            Task::Withdrawn if self.is_cut(number) && self.has_come_in_vain => {}
+            Task::Waiting | Task::Withdrawn => found.push(Action::Waited(number)),
             Task::Pausing => {
                 let others = || self.nodes.iter().enumerate().filter(|(other, _)| *other != number);
                 let is_met = others().any(|(_, node)| node.life == Life::Up && node.task != Task::Pausing)
@@ -194,26 +226,38 @@ impl World {
                 if self.faults_left > 0 {
                     found.push(Action::VoteAgainst(number));
                 }
-                if self.groups.can_fail(*epoch, number, &self.nodes) {
+                if self.can_fail(*epoch, number) {
                     found.push(Action::Fail(number));
                 }
             }
             Task::Collective { epoch, .. } => {
-                if self.groups.is_complete(*epoch, number) {
+                let is_in_vain =
+                    self.groups.is_connecting(*epoch, number) && self.is_cut_within(*epoch, number);
+                if self.groups.is_complete(*epoch, number) && !is_in_vain {
                     found.push(Action::Complete(number));
                 }
-                if self.groups.can_fail(*epoch, number, &self.nodes) {
+                if self.can_fail(*epoch, number) {
                     found.push(Action::Fail(number));
                 }
             }
         }
     }
 
+    fn can_fail(&self, epoch: u64, number: usize) -> bool {
+        self.groups.can_fail(epoch, number, &self.nodes) || self.is_cut_within(epoch, number)
+    }
+
+    /// Whether a member does not reach another one of its group.
+    fn is_cut_within(&self, epoch: u64, number: usize) -> bool {
+        self.groups.get(epoch).members.iter().any(|&other| self.are_cut(number, other))
+    }
+
     /// The sets that the Lighthouse may name. It waits for all that are healthy, unless all of its last set ask; and it
     /// may not know yet who has died. Healthy members come before its patience ends (its `join_limit`).
     fn answers(&self, found: &mut Vec<Action>) {
         let asking: Vec<usize> = self.lighthouse.asking.keys().copied().collect();
-        let sick = |number: usize| self.nodes[number].life != Life::Up;
+        let sick =
+            |number: usize| self.nodes[number].life != Life::Up || self.nodes[number].task == Task::Withdrawn;
         let doubtful: u8 = asking.iter().filter(|&&number| sick(number)).map(|number| 1 << number).sum();
         let all_healthy_ask = (0..self.nodes.len()).all(|number| sick(number) || asking.contains(&number));
         for left_out in (0..=doubtful).filter(|mask| mask & !doubtful == 0) {
@@ -238,6 +282,16 @@ impl World {
                 world.nodes[number].life = Life::Up;
                 world.nodes.iter_mut().for_each(|node| node.has_paused = false);
             }
+            Action::Cut(one, other) => {
+                world.cuts_left -= 1;
+                world.cuts.insert((one, other));
+                // One of them withdraws, with all that it holds.
+                let members = &world.promise.members;
+                world.promise.lost += usize::from(members.contains(&one) || members.contains(&other));
+            }
+            Action::Heal(one, other) => {
+                world.cuts.remove(&(one, other));
+            }
             Action::Answer(left_out) => world.answer(left_out),
             Action::Deliver(number) => world.deliver(number, setting),
             Action::Silence(number) => {
@@ -246,6 +300,7 @@ impl World {
                 world.feed(number, Event::Unanswered { reason: "silence".into() }, setting);
             }
             Action::Waited(number) => {
+                world.has_come_in_vain |= world.nodes[number].task == Task::Withdrawn && world.is_cut(number);
                 world.nodes[number].is_patient = false;
                 let is_pausing = world.nodes[number].task == Task::Pausing;
                 world.nodes[number].has_paused |= is_pausing;
@@ -326,8 +381,12 @@ impl World {
     /// and nothing that they were promised is lost.
     pub(crate) fn can_go_on(&self) -> bool {
         let members = &self.promise.members;
-        let up = members.iter().filter(|&&number| self.nodes[number].life == Life::Up).count();
-        self.promise.holds() && self.committed_steps() > 0 && 2 * up > members.len()
+        let is_up = |number: usize| self.nodes[number].life == Life::Up;
+        let in_reach = |number: usize| {
+            members.iter().filter(|&&other| is_up(other) && !self.are_cut(number, other)).count()
+        };
+        let is_most = members.iter().any(|&number| is_up(number) && 2 * in_reach(number) > members.len());
+        self.promise.holds() && self.committed_steps() > 0 && is_most
     }
 
     /// Whether the job is done in the end if nothing more happens to anybody, and all get their turn.
@@ -337,7 +396,10 @@ impl World {
             let mut possible = Vec::new();
             world.actions(setting, &mut possible);
             possible.retain(|action| {
-                !action.is_mishap() && !matches!(action, Action::Start(_) | Action::Wake(_))
+                let is_change = matches!(action, Action::Start(_) | Action::Wake(_) | Action::Heal(..));
+                let is_early = matches!(action, Action::Waited(number) if world.is_cut(*number)
+                    && world.nodes[*number].task == Task::Withdrawn);
+                !action.is_mishap() && !is_change && !is_early
             });
             // Who could go on does; only then does a wait end. Of the dead and frozen the Lighthouse hears no more.
             possible.sort_by_key(|action| match action {
@@ -355,7 +417,9 @@ impl World {
             world = world.after(action, setting);
         }
         // Newcomers to a job that is over wait for another one.
-        let is_left = |node: &Node| node.life == Life::Up && node.protocol.is_established();
+        let is_left = |node: &Node| {
+            node.life == Life::Up && node.protocol.is_established() && node.task != Task::Withdrawn
+        };
         world.broken.is_none() && !world.nodes.iter().any(is_left) && world.promise.is_over
     }
 

@@ -27,6 +27,8 @@ pub(crate) enum Task {
         participants: Vec<Participant>,
     },
     Waiting,
+    /// It has withdrawn, and its heartbeat has stopped.
+    Withdrawn,
     /// Units are missing; their holders may come back.
     Pausing,
     /// Gradients and copies are on their way.
@@ -62,8 +64,9 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    pub(crate) fn new(_number: usize, setting: &Setting) -> Self {
+    pub(crate) fn new(number: usize, setting: &Setting) -> Self {
         let settings = Settings {
+            id: name(number),
             trains: true,
             members: setting.members,
             is_fixed: false,
@@ -128,6 +131,7 @@ impl World {
             Command::Drop { .. } => self.drop_group(number),
             Command::Ask { standing, is_intact } => self.ask(number, standing, is_intact),
             Command::Wait(_) => self.nodes[number].task = Task::Waiting,
+            Command::Withdraw => self.nodes[number].task = Task::Withdrawn,
             Command::Connect { epoch, members, .. } => {
                 self.drop_group(number);
                 let members = members.iter().map(|name| usize::from(name.as_bytes()[0] - b'a')).collect();
@@ -177,12 +181,13 @@ impl World {
     }
 
     fn ask(&mut self, number: usize, standing: Standing, is_intact: bool) {
+        let unreachable =
+            (0..self.nodes.len()).filter(|&other| self.are_cut(number, other)).map(name).collect();
         let node = &mut self.nodes[number];
         node.is_patient &= is_intact;
         node.task = Task::Asking;
-        let is_patient = node.is_patient;
-        let participant =
-            Participant { id: name(number), rank_key: String::new(), trains: true, is_patient, standing };
+        let (id, rank_key, is_patient) = (name(number), String::new(), node.is_patient);
+        let participant = Participant { id, rank_key, trains: true, is_patient, unreachable, standing };
         self.lighthouse.asking.insert(number, participant);
     }
 

@@ -44,6 +44,25 @@ def _ignore(name: str) -> None:
     pass
 
 
+def _gloo(address: str | None, timeout: timedelta) -> Any:
+    """A gloo group that can be aborted, on the interface of an address."""
+    base = torchft().process_group.ProcessGroupGloo
+    if address is None:
+        return base(timeout=timeout)
+
+    class Gloo(base):  # type: ignore[misc, valid-type]
+        def _create_pg(self, store: Any, rank: int, size: int) -> Any:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = self._timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            group, cpu = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
+            group._set_default_backend(cpu)
+            group._register_backend(torch.device("cpu"), cpu, dist.ProcessGroupGloo(store, rank, size, options))
+            return group
+
+    return Gloo(timeout=timeout)
+
+
 def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0] or "the group was aborted"
 
@@ -53,11 +72,16 @@ class Group:
 
     A fresh `Group()` has one member and needs no network. Every failure of a peer is raised as `PeerLost`, after
     this member's own sockets are closed; from then on every call raises `PeerLost` until the group is rebuilt.
-    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL. `is_shared`: threads may wait for transfers while
-    another one drops the group.
+    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
+
+    Args:
+        address: name or address whose interface gloo uses; None: as torch chooses, by GLOO_SOCKET_IFNAME or the host's
+            name.
+        is_shared: threads may wait for transfers while another one drops the group.
     """
 
-    def __init__(self, *, is_shared: bool = False) -> None:
+    def __init__(self, address: str | None = None, *, is_shared: bool = False) -> None:
+        self._address = address
         self.rank = 0
         self.size = 1
         self._groups: dict[str, Any] = {}
@@ -204,7 +228,7 @@ class Group:
         """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
         self._drop_alone("the group is being rebuilt")
         if not self._groups:
-            self._groups["cpu"] = torchft().process_group.ProcessGroupGloo(timeout=timeout)
+            self._groups["cpu"] = _gloo(self._address, timeout)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
                 self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=timeout)

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm._torchft import torchft
-from evermoe.comm.group import Group
+from evermoe.comm.group import Group, connect_limit
+from evermoe.comm.reach import Reach, Stores
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.options import SHARED, Options
 
@@ -47,6 +48,9 @@ class MembershipOptions(Options):
     """Name that the job's shared memory goes by (EVERMOE_JOB; default: a name that no other process finds)."""
     node: str | None = None
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
+    address: str | None = None
+    """Name or address by which other members reach this process, and whose interface it uses (EVERMOE_ADDRESS;
+    default: the host's name)."""
     members: int | None = None
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
     role: Role = "train"
@@ -111,11 +115,12 @@ class Membership:
         self.node = node
         self.identity = identity
         self.role = options.role
-        self.trainer_group = Group()
+        address = options.address or _hostname()
+        self.trainer_group = Group(options.address)
         """Group of the members that train; on a replica node it has one member."""
-        self.background = Group(is_shared=True)
+        self.background = Group(options.address, is_shared=True)
         """Group of all members, replica nodes included, for the transfers of other threads."""
-        self._with_replicas = Group()
+        self._with_replicas = Group(options.address)
         self.trainer_group.linked = [self._with_replicas, self.background]
         self._with_replicas.linked = [self.trainer_group, self.background]
         self.rank_key = rank_key
@@ -145,20 +150,12 @@ class Membership:
         """What each member of the latest set has told, by id."""
         self._client: Any = None
         self._heart: Any = None
-        self._stores: dict[str, Any] = {}
-        self._own_store = dist.TCPStore(
-            _hostname(), 0, is_master=True, wait_for_workers=False, timeout=self._hang_limit
-        )
-        self._stores[self._store_address] = self._own_store
+        self._stores, self._reach = Stores(address, self._hang_limit), Reach(self.id, address)
 
     @property
     def everyone(self) -> Group:
         """Group of all members: those that train, with their ranks of `trainer_group`, then replica nodes."""
         return self.trainer_group if self.num_trainers == len(self.nodes) or not self.nodes else self._with_replicas
-
-    @property
-    def _store_address(self) -> str:
-        return f"{self._own_store.host}:{self._own_store.port}"
 
     # ---- an agreement
 
@@ -196,6 +193,7 @@ class Membership:
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
         """
         assert self._deadline is not None
+        self._reach.look_again()
         try:
             quorum = self._quorum(self._deadline, standing)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
@@ -206,6 +204,7 @@ class Membership:
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self._named = {member.replica_id: member.data for member in asked}
+        self._reach.forget_all_but(self._named)
         return quorum.quorum_id, [_participant(member.replica_id, member.data) for member in asked]
 
     def _quorum(self, deadline: float, standing: dict[str, Any]) -> Any:
@@ -233,7 +232,9 @@ class Membership:
             "node": self.node,
             "role": self.role,
             "rank_key": self.rank_key,
-            "store": self._store_address,
+            "store": self._stores.address,
+            "door": self._reach.address,
+            "unreachable": sorted(self._reach.unreachable),
         }
         return self._client.quorum(self.id, limit, world_size=1, data=data)
 
@@ -275,11 +276,14 @@ class Membership:
             PeerLost: a member is gone or does not come; ask again.
         """
         try:
-            store = dist.PrefixStore(f"{epoch:016x}", self._store(self._named[members[0]]["store"]))
-            self.nodes = [self._named[member]["node"] for member in members]
-            self.num_trainers = num_trainers
-            self._rebuild(store, members.index(self.id), len(members))
-            self.store = dist.PrefixStore("others", store)
+            self._knock(members)
+            address = self._named[members[0]]["store"]
+            with self._stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
+                store = dist.PrefixStore(f"{epoch:016x}", self._stores.get(address))
+                self.nodes = [self._named[member]["node"] for member in members]
+                self.num_trainers = num_trainers
+                self._rebuild(store, members.index(self.id), len(members))
+                self.store = dist.PrefixStore("others", store)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             problem = str(error).split("\n", 1)[0]
             logger.info("connecting failed, agreeing again: %s", problem)
@@ -289,6 +293,13 @@ class Membership:
         self.trainer_group.drop(problem)
         time.sleep(RETRY_SECONDS)
         raise PeerLost(problem)
+
+    def _knock(self, members: list[str]) -> None:
+        """Asks all other members for an answer, so that nobody waits for the silent ones."""
+        doors = {each: self._named[each]["door"] for each in members if each != self.id}
+        silent = [f"{each} at {doors[each]}" for each in self._reach.knock(doors)]
+        if silent:
+            raise ConnectionError(f"{', '.join(silent)} cannot be reached from here")
 
     def _rebuild(self, store: Any, rank: int, size: int) -> None:
         self.trainer_group.drop("the group is being rebuilt")
@@ -301,20 +312,31 @@ class Membership:
         else:
             self.trainer_group.rebuild(store, 0, 1, cpu, limit)
 
-    def _store(self, address: str) -> Any:
-        if address not in self._stores:
-            host, port = address.rsplit(":", 1)
-            self._stores[address] = dist.TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=self._hang_limit
-            )
-        return self._stores[address]
-
     def close(self) -> None:
         """Leaves the job: closes sockets and stops the heartbeat."""
         self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
+        self._stop_heart()
+        self._reach.close()
+
+    def _stop_heart(self) -> None:
         if self._heart is not None:
             self._heart.shutdown()
             self._heart = None
+
+    def withdraw(self, seconds: float) -> None:
+        """Tells the Lighthouse nothing more, until all members answer that did not, or so many seconds are over."""
+        silent = [f"{member} at {address}" for member, address in self._reach.unreachable.items()]
+        logger.warning(
+            "the members go on without this one until it reaches them: no answer from %s",
+            ", ".join(sorted(silent)) or "here, as others say",
+        )
+        self._client = None
+        self._stop_heart()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(RETRY_SECONDS)
+            if self._reach.unreachable and not self._reach.look_again():
+                return
 
 
 def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -323,6 +345,7 @@ def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
         "rank_key": data["rank_key"],
         "trains": data["role"] == "train",
         "is_patient": data["patience"] > 0,
+        "unreachable": data["unreachable"],
         "standing": data["standing"],
     }
 

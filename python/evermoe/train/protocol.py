@@ -21,6 +21,8 @@ from evermoe.state.version import step_of
 
 WAIT_SECONDS = 0.05
 """Time between two questions to the Lighthouse while members are awaited."""
+WITHDRAW_SECONDS = 10.0
+"""Time after which a member that the others cannot reach asks again, unless they answer it before."""
 
 Event = dict[str, Any]
 """What happened, as `src/protocol/event.rs` has it."""
@@ -135,6 +137,14 @@ class Rendezvous:
         time.sleep(WAIT_SECONDS)
         return {"event": "waited"}
 
+    def withdraw(self) -> Event:
+        """Leaves the others to themselves until they can be reached again: `waited` or `out_of_time`."""
+        if self._membership.is_out_of_time():
+            return {"event": "out_of_time", "reason": "this member and the others cannot reach each other"}
+        self._driver.waiting()
+        self._membership.withdraw(WITHDRAW_SECONDS)
+        return {"event": "waited"}
+
     def connect(self, epoch: int, generation: int, members: list[str], num_trainers: int) -> Event:
         """Connects a new group: `connected`."""
         self._membership.trainer_group.drop("the membership has changed")
@@ -178,6 +188,7 @@ class CommitProtocol:
     ) -> None:
         settings = json.dumps(
             {
+                "id": membership.id,
                 "trains": membership.role == "train",
                 "members": members,
                 "is_fixed": is_fixed,

@@ -327,7 +327,18 @@ def test_options_that_all_members_must_share_are_marked_so():
     text = evermoe.SessionConfig(copies=3).shared()
     assert "copies=3" in text
     names = {part.split("=")[0] for part in text.split(", ")}
-    own = {"lighthouse", "job", "node", "members", "role", "hang_limit", "agree_limit", "rejoin_limit", "memory_dir"}
+    own = {
+        "lighthouse",
+        "job",
+        "node",
+        "address",
+        "members",
+        "role",
+        "hang_limit",
+        "agree_limit",
+        "rejoin_limit",
+        "memory_dir",
+    }
     own |= {"replay_log_bytes", "replica_device", "checkpoint_dir", "seed"}
     assert names == {each.name for each in fields(evermoe.SessionConfig)} - own
 

@@ -24,6 +24,7 @@ import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler
+from support.hosts import enter
 
 VOCABULARY = 32
 WIDTH = 16
@@ -69,6 +70,8 @@ class Options:
     """So many steps with the whole vocabulary, then as many with three tokens of it, and so on; 0: always all."""
     trace: bool = False
     """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
+    network: dict[str, str] | None = None
+    """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
     @property
     def events(self) -> Path:
@@ -259,6 +262,8 @@ def main(options: Options) -> None:
     log = os.open(Path(options.folder) / f"{options.name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    if options.network is not None:
+        enter(options.network)
     train(options)
 
 

@@ -1,0 +1,131 @@
+"""Which members this one can reach, and the stores of those that it no longer can."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from evermoe._native import Door, reachable
+from evermoe.comm.group import connect_limit
+
+REACH_SECONDS = 1.0
+"""Time that a member gets to answer a knock: its door answers at once, also while it computes."""
+
+
+class Reach:
+    """This member's door, and what it knows of those of others.
+
+    A door is a port that answers from a thread of its own (`src/reach/`). A member that does not answer is stopped, its
+    host is gone, or the network between the two is cut, though the Lighthouse may hear both.
+
+    Args:
+        member: this member's id.
+        host: name or address by which others reach this machine.
+    """
+
+    def __init__(self, member: str, host: str) -> None:
+        self._door: Door | None = Door(member)
+        self.address = f"{host}:{self._door.port}"
+        """Where others knock."""
+        self.unreachable: dict[str, str] = {}
+        """Members that did not answer, by id, with the addresses of their doors."""
+
+    def knock(self, members: Mapping[str, str]) -> list[str]:
+        """Asks members for an answer, all at once.
+
+        Args:
+            members: addresses of their doors, by id.
+
+        Returns:
+            The ids of those that did not answer within `REACH_SECONDS`.
+        """
+        asked = list(members.items())
+        answered = reachable(asked, round(1000 * REACH_SECONDS))
+        missing = {member: address for (member, address), is_there in zip(asked, answered, strict=True) if not is_there}
+        for member in members:
+            self.unreachable.pop(member, None)
+        self.unreachable.update(missing)
+        return list(missing)
+
+    def look_again(self) -> list[str]:
+        """The members that still do not answer, of those that did not before."""
+        return self.knock(dict(self.unreachable)) if self.unreachable else []
+
+    def forget_all_but(self, members: Container[str]) -> None:
+        """Forgets those that are no members any more."""
+        for member in [each for each in self.unreachable if each not in members]:
+            del self.unreachable[member]
+
+    def close(self) -> None:
+        """Closes the door."""
+        self._door = None
+
+
+class Stores:
+    """Stores of torch's rendezvous: this member's own, and one client for each of the others'.
+
+    A client costs a reverse look-up of its host's name, so it is kept until it fails.
+
+    Args:
+        host: name or address by which others reach this machine.
+        limit: how long this member's own store waits for a key.
+    """
+
+    def __init__(self, host: str, limit: timedelta) -> None:
+        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.address = f"{own.host}:{own.port}"
+        """Address of this member's own store."""
+        self._stores = {self.address: own}
+
+    def get(self, address: str) -> dist.Store:
+        """The store at an address.
+
+        Raises:
+            RuntimeError: nothing answers there; also TimeoutError and ConnectionError.
+        """
+        if address not in self._stores:
+            host, port = address.rsplit(":", 1)
+            self._stores[address] = dist.TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=connect_limit(1)
+            )
+        return self._stores[address]
+
+    @contextmanager
+    def within(self, address: str, seconds: float) -> Iterator[None]:
+        """Ends all use of the store at an address after so many seconds: what waits for its host then fails.
+
+        torch's own limits do not hold for a host that falls silent: at the end of one its client tells the store, and
+        waits for the answer without limit.
+        """
+        if address == self.address:
+            yield
+            return
+        timer = threading.Timer(seconds, end_connections, args=[address])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except BaseException:
+            self._stores.pop(address, None)
+            raise
+        finally:
+            timer.cancel()
+
+
+def end_connections(address: str) -> None:
+    """Shuts this process's connections to `host:port`; who waits for one gets an error."""
+    port = int(address.rsplit(":", 1)[1])
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError, ValueError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and connection.getpeername()[1] == port and connection.getsockname()[1] != port:
+                    connection.shutdown(socket.SHUT_RDWR)

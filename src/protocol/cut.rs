@@ -1,0 +1,85 @@
+//! Which members go on when some cannot reach each other.
+
+use super::event::Participant;
+use std::cmp::Reverse;
+use std::collections::BTreeSet;
+
+/// Branches that are searched; a cut that needs more gets the best set that was found by then.
+const MOST_BRANCHES: usize = 20_000;
+
+/// The set of members that all reach each other and go on, by id.
+///
+/// It is the one with the most members whose state the newest generation made: others lack steps that those have
+/// committed. Of equal sets it is the largest, of these the one with the lowest ids. The same table gives the same set
+/// on every member. Two members reach each other unless one of them says that it does not reach the other.
+///
+/// "a" and "b" are cut off from "c" and "d", and no majority is left: the half with the lowest id goes on.
+/// ```
+/// use evermoe::protocol::{Participant, Standing, reach_each_other};
+/// let standing = Standing { epoch: None, established: true, size: 4, generation: 1, state: 1, named: (1, 1), adopted: 1 };
+/// let member = |id: &str, unreachable: &[&str]| Participant {
+///     id: id.into(), rank_key: "".into(), trains: true, is_patient: false,
+///     unreachable: unreachable.iter().map(|&other| other.into()).collect(), standing: standing.clone(),
+/// };
+/// let table = [member("a", &["c", "d"]), member("b", &["c"]), member("c", &[]), member("d", &["b"])];
+/// assert_eq!(reach_each_other(&table).into_iter().collect::<Vec<_>>(), ["a", "b"]);
+/// ```
+pub fn reach_each_other(participants: &[Participant]) -> BTreeSet<&str> {
+    let ids: BTreeSet<&str> = participants.iter().map(|participant| participant.id.as_str()).collect();
+    let ids: Vec<&str> = ids.into_iter().collect();
+    let index = |id: &str| ids.binary_search(&id).ok();
+    let mut cut = vec![BTreeSet::new(); ids.len()];
+    for participant in participants {
+        let Some(from) = index(&participant.id) else { continue };
+        for to in participant.unreachable.iter().filter_map(|id| index(id)).filter(|&to| to != from) {
+            cut[from].insert(to);
+            cut[to].insert(from);
+        }
+    }
+    let newest = participants.iter().map(|participant| participant.standing.state).max();
+    let mut is_newest = vec![false; ids.len()];
+    for participant in participants.iter().filter(|participant| Some(participant.standing.state) == newest) {
+        if let Some(member) = index(&participant.id) {
+            is_newest[member] = true;
+        }
+    }
+    let mut search =
+        Search { cut: &cut, is_newest: &is_newest, best: BTreeSet::new(), branches: MOST_BRANCHES };
+    search.run((0..ids.len()).collect());
+    search.best.into_iter().map(|member| ids[member]).collect()
+}
+
+/// Search for the best set without a cut pair: by halves, one with the most cut member and one without.
+struct Search<'a> {
+    /// By member, those that it does not reach.
+    cut: &'a [BTreeSet<usize>],
+    /// By member, whether its state is of the newest generation.
+    is_newest: &'a [bool],
+    best: BTreeSet<usize>,
+    branches: usize,
+}
+
+impl Search<'_> {
+    fn worth<'a>(&self, set: &'a BTreeSet<usize>) -> (usize, usize, Reverse<Vec<&'a usize>>) {
+        let newest = set.iter().filter(|&&member| self.is_newest[member]).count();
+        (newest, set.len(), Reverse(set.iter().collect()))
+    }
+
+    fn run(&mut self, left: BTreeSet<usize>) {
+        let cuts = |member: &usize| self.cut[*member].intersection(&left).count();
+        // Of equally cut members the lowest is decided on first, so that it is in the set that is found first.
+        let most = left.iter().copied().max_by_key(|member| (cuts(member), Reverse(*member)));
+        let Some(most) = most.filter(|member| cuts(member) > 0) else {
+            if self.worth(&left) > self.worth(&self.best) {
+                self.best = left;
+            }
+            return;
+        };
+        if self.branches == 0 && !self.best.is_empty() {
+            return;
+        }
+        self.branches = self.branches.saturating_sub(1);
+        self.run(left.difference(&self.cut[most]).copied().collect());
+        self.run(left.iter().copied().filter(|&member| member != most).collect());
+    }
+}

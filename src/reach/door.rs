@@ -1,0 +1,93 @@
+//! The side that answers.
+
+use super::{answer, read, write};
+use crate::error::{Error, Result};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+/// Connections that are answered at a time; more are closed at once.
+const MOST_CONNECTIONS: usize = 4096;
+/// How long a connection may be silent.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Stack of a thread that answers.
+const STACK_BYTES: usize = 64 << 10;
+
+/// A port that answers for one member, until it is dropped.
+#[derive(Debug)]
+pub struct Door {
+    port: u16,
+    is_closed: Arc<AtomicBool>,
+}
+
+impl Door {
+    /// A door of the member with this id, on a free port of all interfaces.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the system has no port or no thread.
+    pub fn open(member: &str) -> Result<Self> {
+        let failed = |error| Error::io("opening a port that answers other members", error);
+        let both = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)); // IPv4, too, unless the system has no IPv6
+        let listener = both.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))).map_err(failed)?;
+        let port = listener.local_addr().map_err(failed)?.port();
+        let is_closed = Arc::new(AtomicBool::new(false));
+        let (closed, member): (_, Arc<str>) = (is_closed.clone(), member.into());
+        thread::Builder::new()
+            .name("evermoe-door".into())
+            .spawn(move || serve(&listener, &member, &closed))
+            .map_err(failed)?;
+        Ok(Self { port, is_closed })
+    }
+
+    /// Its port.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+}
+
+impl Drop for Door {
+    fn drop(&mut self) {
+        self.is_closed.store(true, Ordering::SeqCst);
+        // Its thread waits for a connection; without one it stays until the next comes, which is refused.
+        let own = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), self.port);
+        drop(TcpStream::connect_timeout(&own, Duration::from_millis(100)));
+    }
+}
+
+fn serve(listener: &TcpListener, member: &Arc<str>, is_closed: &AtomicBool) {
+    let open = Arc::new(AtomicUsize::new(0));
+    for stream in listener.incoming() {
+        if is_closed.load(Ordering::SeqCst) {
+            return;
+        }
+        let Ok(stream) = stream else {
+            thread::sleep(Duration::from_millis(10)); // out of descriptors, perhaps: others end meanwhile
+            continue;
+        };
+        if open.fetch_add(1, Ordering::SeqCst) >= MOST_CONNECTIONS {
+            open.fetch_sub(1, Ordering::SeqCst);
+            continue;
+        }
+        let (member, done) = (member.clone(), open.clone());
+        let answering = thread::Builder::new().stack_size(STACK_BYTES).spawn(move || {
+            // An error ends the connection, and nothing else.
+            let _ended = talk(stream, &member);
+            done.fetch_sub(1, Ordering::SeqCst);
+        });
+        if answering.is_err() {
+            open.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+fn talk(mut stream: TcpStream, member: &str) -> std::io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    loop {
+        let knock = read(&mut stream)?;
+        write(&mut stream, answer(member, knock))?;
+    }
+}

@@ -1,0 +1,128 @@
+"""Hosts that fall silent and networks that are cut, with hosts of their own: nobody waits without end."""
+
+import signal
+import time
+
+import pytest
+
+from support.harness import SERVER, wait_until
+from support.history import check_history
+from support.hosts import LIGHTHOUSE, Hosts, need_namespaces
+from support.worker import Fault
+
+STEPS = 30
+GATE = 8
+HANG_LIMIT = 2.0
+WAITED = '{"event": "waited"}'
+SLACK = 6.0
+"""Seconds on top of `hang_limit`, on a busy machine: a look, a knock, the Lighthouse's limits and a recovery."""
+
+
+@pytest.fixture
+def network():
+    need_namespaces()
+    made = []
+
+    def start(names):
+        made.append(Hosts(SERVER, names))
+        return made[-1]
+
+    yield start
+    for hosts in made:
+        hosts.close()
+
+
+@pytest.fixture
+def start_hosts(network, start_job):
+    """`start_hosts("abc")` starts a job with a worker on each of these hosts, which waits before step `GATE`."""
+
+    def start(names, **session):
+        hosts = network(names)
+        job = start_job(len(names), hang_limit=HANG_LIMIT, **session)
+        job.open_gate(GATE)
+        job.address = f"http://{hosts.address(LIGHTHOUSE)}:{job.address.rsplit(':', 1)[1]}"
+        workers = {name: job.start(name, gated=True, steps=STEPS, network=hosts.network(name)) for name in names}
+        for each in workers.values():
+            each.wait_for("gate", step=GATE)
+        return hosts, job, workers
+
+    return start
+
+
+def check_all_go_on(workers, since, members):
+    """All of these have committed a step as so many members, in time."""
+    for each in workers:
+        committed = each.wait_for("commit", members=members)
+        assert committed["time"] - since < HANG_LIMIT + SLACK
+
+
+def heal(hosts, withdrawn):
+    """Returns once these members have noticed, and ask the Lighthouse again."""
+    hosts.heal()
+    since = time.time()
+    for each in withdrawn:
+        wait_until(
+            lambda each=each: any(e["time"] > since for e in each.events("protocol", said=WAITED)),
+            f"{each.name} asks again",
+        )
+
+
+def by_rank(workers):
+    return sorted(workers.values(), key=lambda each: each.events("share")[-1]["rank"])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_host_without_power(start_hosts, rank):
+    hosts, job, workers = start_hosts("abc")
+    lost = by_rank(workers)[rank]
+    others = [each for each in workers.values() if each is not lost]
+    hosts.silence(lost.name)
+    since = time.time()
+    job.open_gate(STEPS)
+    check_all_go_on(others, since, 2)
+    assert [each.join() for each in others] == [0, 0]
+    check_history(workers.values(), away=lost.name)
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 2)])
+def test_cut_between_two_hosts(start_hosts, pair):
+    hosts, job, workers = start_hosts("abc")
+    one, other = (by_rank(workers)[rank] for rank in pair)
+    hosts.split(one.name, other.name)
+    since = time.time()
+    job.open_gate(STEPS // 2)
+    leaving = max(one, other, key=lambda each: each.name)
+    staying = [each for each in workers.values() if each is not leaving]
+    check_all_go_on(staying, since, 2)
+    heal(hosts, [leaving])
+    job.open_gate(STEPS)
+    assert [each.join() for each in workers.values()] == [0, 0, 0]
+    check_history(workers.values(), away=leaving.name)
+    assert leaving.events("recovered")[-1]["members"] == 3
+
+
+def test_split_that_the_lighthouse_does_not_see(start_hosts):
+    hosts, job, workers = start_hosts("abcd", copies=3)
+    hosts.split("ab", "cd")
+    since = time.time()
+    job.open_gate(STEPS // 2)
+    check_all_go_on([workers["a"], workers["b"]], since, 2)
+    assert not workers["c"].events("commit", members=2)
+    assert not workers["d"].events("commit", members=2)
+    heal(hosts, [workers["c"], workers["d"]])
+    job.open_gate(STEPS)
+    assert [each.join() for each in workers.values()] == [0, 0, 0, 0]
+    check_history(workers.values(), away="cd")
+
+
+def test_first_member_stops_while_groups_connect(start_job):
+    """Its store, in which they meet, answers nobody any more, and its sockets stay open."""
+    job = start_job(4, hang_limit=HANG_LIMIT, copies=3)
+    faults = {"a": [Fault("phase rebuild", nth=2, action="stop")], "b": [Fault("vote", GATE)]}
+    workers = first, _, *others = job.start_all(faults, "abcd", steps=STEPS)
+    first.wait_until_stopped()
+    check_all_go_on(others, time.time(), 2)
+    first.signal(signal.SIGCONT)
+    assert [each.join() for each in others] == [0, 0]
+    assert first.join() in (0, 1)  # it joins again, unless the job is over by then
+    check_history(workers, away="a")
