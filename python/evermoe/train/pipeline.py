@@ -26,13 +26,15 @@ from evermoe.comm.membership import Identity, Membership
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
-from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost
+from evermoe.memory_folder import job_folder
+from evermoe.options import check_name
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.protocol import CommitProtocol, Recorder
+from evermoe.train.script import versions
 from evermoe.train.stages import StageState
 
 ENDLESS = (1 << 40) - 1
@@ -92,7 +94,8 @@ class PipelineSession:
         self.optimizer, self._state = optimizer, StageState(stage_module, optimizer, self.config.stage)
         self._membership = self._new_membership()
         node = self._membership.node
-        self._store = SnapshotStore(Path(self.config.memory_dir) / f"evermoe-{self.config.job}" / node, self._state)
+        check_name("node", node)
+        self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
         self._driver = PipelineDriver(self.config, optimizer, self._state, self._store, self._membership)
         self._torch_store: WatchedStore | None = None
@@ -108,7 +111,7 @@ class PipelineSession:
     def _new_membership(self) -> Membership:
         options = self.config
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
-        shared = f"{options.copy_options().shared()}, {options.window_options().shared()}"
+        shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
         return Membership(
             options.membership_options(),
             lighthouse=options.lighthouse,
@@ -147,6 +150,7 @@ class PipelineSession:
             The steps taken: the number of the next one.
 
         Raises:
+            NonFiniteLoss: a gradient is infinite or not a number on some rank; raised on all of them.
             PeerLost: a rank is gone. The step may have been taken or not, which `recover` finds out: leave the
                 gradients as they are until then.
         """
@@ -155,7 +159,7 @@ class PipelineSession:
         try:
             is_whole = self._driver.is_round_whole()
             if self._protocol.is_ready:
-                self._protocol.vote(Ballot(float(is_whole)))
+                self._protocol.vote(self._driver.ballot(is_whole))
         finally:
             self._driver.end_vote()
         if self._driver.taken == before:
