@@ -110,6 +110,8 @@ def dataset() -> torch.Tensor:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd-fused":  # counts up no versions of the tensors that it writes
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     if name == "evermoe":
