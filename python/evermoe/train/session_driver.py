@@ -181,7 +181,9 @@ class SessionDriver(RecoveryDriver):
         self._protection.before_update()
         self.skipped += clip is None
         if self._trains:
-            if clip is not None:
+            if clip is None:
+                self._state.expert_load.forget_step()
+            else:
                 gradients.clip(self._state, clip)
                 self._is_open = True
                 self._script.optimizer.step()
