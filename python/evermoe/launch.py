@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evermoe.memory_folder import DEFAULT, job_folder, make_private, open_lock
+from evermoe.memory_folder import DEFAULT, job_folder, make_private, node_name, open_lock
 from evermoe.options import check_name
 
 STOP_SECONDS = 10.0
@@ -141,7 +140,7 @@ def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0) -> int:
     Returns an exit code: 0 if at least one worker finished and none failed for good.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are stopped, too
-    node = os.environ.get("EVERMOE_NODE", socket.gethostname())
+    node = node_name(os.environ.get("EVERMOE_NODE") or None)
     codes: list[int] = []
     with job:
         roles = ["train"] * workers + ["replica"] * replicas

@@ -11,11 +11,13 @@ refused.
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import TextIO
 
 from evermoe.errors import UnsafeFolder
+from evermoe.options import check_name
 
 DEFAULT = "/dev/shm"
 """Where shared memory lives if nothing else is said."""
@@ -25,6 +27,19 @@ _OTHERS = 0o077
 def job_folder(memory_dir: str | Path, job: str) -> Path:
     """A job's folder on this machine, with a folder for each node below it."""
     return Path(memory_dir) / f"evermoe-{os.geteuid()}-{job}"
+
+
+def node_name(given: str | None) -> str:
+    """Name of the machine whose memory dies as one: as given, or else the host's.
+
+    Raises:
+        ValueError: it is not one, as of `check_name`.
+    """
+    name = socket.gethostname() if given is None else given
+    check_name(
+        "node" if given is not None else "the host's name, in place of which EVERMOE_NODE may name the node,", name
+    )
+    return name
 
 
 def check_private(folder: Path) -> None:

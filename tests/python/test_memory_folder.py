@@ -8,7 +8,7 @@ import torch
 import evermoe
 from evermoe.errors import UnsafeFolder
 from evermoe.launch import LocalJob
-from evermoe.memory_folder import check_private, job_folder
+from evermoe.memory_folder import check_private, job_folder, node_name
 
 STRANGER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
@@ -91,6 +91,17 @@ def test_folder_that_others_may_write_to_is_refused(shared):
         session_in(shared)
     folder.chmod(0o700)
     steps(session_in(shared), 1)
+
+
+def test_host_whose_name_is_no_name_of_a_node_says_what_to_set(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "a host/with spaces")
+    with pytest.raises(
+        ValueError, match=r"the host's name, in place of which EVERMOE_NODE .* got 'a host/with spaces'"
+    ):
+        node_name(None)
+    assert node_name("n.1") == "n.1"
+    with pytest.raises(ValueError, match="expected node to be a name"):
+        node_name("../n")
 
 
 def test_links_are_not_followed(shared, tmp_path):

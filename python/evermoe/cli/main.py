@@ -109,7 +109,9 @@ def _run(options: argparse.Namespace) -> int:
         raise ValueError("expected a SCRIPT, or -m MODULE, after the options; see evermoe run --help")
     if options.workers + options.replicas < 1:
         raise ValueError("expected a worker or a replica, got --workers 0 and --replicas 0")
-    if options.members == 0 or not (options.workers or options.members):
+    if options.members == 0:
+        raise ValueError("--members: expected 1 or more, got 0")
+    if not (options.workers or options.members):
         raise ValueError("--replicas alone: expected --members, how many processes train on other machines")
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
     members = options.members or options.workers

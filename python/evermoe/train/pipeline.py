@@ -9,7 +9,6 @@ Version n is kept until version n + 1 is whole on all nodes, so after any loss o
 from __future__ import annotations
 
 import functools
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,8 +26,7 @@ from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
 from evermoe.errors import PeerLost
-from evermoe.memory_folder import job_folder
-from evermoe.options import check_name
+from evermoe.memory_folder import job_folder, node_name
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.train.pipeline_config import PipelineConfig
@@ -94,7 +92,6 @@ class PipelineSession:
         self.optimizer, self._state = optimizer, StageState(stage_module, optimizer, self.config.stage)
         self._membership = self._new_membership()
         node = self._membership.node
-        check_name("node", node)
         self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
         self._driver = PipelineDriver(self.config, optimizer, self._state, self._store, self._membership)
@@ -116,7 +113,7 @@ class PipelineSession:
             options.membership_options(),
             lighthouse=options.lighthouse,
             identity=Identity(options.job, shape, shared),
-            node=options.node or socket.gethostname(),
+            node=node_name(options.node),
             device=torch.device("cpu"),
             rank_key=f"{options.rank:06d}",
         )

@@ -10,7 +10,6 @@ with the same data.
 from __future__ import annotations
 
 import os
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +26,7 @@ from evermoe.comm.membership import Identity, Membership
 from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
-from evermoe.memory_folder import DEFAULT, job_folder
-from evermoe.options import check_name
+from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
@@ -82,8 +80,7 @@ class Session:
         self._state = TrainingState(model, optimizer)
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        node = self.config.node or socket.gethostname()
-        check_name("node", node)
+        node = node_name(self.config.node)
         memory = job_folder(self.config.memory_dir or DEFAULT, job)
         self._store = SnapshotStore(memory / node, self._state)
         self._store.check()

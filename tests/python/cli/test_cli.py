@@ -108,6 +108,7 @@ def test_run_says_what_is_wrong(tmp_path):
     assert "a worker or a replica" in evermoe("run", "--workers", "0", "x.py", folder=tmp_path).stderr
     alone = evermoe("run", "--workers", "0", "--replicas", "1", "x.py", folder=tmp_path)
     assert "expected --members" in alone.stderr
+    assert "--members: expected 1 or more" in evermoe("run", "--members", "0", "x.py", folder=tmp_path).stderr
     for flag, value in (("--workers", "99999999999"), ("--members", "-3"), ("--restarts", "-1"), ("--workers", "x")):
         done = evermoe("run", flag, value, "x.py", folder=tmp_path)
         assert done.returncode == 2
