@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from evermoe import ops
 from evermoe.comm.collectives import all_to_all
@@ -25,7 +26,7 @@ ROW_ALIGNMENT = 16
 """An expert's flat weights are padded to this many elements, so that optimizers treat all replicas alike (SIMD)."""
 
 REENTRANT = "CheckpointFunction.backward"
-"""What reentrant checkpointing repeats a forward from, in torch and in libraries that have copied it."""
+"""What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -213,7 +214,8 @@ def _is_recomputing() -> bool:
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_qualname == REENTRANT:
+        code = frame.f_code
+        if code is CheckpointFunction.backward.__code__ or getattr(code, "co_qualname", "") == REENTRANT:
             raise UnsupportedState(
                 "MoE: reentrant activation checkpointing around this layer leaves its balance_loss without a gradient; "
                 "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"

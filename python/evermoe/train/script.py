@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,11 @@ class Script(NamedTuple):
 
 def versions() -> dict[str, str]:
     """Versions of what computes and of what members send each other, which all members have alike."""
-    return {"evermoe": version("evermoe"), "torch": torch.__version__}
+    try:
+        own = version("evermoe")
+    except PackageNotFoundError:
+        own = "not installed"  # used from its sources
+    return {"evermoe": own, "torch": torch.__version__}
 
 
 def refuse_scaled(loss: Tensor) -> None:
