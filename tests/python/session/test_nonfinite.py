@@ -52,6 +52,24 @@ def test_all_members_skip_the_update_and_replicas_do_so_too(start_job, options):
         assert (recovered["step"], recovered["steps_lost"]) == (8, 0)
 
 
+@pytest.mark.parametrize("point", ["vote", "skipped", "copy"])
+def test_death_in_a_skipped_step(start_job, point):
+    job = start_job(on_nonfinite="skip", **FEWEST)
+    faults = {"b": [Fault(point, 6 if point == "copy" else 5)]}
+    workers = [job.start(n, *faults.get(n, []), poison={5: "gradient"} if n == "a" else {}, steps=10) for n in "abc"]
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    before = {}
+    for each in workers:
+        before |= each.events("copy", step=5)[-1]["digests"]
+    for survivor in (workers[0], workers[2]):
+        recovered = survivor.events("recovered")[-1]
+        assert (recovered["step"], recovered["steps_lost"]) == (5 if point == "vote" else 6, 0)
+        assert {event["step"] for event in survivor.events("skipped")} == {5}
+        found = [e for e in survivor.events("copy", after="phase") if e["time"] <= recovered["time"]][-1]["digests"]
+        assert all(before[unit] == value for unit, value in found.items() if unit != "session")
+
+
 def test_replica_nodes_stop_and_skip_with_the_others(start_job):
     job = start_job(2)
     workers = [job.start(name, poison={5: "loss"}) for name in "ab"]
