@@ -17,7 +17,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from evermoe.demo.driver import Run, add_arguments
+from evermoe.demo.driver import Run
+from evermoe.demo.flags import add_arguments
 from evermoe.demo.summary import PHASES, copy_seconds, episodes, step_seconds
 
 

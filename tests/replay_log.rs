@@ -401,6 +401,24 @@ fn a_held_step_counts_only_when_it_is_released_and_with_its_clipping() {
 }
 
 #[test]
+fn a_held_step_that_the_trainers_leave_out_counts_and_changes_nothing() {
+    let mut log = log_of(4, 1 << 16);
+    let before = log.bytes();
+    let bad = step_record(1, &[f32::NAN, 2.0, f32::INFINITY, 4.0]);
+    assert_eq!(log.hold(&bad, &Serial), Ok(Accepted::Logged { unit: 0 }));
+    log.skip();
+    assert_eq!(log.newest(0), Some(1));
+    assert_eq!(log.hold(&bad, &Serial), Ok(Accepted::Duplicate { unit: 0 }));
+    let next = step_record(2, &[0.1, 0.2, 0.3, 0.7]);
+    assert_eq!(log.hold(&next, &Serial), Ok(Accepted::Logged { unit: 0 }));
+    log.release(1.0);
+    let batch = log.take(0, 8, 9).expect("both steps");
+    assert_eq!((batch.version, batch.gradients.len()), (2, 1));
+    assert!(log.applied(0, batch.epoch, batch.version, batch.bytes));
+    assert_eq!(log.bytes(), before);
+}
+
+#[test]
 fn a_held_step_takes_room_and_a_full_state_ends_it() {
     let record = step_record(1, &[1.0; 64]);
     let mut log = log_of(64, 4 * 64 + 200);

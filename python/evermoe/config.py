@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from evermoe.comm.membership import ROLES, MembershipOptions
-from evermoe.options import SHARED
+from evermoe.comm.membership import MembershipOptions, Role
+from evermoe.options import checked, option
 from evermoe.placement import PlacementOptions
 from evermoe.planning import PlacementPolicy
 from evermoe.protection import ProtectionOptions
@@ -19,10 +19,19 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
 
     memory_dir: str | None = None
     """Folder of named shared memory (EVERMOE_MEMORY_DIR; default /dev/shm)."""
-    max_grad_norm: float | None = field(default=None, metadata=SHARED)
+    max_grad_norm: float | None = option(None, shared=True, above=0)
     """Clips the gradient's global norm, over all ranks' experts; None for no clipping."""
-    seed: int | None = 0
+    on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
+    """What a loss or a gradient of infinity or NaN on any member does: `error` ends the job with `NonFiniteLoss` on all
+    of them, the state unchanged; `skip` makes all of them leave out that step's update."""
+    seed: int | None = option(0, shared=True)
     """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether this member sends the gradients of its steps to replicas on other members."""
+        is_followed = bool(self.copies) and "replayed" in self.choices.kinds
+        return is_followed and self.role == "train" and self.lighthouse is not None
 
     @property
     def replicas(self) -> int:
@@ -38,18 +47,25 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
 
 
 def with_environment(config: SessionConfig) -> SessionConfig:
-    """Fills what was not given from `EVERMOE_*` variables, where they are set."""
+    """Fills what was not given from `EVERMOE_*` variables, where they are set.
+
+    Raises:
+        ValueError: a variable is wrong, or another launcher has started processes that would not find each other.
+    """
     found: dict[str, Any] = {}
     for name in ("lighthouse", "job", "node", "address", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
     if os.environ.get("EVERMOE_ROLE"):
-        if os.environ["EVERMOE_ROLE"] not in ROLES:
-            raise ValueError(f"EVERMOE_ROLE: expected one of {', '.join(ROLES)}, got {os.environ['EVERMOE_ROLE']!r}")
-        found["role"] = os.environ["EVERMOE_ROLE"]
+        found["role"] = checked("EVERMOE_ROLE", os.environ["EVERMOE_ROLE"], Role)
     if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
-        try:
-            found["members"] = int(os.environ["EVERMOE_MEMBERS"])
-        except ValueError:
-            raise ValueError(f"EVERMOE_MEMBERS: expected a number, got {os.environ['EVERMOE_MEMBERS']!r}") from None
-    return replace(config, **found)
+        text = os.environ["EVERMOE_MEMBERS"]
+        found["members"] = checked("EVERMOE_MEMBERS", int(text) if text.isdecimal() else text, int, least=1)
+    config = replace(config, **found)
+    if config.lighthouse is None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise ValueError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as torchrun sets it, but no Lighthouse is named: each "
+            "process would train a job of its own. Start the workers with `evermoe run`, or set EVERMOE_LIGHTHOUSE and "
+            "EVERMOE_JOB for all of them, or unset WORLD_SIZE for jobs of one process"
+        )
+    return config

@@ -45,12 +45,27 @@ class LeftBehind(EvermoeError):
     """The other members went on without this one, and none of them is left to tell it what they committed."""
 
 
+class NonFiniteLoss(EvermoeError):
+    """The loss or a gradient of a step is infinite or not a number. The step was taken by no member.
+
+    `step` is the step's number; `rank` the member that it came from, None if it came from several.
+    """
+
+    def __init__(self, message: str, step: int, rank: int | None) -> None:
+        super().__init__(message)
+        self.step, self.rank = step, rank
+
+
 class NotReplayable(EvermoeError):
     """The optimizer's steps cannot be repeated bit for bit elsewhere: its state must be sent instead."""
 
 
 class UnsupportedState(EvermoeError, ValueError):
     """The optimizer, or the loop's own state, cannot be divided into units; the message says why."""
+
+
+class UnsafeFolder(EvermoeError, ValueError):
+    """A folder of shared memory belongs to another user, or others may write or read it; the message names it."""
 
 
 class ReplicaBehind(EvermoeError):

@@ -76,6 +76,15 @@ class Update(Event):
 
 
 @dataclass(frozen=True)
+class Skipped(Event):
+    """The vote of a step has passed, but all members leave out its update: a loss or a gradient is not finite."""
+
+    step: int
+    rank: int | None
+    """The member that it came from; None if it came from several."""
+
+
+@dataclass(frozen=True)
 class Copy(Event):
     """The state has changed: snapshots of it begin; in a recovery: all copies are being made."""
 

@@ -8,14 +8,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from evermoe import ops
-from evermoe.options import SHARED, Options
-from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
+from evermoe.options import Options, option
+from evermoe.planning.presets import PRESETS, Preset, PresetName
 from evermoe.planning.protection import ProtectionPlan
 from evermoe.state.stored import StoredUnit
 
@@ -24,36 +24,32 @@ from evermoe.state.stored import StoredUnit
 class CopyOptions(Options):
     """What is copied, how often, and what that may cost."""
 
-    preset: PresetName = field(default="auto", metadata=SHARED)
+    preset: PresetName = option("auto", shared=True)
     """How the state is protected: a name of `evermoe.planning.PRESETS`."""
-    copies: int = field(default=2, metadata=SHARED)
+    copies: int = option(2, shared=True, least=0)
     """Nodes that hold each unit's state after every step, those that train on it included; 0 for no copies."""
-    copy_budget: float = field(default=0.01, metadata=SHARED)
+    copy_budget: float = option(0.01, shared=True, above=0, most=1)
     """Share of a step that copies may take where they do not fit into idle time."""
-    local_every: int | None = field(default=None, metadata=SHARED)
+    local_every: int | None = option(None, shared=True, least=1)
     """Steps between snapshots in the memory of a unit's own node, which outlive a crash of all processes; None: as few
     as the budget allows. `gemini` and `baft` make them at every step."""
-    replay_log_bytes: int = 1 << 30
+    replay_log_bytes: int = option(1 << 30, least=1)
     """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
     replica_device: str = "cpu"
     """Device of the units that a member keeps for others by repeating their steps: `cpu`, or a GPU such as `cuda:1`."""
-    experts_per_copy: int | None = field(default=None, metadata=SHARED)
+    experts_per_copy: int | None = option(None, shared=True, least=1)
     """Experts of each layer that `pec` saves at a step (K); None: a quarter, or one."""
-    plt_limit: float = field(default=1.0, metadata=SHARED)
+    plt_limit: float = option(1.0, shared=True, above=0, most=1)
     """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
-    save_every: int = field(default=1, metadata=SHARED)
+    save_every: int = option(1, shared=True, least=1)
     """Steps between the saves of `pec`."""
-    remote_bytes_per_step: int | None = field(default=None, metadata=SHARED)
+    remote_bytes_per_step: int | None = option(None, shared=True, least=0)
     """What `moetion` may send to peers in a step, all members together; None: an eighth of the experts' state."""
-    local_bytes_per_step: int | None = field(default=None, metadata=SHARED)
+    local_bytes_per_step: int | None = option(None, shared=True, least=0)
     """What `moetion` may copy to the experts' own nodes in a step, likewise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_one_of("preset", PRESET_NAMES)
-        self._check_least(0, "copies", "remote_bytes_per_step", "local_bytes_per_step")
-        self._check_least(1, "local_every", "replay_log_bytes", "experts_per_copy", "save_every")
-        self._check_portions("copy_budget", "plt_limit")
         self._check_replica_device()
 
     def _check_replica_device(self) -> None:
@@ -122,8 +118,11 @@ class Keeper(Protocol):
         """The optimizer wants to write the state: waits until it may."""
         return
 
-    def after_update(self, version: int, clip: float) -> None:
-        """The agreed step was taken, with gradients multiplied by `clip`: the state is that of `version` now."""
+    def after_update(self, version: int, clip: float | None) -> None:
+        """The agreed step was taken, with gradients multiplied by `clip`: the state is that of `version` now.
+
+        None: its update was left out, so that `version` has the bytes of the version before.
+        """
         return
 
     def settle(self) -> bool:

@@ -6,7 +6,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from evermoe.memory_folder import DEFAULT, job_folder, make_private, node_name, open_lock
+from evermoe.options import check_name
 
 STOP_SECONDS = 10.0
 """Time that workers get between SIGTERM and SIGKILL."""
@@ -49,7 +51,7 @@ class LocalJob:
     name: str
     members: int
     lighthouse: str | None = None
-    memory_dir: str = "/dev/shm"
+    memory_dir: str = DEFAULT
     hang_limit: float = 30.0
     heartbeat_limit: float = 0.4
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -58,8 +60,12 @@ class LocalJob:
     _lock: Any = None
 
     def __enter__(self) -> LocalJob:
-        self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = (self.memory / "lock").open("w")
+        check_name("--job", self.name)
+        try:
+            make_private(self.memory)
+            self._lock = open_lock(self.memory / "lock")
+        except OSError as error:
+            raise ValueError(f"memory_dir {self.memory_dir}: the job's folder cannot be made there: {error}") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -87,10 +93,11 @@ class LocalJob:
     @property
     def memory(self) -> Path:
         """The job's shared memory on this machine: a folder for each node."""
-        return Path(self.memory_dir) / f"evermoe-{self.name}"
+        return job_folder(self.memory_dir, self.name)
 
     def start(self, index: int, node: str, *arguments: str, role: str = "train", **options: Any) -> Worker:
         """Starts worker `index` on `node`; `options` go to `subprocess.Popen`. As a `replica` it keeps copies alone."""
+        check_name("node", node)
         environment = {
             **os.environ,
             **self.environment,
@@ -133,7 +140,7 @@ def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0) -> int:
     Returns an exit code: 0 if at least one worker finished and none failed for good.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are stopped, too
-    node = os.environ.get("EVERMOE_NODE", socket.gethostname())
+    node = node_name(os.environ.get("EVERMOE_NODE") or None)
     codes: list[int] = []
     with job:
         roles = ["train"] * workers + ["replica"] * replicas

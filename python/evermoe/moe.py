@@ -6,20 +6,27 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from evermoe import ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
+from evermoe.errors import UnsupportedState
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
 ROW_ALIGNMENT = 16
 """An expert's flat weights are padded to this many elements, so that optimizers treat all replicas alike (SIMD)."""
+
+REENTRANT = "CheckpointFunction.backward"
+"""What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -107,6 +114,14 @@ class MoE(nn.Module):
         """What `print(layer)` shows."""
         return f"num_experts={self.num_experts}, top_k={self.top_k}, matrices={self.matrices}, local={self.experts}"
 
+    def settings(self) -> str:
+        """What changes a token's way through the layer and is not seen in the shapes of its parameters."""
+        activation = getattr(self.activation, "__name__", type(self.activation).__name__)
+        return (
+            f"top_k={self.top_k}, activation={activation}, router_noise={self.router_noise}, "
+            f"token_split={self.token_split}"
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         """`x`: [..., H]; the result has the same shape and dtype. Collective when the layer spans several ranks."""
         if x.dim() == 0 or x.shape[-1] != self.hidden:
@@ -138,7 +153,7 @@ class MoE(nn.Module):
         """int64 [E, R]: tokens of each expert on each rank, gathered on the host; the step's only extra exchange."""
         tokens_RE = self.group.all_gather(counts_E.cpu())
         self.tokens_E = tokens_RE.sum(0).numpy()
-        if self.training:
+        if self.training and not _is_recomputing():
             self.load_E = self.load_E + self.tokens_E
         return np.ascontiguousarray(tokens_RE.numpy().T)
 
@@ -187,6 +202,26 @@ class MoE(nn.Module):
         """The same for any types and sizes."""
         blocks = rows_NC.split(counts_e.tolist())
         return torch.cat([F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)])
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward repeats one for its backward, as activation checkpointing does.
+
+    Raises:
+        UnsupportedState: it is the reentrant kind, whose first forward left no graph for `balance_loss`.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is CheckpointFunction.backward.__code__ or getattr(code, "co_qualname", "") == REENTRANT:
+            raise UnsupportedState(
+                "MoE: reentrant activation checkpointing around this layer leaves its balance_loss without a gradient; "
+                "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        frame = frame.f_back
+    return True
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:

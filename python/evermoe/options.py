@@ -1,17 +1,135 @@
-"""What all options have in common: each class checks its own fields, and says which must be the same for all members.
+"""What all options have in common: types, ranges, names, and which must be the same for all members.
 
-Each room defines its own options beside what they configure; `evermoe.SessionConfig` combines them.
+Each room defines its own options beside what they configure; `evermoe.SessionConfig` combines them. A field's type and
+its `option(...)` say what it may be, and `Options` checks that for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
-from types import MappingProxyType
-from typing import Any
+import math
+import numbers
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-SHARED: Mapping[str, Any] = MappingProxyType({"shared": True})
-"""Metadata of an option that must be the same for all members."""
+LONGEST_SECONDS = 1e8
+"""Longest time limit, about three years."""
+SHORTEST_SECONDS = 1e-3
+"""Shortest time limit that is not 0."""
+MOST_NUMBER = 2**62
+"""Largest whole number, which fits into 64 bits wherever it is sent."""
+NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+"""Names of jobs and nodes: they become parts of paths, and never another path."""
+
+_WRONG = object()
+_NOUNS: Mapping[Any, str] = types.MappingProxyType(
+    {bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+)
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    shared: bool = False,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    is_name: bool = False,
+) -> Any:
+    """A field of `Options`.
+
+    Args:
+        default: its value where none is given; without one it must be given.
+        shared: whether it must be the same for all members.
+        least: smallest number.
+        above: number that it must exceed.
+        most: largest number.
+        is_name: whether it is checked as of `check_name`.
+    """
+    limits = {"least": least, "above": above, "most": most}
+    metadata = {"shared": shared, "is_name": is_name, "limits": limits}
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
+
+
+def check_name(what: str, name: str) -> None:
+    """Checks the name of a job or a node, which becomes a part of paths.
+
+    Raises:
+        ValueError: it is empty, longer than 100, has other characters than letters, digits, `.`, `_`, `-`, or begins
+            with a dot.
+    """
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"expected {what} to be a name of 1 to 100 letters, digits, '.', '_' or '-' that does not begin with '.', "
+            f"got {name!r}"
+        )
+
+
+def checked(
+    name: str,
+    value: Any,
+    kind: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+) -> Any:
+    """The value of an argument as its type and range say: numbers of numpy become Python's.
+
+    Args:
+        name: of the argument, as the user wrote it.
+        value: what came.
+        kind: bool, int, float, str, Path, a Literal, or a union of them and None.
+        least, above, most: bounds of a number.
+
+    Raises:
+        ValueError: it is of another type, out of range, infinite or not a number.
+    """
+    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    found: Any = next((each for each in (_converted(value, kind) for kind in kinds) if each is not _WRONG), _WRONG)
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    if found is _WRONG or (is_number and not _is_within(found, least, above, most)):
+        nouns = " or ".join(_noun(each) for each in kinds)
+        raise ValueError(f"expected {name} to be {nouns}{_range(least, above, most)}, got {value!r}")
+    return found
+
+
+def _converted(value: Any, kind: Any) -> Any:
+    if get_origin(kind) is Literal:
+        return value if isinstance(value, str) and value in get_args(kind) else _WRONG
+    if kind in (int, float) and not isinstance(value, bool):
+        return _number(value, kind)
+    return value if isinstance(value, kind) and kind not in (int, float) else _WRONG
+
+
+def _number(value: Any, kind: Any) -> Any:
+    if kind is int:
+        return int(value) if isinstance(value, numbers.Integral) and abs(int(value)) <= MOST_NUMBER else _WRONG
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        return _WRONG
+    return number if math.isfinite(number) else _WRONG
+
+
+def _is_within(value: float, least: float | None, above: float | None, most: float | None) -> bool:
+    low = -math.inf if least is None else least
+    high = math.inf if most is None else most
+    return low <= value <= high and (above is None or value > above)
+
+
+def _noun(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return "None" if kind is types.NoneType else _NOUNS[kind]
+
+
+def _range(least: float | None, above: float | None, most: float | None) -> str:
+    bounds = {">=": least, ">": above, "<=": most}
+    return "".join(f", {sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +142,14 @@ class Options:
         Raises:
             ValueError: an option is wrong; the message names it as the user wrote it.
         """
+        hints = get_type_hints(type(self))
+        for each in fields(self):
+            limits = each.metadata.get("limits", {})
+            value = checked(each.name, getattr(self, each.name), hints[each.name], **limits)
+            object.__setattr__(self, each.name, value)
+            if each.metadata.get("is_name") and value is not None:
+                check_name(each.name, value)
 
-    def shared(self) -> str:
-        """The options that must be the same for all members, as text."""
-        names = [field.name for field in fields(self) if field.metadata.get("shared")]
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
-
-    def _check_least(self, least: int, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"expected {name} >= {least}, got {value}")
-
-    def _check_one_of(self, name: str, choices: Collection[str]) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(f"expected {name} to be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-
-    def _check_portions(self, *names: str) -> None:
-        for name in names:
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"expected 0 < {name} <= 1, got {getattr(self, name)}")
+    def shared(self) -> dict[str, str]:
+        """The options that must be the same for all members, as text by name."""
+        return {each.name: str(getattr(self, each.name)) for each in fields(self) if each.metadata.get("shared")}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from evermoe import planning
-from evermoe.options import SHARED, Options
-from evermoe.planning import POLICIES, PlacementPolicy
+from evermoe.options import Options, option
+from evermoe.planning import PlacementPolicy
 from evermoe.state.training_state import TrainingState
 
 LayerPlacements = dict[str, np.ndarray]
@@ -24,24 +24,15 @@ REBALANCE_GAIN = 0.1
 class PlacementOptions(Options):
     """Which rank trains which expert."""
 
-    slots: int | None = field(default=None, metadata=SHARED)
+    slots: int | None = option(None, shared=True, least=1)
     """Expert replicas per rank and layer; more where the experts need it. Default: the fewest possible plus one."""
-    min_replicas: int | None = field(default=None, metadata=SHARED)
+    min_replicas: int | None = option(None, shared=True, least=1)
     """Active replicas of each expert, where slots allow; None for 1, and for `copies` with `lazarus`."""
-    placement: PlacementPolicy | None = field(default=None, metadata=SHARED)
+    placement: PlacementPolicy | None = option(None, shared=True)
     """Policy of `evermoe.planning.place` for which rank holds which expert; None: the preset's. Ranks of one node fail
     together."""
-    rebalance_every: int = field(default=100, metadata=SHARED)
+    rebalance_every: int = option(100, shared=True, least=0)
     """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_least(0, "rebalance_every")
-        self._check_least(1, "min_replicas")
-        if self.slots is not None and self.slots < 1:
-            raise ValueError(f"expected slots >= 1 or None, got {self.slots}")
-        if self.placement is not None:
-            self._check_one_of("placement", POLICIES)
 
     @property
     def replicas(self) -> int:

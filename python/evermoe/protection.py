@@ -29,6 +29,7 @@ from evermoe.persist.partial import PartialCheckpoints
 from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan_protection
 from evermoe.planning.recovery import Lagging
 from evermoe.profile.memory import free_host_bytes
+from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
 from evermoe.selection import ExpertSelector, LossLedger
 from evermoe.snapshot.snapshots import Snapshots
@@ -59,6 +60,7 @@ class Protection:
         store: this node's arenas.
         membership: who takes part; replica nodes keep copies alone.
         options: preset, copies, budgets.
+        arithmetic: of the optimizer, if its steps can be repeated.
         emit: of the session.
     """
 
@@ -68,6 +70,7 @@ class Protection:
         store: SnapshotStore,
         membership: Membership,
         options: ProtectionOptions,
+        arithmetic: Arithmetic | None,
         emit: Listener,
     ) -> None:
         self.state, self.options, self._emit = state, options, emit
@@ -79,7 +82,7 @@ class Protection:
         selector = self._selector = ExpertSelector(state, options, self.ledger)
         self._choose = {"load-aware": selector.to_save, "budget": selector.for_local_memory}.get(self.preset.selection)
         self.snapshots = Snapshots(state, store, membership, options, options, emit)
-        self.replicas = Replicas(state, membership, options, emit)
+        self.replicas = Replicas(state, membership, options, arithmetic, emit)
         self._state_keepers: list[StateKeeper] = [self.snapshots]
         if self.preset.needs_checkpoint_dir and options.checkpoint_dir is not None:
             folder, courier = Path(options.checkpoint_dir), self.snapshots.courier
@@ -115,8 +118,6 @@ class Protection:
             member: this one's name.
         """
         self.settle()
-        if "replayed" in self.preset.kinds and self.options.copies and self._membership.everyone.size > 1:
-            self.replicas.calibrate()
         group = self._membership.everyone
         about_units = _about_units(self.state, self.replicas) if group.rank == 0 else None
         mine = _about_member(self._membership, self.window_planner, self.options)
@@ -217,8 +218,8 @@ class Protection:
         for keeper in self.keepers:
             keeper.before_update()
 
-    def committed(self, version: int, clip: float) -> None:
-        """Records that the agreed step was taken: `version` is the state now."""
+    def committed(self, version: int, clip: float | None) -> None:
+        """Records that the agreed step was taken: `version` is the state now. `clip` is None for a skipped update."""
         for keeper in self.keepers:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began

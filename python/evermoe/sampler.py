@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evermoe.options import checked
+
 
 @dataclass(frozen=True)
 class Share:
@@ -34,22 +36,19 @@ class ElasticSampler:
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        if num_samples < 1 or batch_size < 1:
-            raise ValueError(
-                f"ElasticSampler: expected num_samples >= 1 and batch_size >= 1, got {num_samples}, {batch_size}"
-            )
-        self.num_samples, self.batch_size, self.shuffle, self.seed = num_samples, batch_size, shuffle, seed
+        self.num_samples = checked("num_samples", num_samples, int, least=1)
+        self.batch_size = checked("batch_size", batch_size, int, least=1)
+        self.shuffle, self.seed = checked("shuffle", shuffle, bool), checked("seed", seed, int)
         self.consumed = 0
         self._permutations: dict[int, Tensor] = {}
 
     def batch(self) -> Tensor:
         """The next global batch: int64 `[B]`; the same until `advance`."""
         numbers = torch.arange(self.consumed, self.consumed + self.batch_size)
-        epochs = numbers // self.num_samples
-        parts = [
-            self._permutation(int(epoch))[numbers[epochs == epoch] % self.num_samples] for epoch in epochs.unique()
-        ]
-        return torch.cat(parts)
+        epochs, places = numbers // self.num_samples, numbers % self.num_samples
+        if not self.shuffle:
+            return places
+        return torch.cat([self._permutation(int(epoch))[places[epochs == epoch]] for epoch in epochs.unique()])
 
     def share(self, rank: int, size: int) -> Share:
         """The part of `rank` among `size` members: contiguous, sizes within one of each other.
@@ -67,6 +66,15 @@ class ElasticSampler:
     def advance(self) -> None:
         """Counts the batch as consumed: its step is committed."""
         self.consumed += self.batch_size
+
+    def settings(self) -> dict[str, int | bool]:
+        """The constructor's arguments, which all members of a job have alike."""
+        return {
+            "num_samples": self.num_samples,
+            "batch_size": self.batch_size,
+            "shuffle": self.shuffle,
+            "sampler_seed": self.seed,
+        }
 
     def state_dict(self) -> dict[str, int | bool]:
         """The state needed to resume: plain numbers."""
@@ -93,8 +101,6 @@ class ElasticSampler:
         self.consumed = int(state["consumed"])
 
     def _permutation(self, epoch: int) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(self.num_samples)
         if epoch not in self._permutations:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
             self._permutations = {e: p for e, p in self._permutations.items() if e >= epoch - 1}

@@ -195,8 +195,11 @@ impl ReplayLog {
         py.detach(|| self.lock().applied(unit, epoch, version, nbytes))
     }
 
-    fn release(&self, py: Python<'_>, clip: f32) {
-        py.detach(|| self.lock().release(clip));
+    fn release(&self, py: Python<'_>, clip: Option<f32>) {
+        py.detach(|| match clip {
+            Some(clip) => self.lock().release(clip),
+            None => self.lock().skip(),
+        });
     }
 
     fn discard(&self, py: Python<'_>) {

@@ -228,13 +228,25 @@ impl Log {
 
     /// The trainers have agreed on the held steps, with gradients multiplied by `clip` before the optimizer saw them.
     pub fn release(&mut self, clip: f32) {
+        self.count_held(|held| held.header.rule = held.header.rule.clipped(clip));
+    }
+
+    /// The trainers have agreed to leave out the held steps: they count, and change nothing.
+    pub fn skip(&mut self) {
+        self.count_held(|held| {
+            (held.header.rule, held.header.payload_bytes) = (Rule::None, 0);
+            held.gradient = Gradient::Zero;
+        });
+    }
+
+    fn count_held(&mut self, change: impl Fn(&mut Held)) {
         for unit in 0..self.units.len() {
-            let Some(Held { mut header, checksum, gradient }) = self.units[unit].held.take() else {
+            let Some(mut held) = self.units[unit].held.take() else {
                 continue;
             };
-            self.unhold(unit, header.payload_bytes);
-            header.rule = header.rule.clipped(clip);
-            self.push(unit, &header, checksum, gradient);
+            self.unhold(unit, held.header.payload_bytes);
+            change(&mut held);
+            self.push(unit, &held.header, held.checksum, held.gradient);
         }
     }
 

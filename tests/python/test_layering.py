@@ -11,6 +11,7 @@ PACKAGE = ROOT / "python" / "evermoe"
 ROOMS = [
     "errors",
     "options",
+    "memory_folder",
     "events",
     "ops",
     "planning",

@@ -33,6 +33,27 @@ def test_any_sequence_of_memberships_repeats_and_skips_nothing(seed):
         assert sorted(changing[start : start + samples]) == list(range(samples))
 
 
+def test_a_billion_samples_in_order_take_no_memory():
+    sampler = ElasticSampler(10**9, 4, shuffle=False)
+    sampler.consumed = 10**9 - 2
+    assert sampler.batch().tolist() == [10**9 - 2, 10**9 - 1, 0, 1]
+    assert not sampler._permutations
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_samples": 0}, "expected num_samples to be a whole number, >= 1, got 0"),
+        ({"batch_size": 1.5}, "batch_size"),
+        ({"shuffle": "no"}, "shuffle"),
+        ({"seed": "x"}, "seed"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ElasticSampler(**{"num_samples": 8, "batch_size": 4} | arguments)
+
+
 @pytest.mark.parametrize(("batch", "size"), [(8, 3), (7, 7), (5, 8), (1, 4), (12, 1)])
 def test_shares_are_even_and_their_weights_sum_to_one(batch, size):
     shares = [ElasticSampler(100, batch).share(rank, size) for rank in range(size)]
@@ -99,12 +120,6 @@ def test_state_of_other_data_is_refused(other):
     name = next(iter(other))
     with pytest.raises(ValueError, match=f"taken with {name}={other[name]}, this sampler has {arguments[name]}"):
         ElasticSampler(**arguments).load_state_dict(state)
-
-
-@pytest.mark.parametrize("sizes", [(0, 4), (10, 0), (-1, 1)])
-def test_wrong_sizes(sizes):
-    with pytest.raises(ValueError, match=f"got {sizes[0]}, {sizes[1]}"):
-        ElasticSampler(*sizes)
 
 
 @pytest.mark.parametrize(("rank", "size"), [(-1, 2), (2, 2), (0, 0)])

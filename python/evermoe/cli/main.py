@@ -8,9 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from evermoe.options import checked
+
+MOST_PROCESSES = 4096
+"""Processes that a command starts at most on one machine."""
+
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Parser of all commands; `demo` and `plan`, whose flags need rich or matplotlib, get theirs only as `command`."""
+    """Parser of all commands; `demo` and `plan`, whose flags take long to import, get theirs only as `command`."""
     top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
@@ -24,21 +29,23 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         help="start the workers of a job on this machine",
         usage="evermoe run [options] SCRIPT [ARGUMENTS]   or   evermoe run [options] -m MODULE [ARGUMENTS]",
     )
-    run.add_argument("--workers", type=int, default=1, help="processes on this machine (%(default)s)")
+    run.add_argument("--workers", type=_processes, default=1, help="processes on this machine (%(default)s)")
     run.add_argument(
         "--replicas",
-        type=int,
+        type=_processes,
         default=0,
         help="processes on this machine that do not train but keep copies for those that do (%(default)s)",
     )
     run.add_argument(
         "--members",
-        type=int,
+        type=_processes,
         help="processes that train, over all machines, that a new job waits for (default: --workers)",
     )
     run.add_argument("--lighthouse", help="http://host:port of a running torchft_lighthouse; default: one of its own")
     run.add_argument("--job", help="name of the job, the same on all machines (default: the program's name)")
-    run.add_argument("--restarts", type=int, default=0, help="times a crashed worker is started again (%(default)s)")
+    run.add_argument(
+        "--restarts", type=_processes, default=0, help="times a crashed worker is started again (%(default)s)"
+    )
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -48,7 +55,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
     if command == "demo":
-        from evermoe.demo.driver import add_arguments
+        from evermoe.demo.flags import add_arguments
 
         add_arguments(demo)
     if command == "plan":
@@ -70,7 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"evermoe {given[0]} needs {error.name}: pip install 'evermoe[cli,plot]'", file=sys.stderr)
     except ValueError as error:
         print(f"evermoe {given[0]}: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"evermoe {given[0]}: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
     return 2
+
+
+def _processes(text: str) -> int:
+    """A number of processes, or of their starts."""
+    try:
+        return checked("it", int(text), int, least=0, most=MOST_PROCESSES)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected 0 to {MOST_PROCESSES}, got {text!r}") from None
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -90,16 +107,15 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.program:
         raise ValueError("expected a SCRIPT, or -m MODULE, after the options; see evermoe run --help")
-    if options.workers < 0 or options.replicas < 0 or options.workers + options.replicas < 1 or options.restarts < 0:
-        raise ValueError(
-            "expected --workers, --replicas and --restarts of 0 or more, and a worker or a replica, "
-            f"got {options.workers}, {options.replicas}, {options.restarts}"
-        )
-    if not options.workers and not options.members:
+    if options.workers + options.replicas < 1:
+        raise ValueError("expected a worker or a replica, got --workers 0 and --replicas 0")
+    if options.members == 0:
+        raise ValueError("--members: expected 1 or more, got 0")
+    if not (options.workers or options.members):
         raise ValueError("--replicas alone: expected --members, how many processes train on other machines")
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
     members = options.members or options.workers
-    name = options.job or Path(options.program[0]).stem
+    name = Path(options.program[0]).stem if options.job is None else options.job
     job = LocalJob(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
     return run(job, options.workers, options.restarts, options.replicas)
 

@@ -12,9 +12,10 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.reach import Reach, Stores
 from evermoe.errors import JoinTimeout, PeerLost
-from evermoe.options import SHARED, Options
+from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
 
 Role = Literal["train", "replica"]
-ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,38 +44,31 @@ class MembershipOptions(Options):
 
     lighthouse: str | None = None
     """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
-    job: str | None = None
+    job: str | None = option(None, is_name=True)
     """Name that the job's shared memory goes by (EVERMOE_JOB; default: a name that no other process finds)."""
-    node: str | None = None
+    node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
     address: str | None = None
     """Name or address by which other members reach this process, and whose interface it uses (EVERMOE_ADDRESS;
     default: the host's name)."""
-    members: int | None = None
+    members: int | None = option(None, least=1)
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
     role: Role = "train"
     """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
-    hang_limit: float = 30.0
+    hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps
     and than a checkpoint takes to write."""
-    agree_limit: float = 300.0
+    agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that agreement on the members may take, the Lighthouse being away included."""
-    rejoin_limit: float = 30.0
+    rejoin_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
     """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
-    join_every: int = field(default=5, metadata=SHARED)
+    join_every: int = option(5, shared=True, least=1)
     """Steps between looks for new members."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_least(1, "join_every")
-        self._check_one_of("role", ROLES)
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
             raise ValueError("lighthouse is set, so job must name the job, the same for all members")
-        if self.rejoin_limit < 0:
-            raise ValueError(f"expected rejoin_limit >= 0 seconds, got {self.rejoin_limit}")
-        for name in ("hang_limit", "agree_limit"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"expected {name} > 0 seconds, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True)
@@ -85,8 +78,26 @@ class Identity:
     job: str
     layout: str
     """Digest of the model's and optimizer's units."""
-    options: str = ""
-    """Options of the session that must be the same for all."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options, data, classes and versions that must be the same for all, as text by name."""
+    arithmetic: str = ""
+    """How replicas repeat this member's steps; empty where it sends no gradients, as on a replica node."""
+
+    def differences(self, other: Mapping[str, Any]) -> str:
+        """What differs from another member's data of the same job and layout, one after the other; empty for none."""
+        theirs, here = other["options"] | {"arithmetic": other["arithmetic"]}, {**self.options}
+        if self.arithmetic and other["arithmetic"]:
+            here["arithmetic"] = self.arithmetic
+        else:
+            theirs.pop("arithmetic")
+        names = [name for name in {**here, **theirs} if here.get(name) != theirs.get(name)]
+        return "; ".join(
+            f"{name} is {here.get(name, 'missing')} here, {theirs.get(name, 'missing')} there" for name in names
+        )
+
+    def is_same(self, other: Mapping[str, Any]) -> bool:
+        """Whether the member that has told this belongs to the same job."""
+        return (self.job, self.layout) == (other["job"], other["layout"]) and not self.differences(other)
 
 
 class Membership:
@@ -228,7 +239,8 @@ class Membership:
             "patience": self._patience,
             "job": self.identity.job,
             "layout": self.identity.layout,
-            "options": self.identity.options,
+            "options": dict(self.identity.options),
+            "arithmetic": self.identity.arithmetic,
             "node": self.node,
             "role": self.role,
             "rank_key": self.rank_key,
@@ -241,11 +253,12 @@ class Membership:
     def _without_strangers(self, asked: list[Any]) -> list[Any]:
         """The members of this job: of the established ones' job, or else of the first member's by id."""
         asked = [member for member in asked if "layout" in (member.data or {})]  # others use the Lighthouse otherwise
-        first = next((member for member in asked if member.data["standing"]["established"]), asked[0]).data
         if not self.established:
-            self._check_same_job(first)
-        own = {"job": self.identity.job, "layout": self.identity.layout, "options": self.identity.options}
-        return [member for member in asked if {key: member.data[key] for key in own} == own]
+            self._check_same_job(_reference(asked))
+        mine = [member for member in asked if self.identity.is_same(member.data)]
+        reference = _reference(mine)  # has an arithmetic, as trainers have, so that all members leave out the same ones
+        identity = Identity(*(reference[key] for key in ("job", "layout", "options", "arithmetic")))
+        return [member for member in mine if identity.is_same(member.data)]
 
     def _check_same_job(self, first: dict[str, Any]) -> None:
         if first["job"] != self.identity.job:
@@ -258,10 +271,11 @@ class Membership:
                 f"this worker's model or optimizer differs from that of job {first['job']!r}: their units have other "
                 "names, shapes or types. Start it with the same script and options as the others."
             )
-        if first["options"] != self.identity.options:
+        differences = self.identity.differences(first)
+        if differences:
             raise ValueError(
-                f"this worker's options differ from those of job {first['job']!r}, which has {first['options']}; here "
-                f"they are {self.identity.options}"
+                f"this worker differs from those of job {first['job']!r}: {differences}. Start it with the same "
+                "script, options and versions as the others."
             )
 
     def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
@@ -337,6 +351,12 @@ class Membership:
             time.sleep(RETRY_SECONDS)
             if self._reach.unreachable and not self._reach.look_again():
                 return
+
+
+def _reference(asked: list[Any]) -> dict[str, Any]:
+    """What the member has told that others are compared with: an established one rather than another, a trainer."""
+    order = [(not each.data["standing"]["established"], each.data["role"] != "train") for each in asked]
+    return asked[order.index(min(order))].data
 
 
 def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,28 @@ class Ballot(NamedTuple):
     loss: float = 0.0
     squares: float = 0.0
     """Sum of the gradients' squares, for their norm."""
+    nonfinite: float = 0.0
+    """1 from a member whose loss, or gradient before it is reduced, is infinite or not a number."""
+    nonfinite_ranks: float = 0.0
+    """The rank of such a member."""
+    nonfinite_experts: float = 0.0
+    """1 from a member of whose reduced experts' gradients some are infinite or not a number."""
     asked: float = 0.0
     """Units of which a replica needs the state anew."""
     capture_seconds: float = 0.0
     step_seconds: float = 0.0
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether losses and gradients of all members are finite."""
+        return (
+            not (self.nonfinite or self.nonfinite_experts) and math.isfinite(self.loss) and math.isfinite(self.squares)
+        )
+
+    @property
+    def nonfinite_rank(self) -> int | None:
+        """The member whose loss or gradient is not finite, if it is one alone."""
+        return int(self.nonfinite_ranks) if self.nonfinite == 1 else None
 
     def to_bits(self) -> list[int]:
         """The bits of the float64 values, so that members who learn the sums later compute with the very same."""

@@ -34,7 +34,15 @@ _native.register_ops()
 torch_ops = torch.ops.evermoe
 
 
+def check_rows(**named: object) -> None:
+    """Raise where an argument is no tensor, or one without rows; the message names it."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            got = "one of no dimension" if isinstance(value, Tensor) else type(value).__name__
+            raise RuntimeError(f"{name}: expected a tensor of one dimension or more, got {got}")
+
+
 def refuse_grad(name: str, instead: str, *tensors: Tensor | None) -> None:
     """Raise where autograd would have to follow an op that writes into its arguments; the message says what to do."""
-    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if torch.is_grad_enabled() and any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors):
         raise RuntimeError(f"{name} writes into its arguments and has no gradient: {instead}")

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from evermoe.ops._load import refuse_grad, torch_ops
+from evermoe.ops._load import check_rows, refuse_grad, torch_ops
 
 
 def expert_histogram(ids: Tensor, num_experts: int) -> Tensor:
@@ -25,6 +25,8 @@ def expert_histogram(ids: Tensor, num_experts: int) -> Tensor:
 
     An id out of range raises on the CPU, naming it, and counts as -1 on CUDA.
     """
+    if not isinstance(ids, Tensor):
+        raise RuntimeError(f"ids: expected a tensor, got {type(ids).__name__}")
     return torch_ops.expert_histogram.default(ids, num_experts)
 
 
@@ -101,7 +103,8 @@ def unpermute(rows: Tensor, positions: Tensor, weights: Tensor | None = None) ->
 
     Example: rows `[[1], [10]]`, positions `[[1, 0], [-1, -1]]`, weights `[[0.5, 2], [1, 1]]`: `[[7], [0]]`.
     """
-    if torch.is_grad_enabled() and (rows.requires_grad or (weights is not None and weights.requires_grad)):
+    check_rows(rows=rows)
+    if torch.is_grad_enabled() and (rows.requires_grad or (isinstance(weights, Tensor) and weights.requires_grad)):
         if weights is None:
             return _Sum.apply(rows, positions)
         return _Combine.apply(rows, positions, weights)
@@ -132,6 +135,8 @@ def expert_histograms(ids: Sequence[Tensor], num_experts: int) -> Tensor:
 
     An id out of range raises on the CPU, naming it and the layer, and counts as -1 on CUDA.
     """
+    if not isinstance(ids, Sequence):
+        raise RuntimeError(f"ids: expected a sequence of tensors, one for each layer, got {type(ids).__name__}")
     if len(ids) == 0:
         raise RuntimeError("ids: expected the ids of one layer or more, got none")
     return torch_ops.expert_histograms.default(ids, num_experts)
@@ -180,6 +185,7 @@ def regroup(rows: Tensor, counts: Tensor, inverse: bool = False) -> Tensor:
     Counts that do not add up, and negative ones, raise on the CPU. On CUDA rows past the counts are zeros, and a
     negative count is zero.
     """
+    check_rows(rows=rows)
     if torch.is_grad_enabled() and rows.requires_grad:
         return _Regroup.apply(rows, counts, inverse)
     return torch_ops.regroup.default(rows, counts, inverse)
@@ -196,6 +202,7 @@ def regroup_out(rows: Tensor, counts: Tensor, inverse: bool, out: Tensor) -> Ten
 
 
 def _top_k(x: Tensor, positions: Tensor) -> int:
+    check_rows(x=x, positions=positions)
     if positions.dim() != 2 or positions.shape[0] != x.shape[0]:
         raise RuntimeError(
             f"positions: expected shape [T, K] with T = {x.shape[0]} as in x, got {list(positions.shape)}"

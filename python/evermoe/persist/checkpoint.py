@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from evermoe._native import digest
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
-from evermoe.options import SHARED, Options
+from evermoe.options import Options, option
 from evermoe.persist.manifest import FORMAT, Manifest, as_bytes, flush, prune, read_manifest, read_units
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units, weight_tensors
@@ -36,12 +36,11 @@ class CheckpointOptions(Options):
 
     checkpoint_dir: str | Path | None = None
     """Folder for checkpoints on a file system that all members share; None for none."""
-    checkpoint_every: int = field(default=0, metadata=SHARED)
+    checkpoint_every: int = option(0, shared=True, least=0)
     """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_least(0, "checkpoint_every")
         if self.checkpoint_every and self.checkpoint_dir is None:
             raise ValueError("checkpoint_every is set, so checkpoint_dir must say where to write")
 
@@ -103,16 +102,19 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         evermoe.load_weights(model, "checkpoints/step-00000500")
 
     Raises:
-        CorruptCopy: the folder is no checkpoint of such a model, or its bytes do not match their digests.
+        CorruptCopy: the folder is no checkpoint of a model with these names, shapes and dtypes, or its bytes do not
+            match their digests.
     """
     manifest = read_manifest(Path(path))
     targets = weight_tensors(model)
     with torch.no_grad():
         for name, tensors in read_units(manifest, list(targets)):
             for key, target in targets[name].items():
-                if key not in tensors or tensors[key].shape != target.shape:
-                    found = list(tensors[key].shape) if key in tensors else "nothing"
-                    raise CorruptCopy(f"{path}: expected {name}/{key} of shape {list(target.shape)}, found {found}")
+                found = tensors.get(key)
+                if found is None or (found.shape, found.dtype) != (target.shape, target.dtype):
+                    came = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+                    expected = f"{target.dtype} {list(target.shape)}"
+                    raise CorruptCopy(f"{path}: expected {name}/{key} as {expected}, found {came}")
                 target.copy_(tensors[key])
 
 

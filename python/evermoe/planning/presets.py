@@ -44,8 +44,6 @@ class Preset(NamedTuple):
     """Whether copies go to the folder that all members share, and none stay in the members' memory."""
     active_copies: bool = False
     """Whether `copies` counts the ranks that train each expert."""
-    for_pipelines: bool = False
-    """Whether `evermoe.PipelineSession` takes it."""
 
     @property
     def chooses_copies(self) -> bool:
@@ -82,12 +80,12 @@ PRESETS: Mapping[PresetName, Preset] = {
     "baft": Preset(
         "all", "baft", ("snapshot",), "previous_stage", None,
         "whole units to the previous pipeline stage, packed into bubbles that both ends have",
-        copies_late=True, for_pipelines=True,
+        copies_late=True,
     ),
     "moetion": Preset(
         "budget", "moetion", ("replayed", "snapshot"), "training", None,
         "the experts with the most tokens at risk, their optimizer replayed from gradients; split by bubbles",
-        lagging="always", per_expert_versions=True, for_pipelines=True,
+        lagging="always", per_expert_versions=True,
     ),
     "lazarus": Preset(
         "none", None, ("active", "persisted"), "none", "mro",

@@ -151,10 +151,10 @@ class ReplayExchange:
                 self._take(message, result)
         return result
 
-    def committed(self, clip: float) -> None:
-        """Records that the agreed step was taken, with gradients multiplied by `clip`."""
+    def committed(self, clip: float | None) -> None:
+        """Records that the agreed step was taken, with gradients multiplied by `clip`; None: that it was left out."""
         self._previous.clear()
-        self.sender.on_step()
+        self.sender.on_step(was_skipped=clip is None)
         self.replica.release(clip=clip)
 
     def stored(self) -> Iterator[tuple[str, int, int]]:

@@ -226,8 +226,11 @@ class Replica:
             self._wake(index)
         return Received(name, "ok" if code in ("ok", "state", "duplicate") else code, reason)
 
-    def release(self, *, clip: float = 1.0) -> None:
-        """The held steps count from now on, with gradients multiplied by `clip` before the optimizer saw them."""
+    def release(self, *, clip: float | None = 1.0) -> None:
+        """The held steps count from now on, with gradients multiplied by `clip` before the optimizer saw them.
+
+        None: the optimizer left them out, so they count, and change nothing.
+        """
         self._log.release(clip)
         for index in range(len(self._parts)):
             self._wake(index)

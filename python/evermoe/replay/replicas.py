@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from evermoe.comm.courier import Courier
@@ -60,6 +61,15 @@ class ReplayedUnit:
         return self.copies.read(self.unit, step_of(self.version))
 
 
+def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
+    """How the optimizer's steps are repeated; None, with a warning, if they cannot be."""
+    try:
+        return calibrate(optimizer)
+    except NotReplayable as error:
+        logger.warning("copies get the state after each step, not gradients: %s", error)
+        return None
+
+
 class Replicas(Keeper):
     """The replicas that follow this member's units, and those that it keeps for others.
 
@@ -67,14 +77,21 @@ class Replicas(Keeper):
         state: this member's units.
         membership: who takes part; replica nodes keep copies alone.
         options: the log, and where replicas are.
+        arithmetic: of the optimizer, if its steps can be repeated.
         emit: of the session.
     """
 
-    def __init__(self, state: TrainingState, membership: Membership, options: CopyOptions, emit: Listener) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        membership: Membership,
+        options: CopyOptions,
+        arithmetic: Arithmetic | None,
+        emit: Listener,
+    ) -> None:
         self._state, self._membership, self._options, self._emit = state, membership, options, emit
         self.courier = Courier(membership.background, None, "evermoe-gradients", device=membership.device)
-        self._arithmetic: Arithmetic | None = None
-        self._is_calibrated = False
+        self._arithmetic = arithmetic
         self._now: _ReplicaSet | None = None
         self._older: _ReplicaSet | None = None
         self._is_whole = False
@@ -88,16 +105,6 @@ class Replicas(Keeper):
         """Whether the first message that could not be used was reported."""
 
     # ---- who follows what
-
-    def calibrate(self) -> None:
-        """Finds out, once, how the optimizer's steps are repeated."""
-        if self._membership.role == "train" and not self._is_calibrated:
-            self._is_calibrated = True
-            try:
-                self._arithmetic = calibrate(self._state.optimizer)
-            except NotReplayable as error:
-                if self._membership.everyone.rank == 0:
-                    logger.warning("copies get the state after each step, not gradients: %s", error)
 
     def is_replayable(self, unit: str) -> bool:
         """Whether the unit's steps can be repeated, as far as this member knows."""
@@ -197,8 +204,8 @@ class Replicas(Keeper):
         """Why the messages did not get through."""
         return None if self._exchange is None else self._exchange.lost
 
-    def after_update(self, version: int, clip: float) -> None:
-        """Replicas may take the step, with gradients multiplied by `clip`."""
+    def after_update(self, version: int, clip: float | None) -> None:
+        """Replicas may take the step, with gradients multiplied by `clip`; None: they leave it out, too."""
         assert self._now is not None
         self._now.copies.committed(clip)
 

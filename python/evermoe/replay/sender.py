@@ -72,12 +72,8 @@ class GradientSender:
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
-        self._hooks = []
-        if is_hooked:
-            self._hooks = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            ]
+        before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
+        self._hooks = [before(self._before_step), after(self._after_step)] if is_hooked else []
 
     def layouts(self) -> list[Unit]:
         """Name and byte layout of each unit, for `Replica`; of an optimizer that is sent in full, after its first step.
@@ -148,6 +144,7 @@ class GradientSender:
                 if source.rule is not None:
                     self._draft(source, numbers, 1.0)
                     if source.sent is not None:
+                        source.is_told = True
                         source.pending, source.draft = source.draft, None
                         yield unit, source.record(step, source.pending, source.count(self._optimizer))
 
@@ -161,14 +158,20 @@ class GradientSender:
             for source in self._units[unit]:
                 yield unit, source.full_state(self._optimizer, step)
 
-    def on_step(self) -> None:
-        """The optimizer has taken the step of the last `next_step_messages`."""
+    def on_step(self, *, was_skipped: bool = False) -> None:
+        """The optimizer has taken, or all have skipped, the step of the last `next_step_messages`.
+
+        What those left out is sent in full next: torch's fused SGD does not count up the versions of what it writes.
+        """
         for source in self._sources:
-            if source.pending is not None:
+            if not source.is_told:
+                source.sent = None
+            elif source.pending is not None:
                 source.draft, source.pending = source.pending, None
-                source.check_step(self._optimizer, False)
+                source.check_step(self._optimizer, was_skipped)
                 source.draft = None
                 source.sent = source.sent and source.stamp(self._optimizer)
+            source.is_told = False
 
     def close(self) -> None:
         """Takes its hooks off the optimizer. Twice is fine."""
@@ -186,9 +189,7 @@ class GradientSender:
             source.draft = None
             if source.rule is None:
                 continue
-            if has_closure:  # it computes other gradients than those that are here
-                source.sent = None
-            if source.sent is None or source.sent != source.stamp(optimizer):
+            if has_closure or source.sent != source.stamp(optimizer):  # it computes other gradients than those here
                 source.sent = None
             else:
                 self._draft(source, numbers, loss_scale)
@@ -209,7 +210,9 @@ class GradientSender:
         found = getattr(optimizer, "found_inf", None)
         self._was_skipped = found is not None and bool(found)
         for source in self._sources:
-            if source.rule is not None and source.sent is not None:
+            if source.rule is None and source.parameter.grad is not None:
+                source.sent = None
+            elif source.rule is not None and source.sent is not None:
                 source.check_step(optimizer, self._was_skipped)
                 source.sent = source.sent and source.stamp(optimizer)
 
@@ -277,6 +280,8 @@ class _Source:
         self.draft: _Draft | None = None
         self.pending: _Draft | None = None
         """Draft of the next step, sent by `GradientSender.next_step_messages` but not taken yet."""
+        self.is_told = False
+        """Whether replicas were sent a record of the next step."""
         self.sent: tuple[Any, ...] | None = None
         """Stamp of the state that replicas can follow; None: the full state comes next."""
         self._num_steps = 0

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.errors import CorruptCopy
+from evermoe.memory_folder import check_private, make_private
 from evermoe.snapshot.chunked_copy import ChunkedCopy
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.state.training_state import TrainingState
@@ -118,12 +119,14 @@ class SnapshotStore:
         """The newest generation of the arenas found in the directory; 0 when there is none."""
         return max((generation for generation, _ in self._files()), default=0)
 
-    def check_model(self) -> None:
-        """Refuses to work in memory that another model has left behind.
+    def check(self) -> None:
+        """Refuses to work in memory that another user or another model has left behind.
 
         Raises:
-            ValueError: the message names the folder.
+            UnsafeFolder: as of `check_private`. ValueError: it is another model's. Both name the folder.
         """
+        check_private(self.directory.parent)
+        check_private(self.directory)
         for _, path in self._files():
             try:
                 layout = json.loads(Arena.open(str(path)).meta).get("layout")
@@ -147,9 +150,12 @@ class SnapshotStore:
         The arenas of earlier generations stay until `prune`: they are what a failure would need now.
 
         Raises:
+            UnsafeFolder: the directory is not this user's alone.
             OSError: the shared memory is too small; the message says how many bytes are needed and free.
         """
         self.own, self.peers, self.segments = [], [], None
+        make_private(self.directory.parent)
+        make_private(self.directory)
         for number, bundle in enumerate(planned):
             if rank not in bundle.holders:
                 continue

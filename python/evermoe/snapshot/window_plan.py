@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from evermoe.comm.courier import IN_FLIGHT, Courier, Sent
@@ -20,7 +20,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer, TimedStep
-from evermoe.options import SHARED, Options
+from evermoe.options import Options, option
 from evermoe.planning.schedule import (
     DEFAULT_LINK,
     ChunkPlan,
@@ -53,18 +53,16 @@ LEAST_SAMPLES = 8
 class WindowOptions(Options):
     """How snapshots travel."""
 
-    copy_buffer_bytes: int = field(default=1 << 20, metadata=SHARED)
+    copy_buffer_bytes: int = option(1 << 20, shared=True, least=1)
     """Bytes of a snapshot that travel at once, at most; two such messages are under way at a time."""
-    profile_steps: int = field(default=20, metadata=SHARED)
+    profile_steps: int = option(20, shared=True, least=0)
     """Steps that are recorded to find the network's idle windows, in which snapshots travel from then on; 0: none, they
     travel whenever no collective runs."""
-    profile_every: int = field(default=1000, metadata=SHARED)
+    profile_every: int = option(1000, shared=True, least=1)
     """Steps between two such profiles. Another one follows each change of the members."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_least(0, "profile_steps")
-        self._check_least(1, "copy_buffer_bytes", "profile_every")
         if self.profile_every < self.profile_steps + 2:
             raise ValueError(
                 f"expected profile_every >= profile_steps + 2 = {self.profile_steps + 2}, got {self.profile_every}"

@@ -29,7 +29,8 @@ class TrainingState:
         has_session: whether there is the unit `session`, with the loop's state and the experts' load.
 
     Raises:
-        UnsupportedState: the optimizer keeps state that is neither a tensor of the parameter's shape nor a scalar.
+        ValueError: the optimizer is of another model.
+        UnsupportedState: as of `create_optimizer_state`.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, has_session: bool = True) -> None:
@@ -39,7 +40,7 @@ class TrainingState:
         if len(expert_parameters) < len(self.layers):
             raise UnsupportedState("MoE layers may not share their weights: give each layer experts of its own")
         self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
-        create_optimizer_state(optimizer)
+        create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
         self._dense = ({SESSION: own} if has_session else {}) | dense_tensors(model)

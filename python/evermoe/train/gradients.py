@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from evermoe.comm.vote import Ballot
+from evermoe.errors import NonFiniteLoss
 from evermoe.state.training_state import TrainingState
 
 
@@ -29,6 +33,49 @@ def squares(state: TrainingState, rank: int) -> float:
         hosts = torch.from_numpy(np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0))
         total += float((gradient.double().square().sum(1).cpu() / hosts).sum())
     return total
+
+
+def are_finite(gradients: Sequence[Tensor]) -> Tensor:
+    """Whether all elements are, as a tensor, so that no GPU is waited for.
+
+    One pass over them, which copies nothing: extremes keep NaN and infinity. The quickest op for it differs: on a CPU
+    a norm takes 30 times as long as `aminmax`, on a GPU it is one launch for all.
+    """
+    some = [gradient for gradient in gradients if gradient.numel()]
+    if not some:
+        return torch.tensor(True)
+    if some[0].is_cuda:
+        extremes = list(torch._foreach_norm(some, torch.inf))
+    else:
+        extremes = [extreme for gradient in some for extreme in torch.aminmax(gradient)]
+    return torch.stack([each.double() for each in extremes]).isfinite().all()
+
+
+def refuse_nonfinite(sums: Ballot, step: int, nodes: Sequence[str]) -> None:
+    """Refuses a step whose losses or gradients are not all finite, by the sums of the ballots.
+
+    Args:
+        sums: of all members.
+        step: number of the step.
+        nodes: per rank, its machine.
+
+    Raises:
+        NonFiniteLoss: names the step and the member.
+    """
+    if sums.is_finite:
+        return
+    rank = sums.nonfinite_rank
+    if rank is not None:
+        source = f"from rank {rank} on {nodes[rank]}"
+    else:
+        source = f"from {sums.nonfinite:.0f} members" if sums.nonfinite else "in the sums over the members"
+    raise NonFiniteLoss(
+        f"step {step}: the loss or a gradient is infinite or not a number, {source}. The state is that before the "
+        "step, which is repeated with the same samples if the job is started again: mend what makes them so, or start "
+        "all members with on_nonfinite='skip' to leave out the updates of such steps.",
+        step,
+        rank,
+    )
 
 
 def clip_factor(squares: float, limit: float | None) -> float:

@@ -9,7 +9,6 @@ Version n is kept until version n + 1 is whole on all nodes, so after any loss o
 from __future__ import annotations
 
 import functools
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,13 +25,14 @@ from evermoe.comm.membership import Identity, Membership
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
-from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost
+from evermoe.memory_folder import job_folder, node_name
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.protocol import CommitProtocol, Recorder
+from evermoe.train.script import versions
 from evermoe.train.stages import StageState
 
 ENDLESS = (1 << 40) - 1
@@ -92,7 +92,7 @@ class PipelineSession:
         self.optimizer, self._state = optimizer, StageState(stage_module, optimizer, self.config.stage)
         self._membership = self._new_membership()
         node = self._membership.node
-        self._store = SnapshotStore(Path(self.config.memory_dir) / f"evermoe-{self.config.job}" / node, self._state)
+        self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
         self._driver = PipelineDriver(self.config, optimizer, self._state, self._store, self._membership)
         self._torch_store: WatchedStore | None = None
@@ -108,12 +108,12 @@ class PipelineSession:
     def _new_membership(self) -> Membership:
         options = self.config
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
-        shared = f"{options.copy_options().shared()}, {options.window_options().shared()}"
+        shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
         return Membership(
             options.membership_options(),
             lighthouse=options.lighthouse,
             identity=Identity(options.job, shape, shared),
-            node=options.node or socket.gethostname(),
+            node=node_name(options.node),
             device=torch.device("cpu"),
             rank_key=f"{options.rank:06d}",
         )
@@ -147,6 +147,7 @@ class PipelineSession:
             The steps taken: the number of the next one.
 
         Raises:
+            NonFiniteLoss: a gradient is infinite or not a number on some rank; raised on all of them.
             PeerLost: a rank is gone. The step may have been taken or not, which `recover` finds out: leave the
                 gradients as they are until then.
         """
@@ -155,7 +156,7 @@ class PipelineSession:
         try:
             is_whole = self._driver.is_round_whole()
             if self._protocol.is_ready:
-                self._protocol.vote(Ballot(float(is_whole)))
+                self._protocol.vote(self._driver.ballot(is_whole))
         finally:
             self._driver.end_vote()
         if self._driver.taken == before:

@@ -3,61 +3,61 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from evermoe.comm.membership import MembershipOptions
 from evermoe.keeper import CopyOptions
-from evermoe.planning import PRESETS
+from evermoe.memory_folder import DEFAULT
+from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 from evermoe.snapshot.window_plan import WindowOptions
 from evermoe.train.stages import PipelinePreset
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
+class PipelineConfig(Options):
     """How a pipeline's session runs."""
 
-    stage: int
+    stage: int = option(least=0)
     """Number of this rank's stage."""
-    stages: int
+    stages: int = option(least=2)
     """Number of stages, 2 or more; virtual ones do not count."""
-    data_parallel: int
+    data_parallel: int = option(least=0)
     """This rank's data-parallel coordinate."""
-    data_parallel_size: int
+    data_parallel_size: int = option(least=1)
     """Number of ranks of each stage."""
     lighthouse: str
     """Address of the job's Lighthouse."""
-    job: str
+    job: str = option(is_name=True)
     """Name of the job, the same for all ranks."""
     preset: PipelinePreset = "baft"
     """`baft` copies all units to the stage before, of stage 0 to the last one; `moetion` only what fewer than `copies`
     nodes hold anyway."""
-    copies: int = 2
+    copies: int = option(2, least=0)
     """Nodes that are to hold each unit, those that train on it included (`moetion`; `baft` has one beside)."""
-    node: str | None = None
+    node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one; default: the host's name."""
-    memory_dir: str = "/dev/shm"
+    memory_dir: str = DEFAULT
     """Folder of the named shared memory."""
-    copy_buffer_bytes: int = 1 << 20
+    copy_buffer_bytes: int = option(1 << 20, least=1)
     """Bytes that travel at once, at most."""
-    profile_steps: int = 20
+    profile_steps: int = option(20, least=0)
     """Steps that are recorded to find the bubbles; until then, and with 0, copies travel at any time."""
-    profile_every: int = 1000
+    profile_every: int = option(1000, least=1)
     """Steps between two such profiles; another one follows each recovery."""
-    hang_limit: float = 30.0
+    on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
+    """What a gradient of infinity or NaN on any rank does: `error` ends the job with `NonFiniteLoss` on all of them,
+    the state unchanged; `skip` makes all of them leave out that step's update."""
+    hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that a vote, and any wait in torch's groups, may last: more than a rank is ever idle."""
-    agree_limit: float = 300.0
+    agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that `recover` waits for all ranks to be there."""
 
     def __post_init__(self) -> None:
-        stage, stages = self.stage, self.stages
-        choices = PRESETS.get(self.preset)
-        if choices is None or not choices.for_pipelines:
-            raise ValueError(f"PipelineSession: expected preset to be baft or moetion, got {self.preset!r}")
-        if stages < 2 or not 0 <= stage < stages:
-            raise ValueError(f"PipelineSession: expected 2 stages or more and 0 <= stage < {stages}, got stage {stage}")
-        if not 0 <= self.data_parallel < self.data_parallel_size:
-            raise ValueError(
-                f"PipelineSession: expected 0 <= data_parallel < {self.data_parallel_size}, got {self.data_parallel}"
-            )
+        super().__post_init__()
+        if self.stage >= self.stages:
+            raise ValueError(f"expected stage < {self.stages}, the number of stages, got {self.stage}")
+        if self.data_parallel >= self.data_parallel_size:
+            raise ValueError(f"expected data_parallel < {self.data_parallel_size}, got {self.data_parallel}")
 
     @property
     def rank(self) -> int:

@@ -23,6 +23,7 @@ from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.snapshot.window_plan import COPIES
 from evermoe.state.version import step_of
+from evermoe.train.gradients import are_finite, refuse_nonfinite
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.protocol import Driver, Event
 from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
@@ -85,12 +86,33 @@ class PipelineDriver(Driver):
         is_done = self.courier.wait(self._round.task, self._group)
         return is_done and bool(self._round.task.result)
 
+    def ballot(self, is_whole: bool) -> Ballot:
+        """What this rank says about the step whose gradients are complete.
+
+        Args:
+            is_whole: whether the copies of the version before are.
+        """
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        is_finite = bool(are_finite(gradients))
+        rank = 0.0 if is_finite else float(self._group.rank)
+        return Ballot(votes=float(is_whole), nonfinite=float(not is_finite), nonfinite_ranks=rank)
+
+    def tallied(self, step: int, sums: Ballot) -> None:
+        """Ends the job on all ranks if the step would be taken with a gradient that is not finite.
+
+        Raises:
+            NonFiniteLoss: names the step and the rank.
+        """
+        if sums.votes == self._options.size and self._options.on_nonfinite == "error":
+            refuse_nonfinite(sums, step, self._membership.nodes)
+
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Takes the step that all have voted for, and begins to copy the new version."""
         self.end_vote()
         if self._round is not None:
             self._round.wait_captured()
-        self._optimizer.step()
+        if sums.is_finite:
+            self._optimizer.step()
         if is_recalled:
             return
         self.taken += 1
@@ -128,7 +150,7 @@ class PipelineDriver(Driver):
             raise PeerLost(f"the ranks are {taken}, not 0 to {self._options.size - 1}: some are missing or twice")
         self.seats = seats
         self._state.learn(seats)
-        self._store.check_model()
+        self._store.check()
 
     def restore(self, version: int, *, established: bool, saw_running: bool) -> Event:
         """Brings this rank to the newest version of which every unit of every stage is left."""

@@ -59,6 +59,9 @@ class Driver(ABC):
         """Receives the others' step on a replica node, and returns this member's ballot."""
         raise RuntimeError("this job has no replica nodes")
 
+    def tallied(self, step: int, sums: Ballot) -> None:
+        """Is told the sums of the vote on a step before they count. May raise what ends the job."""
+
     @abstractmethod
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Takes the step from one version to the next; it is decided and cannot fail."""
@@ -286,6 +289,7 @@ class CommitProtocol:
 
     def _vote(self, version: int) -> Event:
         sums = cast(self._membership.everyone, self._ballot)
+        self._driver.tallied(self.step, sums)
         return {"event": "tally", "votes": int(sums.votes), "sums": sums.to_bits()}
 
     def _stop(self, why: str, **fields: Any) -> NoReturn:

@@ -10,7 +10,6 @@ with the same data.
 from __future__ import annotations
 
 import os
-import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,14 +26,16 @@ from evermoe.comm.membership import Identity, Membership
 from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
+from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
+from evermoe.replay.replicas import find_arithmetic
 from evermoe.sampler import ElasticSampler
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
 from evermoe.train.protocol import CommitProtocol
+from evermoe.train.script import Script
 from evermoe.train.session_driver import SessionDriver
-from evermoe.train.session_recovery import Script
 from evermoe.train.step import Step
 
 
@@ -71,20 +72,27 @@ class Session:
     ) -> None:
         self.config = with_environment(SessionConfig(**options))
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
+        self.has_left = True
+        """Whether the session has left its job, or has not begun."""
+        script = Script(model, optimizer, sampler, scheduler)
+        script.check()
+        script.claim(self)
         self._state = TrainingState(model, optimizer)
+        arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        node = self.config.node or socket.gethostname()
-        memory = Path(self.config.memory_dir or "/dev/shm")
-        self._store = SnapshotStore(memory / f"evermoe-{job}" / node, self._state)
-        self._store.check_model()
+        node = node_name(self.config.node)
+        memory = job_folder(self.config.memory_dir or DEFAULT, job)
+        self._store = SnapshotStore(memory / node, self._state)
+        self._store.check()
         self._lighthouse: Any = None
-        self._membership = self._new_membership(job, node)
+        common = self.config.shared() | script.common()
+        rounding = arithmetic.variant if arithmetic else "none" if self.config.sends_gradients else ""
+        self._membership = self._new_membership(Identity(job, self._state.catalog.layout, common, rounding), node)
         self.group = self._membership.trainer_group
         """The members that train: its `rank` and `size` change with them."""
         for layer in self._state.layers.values():
             layer.group = self.group
-        self._protection = Protection(self._state, self._store, self._membership, self.config, on_event)
-        script = Script(model, optimizer, sampler, scheduler)
+        self._protection = Protection(self._state, self._store, self._membership, self.config, arithmetic, on_event)
         self._driver = SessionDriver(script, self._state, self._membership, self._protection, self.config, on_event)
         self._protocol = CommitProtocol(
             self._driver,
@@ -95,16 +103,16 @@ class Session:
             generation=self._store.newest_generation(),
             on_record=lambda said, commands: on_event(Protocol(said, commands)),
         )
-        self._left = False
+        self.has_left = False
 
-    def _new_membership(self, job: str, node: str) -> Membership:
+    def _new_membership(self, identity: Identity, node: str) -> Membership:
         lighthouse = self.config.lighthouse
         if lighthouse is None:
             self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
         return Membership(
             self.config,
             lighthouse=lighthouse,
-            identity=Identity(job, self._state.catalog.layout, self.config.shared()),
+            identity=identity,
             node=node,
             device=next(self.model.parameters()).device,
         )
@@ -123,6 +131,11 @@ class Session:
     def loss(self) -> float:
         """Mean loss of the latest step's global batch; NaN before the first."""
         return self._driver.loss
+
+    @property
+    def skipped(self) -> int:
+        """Steps whose update all members have left out, since this process began; see `on_nonfinite`."""
+        return self._driver.skipped
 
     @property
     def copied_step(self) -> int:
@@ -159,6 +172,7 @@ class Session:
             LostExperts: more copies were lost than are kept, and no checkpoint is left.
             JoinTimeout: no Lighthouse, or too few members at the start.
             LeftBehind: the others went on without this member, and none of them is left.
+            NonFiniteLoss: a loss or a gradient is infinite or not a number; raised on all members, replica nodes too.
         """
         try:
             while True:
@@ -180,7 +194,7 @@ class Session:
 
     def _next_step(self) -> Step:
         share = self.sampler.share(self.group.rank, self.group.size)
-        return Step(self.step, share, self._driver.begin_step, self._commit, self._fail)
+        return Step(self.step, share, self._driver, self._commit, self._fail)
 
     def _commit(self, step: Step) -> bool:
         """Ends a step: reduces, votes and updates. Whether it was taken."""
@@ -223,7 +237,7 @@ class Session:
             self.model.train(training)
 
     def _check_open(self) -> None:
-        if self._left:
+        if self.has_left:
             raise RuntimeError(
                 "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
             )
@@ -246,8 +260,9 @@ class Session:
         self._store.close(self._membership.id)
 
     def _leave(self) -> None:
-        if not self._left:
-            self._left = True
+        if not self.has_left:
+            self.has_left = True
+            self._driver.let_go()
             self._membership.close()
             self._protection.close()
             if self.group.size == 1:  # this member has all experts: the model goes on working without a session

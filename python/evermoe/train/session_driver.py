@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from evermoe.comm.collectives import complete_gradients, reduce_dense
 from evermoe.comm.membership import Membership
 from evermoe.comm.vote import Ballot
 from evermoe.config import SessionConfig
-from evermoe.errors import PeerLost
-from evermoe.events import Begin, Checkpoint, Commit, Copy, Listener, Reduce, Update, Verified, Vote
+from evermoe.errors import PeerLost, UnsupportedState
+from evermoe.events import Begin, Checkpoint, Commit, Copy, Listener, Reduce, Skipped, Update, Verified, Vote
 from evermoe.protection import Protection
 from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.protocol import Event
-from evermoe.train.session_recovery import FINISHED_FILE, RecoveryDriver, Script
+from evermoe.train.script import Script, refuse_scaled
+from evermoe.train.session_recovery import FINISHED_FILE, RecoveryDriver
 from evermoe.train.step import Step
 
 
@@ -48,6 +51,12 @@ class SessionDriver(RecoveryDriver):
         super().__init__(script, state, membership, protection, config, emit)
         self.loss = float("nan")
         """Mean loss of the latest step's global batch."""
+        self.skipped = 0
+        """Steps whose update was left out, as a loss or a gradient was not finite."""
+        self._is_open = True
+        """Whether the optimizer may step: not while the script computes a step."""
+        self._guard = script.optimizer.register_step_pre_hook(self._refuse_step)
+        self._has_seen_loss = False
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         if self._trains:
@@ -69,8 +78,27 @@ class SessionDriver(RecoveryDriver):
         self._script.optimizer.zero_grad(set_to_none=True)
         self._script.model.zero_grad(set_to_none=True)
         self._state.expert_load.forget_step()
+        self._is_open = False
         self._protection.begin_step()
         self._emit(Begin(step.number))
+
+    def check_loss(self, loss: Tensor) -> None:
+        """Checks a loss of the session's first step.
+
+        Raises:
+            UnsupportedState: `torch.amp.GradScaler` has scaled it.
+        """
+        if not self._has_seen_loss:
+            self._has_seen_loss = True
+            refuse_scaled(loss)
+
+    def _refuse_step(self, *_: object) -> None:
+        if not self._is_open:
+            raise UnsupportedState(
+                "optimizer.step() was called inside `with step:`, but the session steps the optimizer itself, once all "
+                "members have voted: leave the call out. torch.amp.GradScaler, whose step() calls it, is not "
+                "supported: use bfloat16 without a scaler."
+            )
 
     def finish_step(self, step: Step) -> Ballot:
         """All gradients of this member are computed: reduces them, and waits for what must be safe before the vote.
@@ -78,19 +106,34 @@ class SessionDriver(RecoveryDriver):
         Raises:
             PeerLost: a member is gone.
         """
+        self._is_open = True
         self._emit(Reduce(step.number))
         weights = [layer.weights for layer in self._state.layers.values()]
+        has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
         complete_gradients([*self._state.dense, *weights], self._group)
         self._protection.begin_exchange(step.number + 1)
         reduce_dense(self._state.dense, self._group)
-        self._reducer.reduce(gradients.of_experts(self._state), self._group)
+        experts = gradients.of_experts(self._state)
+        self._reducer.reduce(experts, self._group)
         is_whole, asked = self._protection.finish(step.number + 1)
         self._emit(Vote(step.number))
         assert step.loss is not None
+        loss = float(step.loss)
+        is_finite = math.isfinite(loss) and bool(has_finite)
         is_clipped = self._config.max_grad_norm is not None
         squares = gradients.squares(self._state, self._group.rank) if is_clipped else 0.0
-        is_whole = is_whole and self._group.is_whole()
-        return Ballot(float(is_whole), float(step.loss), squares, float(asked), *self._protection.measures())
+        capture_seconds, step_seconds = self._protection.measures()
+        return Ballot(
+            votes=float(is_whole and self._group.is_whole()),
+            loss=loss,
+            squares=squares,
+            nonfinite=float(not is_finite),
+            nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
+            nonfinite_experts=0.0 if is_clipped else float(not gradients.are_finite(experts)),
+            asked=float(asked),
+            capture_seconds=capture_seconds,
+            step_seconds=step_seconds,
+        )
 
     def follow(self, number: int) -> Ballot:
         """Receives a step of the others, on a replica node."""
@@ -99,7 +142,19 @@ class SessionDriver(RecoveryDriver):
         self._protection.begin_step()
         is_whole, asked = self._protection.finish(number + 1)
         self._emit(Vote(number))
-        return Ballot(float(is_whole), 0.0, 0.0, float(asked), *self._protection.measures())
+        capture_seconds, step_seconds = self._protection.measures()
+        return Ballot(
+            votes=float(is_whole), asked=float(asked), capture_seconds=capture_seconds, step_seconds=step_seconds
+        )
+
+    def tallied(self, step: int, sums: Ballot) -> None:
+        """Ends the job on all members if the step would be taken with a loss or gradient that is not finite.
+
+        Raises:
+            NonFiniteLoss: names the step and the member.
+        """
+        if sums.votes == self._membership.everyone.size and self._config.on_nonfinite == "error":
+            gradients.refuse_nonfinite(sums, step, self._membership.nodes)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Updates the state, and begins to copy it."""
@@ -107,7 +162,7 @@ class SessionDriver(RecoveryDriver):
             self._update(after, sums)
             self._note_commit(before, after)
             return
-        self._emit(Update(step_of(before)))
+        self._emit(Update(step_of(before)) if sums.is_finite else Skipped(step_of(before), sums.nonfinite_rank))
         self._update(after, sums)
         self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
@@ -122,15 +177,20 @@ class SessionDriver(RecoveryDriver):
 
     def _update(self, version: int, sums: Ballot) -> None:
         self.loss, self._step = sums.loss, step_of(version)
-        clip = gradients.clip_factor(sums.squares, self._config.max_grad_norm)
+        clip = gradients.clip_factor(sums.squares, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()
+        self.skipped += clip is None
         if self._trains:
-            gradients.clip(self._state, clip)
-            self._script.optimizer.step()
+            if clip is None:
+                self._state.expert_load.forget_step()
+            else:
+                gradients.clip(self._state, clip)
+                self._is_open = True
+                self._script.optimizer.step()
+                self._state.expert_load.add_step()
             if self._script.scheduler is not None:
                 self._script.scheduler.step()
             self._script.sampler.advance()
-            self._state.expert_load.add_step()
             self._save_progress()
         self._protection.committed(version, clip)
 
@@ -185,6 +245,10 @@ class SessionDriver(RecoveryDriver):
         self._emit(Verified(checked, len(differing), differing))
         self._membership.everyone.all_reduce(torch.ones(1))
         return {"event": "parted"}
+
+    def let_go(self) -> None:
+        """Leaves the optimizer to the script."""
+        self._guard.remove()
 
     def close(self) -> None:
         """Tells processes that come too late that the job is over."""

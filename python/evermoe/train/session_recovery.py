@@ -7,10 +7,9 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
-from torch import nn
 
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import Membership
@@ -24,11 +23,11 @@ from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import PhaseClock, RecoveryReport
 from evermoe.recovery.survey import Standing
 from evermoe.recovery.target import ExpertTarget
-from evermoe.sampler import ElasticSampler
 from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from evermoe.train.protocol import Driver, Event
+from evermoe.train.script import Script
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +35,6 @@ FINISHED_FILE = "EVERMOE_FINISHED"
 """Environment variable set by `evermoe run`: the file that says that the job is over."""
 PAUSE_SECONDS = 0.2
 """Time between two looks for units that are missing."""
-
-
-class Script(NamedTuple):
-    """What a training script gives its session."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    sampler: ElasticSampler
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None
 
 
 class RecoveryDriver(Driver):

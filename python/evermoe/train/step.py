@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
+from typing import Protocol
 
 from torch import Tensor
 
 from evermoe.errors import PeerLost
 from evermoe.sampler import Share
+
+
+class Watcher(Protocol):
+    """What is told of a step while the script computes it."""
+
+    def begin_step(self, step: Step) -> None:
+        """The script begins to compute."""
+
+    def check_loss(self, loss: Tensor) -> None:
+        """The script backpropagates a loss. May raise what is wrong with it."""
 
 
 class Step:
@@ -20,7 +31,7 @@ class Step:
     Args:
         number: steps committed before this one.
         share: this member's part of the global batch.
-        begin: called as the block is entered.
+        watcher: is told that the block is entered, and of the first loss.
         commit: called as it is left; whether the step was taken.
         fail: called with what else ends it.
     """
@@ -29,7 +40,7 @@ class Step:
         self,
         number: int,
         share: Share,
-        begin: Callable[[Step], None],
+        watcher: Watcher,
         commit: Callable[[Step], bool],
         fail: Callable[[BaseException | None], None],
     ) -> None:
@@ -45,19 +56,28 @@ class Step:
         """This member's part of the global batch's mean loss; None before `backward`."""
         self.is_entered = False
         """Whether it was used as `with step:`."""
-        self._begin, self._commit, self._fail = begin, commit, fail
+        self._watcher, self._commit, self._fail = watcher, commit, fail
 
     def backward(self, loss: Tensor) -> None:
-        """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch."""
-        if loss.numel() != 1:
-            raise ValueError(f"step.backward: expected a scalar loss, got shape {tuple(loss.shape)}")
+        """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch.
+
+        Raises:
+            ValueError: it is no tensor of one number that depends on parameters.
+            UnsupportedState: it is scaled by `torch.amp.GradScaler`.
+        """
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            found = type(loss).__name__
+            if isinstance(loss, Tensor):
+                found = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
+            raise ValueError(f"step.backward: expected the loss, a tensor of one number with a gradient, got {found}")
+        self._watcher.check_loss(loss)
         scaled = loss * self.weight
         self.loss = scaled.detach() if self.loss is None else self.loss + scaled.detach()
         scaled.backward()
 
     def __enter__(self) -> Step:
         self.is_entered = True
-        self._begin(self)
+        self._watcher.begin_step(self)
         return self
 
     def __exit__(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
+from evermoe.memory_folder import job_folder
 from support.commands import evermoe
 
 SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32", "--batch", "12"]
@@ -57,6 +57,9 @@ def test_demo_fails_when_too_much_is_lost(tmp_path):
         (["--workers", "1", "--kill", "0@3"], "at least one survivor"),
         (["--join", "60"], "--join: expected a step below 60, got 60"),
         (["--data", "missing.txt"], "found nothing to read"),
+        (["--copies", "-1"], "expected copies to be a whole number, >= 0, got -1"),
+        (["--hang-limit", "inf"], "expected hang_limit"),
+        (["--batch", "0"], "expected --batch to be a whole number, >= 1"),
     ],
 )
 def test_demo_refuses_what_cannot_work(tmp_path, flags, message):
@@ -97,7 +100,7 @@ def test_run_restarts_a_crashed_worker_which_rejoins(tmp_path):
     assert "worker 1 ended with -9; starting it again" in done.stderr
     assert "local memory" in done.stdout
     assert done.stdout.count("finished at 8") >= 1
-    assert not Path("/dev/shm/evermoe-train").exists()
+    assert not job_folder("/dev/shm", "train").exists()
 
 
 def test_run_says_what_is_wrong(tmp_path):
@@ -105,13 +108,36 @@ def test_run_says_what_is_wrong(tmp_path):
     assert "a worker or a replica" in evermoe("run", "--workers", "0", "x.py", folder=tmp_path).stderr
     alone = evermoe("run", "--workers", "0", "--replicas", "1", "x.py", folder=tmp_path)
     assert "expected --members" in alone.stderr
+    assert "--members: expected 1 or more" in evermoe("run", "--members", "0", "x.py", folder=tmp_path).stderr
+    for flag, value in (("--workers", "99999999999"), ("--members", "-3"), ("--restarts", "-1"), ("--workers", "x")):
+        done = evermoe("run", flag, value, "x.py", folder=tmp_path)
+        assert done.returncode == 2
+        assert f"argument {flag}: expected 0 to 4096, got '{value}'" in done.stderr
+    done = evermoe("run", "--memory-dir", "/proc", "x.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "evermoe run: memory_dir /proc: the job's folder cannot be made there" in done.stderr
+    assert "Traceback" not in done.stderr
     (tmp_path / "broken.py").write_text("raise SystemExit(3)")
     assert evermoe("run", "broken.py", folder=tmp_path).returncode == 3
 
 
+@pytest.mark.parametrize("job", ["x/../../precious", "../x", "a/b", "", "a\nb", ".x"])
+def test_run_takes_no_path_for_the_name_of_a_job(tmp_path, job):
+    memory, precious = tmp_path / "memory", tmp_path / "precious"
+    memory.mkdir()
+    precious.mkdir()
+    (precious / "file").write_text("of years")
+    (memory / "evermoe-x").mkdir()
+    (tmp_path / "train.py").write_text("")
+    done = evermoe("run", "--memory-dir", str(memory), f"--job={job}", "train.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "expected --job to be a name of 1 to 100 letters" in done.stderr
+    assert (precious / "file").read_text() == "of years"
+
+
 @pytest.mark.parametrize("missing", ["rich", "matplotlib"])
 def test_demo_says_what_to_install(tmp_path, missing):
-    done = evermoe("demo", "--help", folder=tmp_path, missing=missing)
+    done = evermoe("demo", folder=tmp_path, missing=missing)
     assert done.returncode == 2
     assert f"evermoe demo needs {missing}" in done.stderr
     assert "evermoe[cli,plot]" in done.stderr

@@ -59,7 +59,7 @@ def place(tmp_path):
 @pytest.fixture
 def folder(place):
     path = place / "store"
-    path.mkdir()
+    path.mkdir(mode=0o700)
     return path
 
 
@@ -379,7 +379,7 @@ def test_killed_at_any_moment(store, place):
     draw = random.Random(7)
     for run in range(5):
         folder = place / str(run)
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         process = SERVER.Process(target=write_for_ever, args=(folder, store), daemon=True)
         process.start()
         seen = wait_until(functools.partial(versions, store, folder), "a version is there")[0]

@@ -305,6 +305,28 @@ def test_refusals_say_what_was_expected(index, device):
         call()
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("x", lambda bad, ids: ops.permute(bad, ids[0], ids)),
+        ("positions", lambda bad, ids: ops.permute(torch.ones(2, 3), ids[0], bad)),
+        ("x", lambda bad, ids: ops.permute_out(bad, ids[0], ids, torch.ones(2, 3))),
+        ("rows", ops.unpermute),
+        ("rows", lambda bad, ids: ops.unpermute_out(bad, ids, None, torch.ones(2, 3))),
+        ("rows", ops.regroup),
+        ("rows", lambda bad, ids: ops.regroup_out(bad, ids, False, torch.ones(2, 3))),
+        ("ids", lambda bad, ids: ops.expert_histogram(bad, 3)),
+        ("ids", lambda bad, ids: ops.expert_histograms(bad, 3)),
+        ("ids", ops.dispatch_plan),
+        ("counts", lambda bad, ids: ops.split_tokens(bad, ids, 0)),
+    ],
+)
+@pytest.mark.parametrize("bad", [None, 5, torch.tensor(1.0)], ids=["None", "a number", "no dimension"])
+def test_what_is_no_tensor_or_has_no_rows_is_named(name, call, bad):
+    with pytest.raises(RuntimeError, match=name):
+        call(bad, torch.tensor([[0], [1]]))
+
+
 def test_bad_values_are_named_on_the_cpu():
     ids = torch.tensor([[0, 1], [2, 7]])
     with pytest.raises(RuntimeError, match=r"ids\[3\].* = 7 is out of range: expected -1 .*num_experts = 3"):

@@ -130,6 +130,16 @@ def test_weights_alone_go_into_a_model_without_a_session(tmp_path):
         load_weights(torch.nn.Sequential(torch.nn.Linear(2, 2)), path)
 
 
+def test_weights_of_another_type_are_not_converted_silently(tmp_path):
+    _, _, state = make("adamw")
+    path = write(tmp_path, state, 1)
+    model = make("adamw")[0].bfloat16()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(CorruptCopy, match=r"as torch.bfloat16 \[.*\], found torch.float32 \["):
+        load_weights(model, path)
+    assert all(torch.equal(*both) for both in zip(before, model.parameters(), strict=True))
+
+
 def everyone_weights(state):
     """The first piece of each unit but the loop's own: its weights."""
     return {

@@ -343,15 +343,34 @@ def test_copies_travel_in_bubbles(start_job, preset):
     assert at_both_ends or preset != "baft"
 
 
+def test_gradient_that_is_infinite_stops_all_ranks(start_job):
+    pipeline = Pipeline(start_job(RANKS))
+    for rank in range(RANKS):
+        pipeline.start(rank, poison=3 if rank == 1 else None)
+    for each in pipeline.ranks:
+        assert each.join() == 1
+        assert "NonFiniteLoss: step 3: the loss or a gradient is infinite or not a number, from rank 1" in each.log()
+
+
+def test_gradient_that_is_infinite_is_skipped_by_all_ranks(start_job):
+    pipeline = Pipeline(start_job(RANKS), copies={"on_nonfinite": "skip"}, steps=6)
+    for rank in range(RANKS):
+        pipeline.start(rank, poison=3 if rank == 1 else None)
+    done = pipeline.finish()
+    assert done[0]["digests"] == done[1]["digests"]
+    assert done[2]["digests"] == done[3]["digests"]
+    assert all(torch.tensor(values).isfinite().all() for values in pipeline.losses().values())
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"preset": "gemini"}, "baft or moetion, got 'gemini'"),
-        ({"stages": 1}, "2 stages or more"),
-        ({"stage": 2}, "0 <= stage < 2, got stage 2"),
-        ({"data_parallel": 2}, "0 <= data_parallel < 2, got 2"),
-        ({"profile_steps": -1}, "^expected profile_steps >= 0, got -1"),
-        ({"hang_limit": 0.0}, "^expected hang_limit > 0 seconds"),
+        ({"preset": "gemini"}, "preset to be one of baft, moetion, got 'gemini'"),
+        ({"stages": 1}, "stages to be a whole number, >= 2, got 1"),
+        ({"stage": 2}, "stage < 2, the number of stages, got 2"),
+        ({"data_parallel": 2}, "data_parallel < 2, got 2"),
+        ({"profile_steps": -1}, "^expected profile_steps to be a whole number, >= 0, got -1"),
+        ({"hang_limit": 0.0}, "^expected hang_limit to be a number, >= 0.001"),
     ],
 )
 def test_arguments_out_of_range_are_named(wrong, words):

@@ -56,6 +56,46 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
     return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys}
 
 
+def train_some(group, skipped):
+    """Like `train`, but only some units are sent in each step, by an optimizer that counts up no versions."""
+    torch.manual_seed(0)
+    layer = MoE(8, 8, 6, top_k=1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2, momentum=0.9, fused=True)
+    state = TrainingState(layer, optimizer)
+    experts = {0: [0, 1, 2], 1: [3, 4, 5]}
+    path = next(iter(state.layers))
+    state.adopt({path: experts[group.rank]}, {})
+    kept = [UnitProtection(expert_unit(path, e), "replayed", r, (1 - r,)) for r, each in experts.items() for e in each]
+    courier = Courier(group, None, "courier")
+    copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer))
+    send(courier, copies, 0, only_states=True)
+    for step in range(1, STEPS + 1):
+        layer.weights.grad = torch.randn_like(layer.weights)
+        if step == skipped:
+            layer.weights.grad[0, 3] = float("nan")
+        selected = {each.unit for number, each in enumerate(kept) if (number + step) % 3 or step == STEPS}
+        send(courier, copies, step, selected=selected)
+        if step != skipped:
+            optimizer.step()
+        copies.committed(None if step == skipped else 1.0)
+    mine = {name: torch.empty(state.catalog.by_name[name].nbytes, dtype=torch.uint8) for name in copies.sender._units}
+    for name, data in mine.items():
+        state.read(name, data)
+    theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
+    copies.close()
+    courier.close()
+    return {"mine": mine, "theirs": theirs}
+
+
+@pytest.mark.parametrize("skipped", [None, 4, STEPS])
+def test_units_that_were_left_out_of_a_step_follow_again(tmp_path, skipped):
+    results = run_ranks(tmp_path, 2, train_some, skipped)
+    for rank in range(2):
+        theirs, trained = results[rank]["theirs"], results[1 - rank]["mine"]
+        assert theirs.keys() == trained.keys()
+        assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
+
+
 def send(courier, copies, step, **options):
     """Bytes that were sent; nothing may be damaged."""
     task = courier.submit(lambda: copies.exchange(courier, step, **options))

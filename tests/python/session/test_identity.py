@@ -324,45 +324,14 @@ def test_a_scheduler_that_only_one_side_has_is_no_error():
 
 
 def test_options_that_all_members_must_share_are_marked_so():
-    text = evermoe.SessionConfig(copies=3).shared()
-    assert "copies=3" in text
-    names = {part.split("=")[0] for part in text.split(", ")}
-    own = {
-        "lighthouse",
-        "job",
-        "node",
-        "address",
-        "members",
-        "role",
-        "hang_limit",
-        "agree_limit",
-        "rejoin_limit",
-        "memory_dir",
-    }
-    own |= {"replay_log_bytes", "replica_device", "checkpoint_dir", "seed"}
-    assert names == {each.name for each in fields(evermoe.SessionConfig)} - own
+    shared = evermoe.SessionConfig(copies=3).shared()
+    assert shared["copies"] == "3"
+    own = {"lighthouse", "job", "node", "address", "members", "role", "memory_dir"}
+    own |= {"hang_limit", "agree_limit", "rejoin_limit", "replay_log_bytes", "replica_device", "checkpoint_dir"}
+    assert set(shared) == {each.name for each in fields(evermoe.SessionConfig)} - own
 
 
-def test_wrong_options_are_refused_by_the_name_that_the_user_wrote():
-    for name, value in {
-        "agree_limit": 0.0,
-        "rejoin_limit": -1.0,
-        "join_every": 0,
-        "role": "none",
-        "preset": "none",
-        "copies": -1,
-        "copy_budget": 0.0,
-        "save_every": 0,
-        "replica_device": "none",
-        "profile_steps": -1,
-        "profile_every": 21,
-        "slots": 0,
-        "min_replicas": 0,
-        "placement": "none",
-        "checkpoint_every": 1,
-    }.items():
-        with pytest.raises(ValueError, match=name):
-            evermoe.SessionConfig(**{name: value})
+def test_pec_needs_a_folder():
     with pytest.raises(ValueError, match="pec saves to checkpoint_dir"):
         evermoe.SessionConfig(preset="pec")
 

@@ -146,9 +146,8 @@ def test_memory_that_cannot_be_used_is_named(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"job": f"file{os.getpid()}", "memory_dir": str(tmp_path / "file")}
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
     with pytest.raises(OSError, match=str(tmp_path / "file")):
-        next(session.steps(1))
+        evermoe.Session(model, optimizer, evermoe.ElasticSampler(4, 2), **options)
 
 
 def test_no_lighthouse(start_job):
@@ -215,15 +214,6 @@ def options_error(**options):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"copies": -1}, "expected copies >= 0, got -1"),
-        ({"checkpoint_every": -1}, "expected checkpoint_every >= 0, got -1"),
-        ({"rebalance_every": -1}, "expected rebalance_every >= 0, got -1"),
-        ({"join_every": 0}, "expected join_every >= 1, got 0"),
-        ({"min_replicas": 0}, "expected min_replicas >= 1, got 0"),
-        ({"placement": "best"}, "expected placement to be one of balanced, safest, mro, spread, compact, got 'best'"),
-        ({"slots": 0}, "expected slots >= 1 or None, got 0"),
-        ({"hang_limit": 0}, "expected hang_limit > 0 seconds, got 0"),
-        ({"agree_limit": float("nan")}, "expected agree_limit > 0 seconds, got nan"),
         ({"checkpoint_every": 5}, "checkpoint_dir must say where"),
         ({"replica_device": "gpu"}, "expected replica_device to be cpu, cuda or cuda:N, got 'gpu'"),
         pytest.param(
@@ -258,10 +248,3 @@ def test_step_without_with(session):
     with pytest.raises(RuntimeError, match="must be used as `with step:`"):
         for _ in session.steps(3):
             pass
-
-
-def test_loss_of_another_shape(session):
-    with pytest.raises(ValueError, match=r"expected a scalar loss, got shape \(2,\)"):
-        for step in session.steps(3):
-            with step:
-                step.backward(session.model(torch.ones(2, 2)).sum(1))

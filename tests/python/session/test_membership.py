@@ -86,11 +86,20 @@ def test_waiting_for_missing_units_has_an_end(start_job):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"optimizer": "sgd"}, "differs from that of job"),
-        ({"session": {"slots": 5}}, "options differ from those of job"),
+        ({"optimizer": "sgd"}, "model or optimizer differs from that of job"),
+        ({"session": {"slots": 5}}, ": slots is 5 here, None there. Start"),
+        ({"batch_size": 8}, ": batch_size is 8 here, 12 there. Start"),
+        ({"shuffle": False}, ": shuffle is False here, True there. Start"),
+        ({"schedule": "cosine"}, "scheduler is torch.optim.lr_scheduler.CosineAnnealingLR here, None there"),
+        ({"optimizer": "evermoe"}, "arithmetic is evermoe here, torch_cpu_fused there"),
+        ({"metadata": "other"}, ": evermoe is 99.0 here, "),
     ],
 )
-def test_worker_with_another_optimizer_or_other_options_is_turned_away(start_job, other, message):
+def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_job, tmp_path, other, message):
+    if "metadata" in other:
+        (tmp_path / "evermoe-99.0.dist-info").mkdir()
+        (tmp_path / "evermoe-99.0.dist-info" / "METADATA").write_text("Name: evermoe\nVersion: 99.0\n")
+        other = {"metadata": str(tmp_path)}
     job = start_job(2)
     job.open_gate(6)
     workers = job.start_all({}, "ab", gated=True, steps=30)

@@ -105,3 +105,13 @@ def test_lazarus_loses_nothing_while_a_replica_lives(start_job, tmp_path):
     for survivor in workers[::2]:
         recovered = check_recovered(workers, survivor)
         assert (recovered["step"], recovered["steps_lost"], recovered["lost_units"]) == (5, 0, [])
+
+
+def test_units_that_a_budget_leaves_out_never_leave_a_gap(start_job):
+    job = start_job(2, preset="moetion", remote_bytes_per_step=30_000, **FEWEST)
+    workers = job.start_all({}, "ab", optimizer="sgd-fused", steps=16)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    for each in workers:
+        assert "wait for its full state" not in each.log()
+        assert len(each.events("held")) > 10

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evermoe.comm.lighthouse import start_lighthouse
+from evermoe.memory_folder import job_folder
 from evermoe.train.protocol import check_record
 from support import worker
 from support.worker import Fault, Options
@@ -142,7 +143,7 @@ class Job:
         draft.rename(self.folder / "gate")
 
     def node_memory(self, name: str) -> Path:
-        return self.memory / f"evermoe-{self.name}" / name
+        return job_folder(self.memory, self.name) / name
 
     def lose_node(self, name: str) -> None:
         """The machine is gone: nothing finds its memory again."""

@@ -49,7 +49,7 @@ def kill_at_each_operation(place: Path, write: Callable[[Path], None], before: P
     """
     if platform.machine() != "x86_64":
         pytest.skip("knows the system calls of x86-64 alone")
-    place.mkdir()
+    place.mkdir(mode=0o700)
     process = SERVER.Process(target=_run_all, args=(place, write, before))
     process.start()
     process.join(LIMIT)
@@ -65,7 +65,7 @@ def _run_all(place: Path, write: Callable[[Path], None], before: Path | None) ->
     for at in itertools.count(1):
         folder = place / f"{at:04d}"
         if before is None:
-            folder.mkdir()
+            folder.mkdir(mode=0o700)
         else:
             shutil.copytree(before, folder)
         if not _run(folder, write, at):

@@ -42,6 +42,8 @@ class Options:
     """Dies where `reach` is called with these words."""
     stop_at: str | None = None
     """Stops there for the first time, until someone continues it."""
+    poison: int | None = None
+    """In this step some gradients are infinite."""
     chunks: int = 1
     """Virtual stages of each rank; several for an interleaved schedule."""
     width: int = 96
@@ -218,6 +220,8 @@ def train(options: Options) -> None:
             copies.begin()
             reach(options, "step")
             loss = run_step(options, schedule, peers, chunks, step)
+            if step == options.poison:
+                next(chunks.parameters()).grad[0] = float("inf")
             step = copies.commit()
             write(
                 options,

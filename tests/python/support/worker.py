@@ -58,6 +58,11 @@ class Options:
     steps: int = 10
     batch_size: int = 12
     faults: list[Fault] = field(default_factory=list)
+    shuffle: bool = True
+    poison: dict[int, str] = field(default_factory=dict)
+    """By step, what is not a number on this worker: its `loss`, or only a `gradient`."""
+    metadata: str | None = None
+    """Folder that is searched first for the versions of packages."""
     optimizer: str = "adamw"
     schedule: str | None = None
     gated: bool = False
@@ -108,6 +113,8 @@ def dataset() -> torch.Tensor:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd-fused":  # counts up no versions of the tensors that it writes
+        return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=True)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     if name == "evermoe":
@@ -140,8 +147,8 @@ class Recorder:
 
     def __call__(self, event: Event) -> None:
         name, fields = event.name, event.fields()
-        if name in ("update", "phase"):
-            self._last = name
+        if name in ("update", "skipped", "phase"):
+            self._last = "phase" if name == "phase" else "update"
         more: dict[str, Any] = {}
         if name == "copy":
             assert self.session is not None
@@ -204,6 +211,15 @@ def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int)
             model(tokens)
 
 
+def poisoned(loss: torch.Tensor, model: nn.Module, kind: str | None) -> torch.Tensor:
+    """The loss, with what is to be not a number."""
+    if kind == "loss":
+        return loss * float("nan")
+    if kind == "gradient":  # the root of zero, whose slope is infinite, times zero
+        return loss + (0 * model.head.bias).abs().sum().sqrt()
+    return loss
+
+
 def write_traces(options: Options, session: evermoe.Session, profiler: Profiler) -> None:
     pacing, path = session._protection.window_planner, Path(options.folder) / options.name
     path.with_suffix(".session.json").write_text(pacing.trace())
@@ -223,12 +239,14 @@ def train(options: Options) -> None:
 
 def _train(options: Options, record: Recorder) -> None:
     torch.set_num_threads(1)
+    if options.metadata is not None:
+        sys.path.insert(0, options.metadata)
     model, data = Model(), dataset()
     optimizer = make_optimizer(options.optimizer, model)
     record.session = session = evermoe.Session(
         model,
         optimizer,
-        evermoe.ElasticSampler(SAMPLES, options.batch_size),
+        evermoe.ElasticSampler(SAMPLES, options.batch_size, shuffle=options.shuffle),
         scheduler=make_scheduler(options.schedule, optimizer),
         on_event=record,
         lighthouse=options.lighthouse,
@@ -248,7 +266,7 @@ def _train(options: Options, record: Recorder) -> None:
             loss = model(tokens)
             compute(options, model, tokens, step.number)
             record.fault("forward", step.number)
-            step.backward(loss)
+            step.backward(poisoned(loss, model, options.poison.get(step.number)))
         pacing = session._protection.window_planner
         record.write("paced", step=step.number, plans=pacing.plans, summary=pacing.summary, seconds=pacing.step_seconds)
     profiler.detach()

@@ -1,0 +1,103 @@
+"""The flags of `evermoe demo`, and what they may be."""
+
+from __future__ import annotations
+
+import argparse
+
+from evermoe.config import SessionConfig
+from evermoe.demo.corpus import read_text
+from evermoe.demo.train import add_arguments as add_worker_arguments
+from evermoe.options import checked
+
+SIZES = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
+"""Flags that say how large the model and its samples are."""
+MOST = 1 << 20
+"""Largest number of a flag that counts something."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `evermoe demo`."""
+    show = parser.add_argument_group("what happens")
+    show.add_argument("--workers", type=int, default=4, help="processes, each its own node (%(default)s)")
+    show.add_argument(
+        "--kill",
+        action="append",
+        type=parse_kill,
+        metavar="RANK@STEP",
+        help="SIGKILL a worker in the middle of this step, and take its node's memory away; repeatable. A kill due at "
+        "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all",
+    )
+    show.add_argument("--no-kill", action="store_true", help="no worker dies")
+    show.add_argument(
+        "--join",
+        type=int,
+        metavar="STEP",
+        help="one more worker joins at this step (default: 2/3 of --steps)",
+    )
+    show.add_argument("--no-join", action="store_true", help="no worker joins")
+    show.add_argument(
+        "--baseline-steps",
+        type=int,
+        default=16,
+        help="steps of the run without copies, which is not interrupted; 0: no such run (%(default)s; all of them for "
+        "presets that may lose tokens, to compare the losses)",
+    )
+    add_worker_arguments(parser)
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", metavar="PATH", help="write the summary as JSON")
+    results.add_argument("--plot", metavar="PATH", default="evermoe-demo.png", help="picture of the run (%(default)s)")
+    results.add_argument(
+        "--trace", metavar="PATH", help="a trace of the last steps of all workers, for ui.perfetto.dev"
+    )
+    results.add_argument("--events", metavar="DIR", help="keep the workers' events and logs here")
+    results.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+
+
+def parse_kill(text: str) -> tuple[int, int]:
+    """`RANK@STEP` → (rank, step)."""
+    try:
+        rank, step = text.split("@")
+        return int(rank), int(step)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected RANK@STEP, e.g. 2@20, got {text!r}") from None
+
+
+def check(options: argparse.Namespace) -> dict[int, int]:
+    """The kills as worker → step, after all flags were checked.
+
+    Raises:
+        ValueError: with the flag, what was expected and what came.
+    """
+    kills = [] if options.no_kill else options.kill or ([(2, 20)] if options.workers > 2 else [])
+    workers = [worker for worker, _ in kills]
+    _check_numbers(options)
+    for worker, step in kills:
+        if not 0 <= worker < options.workers or not 0 <= step < options.steps:
+            raise ValueError(
+                f"--kill {worker}@{step}: expected a rank below {options.workers} and a step below {options.steps}"
+            )
+    if len(set(workers)) != len(workers):
+        raise ValueError(f"--kill: a worker dies only once, got {workers}")
+    if len(workers) >= options.workers:
+        raise ValueError(
+            f"--kill: expected at least one survivor of {options.workers} workers, got {len(workers)} kills"
+        )
+    read_text(options.data)
+    if options.join is None:
+        options.join = options.steps * 2 // 3
+    if not options.no_join and not 0 <= options.join < options.steps:
+        raise ValueError(f"--join: expected a step below {options.steps}, got {options.join}")
+    return dict(kills)
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    """What a worker would refuse, before any of them starts."""
+    for name in ("workers", "steps", "batch", *SIZES):
+        checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
+    checked("--baseline-steps", options.baseline_steps, int, least=0, most=MOST)
+    names = ("copies", "preset", "slots", "min_replicas", "placement", "hang_limit", "rejoin_limit", "seed")
+    SessionConfig(
+        **{name: getattr(options, name) for name in names},
+        checkpoint_dir=options.checkpoint_dir or "anywhere",
+        checkpoint_every=options.checkpoint_every,
+    )

@@ -1,0 +1,93 @@
+"""Folders of named shared memory, which every user of a machine can see: whose they are, and who may look into them.
+
+    /dev/shm/evermoe-1000-JOB/       of user 1000; mode 0700
+        lock  finished               of `evermoe run`
+        NODE/*.arena                 the copies that this machine keeps
+
+What lies in such a folder is believed after a crash, so one that another user has made, or could have written to, is
+refused.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import TextIO
+
+from evermoe.errors import UnsafeFolder
+from evermoe.options import check_name
+
+DEFAULT = "/dev/shm"
+"""Where shared memory lives if nothing else is said."""
+_OTHERS = 0o077
+
+
+def job_folder(memory_dir: str | Path, job: str) -> Path:
+    """A job's folder on this machine, with a folder for each node below it."""
+    return Path(memory_dir) / f"evermoe-{os.geteuid()}-{job}"
+
+
+def node_name(given: str | None) -> str:
+    """Name of the machine whose memory dies as one: as given, or else the host's.
+
+    Raises:
+        ValueError: it is not one, as of `check_name`.
+    """
+    name = socket.gethostname() if given is None else given
+    check_name(
+        "node" if given is not None else "the host's name, in place of which EVERMOE_NODE may name the node,", name
+    )
+    return name
+
+
+def check_private(folder: Path) -> None:
+    """Checks a folder of shared memory, if it is there.
+
+    Raises:
+        UnsafeFolder: it is a link or a file, belongs to another user, or others may do something with it.
+    """
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(found.st_mode):
+        raise UnsafeFolder(f"{folder} is a link or a file, not a folder of shared memory: remove it, or rename the job")
+    if found.st_uid != os.geteuid():
+        raise UnsafeFolder(
+            f"{folder} belongs to user {found.st_uid}, this process runs as user {os.geteuid()}: what lies in it may "
+            "not be this job's. Give the job another name, or another memory_dir"
+        )
+    if found.st_mode & _OTHERS:
+        raise UnsafeFolder(
+            f"{folder} has mode {stat.S_IMODE(found.st_mode):o}, so that other users may have changed what lies in it: "
+            "remove it if it is not known to be this job's, or set its mode to 700"
+        )
+
+
+def make_private(folder: Path) -> None:
+    """Makes a folder for this user alone, and what is missing above it; one that is there is checked.
+
+    Raises:
+        UnsafeFolder: as of `check_private`. OSError: it cannot be made.
+    """
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        check_private(folder)
+
+
+def open_lock(path: Path) -> TextIO:
+    """Opens a file to lock, which is made if it is missing, and follows no link.
+
+    Raises:
+        UnsafeFolder: it is a link.
+    """
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+")
+    except OSError as error:
+        if path.is_symlink():
+            raise UnsafeFolder(f"{path} is a link to another file: remove it") from None
+        raise error

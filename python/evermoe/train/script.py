@@ -1,0 +1,116 @@
+"""What a training script gives its session: whether it can be trained, and what of it all members must have alike."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from evermoe.errors import UnsupportedState
+from evermoe.moe import moe_layers
+from evermoe.sampler import ElasticSampler
+
+MOST_FACTORS = 8
+"""Operations at the end of a loss among which a scaler's factor is searched."""
+
+_trained: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The session of each module that one trains."""
+
+
+class Script(NamedTuple):
+    """What a training script gives its session."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sampler: ElasticSampler
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+
+    def check(self) -> None:
+        """Checks the types of all.
+
+        Raises:
+            ValueError: one is of another type. UnsupportedState: an optimizer that divides its state over processes.
+        """
+        expected = (nn.Module, torch.optim.Optimizer, ElasticSampler, torch.optim.lr_scheduler.LRScheduler)
+        for name, value, kind in zip(self._fields, self, expected, strict=True):
+            if not isinstance(value, kind) and not (name == "scheduler" and value is None):
+                raise ValueError(f"expected {name} to be a {kind.__module__}.{kind.__name__}, got {value!r}")
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self.optimizer).__mro__):
+            raise UnsupportedState(
+                "ZeroRedundancyOptimizer steps a part of the parameters on each process, but a member of a session "
+                "steps all that it holds: give the session the optimizer that it wraps"
+            )
+
+    def claim(self, session: Any) -> None:
+        """Makes `session` the one that trains the model, until it has left its job or is gone.
+
+        Raises:
+            ValueError: another session trains it.
+        """
+        others = {id(module): _trained[module] for module in self.model.modules() if module in _trained}
+        if any(_is_live(other) for other in others.values()):
+            gc.collect()  # one that nothing but its own threads refers to
+        if any(_is_live(other) for other in others.values()):
+            raise ValueError(
+                "another session trains this model, or a part of it: end its loop or call its close() first, or make a "
+                "model and an optimizer of its own for each session"
+            )
+        _trained.update(dict.fromkeys(self.model.modules(), weakref.ref(session)))
+
+    def common(self) -> dict[str, str]:
+        """What must be the same for all members, as text by name: data, classes, the layers' settings, versions."""
+        layers = Counter(layer.settings() for layer in moe_layers(self.model).values())
+        return {
+            **{name: str(value) for name, value in self.sampler.settings().items()},
+            "optimizer": _name(self.optimizer),
+            "scheduler": _name(self.scheduler),
+            "MoE layers": " and ".join(f"{count} of {settings}" for settings, count in layers.items()),
+            **versions(),
+        }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what computes and of what members send each other, which all members have alike."""
+    try:
+        own = version("evermoe")
+    except PackageNotFoundError:
+        own = "not installed"  # used from its sources
+    return {"evermoe": own, "torch": torch.__version__}
+
+
+def refuse_scaled(loss: Tensor) -> None:
+    """Refuses a loss that `torch.amp.GradScaler` has scaled: nothing here would scale its gradients back.
+
+    Raises:
+        UnsupportedState: a scaler of this process has multiplied it.
+    """
+    factors, node = set(), loss.grad_fn
+    for _ in range(MOST_FACTORS):
+        if node is None:
+            break
+        saved = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
+        factors |= {each.data_ptr() for each in saved if isinstance(each, Tensor) and each.dim() == 0}
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None
+    if not factors:
+        return
+    scales = (each._scale for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
+    if any(scale is not None and scale.data_ptr() in factors for scale in scales):
+        raise UnsupportedState(
+            "step.backward: the loss is scaled by a torch.amp.GradScaler, but the session steps the optimizer itself "
+            "and would not scale the gradients back. Use bfloat16 without a scaler."
+        )
+
+
+def _is_live(reference: weakref.ref[Any]) -> bool:
+    session = reference()
+    return session is not None and not session.has_left
+
+
+def _name(value: object) -> str:
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"

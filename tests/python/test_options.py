@@ -1,0 +1,78 @@
+"""Options of all kinds: each wrong type, range or name is refused by the name that the user wrote."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import evermoe
+from evermoe.options import checked
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    {
+        "max_grad_norm": [-1, 0, math.nan, math.inf, "1", True],
+        "members": [0, -1, 1.5, "2", 2**70],
+        "copies": [-1, 1.5, "2", None, True],
+        "copy_budget": [0, 1.5, math.nan],
+        "hang_limit": [0, -1, math.inf, math.nan, "30", 10**400],
+        "agree_limit": [0.0, math.inf],
+        "rejoin_limit": [-1, math.nan],
+        "join_every": [0, 1.5],
+        "seed": ["x", 1.5],
+        "preset": ["none", None, ["auto"]],
+        "role": ["none"],
+        "placement": ["none", 3],
+        "on_nonfinite": ["ignore", None],
+        "checkpoint_dir": [5],
+        "checkpoint_every": [1, -1],
+        "slots": [0],
+        "min_replicas": [0],
+        "save_every": [0],
+        "replica_device": ["none", None],
+        "profile_steps": [-1],
+        "profile_every": [21],
+        "copy_buffer_bytes": [0],
+        "remote_bytes_per_step": [-1],
+        "lighthouse": [5],
+    }.items(),
+)
+def test_wrong_options_are_refused_by_name(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=name):
+            evermoe.SessionConfig(**{name: value})
+
+
+def test_message_says_what_was_expected_and_what_came():
+    with pytest.raises(ValueError, match=r"^expected max_grad_norm to be a number or None, > 0, got -1$"):
+        evermoe.SessionConfig(max_grad_norm=-1)
+    with pytest.raises(ValueError, match=r"^expected copies to be a whole number, >= 0, got '2'$"):
+        evermoe.SessionConfig(copies="2")
+    with pytest.raises(ValueError, match=r"^expected on_nonfinite to be one of error, skip, got 'no'$"):
+        evermoe.SessionConfig(on_nonfinite="no")
+
+
+def test_numbers_of_numpy_and_whole_floats_compare_as_what_they_are():
+    one = evermoe.SessionConfig(copies=np.int64(3), copy_budget=1, checkpoint_dir=Path("x"))
+    other = evermoe.SessionConfig(copies=3, copy_budget=np.float32(1.0))
+    assert one.shared() == other.shared()
+    assert (type(one.copies), type(one.copy_budget)) == (int, float)
+
+
+def test_bools_are_no_numbers_and_numbers_no_bools():
+    for value, kind in ((True, int), (1, bool), (True, float), ("1", int)):
+        with pytest.raises(ValueError, match="expected it"):
+            checked("it", value, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("EVERMOE_MEMBERS", "-3"), ("EVERMOE_MEMBERS", "two"), ("EVERMOE_ROLE", "x")]
+)
+def test_wrong_variables_are_refused_by_name(monkeypatch, name, value):
+    from evermoe.config import with_environment
+
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"expected {name} to be .* got '{value}'"):
+        with_environment(evermoe.SessionConfig())
