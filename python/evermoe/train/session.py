@@ -56,7 +56,8 @@ class Session:
         options: fields of `SessionConfig`.
 
     Raises:
-        ValueError: an option is wrong. UnsupportedState: the optimizer's state cannot be divided into units.
+        ValueError: an option is wrong, or another job runs in checkpoint_dir. UnsupportedState: the optimizer's state
+            cannot be divided into units. OSError: checkpoint_dir cannot be written to.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Session:
             members=self.config.members or 1,
             join_every=self.config.join_every,
             rebalance_every=self.config.rebalance_every,
-            generation=self._store.newest_generation(),
+            generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: on_event(Protocol(said, commands)),
         )
         self._left = False
@@ -159,6 +160,7 @@ class Session:
             LostExperts: more copies were lost than are kept, and no checkpoint is left.
             JoinTimeout: no Lighthouse, or too few members at the start.
             LeftBehind: the others went on without this member, and none of them is left.
+            PersistFailed: all steps are taken, and the last checkpoint could not be written.
         """
         try:
             while True:
@@ -250,6 +252,7 @@ class Session:
             self._left = True
             self._membership.close()
             self._protection.close()
+            self._driver.leave()
             if self.group.size == 1:  # this member has all experts: the model goes on working without a session
                 for layer in self._state.layers.values():
                     layer.group = Group()
