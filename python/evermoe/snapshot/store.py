@@ -115,8 +115,8 @@ class SnapshotStore:
             yield Segment(kept.number, peer, place, start, min(self.chunk_bytes, total - start))
 
     def newest_generation(self) -> int:
-        """The newest generation of the arenas found in the directory; 0 when there is none."""
-        return max((generation for generation, _ in self._files()), default=0)
+        """The newest generation of the arenas found in the directory, drafts included; 0 when there is none."""
+        return max((int(path.name[:10]) for path in self._all_files()), default=0)
 
     def check_model(self) -> None:
         """Refuses to work in memory that another model has left behind.
@@ -200,9 +200,13 @@ class SnapshotStore:
 
     def prune(self, generation: int) -> None:
         """Removes the arenas of earlier generations: a newer version is whole on all nodes."""
-        for path in self.directory.glob("*.arena*"):  # with drafts of a process that was killed while it made one
-            if path.name[:10].isdigit() and int(path.name[:10]) < generation:
+        for path in self._all_files():
+            if int(path.name[:10]) < generation:
                 path.unlink(missing_ok=True)
+
+    def _all_files(self) -> list[Path]:
+        """The arenas, with drafts of a process that was killed while it made one."""
+        return [path for path in self.directory.glob("*.arena*") if path.name[:10].isdigit()]
 
     def close(self, member: str) -> None:
         """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""

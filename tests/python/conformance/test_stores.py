@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import random
+import re
 import shutil
 import time
 import uuid
@@ -16,11 +17,10 @@ import pytest
 import torch
 
 from evermoe import CorruptCopy
-from evermoe.errors import PersistFailed
 from evermoe.persist.owner import LOCK, OWNER
 from support.harness import SERVER, wait_until
-from support.kills import kill_at_each_operation
-from support.stores import STORES, Arenas, Checkpoints, PersistedFolder, contents, names, versions
+from support.kills import kill_at_each_operation, operations
+from support.stores import STORES, Checkpoints, PersistedFolder, contents, names, versions
 
 FILES = [PersistedFolder, Checkpoints]
 LONG = (3 << 40 | 1, 3 << 40 | 2)
@@ -29,14 +29,9 @@ WRITTEN = "written"
 """A file beside a store's folder: a byte for each version that was written."""
 
 
-def stores(known: dict[type, str] | None = None, among: list[type] = STORES):
-    """Runs a test on every store; those named have a known defect, of which the test must fail."""
-    marks = {
-        store: pytest.mark.xfail(strict=True, raises=(AssertionError, PersistFailed), reason=reason)
-        for store, reason in (known or {}).items()
-    }
-    cases = [pytest.param(store, marks=marks.get(store, ()), id=store.__name__) for store in among]
-    return pytest.mark.parametrize("store", cases)
+def stores(among: list[type] = STORES):
+    """Runs a test on every store."""
+    return pytest.mark.parametrize("store", among, ids=lambda store: store.__name__)
 
 
 @contextlib.contextmanager
@@ -304,6 +299,52 @@ def test_killed_while_a_version_is_written_again_one_of_the_two_is_there(store, 
     assert is_whole(store, folder, 2)
 
 
+@stores(among=FILES)
+def test_what_gets_its_name_is_on_disk_and_the_old_one_goes_when_the_name_is_too(store, place):
+    """A power failure may undo everything that was not flushed."""
+    above = [place / "run", place / "run" / "new"]
+    changed: set[Path] = set()
+    """Files whose bytes, and folders whose names, may not be on disk."""
+    named: set[Path] = set()
+    """Folders with names of new versions that may not be on disk."""
+    published = 0
+    for kind, *paths in operations(place, functools.partial(write_below, store=store)):
+        if kind == "flush":
+            changed.discard(paths[0])
+            named.discard(paths[0])
+        elif kind == "write":
+            changed.add(paths[0])
+        else:
+            if is_publication(kind, *paths):
+                published += 1
+                inside = [path for path in changed if path.is_relative_to(paths[0])]
+                assert not inside, f"{paths[0]} gets its name before these are on disk: {inside}"
+                named |= {paths[1].parent} | ({paths[1].parent.parent} if paths[1].name == "manifest.json" else set())
+            elif kind == "rename" and not is_safetensors_own(*paths):
+                assert not named, f"{paths[0]} goes before new names in these are on disk: {named}"
+            if kind == "rename" and paths[0] in changed:
+                changed.add(paths[1])
+            changed.discard(paths[0])
+            changed |= {path.parent for path in paths}
+    assert published == 3
+    assert not named
+    assert not changed & set(above)
+
+
+def write_below(run: Path, store) -> None:
+    """In a folder that is not there, nor is the one above it."""
+    write(store, run / "new" / "store", 1, 2, 3)
+
+
+def is_publication(kind: str, source: Path, target: Path | None = None) -> bool:
+    names = (source.name, target.name if target is not None else "")
+    return kind == "rename" and (names[1] == "manifest.json" or bool(re.fullmatch(r"step-\d+", names[1])))
+
+
+def is_safetensors_own(source: Path, target: Path) -> bool:
+    return source.name.startswith(".tmp") or target.name == OWNER
+
+
 def check_that_the_same_versions_are_written(store, place: Path, runs: list[Path]) -> None:
     assert runs
     for run in runs:
@@ -341,7 +382,7 @@ def test_killed_between_files_the_next_process_leaves_nothing_of_it(store, place
     check_that_nothing_is_left(store, place, [run for run in runs if not is_within_file(run)], last, "m")
 
 
-@stores({Arenas: "a first arena that was never whole stays until the members change once more"})
+@stores()
 def test_killed_between_files_another_member_leaves_nothing_of_it(store, place, killed):
     *runs, last = killed(store)
     known = [run for run in runs if not is_within_file(run) and not is_without_manifest(run)]
