@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from evermoe._native import Arena, Capture, CopyEngine
+from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.snapshot.chunked_copy import ChunkedCopy
 from evermoe.snapshot.segments import Segment, Segments
@@ -141,15 +143,50 @@ class SnapshotStore:
             if match:
                 yield int(match[1]), path
 
+    def replace_arenas(self, planned: Sequence[Bundle], generation: int, member: str, everyone: Group) -> None:
+        """Makes new arenas beside those of earlier generations; in their place, if there is no room for both.
+
+        Collective. In place of them, nothing but the members' own state survives a failure until the copies are made.
+
+        Raises:
+            OSError: the shared memory is too small, even without the arenas that are there.
+        """
+        problem = ""
+        try:
+            self.create_arenas(planned, generation, member, everyone.rank)
+        except OSError as error:
+            problem = str(error)  # the error itself would keep arenas mapped
+        if everyone.all_reduce(torch.tensor([int(not problem)])) == everyone.size:
+            return
+        if problem:
+            warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
+            self.prune(generation)
+        everyone.all_reduce(torch.zeros(1))  # all have let go of what they had, and it is gone
+        if problem:
+            self.create_arenas(planned, generation, member, everyone.rank)
+
     def create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
         """Makes new, empty arenas for what this rank is primary for and what it keeps for peers.
 
         The arenas of earlier generations stay until `prune`: they are what a failure would need now.
 
         Raises:
-            OSError: the shared memory is too small; the message says how many bytes are needed and free.
+            OSError: the shared memory is too small; the message says how many bytes are needed and free. None was made.
         """
+        self.release()
+        try:
+            self._create_arenas(planned, generation, member, rank)
+        except OSError:
+            for kept in (*self.own, *self.peers):
+                kept.arena.unlink()
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets go of this rank's arenas; their files stay."""
         self.own, self.peers, self.segments = [], [], None
+
+    def _create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
         for number, bundle in enumerate(planned):
             if rank not in bundle.holders:
                 continue

@@ -235,3 +235,32 @@ def newest_saved(folder):
     """Steps in the newest version of the loop's own state among what is saved unit by unit."""
     found = find_persisted(folder / PERSISTED, TrainingState(*make()).catalog.layout)
     return max((step_of(each.version) for each in found if each.unit == "session"), default=0)
+
+
+# ---- shared memory
+
+
+def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):
+    job = start_job(2, preset="gemini", memory_dir=str(small_disk), join_every=1)
+    nodes = [small_disk / f"evermoe-{job.name}" / name for name in "abc"]
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            node.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", node], check=True)
+            stack.callback(subprocess.run, ["umount", "-l", node], check=True)
+        job.open_gate(3)
+        workers = job.start_all({}, "ab", gated=True)
+        for each in workers:
+            each.wait_for("gate", step=3)
+        for node in nodes[:2]:
+            stats = os.statvfs(node)
+            used = (stats.f_blocks - stats.f_bfree) * stats.f_frsize
+            assert used > 1 << 17
+            subprocess.run(["mount", "-o", f"remount,size={used * 3 // 2}", node], check=True)
+        workers.append(job.start("c"))
+        workers[-1].wait_for("phase", phase="agree")
+        job.open_gate(1 << 60)
+        assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert all(each.events("recovered")[-1]["members"] == 3 for each in workers)
+    assert all("Earlier copies make room" in each.log() for each in workers[:2])
