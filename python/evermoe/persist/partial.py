@@ -155,13 +155,13 @@ class PartialCheckpoints(StateKeeper):
         many of them saves less of that (PEC's adaptive sharding, here by whole units).
         """
         self._latest = None
-        if self._persister is None:
-            return
         assert self._assignment is not None
         chosen, group = set(experts), self._membership.everyone
         units = [unit for unit in self._state.catalog.units if unit.layer is None or unit.name in chosen]
         mine = primary_units(units, self._assignment.active, group.rank, group.size)
-        if mine:
+        if self._persister is None:
+            self._note_skipped(version, mine)
+        elif mine:
             self._latest = PartialCheckpoint(self._state, self._persister, mine, version).start(self._courier)
 
     def wait(self) -> bool:

@@ -191,6 +191,20 @@ def test_pec_continues_without_its_folder(tmp_path, small_disk):
     assert written(events) == [8]
 
 
+def test_pec_continues_where_its_folder_cannot_be_made(tmp_path):
+    saved, sessions = tmp_path / "saved", []
+    saved.mkdir()
+    (saved / PERSISTED).touch()
+
+    def check():
+        ledger = sessions[0]._protection.ledger
+        assert not [unit for unit, found in ledger._marks.items() if any(0 < step < 3 for step, _ in found)]
+
+    with pytest.warns(UserWarning, match=r"units cannot be saved to .*/persisted: .*File exists.*Training continues"):
+        events = run(tmp_path, saved, 5, {4: check}, sessions=sessions, preset="pec")
+    assert written(events) == [5]
+
+
 def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, small_disk):
     sessions = []
 
