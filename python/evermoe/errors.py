@@ -14,7 +14,7 @@ class CaptureCancelled(EvermoeError):
 
 
 class PersistFailed(EvermoeError):
-    """A snapshot did not get to the folder of persisted units. Training continues; the next snapshot tries again."""
+    """What should be saved did not get to disk. Training continues; what is saved next tries again."""
 
 
 class PeerLost(EvermoeError):

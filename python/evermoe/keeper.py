@@ -153,6 +153,10 @@ class StateKeeper(Keeper, Protocol):
     def capture_seconds(self) -> float:
         """Seconds that the latest capture took."""
 
+    def take_skipped(self) -> list[tuple[str, int]]:
+        """Units of which a copy was told to the ledger and never came to be, and after how many steps; each once."""
+        return []
+
     def make_room(self, step: int) -> None:
         """Waits for the version that is under way, if another one is due after so many steps."""
 

@@ -104,6 +104,8 @@ class Protection:
         """Units that replicas follow."""
         self._behind: set[str] = set()
         """Units whose replicas are a step behind, as they get the state alone."""
+        self._skipped: list[tuple[str, int]] = []
+        """Units whose copies never came to be, and their steps, of which the others do not know yet."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
         """Time of the last step."""
@@ -196,7 +198,7 @@ class Protection:
         """Sends the gradients of the next step, now that all are complete; waits for what must be protected before it.
 
         Returns:
-            Whether that is so, as far as this member knows, and of how many units it needs the full state anew.
+            Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
         """
         self._emit(Send(step))
         if self.copies_late:
@@ -206,7 +208,9 @@ class Protection:
                 self.replicas.begin(step, self._select())
             is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
         self._emit(Confirm(step))
-        return is_whole, len(self.replicas.asked)
+        for keeper in self._state_keepers:
+            self._skipped += keeper.take_skipped()
+        return is_whole, len(self.replicas.asked) + len(self._skipped)
 
     def _select(self) -> set[str] | None:
         if self.preset.selects_by_budget:
@@ -246,8 +250,15 @@ class Protection:
                 keeper.start(version, due)
 
     def heal(self) -> None:
-        """Some members have asked for full states, which come with the next step; collective."""
+        """Some members need full states, which come with the next step, or copies of theirs never came to be.
+
+        Collective; the ledgers of all members stay the same.
+        """
         self.replicas.heal(lambda unit: self.plan.by_unit[unit].primary)
+        everyone = gather_json(self._membership.everyone, self._skipped)
+        self._skipped = []
+        for unit, step in sorted({(unit, step) for part in everyone for unit, step in part}):
+            self.ledger.skipped(unit, step)
 
     def measures(self) -> tuple[float, float]:
         """Seconds that a capture took and that a step takes, on this member."""

@@ -103,6 +103,19 @@ class LossLedger:
         if self.selection is not None:
             self.selection.copied(self._by_layer(units))
 
+    def skipped(self, unit: str, step: int) -> None:
+        """Records that the copy of a unit that was begun after so many steps never came to be."""
+        marks = self._marks.get(unit, [])
+        place = next((place for place, (at, _) in enumerate(marks) if at == step), None)
+        if place is None:
+            return
+        _, total = marks.pop(place)
+        if self.selection is not None and place == len(marks):  # no copy was begun since
+            tokens_LE = np.zeros_like(self.selection.at_risk)
+            tokens_LE[self._places[unit]] = total - (marks[-1][1] if marks else 0)
+            tokens_LE = np.minimum(tokens_LE, self.selection.seen - self.selection.at_risk)
+            self.selection.put_back(tokens_LE)
+
     def copied_locally(self, units: Iterable[str], step: int) -> None:
         """Records copies of these units in the memory of their own nodes."""
         units = [unit for unit in units if unit in self._places]

@@ -1,11 +1,13 @@
-//! Python face of the triple buffer's states, whose bytes are Python's, and of the versions that stay.
+//! Python face of the triple buffer's states, whose bytes are Python's, of the versions that stay, and of manifests.
 
-use crate::persist::{self, Event, Slot};
+use crate::persist::{self, Event, Manifest, SavedUnit, Slot};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(retained_versions, module)?)?;
+    module.add_function(wrap_pyfunction!(parse_manifest, module)?)?;
+    module.add_function(wrap_pyfunction!(format_manifest, module)?)?;
     module.add_class::<TripleBuffer>()
 }
 
@@ -113,4 +115,27 @@ fn retained_versions(
     spare: usize,
 ) -> PyResult<Vec<Vec<u64>>> {
     Ok(py.detach(|| persist::retained(&versions, &may_lag, spare))?)
+}
+
+/// Name, file, digest and tensors of a unit.
+type UnitRow = (String, String, u64, Vec<String>);
+
+#[pyfunction]
+fn parse_manifest(py: Python<'_>, text: &[u8]) -> PyResult<(u64, u64, String, Vec<UnitRow>)> {
+    let Manifest { version, step, layout, units } = py.detach(|| Manifest::from_json(text))?;
+    let rows = units.into_iter().map(|unit| (unit.name, unit.file, unit.digest, unit.tensors));
+    Ok((version, step, layout, rows.collect()))
+}
+
+#[pyfunction]
+fn format_manifest(
+    py: Python<'_>,
+    version: u64,
+    step: u64,
+    layout: String,
+    units: Vec<UnitRow>,
+) -> PyResult<String> {
+    let unit = |(name, file, digest, tensors)| SavedUnit { name, file, digest, tensors };
+    let units = units.into_iter().map(unit).collect();
+    Ok(py.detach(|| Manifest { version, step, layout, units }.to_json())?)
 }

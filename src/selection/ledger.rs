@@ -15,6 +15,7 @@ pub(super) const VERSION: u32 = 1;
 /// ```text
 /// add       seen += counts, at_risk += counts
 /// copied    at_risk = 0 for the chosen; the others that have tokens at risk wait for one checkpoint more
+/// put_back  at_risk += tokens of copies that were noted and never came to be
 /// lose      lost += at_risk, at_risk = 0 for those that fell back
 /// ```
 ///
@@ -200,6 +201,33 @@ impl TokenLedger {
         Ok(())
     }
 
+    /// Notes that copies which were `copied` never came to be: of `tokens`, `[layers, experts]`, there is no copy.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, and for more tokens at risk than were seen; the ledger is then as before.
+    pub fn put_back(&mut self, tokens: &[i64]) -> Result<()> {
+        ensure!(
+            tokens.len() == self.at_risk.len(),
+            "tokens: expected {} layers × {} experts, got {} numbers",
+            self.layers,
+            self.experts,
+            tokens.len()
+        );
+        for (cell, &back) in tokens.iter().enumerate() {
+            let [layer, expert] = [cell / self.experts, cell % self.experts];
+            let most = self.seen[cell] - self.at_risk[cell];
+            ensure!(
+                (0..=most).contains(&back),
+                "tokens: layer {layer} expert {expert} has {back}; expected 0 to {most}, which are not at risk"
+            );
+        }
+        for (cell, &back) in tokens.iter().enumerate() {
+            self.at_risk[cell] += back;
+            self.waiting[cell] = self.waiting[cell].saturating_add(i64::from(back > 0));
+        }
+        Ok(())
+    }
+
     /// Notes a recovery in which these experts fell back to their last copies, and returns its PLT.
     ///
     /// # Errors
@@ -326,6 +354,20 @@ mod tests {
         ledger.copied(&[vec![0, 1], vec![1]]).unwrap();
         let none = Starvation { expert: None, checkpoints: 0, tokens: 0.0, steps: 0.0 };
         assert_eq!(ledger.starvation(), [none; 2]);
+    }
+
+    #[test]
+    fn what_was_not_copied_is_at_risk_again() {
+        let mut ledger = ledger();
+        ledger.copied(&[vec![0], vec![1]]).unwrap();
+        assert_eq!((ledger.at_risk(), ledger.waiting()), (&[0, 2, 0, 0][..], &[0, 2, 0, 0][..]));
+        ledger.put_back(&[2, 0, 0, 10]).unwrap();
+        assert_eq!((ledger.at_risk(), ledger.waiting()), (&[2, 2, 0, 10][..], &[1, 2, 0, 1][..]));
+        let before = ledger.clone();
+        assert!(ledger.put_back(&[7, 0, 0, 0]).unwrap_err().to_string().contains("expected 0 to 6"));
+        assert!(ledger.put_back(&[0, 0, 0, -1]).unwrap_err().to_string().contains("has -1"));
+        assert!(ledger.put_back(&[0]).unwrap_err().to_string().contains("expected 2 layers"));
+        assert_eq!(ledger, before);
     }
 
     #[test]

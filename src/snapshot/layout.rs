@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! 0     magic, format, descriptor bytes, payload bytes, file bytes, checksum of these and the descriptor   (u64 each)
-//! 64    state of buffer 0: version, state                     128   state of buffer 1
+//! 64    state of buffer 0: version, state, seal               128   state of buffer 1
 //! 192   descriptor: meta, then name and size of each unit     then both buffers, each at a page
 //! ```
 
@@ -12,7 +12,7 @@ use std::collections::BTreeSet;
 use xxhash_rust::xxh3::xxh3_64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"EVMARENA");
-const FORMAT: u64 = 1;
+const FORMAT: u64 = 2;
 const PAGE: usize = 4096;
 const LINE: usize = 64;
 /// Bytes before the descriptor.

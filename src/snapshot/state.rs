@@ -1,8 +1,10 @@
-//! The life of a buffer, in two words of shared memory.
+//! The life of a buffer, in three words of shared memory: version, state, seal.
 //!
-//! A killed process leaves what it had stored, in the order in which it stored it; the fences keep that order.
+//! A killed process leaves what it had stored, in the order in which it stored it; the fences keep that order. The seal is
+//! a checksum of the version: a complete buffer whose seal does not match is as good as empty. The units have digests.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
+use xxhash_rust::xxh3::xxh3_64;
 
 const WRITING: u64 = 1;
 /// Far from `WRITING`, so that no single flipped bit completes a buffer.
@@ -13,12 +15,19 @@ const COMPLETE: u64 = u64::from_le_bytes(*b"COMPLETE");
 pub(super) struct State {
     version: AtomicU64,
     word: AtomicU64,
+    seal: AtomicU64,
 }
 
 impl State {
-    /// The version, if all of it is there.
+    /// The version, if all of it is there, and is the one that was begun.
     pub(super) fn complete(&self) -> Option<u64> {
-        (self.word.load(Ordering::Acquire) == COMPLETE).then(|| self.version.load(Ordering::Relaxed))
+        if self.word.load(Ordering::Acquire) != COMPLETE {
+            return None;
+        }
+        let version = self.version.load(Ordering::Relaxed);
+        let is_sealed = self.seal.load(Ordering::Relaxed) == seal(version);
+        fence(Ordering::Acquire); // a writer that has begun meanwhile hid the buffer before it stored its version
+        (is_sealed && self.word.load(Ordering::Relaxed) == COMPLETE).then_some(version)
     }
 
     pub(super) fn is_writing(&self) -> bool {
@@ -30,6 +39,7 @@ impl State {
         self.word.store(WRITING, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         self.version.store(version, Ordering::Relaxed);
+        self.seal.store(seal(version), Ordering::Relaxed);
     }
 
     /// Shows the buffer; all that was written to it before is stored before.
@@ -37,6 +47,11 @@ impl State {
         fence(Ordering::SeqCst);
         self.word.store(COMPLETE, Ordering::Release);
     }
+}
+
+/// Checksum of a version: of two versions that differ in few bits it differs in many.
+fn seal(version: u64) -> u64 {
+    xxh3_64(&version.to_le_bytes())
 }
 
 /// The buffer to overwrite: the first without a complete version, else the one with the older version.
@@ -51,6 +66,25 @@ pub(super) fn oldest(versions: [Option<u64>; 2]) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_version_is_complete_only_with_its_seal() {
+        let state = State { version: AtomicU64::new(0), word: AtomicU64::new(0), seal: AtomicU64::new(0) };
+        assert_eq!(state.complete(), None);
+        state.begin(5);
+        assert_eq!((state.complete(), state.is_writing()), (None, true));
+        state.publish();
+        assert_eq!((state.complete(), state.is_writing()), (Some(5), false));
+        for bit in 0..64 {
+            for word in [&state.version, &state.word, &state.seal] {
+                word.fetch_xor(1 << bit, Ordering::Relaxed);
+                assert_eq!(state.complete(), None, "bit {bit}");
+                word.fetch_xor(1 << bit, Ordering::Relaxed);
+            }
+        }
+        state.begin(6);
+        assert_eq!(state.complete(), None);
+    }
 
     #[test]
     fn the_newer_version_is_never_overwritten() {

@@ -70,6 +70,7 @@ RUST_TWINS = {
     "fetch": "unlike: units after a failure, tensors of a GPU",
     "exchange": "unlike: gradients for replicas, rows of tokens",
     "launch": "unlike: processes, kernels",
+    "manifest": "format, and its files",
     "memory": "unlike: free bytes, buffers of a plan, memory of the ops",
     "recovery": "planner and executor",
     "holders": "planner, and its typed face",

@@ -51,6 +51,30 @@ def test_copies_of_a_recovery_are_known_to_the_next_one(ledger):
     assert recover(ledger, 3, {FIRST: 2}) == {FIRST: 3}
 
 
+def test_a_copy_that_never_came_to_be_leaves_its_tokens_at_risk(ledger):
+    ledger.take(1, 5, 50)
+    ledger.copied([FIRST, SECOND], 1)
+    ledger.take(2, 7, 70)
+    ledger.copied([FIRST], 2)
+    ledger.take(3, 3, 30)
+    assert ledger.selection.at_risk.tolist() == [[3, 100]]
+    for _ in range(2):  # what is told twice counts once
+        ledger.skipped(FIRST, 2)
+        assert ledger.selection.at_risk.tolist() == [[10, 100]]
+    assert recover(ledger, 3, {FIRST: 1}) == {FIRST: 10}
+
+
+def test_a_copy_that_never_came_to_be_before_one_that_did_changes_nothing(ledger):
+    for step in (1, 2, 3):
+        ledger.take(step, 5, 50)
+        ledger.copied([FIRST], step)
+    ledger.take(4, 1, 10)
+    ledger.skipped(FIRST, 2)
+    assert ledger.selection.at_risk.tolist() == [[1, 160]]
+    ledger.skipped(FIRST, 3)
+    assert ledger.selection.at_risk.tolist() == [[11, 160]]
+
+
 def test_state_of_a_recovery_is_known_without_copies(ledger):
     ledger.take(1, 5, 50)
     recover(ledger, 1, {})

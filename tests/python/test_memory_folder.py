@@ -1,6 +1,10 @@
 """Folders of shared memory on a machine with other users: what one of them has planted is refused by name."""
 
+import itertools
 import os
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,22 +36,17 @@ def shared(tmp_path):
     folder = tmp_path / "shm"
     folder.mkdir()
     folder.chmod(0o1777)
-    for above in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+    for above in itertools.takewhile(
+        lambda path: path != Path(tempfile.gettempdir()), [tmp_path, *tmp_path.parents[:-1]]
+    ):
         above.chmod(0o755)
     return folder
 
 
 def make_as_stranger(folder, mode=0o777):
     """Makes a folder as another user."""
-    child = os.fork()
-    if not child:
-        os.setgroups([])
-        os.setgid(STRANGER)
-        os.setuid(STRANGER)
-        os.umask(0)
-        os.mkdir(folder, mode)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    make = ["mkdir", "--mode", f"{mode:o}", str(folder)]
+    subprocess.run(make, check=True, user=STRANGER, group=STRANGER, extra_groups=[])
 
 
 @needs_root

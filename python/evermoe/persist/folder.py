@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Container, Sequence
+import warnings
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from evermoe._native import retained_versions
 from evermoe.errors import CorruptCopy
-from evermoe.persist.manifest import Manifest, as_bytes, read_manifest, read_units
+from evermoe.persist.manifest import MANIFEST, Manifest, as_bytes, read_manifest, read_units
 
 SPARE = 2
 """How many of the newest versions of each unit stay in any case."""
-DATA, MANIFEST, DRAFT = "units.safetensors", "manifest.json", "manifest.json.writing"
+DATA, DRAFT = "units.safetensors", "manifest.json.writing"
 _NAME = re.compile(r"^persisted-(\d{20})-(.+)$")
 
 
@@ -54,14 +55,16 @@ class PersistedUnit:
 def find_persisted(folder: Path, layout: str) -> list[PersistedUnit]:
     """Finds the durable units of all members with this `UnitCatalog.layout`; by unit, newest version first.
 
-    What is unfinished, foreign or has an unreadable manifest is passed over.
+    What is unfinished or foreign is passed over; so is what has an unreadable manifest, with a warning.
     """
-    found = []
-    for manifest in manifests(folder, layout, MANIFEST):
-        for unit, (file, value) in manifest.units.items():
-            names = tuple(manifest.names[unit])
-            found.append(PersistedUnit(unit, manifest.version, value, manifest.path / file, names))
+    found = [unit for manifest in manifests(folder, layout, MANIFEST) for unit in units_of(manifest)]
     return sorted(found, key=lambda each: (each.unit, -each.version, each.file))
+
+
+def units_of(manifest: Manifest) -> Iterator[PersistedUnit]:
+    """The units that a manifest names."""
+    for unit, (file, value) in manifest.units.items():
+        yield PersistedUnit(unit, manifest.version, value, manifest.path / file, tuple(manifest.names[unit]))
 
 
 def read_persisted(found: PersistedUnit) -> Tensor:
@@ -85,7 +88,7 @@ def folders(folder: Path) -> list[tuple[Path, int, str]]:
     found = []
     for path in sorted(folder.glob("persisted-*"), reverse=True):
         match = _NAME.match(path.name)
-        if match:
+        if match and not path.is_symlink():
             found.append((path, int(match[1]), match[2]))
     return found
 
@@ -101,9 +104,13 @@ def manifests(folder: Path, layout: str, name: str) -> list[Manifest]:
             continue
         try:
             manifest = read_manifest(path, name)
-        except CorruptCopy:
+            if manifest.version != version:
+                raise CorruptCopy(f"{path / name} is of version {manifest.version}")
+        except CorruptCopy as error:
+            if name == MANIFEST and (path / name).exists():  # it may have been removed meanwhile
+                warnings.warn(f"saved units are passed over: {error}", stacklevel=3)
             continue
-        if manifest.layout == layout and manifest.version == version:
+        if manifest.layout == layout:
             found.append(manifest)
     return found
 
@@ -135,11 +142,19 @@ def _retained(durable: Sequence[Manifest], may_lag: Container[str]) -> set[tuple
     return {(unit, version) for unit, kept in zip(versions, stay, strict=True) for version in kept}
 
 
+def sweep(folder: Path, members: Container[str]) -> None:
+    """Removes what is not durable and of none of these members: who wrote or removed it is dead, or was left behind."""
+    for path, _, owner in folders(folder):
+        if owner not in members and not (path / MANIFEST).exists():
+            remove(path)
+
+
 def remove(path: Path) -> None:
     """Removes a version: first it ceases to be durable; until its last byte is gone, `prune` knows what it was."""
     with contextlib.suppress(FileNotFoundError):
         os.rename(path / MANIFEST, path / DRAFT)
-    (path / DATA).unlink(missing_ok=True)
-    (path / DRAFT).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        for name in sorted((entry.name for entry in entries), key=lambda name: name == DRAFT):
+            (path / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # another member was quicker, or a reader's file is still there (NFS)
         path.rmdir()

@@ -1,11 +1,8 @@
-"""What a checkpoint on disk holds: its manifest and its units, read and checked."""
+"""Manifests of what is saved together, and the units that they name, read and checked."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,67 +10,76 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from evermoe._native import digest
+from evermoe._native import digest, format_manifest, parse_manifest
 from evermoe.errors import CorruptCopy
+from evermoe.persist.plain_files import open_plain, read_plain
+from evermoe.state.version import step_of
 
-FORMAT = 1
-KEPT = 2
-"""How many of the newest checkpoints stay on disk."""
+MANIFEST = "manifest.json"
+MANIFEST_BYTES = 64 << 20
+"""Size of a manifest at most: room for 400,000 units."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds: its version and, per unit, its file and the xxh3-64 digest of its bytes."""
+    """What a folder holds: a version and, per unit, its file and the xxh3-64 digest of its bytes."""
 
     path: Path
     version: int
     units: dict[str, tuple[str, int]]
     names: dict[str, list[str]]
     """Per unit: the names of its tensors, in the order of its bytes."""
-    layout: str | None = None
-    """Layout of the model; only with persisted units."""
+    layout: str = ""
+    """Layout of the model."""
 
 
-def find(directory: Path) -> dict[int, Path]:
-    """Whole checkpoints by version. Unreadable or foreign folders are passed over."""
-    found = {}
-    for path in sorted(directory.glob("step-*/manifest.json")):
-        if path.parent.suffix == ".writing":
-            continue
-        try:
-            found[read_manifest(path.parent).version] = path.parent
-        except CorruptCopy:
-            continue
-    return found
-
-
-def read_manifest(path: Path, name: str = "manifest.json") -> Manifest:
-    """The manifest of the checkpoint in folder `path`.
+def manifest_text(version: int, layout: str, units: Mapping[str, tuple[str, int, Sequence[str]]]) -> str:
+    """Text of a manifest: for each unit its file, the digest of its bytes and the names of its tensors.
 
     Raises:
-        CorruptCopy: it is missing, unreadable or of another format.
+        ValueError: a name cannot be that of a file, or is there twice.
+    """
+    rows = [(name, file, value, list(names)) for name, (file, value, names) in units.items()]
+    return format_manifest(version, step_of(version), layout, rows)
+
+
+def read_manifest(path: Path, name: str = MANIFEST) -> Manifest:
+    """The manifest in folder `path`.
+
+    Raises:
+        CorruptCopy: it is missing, damaged, of another format, or names what it must not.
     """
     try:
-        content = json.loads((path / name).read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"format {content['format']}, expected {FORMAT}")
-        units = {name: (file, int(value, 16)) for name, (file, value, _) in content["units"].items()}
-        names = {unit: names for unit, (_, _, names) in content["units"].items()}
-        return Manifest(path, int(content["version"]), units, names, content.get("layout"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, step, layout, rows = parse_manifest(read_plain(path / name, MANIFEST_BYTES))
+        if step != step_of(version):
+            raise CorruptCopy(f"version {version} has taken {step_of(version)} steps, not {step}")
+    except CorruptCopy as error:
         raise CorruptCopy(f"{path / name} is no manifest of a checkpoint: {error}") from None
+    units = {unit: (file, value) for unit, file, value, _ in rows}
+    return Manifest(path, version, units, {unit: names for unit, _, _, names in rows}, layout)
 
 
 def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The tensors of each unit, digests checked."""
+    """The tensors of each unit, digests checked.
+
+    Raises:
+        CorruptCopy: a unit is missing, or cannot be read, or does not match its digest.
+    """
     by_file: dict[str, list[str]] = {}
     for name in names:
         if name not in manifest.units:
             raise CorruptCopy(f"{manifest.path} has no unit {name}: it was written for another model")
         by_file.setdefault(manifest.units[name][0], []).append(name)
     for file, members in by_file.items():
+        yield from _read_file(manifest, file, members)
+
+
+def _read_file(manifest: Manifest, file: str, members: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    path = manifest.path / file
+    with open_plain(path) as descriptor:
         try:
-            with safe_open(manifest.path / file, framework="pt") as source:
+            # By its descriptor: the library opens it twice, and meanwhile another member may remove its name.
+            with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as source:
                 for name in members:
                     tensors = {key: source.get_tensor(f"{name}/{key}") for key in manifest.names[name]}
                     found, expected = digest(as_bytes(tensors).numpy()), manifest.units[name][1]
@@ -83,24 +89,9 @@ def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, 
                         )
                     yield name, tensors
         except (SafetensorError, OSError) as error:
-            raise CorruptCopy(f"{manifest.path / file} cannot be read: {error}") from None
+            raise CorruptCopy(f"{path} cannot be read: {error}") from None
 
 
 def as_bytes(tensors: dict[str, Tensor]) -> Tensor:
     """A unit's bytes, uint8 `[nbytes]`, from its tensors in order."""
     return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-
-
-def prune(directory: Path) -> None:
-    """Removes all but the newest checkpoints."""
-    for _, path in sorted(find(directory).items())[:-KEPT]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

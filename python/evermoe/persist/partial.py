@@ -5,18 +5,23 @@ What is saved is read by the courier's thread before the next update, and writte
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from evermoe.comm.courier import Courier
+from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.comm.task import Task
+from evermoe.errors import PersistFailed
 from evermoe.keeper import Assignment, Due, StateKeeper
-from evermoe.persist.folder import PersistedUnit, find_persisted
+from evermoe.persist.checkpoint_folder import PERSISTED
+from evermoe.persist.folder import PersistedUnit, find_persisted, sweep
 from evermoe.persist.persister import Persister
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units
@@ -71,11 +76,13 @@ class PartialCheckpoints(StateKeeper):
     def __init__(
         self, folder: Path, state: TrainingState, membership: Membership, courier: Courier, save_every: int
     ) -> None:
-        self.folder, self._state, self._membership = folder / "persisted", state, membership
+        self.folder, self._state, self._membership = folder / PERSISTED, state, membership
         self._courier, self._save_every = courier, save_every
         self._persister: Persister | None = None
         self._assignment: Assignment | None = None
         self._latest: PartialCheckpoint | None = None
+        self._skipped: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        """Experts whose saves were overtaken by newer ones, and their steps; from the persister's thread."""
 
     def replan(self, assignment: Assignment) -> None:
         """Shares the units among these members from now on."""
@@ -84,31 +91,57 @@ class PartialCheckpoints(StateKeeper):
     def protect_all(self, version: int) -> Collection[str]:
         """Saves every unit once, unless all are durable; a few at a time are enough from then on. Collective.
 
-        Raises:
-            PersistFailed: they could not be written.
+        A folder that cannot be written to does not end the job: it continues, with a warning and without these saves.
         """
         assert self._assignment is not None
-        group = self._membership.everyone
+        group, member = self._membership.everyone, self._assignment.member
         is_running = bool(group.all_reduce(torch.tensor([int(self._membership.established)])))
+        members = gather_json(group, member)
         # What an earlier start has saved before its first step is not of this one.
-        persister = self._open(self._assignment.member, version if is_running or step_of(version) else 0)
+        self._open(member, members, version if is_running or step_of(version) else 0)
         group.all_reduce(torch.zeros(1))  # no member writes a newer version while another still removes those
         if group.all_reduce(torch.tensor([int(self._has_all())])) == group.size:
             return ()
         every = self._state.catalog.experts()
         self._save(version, every)
-        if self._latest is not None:
-            self._latest.task.wait()
-            persister.flush()
-        return every
+        is_saved = group.all_reduce(torch.tensor([int(self._is_flushed())])) == group.size
+        return every if is_saved else ()
 
-    def _open(self, member: str, version: int) -> Persister:
+    def _open(self, member: str, members: Collection[str], version: int) -> None:
         """Opens the folder to resume from `version`: newer versions were never committed, and are removed."""
+        try:
+            if self._persister is None:
+                catalog = self._state.catalog
+                self._persister = Persister(
+                    self.folder, member, catalog.layout, units=catalog.units, on_skipped=self._note_skipped
+                )
+            self._persister.rewind(version)
+            sweep(self.folder, members)
+        except (OSError, PersistFailed) as error:
+            self.close()
+            _warn(self.folder, error)
+
+    def _note_skipped(self, version: int, units: Sequence[str]) -> None:
+        for unit in units:
+            if self._state.catalog.by_name[unit].expert is not None:
+                self._skipped.put((unit, step_of(version)))
+
+    def take_skipped(self) -> list[tuple[str, int]]:
+        """Experts whose saves were overtaken by newer ones, and after how many steps they were begun; each once."""
+        return [self._skipped.get_nowait() for _ in range(self._skipped.qsize())]
+
+    def _is_flushed(self) -> bool:
+        """Waits until what was begun is durable; whether it is."""
         if self._persister is None:
-            catalog = self._state.catalog
-            self._persister = Persister(self.folder, member, catalog.layout, units=catalog.units)
-        self._persister.rewind(version)
-        return self._persister
+            return False
+        try:
+            if self._latest is not None:
+                self._latest.task.wait()
+                self._persister.flush()
+        except PersistFailed as error:
+            _warn(self.folder, error)
+            return False
+        return True
 
     def _has_all(self) -> bool:
         """Whether there is a durable version of every unit."""
@@ -121,13 +154,14 @@ class PartialCheckpoints(StateKeeper):
         Each unit is saved by one of the ranks that hold it. The experts are dealt out with the rest, so that who saves
         many of them saves less of that (PEC's adaptive sharding, here by whole units).
         """
-        assert self._persister is not None
+        self._latest = None
         assert self._assignment is not None
         chosen, group = set(experts), self._membership.everyone
         units = [unit for unit in self._state.catalog.units if unit.layer is None or unit.name in chosen]
         mine = primary_units(units, self._assignment.active, group.rank, group.size)
-        self._latest = None
-        if mine:
+        if self._persister is None:
+            self._note_skipped(version, mine)
+        elif mine:
             self._latest = PartialCheckpoint(self._state, self._persister, mine, version).start(self._courier)
 
     def wait(self) -> bool:
@@ -190,3 +224,7 @@ class PartialCheckpoints(StateKeeper):
         if self._persister is not None:
             self._persister.close()
             self._persister = None
+
+
+def _warn(folder: Path, error: Exception) -> None:
+    warnings.warn(f"units cannot be saved to {folder}: {error}. Training continues", stacklevel=5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import warnings
@@ -11,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from evermoe._native import TripleBuffer, digest
 from evermoe.errors import PersistFailed
-from evermoe.persist.folder import DATA, DRAFT, MANIFEST, folder_name, folders, manifests, prune, remove
-from evermoe.persist.manifest import FORMAT, flush
+from evermoe.persist.folder import DATA, DRAFT, folder_name, folders, manifests, prune, remove
+from evermoe.persist.manifest import MANIFEST, manifest_text
+from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
 from evermoe.state.unit import Unit
 
 ALIGNMENT = 64
@@ -97,7 +96,7 @@ class Persister:
         self._gate = threading.Lock()
         """Held while a manifest comes or goes: a rewind and a rename exclude each other."""
         self._may_try, self._busy, self._closing, self._told = True, False, False, False
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         for path, _, owner in folders(self.folder):
             if owner == member and not (path / MANIFEST).exists():
                 remove(path)
@@ -261,19 +260,16 @@ class Persister:
         remove(path)  # what a failed attempt left
         path.mkdir()
         units = {
-            name: (DATA, f"{value:016x}", [spec.name for spec in self._by_name[name].specs])
+            name: (DATA, value, [spec.name for spec in self._by_name[name].specs])
             for name, value in snapshot.digests.items()
         }
-        manifest = {"format": FORMAT, "version": snapshot.version, "layout": self.layout, "units": units}
-        (path / DRAFT).write_text(json.dumps(manifest))
-        flush(path / DRAFT)
+        write_text(path / DRAFT, manifest_text(snapshot.version, self.layout, units))
         tensors = {
             f"{name}/{key}": tensor
             for name, data in snapshot.units.items()
             for key, tensor in self._by_name[name].tensors(data).items()
         }
-        save_file(tensors, path / DATA)
-        flush(path / DATA)
+        write_tensors(path / DATA, tensors)
         flush(path)
 
     def _failed(self, snapshot: _Snapshot, error: Exception) -> None:

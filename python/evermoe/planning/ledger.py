@@ -88,6 +88,14 @@ class TokenLedger:
         """
         self._native.copied(count_lists("selection", selection))
 
+    def put_back(self, tokens: ArrayLike) -> None:
+        """Note that copies which were `copied` never came to be: of these tokens [L, E] there is no copy.
+
+        Raises:
+            ValueError: a wrong shape, or more tokens than are not at risk; the ledger is then as before.
+        """
+        self._native.put_back(array("tokens", tokens, np.int64, 2))
+
     def lose(self, experts: Sequence[Sequence[int]]) -> float:
         """Note a recovery in which these experts of each layer fell back to their last copy; returns its PLT.
 

@@ -18,7 +18,8 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
 from evermoe.persist import checkpoint
-from evermoe.persist.manifest import find, read_manifest
+from evermoe.persist.checkpoint_folder import find
+from evermoe.persist.manifest import read_manifest
 from evermoe.recovery.fetch import Fetch, Transfer
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import ACTIVE, Holding, Inventory, Standing, Survey, newest_checkpoint, usable
@@ -54,6 +55,8 @@ class Recovery:
         self._survey = Survey(state, stored, standing, trains=target.trains, checkpoints=target.checkpoints)
         self._phase: Phase = lambda name: None
         self._outcome = Outcome()
+        self._problem = ""
+        """Why the latest checkpoint that was tried cannot be used."""
         self._refused: set[tuple[int, Holding]] = set()
         """Ranks and holdings whose bytes did not match their digest."""
 
@@ -91,13 +94,17 @@ class Recovery:
             on_disk = newest_checkpoint(inventories)
             if on_disk is not None and on_disk > (plan.version if plan.version is not None else -1):
                 self._outcome.lost_units = list(plan.lost)
-                return self._from_disk(on_disk, inventories)
-            if plan.version is None:
-                raise LostExperts(self.target.lost_message(plan.lost), list(plan.lost))
+                if self._read_checkpoint(on_disk, inventories):
+                    return self._outcome
+                continue
+            if plan.version is None or (self._problem and not step_of(plan.version)):
+                raise LostExperts(self._problem or self.target.lost_message(plan.lost), list(plan.lost))
+            self._outcome.lost_units = []
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
                 self._retain(plan.version, holdings[self.group.rank])
-                return self._adopt(plan.version, fetched)
+                self._adopt(plan.version, fetched)
+                return self._outcome
 
     # ---- plan
 
@@ -183,13 +190,12 @@ class Recovery:
 
     # ---- adopt
 
-    def _adopt(self, version: int, fetched: dict[str, Tensor]) -> Outcome:
+    def _adopt(self, version: int, fetched: dict[str, Tensor]) -> None:
         outcome = self._outcome
         if outcome.stale:
             self._agree_on_scalars(version, fetched)
         outcome.version = version
         self.target.adopt(outcome.placement, fetched)
-        return outcome
 
     def _retain(self, version: int, mine: Sequence[Holding]) -> None:
         """Retains what this rank trains at `version` and is to give up: nobody may have a second copy of it as yet."""
@@ -217,29 +223,30 @@ class Recovery:
 
     # ---- checkpoints
 
-    def _from_disk(self, version: int, inventories: Sequence[Inventory]) -> Outcome:
+    def _read_checkpoint(self, version: int, inventories: Sequence[Inventory]) -> bool:
+        """Adopts a checkpoint; False, for a new plan without it, if it cannot be read on some rank; collective."""
         assert self.target.checkpoints is not None
+        self._outcome.stale = {}
         self._outcome.placement = self.target.place(version, inventories)
         names = self.target.needs(self._outcome.placement, self.group.rank)
         self._phase("fetch")
         fetched, problem = {}, ""
         try:
-            manifest = read_manifest(find(self.target.checkpoints)[version])
-            fetched = checkpoint.read(manifest, self.state, names)
+            path = find(self.target.checkpoints, self.state.catalog.layout).get(version)
+            if path is None:
+                raise CorruptCopy(f"version {version} has gone from {self.target.checkpoints}")
+            fetched = checkpoint.read(read_manifest(path), self.state, names)
         except CorruptCopy as error:
             problem = str(error)
         self._phase("verify")
         problems = [text for text in gather_json(self.group, problem) if text]
         if problems:
+            self._problem = f"the only checkpoint left cannot be used: {problems[0]}"
             for inventory in inventories:
-                inventory.checkpoints.remove(version)
-            return self._without_checkpoint(problems[0], inventories)
+                if version in inventory.checkpoints:
+                    inventory.checkpoints.remove(version)
+            return False
         self._count_fetched({"disk": fetched})
         self._outcome.digests_checked += len(fetched)
-        return self._adopt(version, fetched)
-
-    def _without_checkpoint(self, problem: str, inventories: Sequence[Inventory]) -> Outcome:
-        older = newest_checkpoint(inventories)
-        if older is None:
-            raise LostExperts(f"the only checkpoint left cannot be used: {problem}", self._outcome.lost_units)
-        return self._from_disk(older, inventories)
+        self._adopt(version, fetched)
+        return True

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evermoe import planning
 from evermoe._native import digest
-from evermoe.persist.manifest import find
+from evermoe.persist.checkpoint_folder import find, find_saved
 from evermoe.planning.recovery import Lagging
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
@@ -106,7 +106,10 @@ class Survey:
             for unit, value in zip(active, state.digests(active), strict=True)
         ]
         retained = ((each, SNAPSHOT) for each in state.retained.stored(standing.version))
-        for found, kind in (*stored, *retained):
+        # Where experts always may lag, a checkpoint may have the newest version of some.
+        folder = checkpoints if standing.lagging == "always" else None
+        saved = ((each, PERSISTED) for each in (find_saved(folder, state.catalog.layout) if folder else ()))
+        for found, kind in (*stored, *retained, *saved):
             unit = state.catalog.by_name.get(found.unit)
             if unit is not None and (kind != SNAPSHOT or unit.nbytes == len(found.data)):
                 self._stored[found.unit, found.digest, kind] = found
@@ -116,7 +119,7 @@ class Survey:
             holdings,
             {path: layer.experts for path, layer in state.layers.items()},
             state.expert_load.mean_LE.tolist(),
-            sorted(find(checkpoints)) if checkpoints else [],
+            sorted(find(checkpoints, state.catalog.layout)) if checkpoints else [],
             trains,
         )
 

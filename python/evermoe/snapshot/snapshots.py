@@ -105,7 +105,7 @@ class Snapshots(StateKeeper):
         """Makes the arenas of a plan; `protect_all` and `restart` must follow.
 
         Raises:
-            OSError: the shared memory is too small.
+            OSError: the shared memory is too small, even without the arenas that are there.
         """
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self._local_steps = self._options.local_every or 1
@@ -120,8 +120,8 @@ class Snapshots(StateKeeper):
         local = local_bundles(assignment, self._membership.nodes, self._options)
         self._local = {len(found) + place: bundle.units for place, bundle in enumerate(local)}
         self._sent = {number: (bundle.units, by_unit[bundle.units[0]].period) for number, bundle in enumerate(found)}
-        rank = self._membership.everyone.rank
-        self._store.create_arenas([*found, *local], assignment.generation, assignment.member, rank)
+        everyone = self._membership.everyone
+        self._store.replace_arenas([*found, *local], assignment.generation, assignment.member, everyone)
 
     @property
     def local_units(self) -> list[str]:

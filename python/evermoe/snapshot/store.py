@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from evermoe._native import Arena, Capture, CopyEngine
+from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
 from evermoe.snapshot.chunked_copy import ChunkedCopy
@@ -116,8 +118,8 @@ class SnapshotStore:
             yield Segment(kept.number, peer, place, start, min(self.chunk_bytes, total - start))
 
     def newest_generation(self) -> int:
-        """The newest generation of the arenas found in the directory; 0 when there is none."""
-        return max((generation for generation, _ in self._files()), default=0)
+        """The newest generation of the arenas found in the directory, drafts included; 0 when there is none."""
+        return max((int(path.name[:10]) for path in self._all_files()), default=0)
 
     def check(self) -> None:
         """Refuses to work in memory that another user or another model has left behind.
@@ -144,6 +146,28 @@ class SnapshotStore:
             if match:
                 yield int(match[1]), path
 
+    def replace_arenas(self, planned: Sequence[Bundle], generation: int, member: str, everyone: Group) -> None:
+        """Makes new arenas beside those of earlier generations; in their place, if there is no room for both.
+
+        Collective. In place of them, nothing but the members' own state survives a failure until the copies are made.
+
+        Raises:
+            OSError: the shared memory is too small, even without the arenas that are there.
+        """
+        problem = ""
+        try:
+            self.create_arenas(planned, generation, member, everyone.rank)
+        except OSError as error:
+            problem = str(error)  # the error itself would keep arenas mapped
+        if everyone.all_reduce(torch.tensor([int(not problem)])) == everyone.size:
+            return
+        if problem:
+            warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
+            self.prune(generation)
+        everyone.all_reduce(torch.zeros(1))  # all have let go of what they had, and it is gone
+        if problem:
+            self.create_arenas(planned, generation, member, everyone.rank)
+
     def create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
         """Makes new, empty arenas for what this rank is primary for and what it keeps for peers.
 
@@ -151,9 +175,22 @@ class SnapshotStore:
 
         Raises:
             UnsafeFolder: the directory is not this user's alone.
-            OSError: the shared memory is too small; the message says how many bytes are needed and free.
+            OSError: the shared memory is too small; the message says how many bytes are needed and free. None was made.
         """
+        self.release()
+        try:
+            self._create_arenas(planned, generation, member, rank)
+        except OSError:
+            for kept in (*self.own, *self.peers):
+                kept.arena.unlink()
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Lets go of this rank's arenas; their files stay."""
         self.own, self.peers, self.segments = [], [], None
+
+    def _create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
         make_private(self.directory.parent)
         make_private(self.directory)
         for number, bundle in enumerate(planned):
@@ -206,9 +243,13 @@ class SnapshotStore:
 
     def prune(self, generation: int) -> None:
         """Removes the arenas of earlier generations: a newer version is whole on all nodes."""
-        for path in self.directory.glob("*.arena*"):  # with drafts of a process that was killed while it made one
-            if path.name[:10].isdigit() and int(path.name[:10]) < generation:
+        for path in self._all_files():
+            if int(path.name[:10]) < generation:
                 path.unlink(missing_ok=True)
+
+    def _all_files(self) -> list[Path]:
+        """The arenas, with drafts of a process that was killed while it made one."""
+        return [path for path in self.directory.glob("*.arena*") if path.name[:10].isdigit()]
 
     def close(self, member: str) -> None:
         """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""

@@ -57,7 +57,8 @@ class Session:
         options: fields of `SessionConfig`.
 
     Raises:
-        ValueError: an option is wrong. UnsupportedState: the optimizer's state cannot be divided into units.
+        ValueError: an option is wrong, or another job runs in checkpoint_dir. UnsupportedState: the optimizer's state
+            cannot be divided into units. OSError: checkpoint_dir cannot be written to.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Session:
             members=self.config.members or 1,
             join_every=self.config.join_every,
             rebalance_every=self.config.rebalance_every,
-            generation=self._store.newest_generation(),
+            generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: on_event(Protocol(said, commands)),
         )
         self.has_left = False
@@ -173,6 +174,7 @@ class Session:
             JoinTimeout: no Lighthouse, or too few members at the start.
             LeftBehind: the others went on without this member, and none of them is left.
             NonFiniteLoss: a loss or a gradient is infinite or not a number; raised on all members, replica nodes too.
+            PersistFailed: all steps are taken, and the last checkpoint could not be written.
         """
         try:
             while True:
@@ -265,6 +267,7 @@ class Session:
             self._driver.let_go()
             self._membership.close()
             self._protection.close()
+            self._driver.leave()
             if self.group.size == 1:  # this member has all experts: the model goes on working without a session
                 for layer in self._state.layers.values():
                     layer.group = Group()

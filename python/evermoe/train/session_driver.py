@@ -14,7 +14,7 @@ from evermoe.comm.collectives import complete_gradients, reduce_dense
 from evermoe.comm.membership import Membership
 from evermoe.comm.vote import Ballot
 from evermoe.config import SessionConfig
-from evermoe.errors import PeerLost, UnsupportedState
+from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Checkpoint, Commit, Copy, Listener, Reduce, Skipped, Update, Verified, Vote
 from evermoe.protection import Protection
 from evermoe.state import loop_state
@@ -222,6 +222,12 @@ class SessionDriver(RecoveryDriver):
             self._checkpoint(version)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             warnings.warn(f"the checkpoint of step {step_of(version)} was not written: {lost}", stacklevel=5)
+        except PersistFailed as failed:
+            warnings.warn(
+                f"the checkpoint of step {step_of(version)} was not written: {failed}. Training continues, and the "
+                "next one is tried when it is due",
+                stacklevel=5,
+            )
 
     def _checkpoint(self, version: int) -> None:
         path = self._checkpointer.write(version)
@@ -234,9 +240,19 @@ class SessionDriver(RecoveryDriver):
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
 
     def farewell(self, version: int) -> Event:
-        """Writes the last checkpoint, then waits for all: no member leaves while another still needs its copies."""
+        """Writes the last checkpoint, then waits for all: no member leaves while another still needs its copies.
+
+        Raises:
+            PersistFailed: it could not be written. The state stays where a failure leaves it.
+        """
         if self._trains and not self._checkpointer.has(version):
-            self._checkpoint(version)
+            try:
+                self._checkpoint(version)
+            except PersistFailed as failed:
+                raise PersistFailed(
+                    f"all steps are taken, but the last checkpoint, of step {step_of(version)}, was not written: "
+                    f"{failed}. Make room; a job with a name that is started again resumes from its shared memory"
+                ) from failed
         checked, differing = self._recovery(version, established=True, saw_running=True).verify()
         if differing:
             warnings.warn(

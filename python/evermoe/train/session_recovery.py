@@ -62,7 +62,7 @@ class RecoveryDriver(Driver):
         self._protection, self._config, self._emit = protection, config, emit
         self._group = membership.trainer_group
         self._trains = config.role == "train"
-        self._checkpointer = Checkpointer(config, state, self._group)
+        self._checkpointer = Checkpointer(config, state, membership)
         self._reducer = ExpertReducer([], [], 0)
         self.reports: list[Recovered] = []
         self.committed = -1
@@ -81,6 +81,14 @@ class RecoveryDriver(Driver):
         self._missing_since = math.inf
         """Time since which some units are in no member's memory; infinite when none are missing."""
         self._lost: LostExperts | None = None
+
+    def saved_generation(self) -> int:
+        """The newest generation that wrote to the checkpoint folder; 0 if there is none."""
+        return self._checkpointer.newest_generation()
+
+    def leave(self) -> None:
+        """Lets other jobs have the checkpoint folder."""
+        self._checkpointer.close()
 
     # ---- membership
 
@@ -136,7 +144,6 @@ class RecoveryDriver(Driver):
         except LostExperts as lost:
             self._lost = lost
             return {"event": "unrecoverable"}
-        self._checkpointer.forget()
         if self._trains:
             script = self._script
             loop_state.restore(self._state.loop.load(), script.sampler, script.optimizer, script.scheduler)
@@ -170,6 +177,7 @@ class RecoveryDriver(Driver):
     def protect(self, version: int, generation: int) -> Event:
         """Plans who keeps copies of what, and makes all of them."""
         self._step = step_of(version)
+        self._checkpointer.restart(generation)
         self._protection.replan(generation, self._membership.id)
         self._emit(Copy(self._step))
         self._protection.protect(version)

@@ -104,6 +104,11 @@ impl TokenLedger {
         Ok(self.0.copied(&selection)?)
     }
 
+    fn put_back(&mut self, tokens: PyReadonlyArray2<'_, i64>) -> PyResult<()> {
+        check_shape("tokens", &tokens, self.0.shape())?;
+        Ok(self.0.put_back(&numbers(&tokens))?)
+    }
+
     fn lose(&mut self, experts: Vec<Vec<usize>>) -> PyResult<f64> {
         Ok(self.0.lose(&experts)?)
     }

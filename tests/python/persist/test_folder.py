@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from evermoe import load_weights
 from evermoe._native import digest
-from evermoe.persist.folder import find_persisted, read_persisted
+from evermoe.persist.folder import find_persisted, read_persisted, sweep
 from evermoe.persist.persister import Persister
 from evermoe.planning import recovery_plan
 from support.harness import PATIENCE
@@ -114,8 +114,8 @@ def test_nothing_is_found_in_a_folder_that_is_not_there(tmp_path):
     "spoil",
     [
         lambda text: text[:-1],
-        lambda text: text.replace('"format": 1', '"format": 9'),
-        lambda text: text.replace('"version": 2', '"version": 3'),
+        lambda text: text.replace('"format":2', '"format":9'),
+        lambda text: text.replace('"version":2', '"version":3'),
     ],
 )
 def test_a_damaged_manifest_is_passed_over(tmp_path, join, spoil):
@@ -126,7 +126,9 @@ def test_a_damaged_manifest_is_passed_over(tmp_path, join, spoil):
     text = manifest.read_text()
     assert spoil(text) != text
     manifest.write_text(spoil(text))
-    assert versions(tmp_path) == {"a": [1]}
+    with pytest.warns(UserWarning, match="saved units are passed over: .*manifest.json is no manifest") as told:
+        assert versions(tmp_path) == {"a": [1]}
+    assert len(told) == 1
 
 
 def test_a_member_that_comes_back_goes_on_after_what_it_left(tmp_path, join):
@@ -150,8 +152,24 @@ def test_the_manifest_is_plain_json(tmp_path, join):
     join("m").persist(7, ["b"])
     manifest = json.loads((tmp_path / "persisted-00000000000000000007-m" / "manifest.json").read_text())
     value = f"{digest(content('b', 7).numpy()):016x}"
-    units = {"b": ["units.safetensors", value, ["weight", "weight/exp_avg"]]}
-    assert manifest == {"format": 1, "version": 7, "layout": "L", "units": units}
+    tensors = ["weight", "weight/exp_avg"]
+    units = [{"name": "b", "file": "units.safetensors", "digest": value, "tensors": tensors}]
+    assert len(manifest.pop("checksum")) == 16
+    assert manifest == {"format": 2, "version": 7, "step": 7, "layout": "L", "units": units}
+
+
+def test_what_a_member_that_is_gone_left_half_done_is_removed(tmp_path, join):
+    left = join("left")
+    left.persist(1, ["a"])
+    for version in (2, 3):
+        half = tmp_path / f"persisted-{version:020d}-gone"
+        half.mkdir()
+        (half / ".tmpAbCdEf").touch()
+    live = tmp_path / f"persisted-{3:020d}-live"
+    live.mkdir()
+    sweep(tmp_path, ["left", "live"])
+    assert sorted(path.name[-4:] for path in tmp_path.iterdir()) == ["left", "live"]
+    assert versions(tmp_path) == {"a": [1]}
 
 
 def needed(version, units, files):

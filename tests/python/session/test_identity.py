@@ -10,7 +10,7 @@ import torch
 import evermoe
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.launch import LocalJob
-from evermoe.persist import manifest
+from evermoe.persist.checkpoint_folder import find
 from evermoe.persist.folder import find_persisted
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state import loop_state
@@ -43,7 +43,7 @@ def test_versions_grow_when_a_new_job_goes_on_from_an_old_checkpoint(tmp_path, m
         with step:
             step.backward(session.model(torch.randn(8, 8)).square().mean())
     run_alone(*make_layer(), 5, job="new", **options)
-    versions = {path.name: version for version, path in manifest.find(tmp_path / "saved").items()}
+    versions = {path.name: version for version, path in find(tmp_path / "saved").items()}
     assert versions["step-00000005"] > versions["step-00000003"] > 7 << 40
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import platform
 import shutil
@@ -13,6 +14,7 @@ import struct
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ _CREATES = os.O_CREAT | os.O_TRUNC
 # Linux on x86-64: number → which arguments are paths, folders of paths, or open files; and the flags of an open.
 _BY_PATH = {82: (0, 1), 83: (0,), 84: (0,), 85: (0,), 86: (0, 1), 87: (0,), 88: (1,), 76: (0,), 90: (0,)}
 _BY_FOLDER = {258: ((0, 1),), 263: ((0, 1),), 264: ((0, 1), (2, 3)), 265: ((0, 1), (2, 3)), 316: ((0, 1), (2, 3))}
+_RENAMES, _FLUSHES = {82, 264, 316}, {74, 75}
 _BY_FILE = {1, 18, 20, 40, 77, 91, 285, 296, 326}
 _OPEN, _OPENAT, _GETSID = 2, 257, 124
 
@@ -61,6 +64,31 @@ def kill_at_each_operation(place: Path, write: Callable[[Path], None], before: P
     return sorted(path for path in place.iterdir() if path.is_dir())
 
 
+def operations(place: Path, write: Callable[[Path], None]) -> list[list[Any]]:
+    """What `write(place / "run")` does to files there: `rename`, `write`, `name` (makes or removes), `flush`; paths."""
+    if platform.machine() != "x86_64":
+        pytest.skip("knows the system calls of x86-64 alone")
+    (place / "run").mkdir()
+    process = SERVER.Process(target=_record, args=(place / "run", write))
+    process.start()
+    process.join(LIMIT)
+    errors = place / "errors"
+    assert process.exitcode == 0, errors.read_text() if errors.exists() else "not over"
+    lines = (place / "operations").read_text().splitlines()
+    return [[kind, *map(Path, paths)] for kind, *paths in map(json.loads, lines)]
+
+
+def _record(folder: Path, write: Callable[[Path], None]) -> None:
+    with (folder.parent / "operations").open("w") as file:
+
+        def note(number: int, paths: list[str]) -> bool:
+            by_file = "flush" if number in _FLUSHES else "write" if number in _BY_FILE else "name"
+            file.write(json.dumps(["rename" if number in _RENAMES else by_file, *paths]) + "\n")
+            return False
+
+        _run(folder, write, note)
+
+
 def _run_all(place: Path, write: Callable[[Path], None], before: Path | None) -> None:
     for at in itertools.count(1):
         folder = place / f"{at:04d}"
@@ -68,12 +96,17 @@ def _run_all(place: Path, write: Callable[[Path], None], before: Path | None) ->
             folder.mkdir(mode=0o700)
         else:
             shutil.copytree(before, folder)
-        if not _run(folder, write, at):
+        if not _run(folder, write, _counts_to(at)):
             return
 
 
-def _run(folder: Path, write: Callable[[Path], None], at: int) -> bool:
-    """Whether it came to its `at`-th operation, before which it was killed."""
+def _counts_to(at: int) -> Callable[[int, list[str]], bool]:
+    left = itertools.count(at - 1, -1)
+    return lambda number, paths: number not in _FLUSHES and next(left) == 0
+
+
+def _run(folder: Path, write: Callable[[Path], None], is_last: Callable[[int, list[str]], bool]) -> bool:
+    """Whether it was killed before an operation (number, paths) that `is_last`; it is asked of each in the folder."""
     child = os.fork()
     if child == 0:
         try:
@@ -86,7 +119,6 @@ def _run(folder: Path, write: Callable[[Path], None], at: int) -> bool:
             os._exit(1)
     os.waitpid(child, _WALL)
     _ptrace(_SETOPTIONS, child, data=_OPTIONS)
-    operations = 0
     _resume(child)
     while True:
         thread, status = os.waitpid(-1, _WALL)
@@ -96,13 +128,12 @@ def _run(folder: Path, write: Callable[[Path], None], at: int) -> bool:
             assert os.waitstatus_to_exitcode(status) == 0, (folder.parent / "errors").read_text()
             return False
         stopped_by = os.WSTOPSIG(status)
-        if stopped_by == _SYSCALL_STOP and _changes(thread, str(folder)):
-            operations += 1
-            if operations == at:
-                os.kill(child, signal.SIGKILL)
-                while os.waitpid(-1, _WALL)[0] != child:
-                    pass
-                return True
+        operation = _operation(thread, str(folder)) if stopped_by == _SYSCALL_STOP else None
+        if operation is not None and is_last(*operation):
+            os.kill(child, signal.SIGKILL)
+            while os.waitpid(-1, _WALL)[0] != child:
+                pass
+            return True
         _resume(thread, 0 if stopped_by in (signal.SIGTRAP, _SYSCALL_STOP, signal.SIGSTOP) else stopped_by)
 
 
@@ -118,16 +149,16 @@ def _ptrace(request: int, pid: int, address: int = 0, data: int = 0) -> None:
         raise OSError(error, f"ptrace {request}: {os.strerror(error)}")
 
 
-def _changes(thread: int, folder: str) -> bool:
-    """Whether the thread is about to change something in the folder."""
+def _operation(thread: int, folder: str) -> tuple[int, list[str]] | None:
+    """What the thread is about to change or flush in the folder, if it is: number of the system call, and paths."""
     info = ctypes.create_string_buffer(88)
     _ptrace(_GET_SYSCALL_INFO, thread, len(info), ctypes.addressof(info))
     what, number, *arguments = struct.unpack("<B23xQ6Q", info.raw[:80])
     if what != 1:  # on its way out
-        return False
+        return None
     if number == _GETSID:
-        return True
-    if number in _BY_FILE:
+        return number, []
+    if number in _BY_FILE | _FLUSHES:
         paths = [_open_file(thread, arguments[0])]
     elif number in _BY_PATH:
         paths = [_path(thread, arguments[i]) for i in _BY_PATH[number]]
@@ -138,8 +169,9 @@ def _changes(thread: int, folder: str) -> bool:
     elif number == _OPENAT and arguments[2] & _CREATES:
         paths = [_path(thread, arguments[1], arguments[0])]
     else:
-        return False
-    return any(path == folder or path.startswith(folder + "/") for path in paths)
+        return None
+    is_inside = any(path == folder or path.startswith(folder + "/") for path in paths)
+    return (number, paths) if is_inside else None
 
 
 def _open_file(thread: int, descriptor: int) -> str:

@@ -17,8 +17,10 @@ from evermoe._native import digest
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.persist import checkpoint
-from evermoe.persist.folder import find_persisted, read_persisted
-from evermoe.persist.manifest import find, read_manifest
+from evermoe.persist.checkpoint_folder import CheckpointFolder, find
+from evermoe.persist.folder import find_persisted, read_persisted, sweep
+from evermoe.persist.manifest import read_manifest
+from evermoe.persist.owner import Owner
 from evermoe.persist.persister import Persister
 from evermoe.snapshot.store import SnapshotStore, bundles
 from evermoe.state.training_state import TrainingState
@@ -144,6 +146,7 @@ class PersistedFolder:
 
     def __init__(self, folder: Path, member: str = "m") -> None:
         self._persister = Persister(folder, member, model().catalog.layout, units=model().catalog.units)
+        sweep(folder, [member])
 
     def write(self, version: int, units: Units) -> None:
         views = self._persister.begin(version, {name: len(data) for name, data in units.items()})
@@ -175,17 +178,20 @@ class PersistedFolder:
 
 
 class Checkpoints:
-    """Whole checkpoints, as the only member of a job writes them. Versions count steps."""
+    """Whole checkpoints, as the only member of a job writes them."""
 
     def __init__(self, folder: Path, member: str = "m") -> None:
-        self._folder, self._state = folder, make("sgd-momentum")[2]
+        self._state = make("sgd-momentum")[2]
+        self._folder = CheckpointFolder(folder, Owner("job", model().catalog.layout), member)
+        self._generation = self._folder.newest_generation() + 1
+        self._folder.sweep(self._generation)
 
     def write(self, version: int, units: Units) -> None:
         self._state.adopt(everyone(self._state), units)
-        checkpoint.write(self._folder, self._state, list(units), version, version, Group())
+        checkpoint.write(self._folder, self._state, list(units), version, self._generation, Group())
 
     def close(self) -> None:
-        pass
+        self._folder.close()
 
     @staticmethod
     def held(folder: Path) -> dict[str, list[int]]:

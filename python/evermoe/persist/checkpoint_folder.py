@@ -1,0 +1,236 @@
+"""The folder of a job's checkpoints: what is complete, what is being written, what was left behind.
+
+    DIRECTORY/step-00000120                          complete; its manifest has the version and every unit's digest
+    DIRECTORY/step-00000120-2                        the same step, written again after the job went back behind it
+    DIRECTORY/step-00000160.writing-0000000003-a-17  a draft of the members of generation 3, the first of them a-17
+    DIRECTORY/step-00000080.removing-…               no checkpoint any more
+    DIRECTORY/owner.json, owner.lock                 see `evermoe.persist.owner`
+
+A draft becomes a checkpoint by one rename, which replaces nothing. A checkpoint ceases to be one by another. So a
+writer that was stopped for hours and goes on can only add a checkpoint of the steps that it has seen, which are older
+than the newest; it removes none that is newer than its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import shutil
+import uuid
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+from evermoe.errors import CorruptCopy, PersistFailed
+from evermoe.persist.folder import PersistedUnit, units_of
+from evermoe.persist.manifest import MANIFEST, Manifest, read_manifest
+from evermoe.persist.owner import Claim, Owner, read_owner
+from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_text
+from evermoe.state.version import generation_of, step_of
+
+KEPT = 2
+"""How many of the newest checkpoints stay on disk."""
+PERSISTED = "persisted"
+"""Folder beside the checkpoints for units that are saved one by one."""
+_COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
+_DRAFT = re.compile(r"^step-\d{8,}\.writing-(\d{10,})-.+$")
+_REMOVING = re.compile(r"^step-\d{8,}(?:-\d+)?\.removing-")
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+
+
+class _Found(NamedTuple):
+    version: int
+    writing: int
+    """How many times the step has been written."""
+    manifest: Manifest
+
+    @property
+    def path(self) -> Path:
+        return self.manifest.path
+
+
+def find(directory: Path, layout: str | None = None) -> dict[int, Path]:
+    """Complete checkpoints by version.
+
+    What cannot be used is passed over with a warning that says why: a damaged manifest, a link, another model's.
+
+    Args:
+        directory: of the checkpoints; it may be missing.
+        layout: of the model, `UnitCatalog.layout`; None for any.
+    """
+    return {found.version: found.path for found in _scan(directory, layout, tells=True)}
+
+
+def find_saved(directory: Path, layout: str) -> list[PersistedUnit]:
+    """The units of all complete checkpoints of this layout; see `find`."""
+    return [unit for found in _scan(directory, layout, tells=True) for unit in units_of(found.manifest)]
+
+
+def _scan(directory: Path, layout: str | None = None, *, tells: bool = False) -> list[_Found]:
+    """Complete checkpoints, older versions first; of one version the one that was written last is last."""
+    found = []
+    for entry in _entries(directory):
+        match = _COMPLETE.match(entry.name)
+        if match is None:
+            continue
+        try:
+            if not entry.is_dir(follow_symlinks=False):
+                raise CorruptCopy(f"{entry.path} is no folder")
+            manifest = _checked(Path(entry.path), int(match[1]), layout)
+            found.append(_Found(manifest.version, int(match[2] or 1), manifest))
+        except CorruptCopy as error:
+            if tells and os.path.lexists(entry.path):  # it may have been removed meanwhile
+                warnings.warn(f"a checkpoint is passed over: {error}", stacklevel=3)
+    return sorted(found)
+
+
+def _checked(path: Path, step: int, layout: str | None) -> Manifest:
+    manifest = read_manifest(path)
+    if step_of(manifest.version) != step:
+        raise CorruptCopy(f"{path / MANIFEST} is of step {step_of(manifest.version)}")
+    if layout is not None and manifest.layout != layout:
+        raise CorruptCopy(f"{path} belongs to another model or optimizer")
+    return manifest
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    """What is in the folder; nothing, with a warning, if it cannot be read."""
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        warnings.warn(f"checkpoints in {directory} cannot be listed: {error}", stacklevel=4)
+        return []
+
+
+class CheckpointFolder:
+    """The folder, as one member of a job writes to it.
+
+    Args:
+        directory: on a file system that all members share; made if it is missing.
+        owner: the member's job, and the layout of its model.
+        member: its name, unique among all processes of the job.
+
+    Raises:
+        ValueError: another job runs in the folder, or its checkpoints are of another model.
+        OSError: files cannot be written there, and the job has not written there before.
+    """
+
+    def __init__(self, directory: Path, owner: Owner, member: str) -> None:
+        self.directory = directory
+        self._owner, self._member = owner, member
+        self._claim: Claim | None = None
+        try:
+            make_folder(directory)
+            probe(directory, member)
+            self._claim = Claim(directory, owner, is_used=self._is_used())
+        except OSError as error:
+            problem = f"checkpoint_dir {directory} cannot be written to: {error.strerror or error}"
+            if read_owner(directory) != owner:
+                raise OSError(
+                    error.errno, f"{problem}. Make room, or make it writable, or give another folder"
+                ) from error
+            warnings.warn(
+                f"{problem}. Job {owner.job!r} goes on; checkpoints are tried when they are due", stacklevel=4
+            )
+
+    def _is_used(self) -> bool:
+        persisted = self.directory / PERSISTED
+        return bool(_scan(self.directory)) or (persisted.is_dir() and any(persisted.iterdir()))
+
+    def newest_generation(self) -> int:
+        """The newest generation that wrote here, also of drafts: that of the running job must be newer."""
+        drafts = [int(match[1]) for entry in _entries(self.directory) if (match := _DRAFT.match(entry.name))]
+        return max([*drafts, *(generation_of(found.version) for found in _scan(self.directory))], default=0)
+
+    def begin(self, version: int, generation: int) -> Path:
+        """Makes the draft of a version.
+
+        Raises:
+            PersistFailed: the folder belongs to another job now.
+            OSError: it cannot be made.
+        """
+        self._check_owner()
+        draft = self.directory / f"{_name(version)}.writing-{generation:010d}-{self._member}"
+        self.discard(draft)  # of a failed attempt
+        make_folder(draft)
+        return draft
+
+    def _check_owner(self) -> None:
+        if self._claim is None:
+            try:
+                self._claim = Claim(self.directory, self._owner, is_used=self._is_used())
+            except ValueError as error:
+                raise PersistFailed(str(error)) from None
+        self._claim.check()
+
+    def publish(self, draft: Path, version: int, manifest: str) -> Path:
+        """Makes a draft whose units are on disk the checkpoint of its version, and removes what it supersedes.
+
+        Raises:
+            PersistFailed: the folder belongs to another job now.
+            OSError: it cannot be done; nothing is removed.
+        """
+        write_text(draft / MANIFEST, manifest)
+        flush(draft)
+        self._check_owner()
+        for writing in itertools.count(1):
+            path = self.directory / (_name(version) if writing == 1 else f"{_name(version)}-{writing}")
+            try:
+                os.rename(draft, path)
+                break
+            except OSError as error:
+                if error.errno not in _TAKEN:
+                    raise
+        flush(self.directory)
+        self._prune(version, path)
+        return path
+
+    def discard(self, draft: Path) -> None:
+        """Removes a draft of this member."""
+        shutil.rmtree(draft, ignore_errors=True)
+
+    def _prune(self, version: int, written: Path) -> None:
+        """Removes checkpoints that are older than `version`, but for the newest of them; what is newer stays."""
+        older = {found.version: found.path for found in _scan(self.directory) if found.version < version}
+        spared = {path for _, path in sorted(older.items())[len(older) - (KEPT - 1) :]}
+        for found in _scan(self.directory):
+            if found.version <= version and found.path not in {written, *spared}:
+                _remove(found.path)
+
+    def sweep(self, generation: int) -> None:
+        """Removes what processes have left that died while they wrote or removed a checkpoint.
+
+        Args:
+            generation: of the members, of which this is one. Drafts of older generations will never be complete:
+                their writers are dead, or were stopped and left behind.
+        """
+        for entry in _entries(self.directory):
+            draft = _DRAFT.match(entry.name)
+            if (draft and int(draft[1]) < generation) or _REMOVING.match(entry.name):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name.startswith(PROBE):
+                with contextlib.suppress(OSError):
+                    os.unlink(entry.path)
+
+    def close(self) -> None:
+        """Lets other jobs have the folder."""
+        if self._claim is not None:
+            self._claim.close()
+
+
+def _name(version: int) -> str:
+    return f"step-{step_of(version):08d}"
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint: first it ceases to be one."""
+    going = path.with_name(f"{path.name}.removing-{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):  # another member was quicker
+        os.rename(path, going)
+        shutil.rmtree(going, ignore_errors=True)

@@ -1,0 +1,139 @@
+"""Owner of a checkpoint folder: the one job that may write to it now.
+
+    FOLDER/owner.json   name of the job, layout of its model; replaced by one rename
+    FOLDER/owner.lock   locked by every member of the job for as long as it lives, shared among them
+
+A job that has ended, or died, holds no lock: the next one may take the folder over, and its checkpoints, unless they
+are of another model. Where the file system has no locks the next job always may; the one before then finds the other
+name in `owner.json` before it publishes anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from evermoe.errors import CorruptCopy, PersistFailed
+from evermoe.persist.plain_files import flush, read_plain, write_text
+
+OWNER, LOCK = "owner.json", "owner.lock"
+OWNER_FORMAT = 1
+OWNER_BYTES = 64 << 10
+"""Size of `owner.json` at most."""
+CLAIM_SECONDS = 10.0
+"""Time for which another member may hold the lock alone, to write `owner.json`."""
+_PAUSE_SECONDS = 0.05
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class Owner(NamedTuple):
+    """Content of `owner.json`."""
+
+    job: str
+    layout: str
+    """`UnitCatalog.layout` of its model."""
+
+
+def read_owner(folder: Path) -> Owner | None:
+    """The owner of a folder; None if it has none, or none that can be read."""
+    try:
+        fields = json.loads(read_plain(folder / OWNER, OWNER_BYTES))
+    except (CorruptCopy, ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict) or fields.keys() != {"format", "job", "layout"}:
+        return None
+    owner = Owner(fields["job"], fields["layout"])
+    is_known = fields["format"] == OWNER_FORMAT and all(isinstance(value, str) for value in owner)
+    return owner if is_known else None
+
+
+def write_owner(folder: Path, owner: Owner) -> None:
+    """Replaces `owner.json` at once."""
+    draft = folder / f"{OWNER}.writing"
+    write_text(draft, json.dumps({"format": OWNER_FORMAT, **owner._asdict()}))
+    os.replace(draft, folder / OWNER)
+    flush(folder)
+
+
+class Claim:
+    """A member's claim on the folder for its job, for as long as it is open.
+
+    Args:
+        folder: exists.
+        owner: the job.
+        is_used: whether something is saved in the folder, which another model could not read.
+
+    Raises:
+        ValueError: another job runs in the folder, or what is saved there is of another model.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, owner: Owner, *, is_used: bool) -> None:
+        self._folder, self._owner = folder, owner
+        self._file = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb")  # noqa: SIM115
+        try:
+            self._take(is_used)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, is_used: bool) -> None:
+        if self._lock(fcntl.LOCK_EX):
+            self._check_model(read_owner(self._folder), is_used)
+            if read_owner(self._folder) != self._owner:
+                write_owner(self._folder, self._owner)
+        deadline = time.monotonic() + CLAIM_SECONDS
+        while not self._lock(fcntl.LOCK_SH):
+            if time.monotonic() > deadline:
+                raise ValueError(f"{self._folder / LOCK} is locked by another process: give this job another folder")
+            time.sleep(_PAUSE_SECONDS)  # a lock that may time out tells nobody when it is free
+        found = read_owner(self._folder)
+        if found is None:
+            write_owner(self._folder, self._owner)
+        elif found.job != self._owner.job:
+            raise ValueError(
+                f"checkpoint_dir {self._folder} belongs to job {found.job!r}, which is running; this is job "
+                f"{self._owner.job!r}. Give it a folder of its own, or wait until {found.job!r} has ended"
+            )
+        else:
+            self._check_model(found, is_used)
+
+    def _lock(self, kind: int) -> bool:
+        """Whether the lock could be taken; also where there are no locks."""
+        try:
+            fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return True
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            return False
+        return True
+
+    def _check_model(self, found: Owner | None, is_used: bool) -> None:
+        if is_used and found is not None and found.layout != self._owner.layout:
+            raise ValueError(
+                f"checkpoint_dir {self._folder} has checkpoints of job {found.job!r}, which trained another model or "
+                f"optimizer than this job, {self._owner.job!r}. Give it a folder of its own, or remove that one"
+            )
+
+    def check(self) -> None:
+        """Checks that no other job has taken the folder over.
+
+        Raises:
+            PersistFailed: one has.
+        """
+        found = read_owner(self._folder)
+        if found is not None and found.job != self._owner.job:
+            raise PersistFailed(
+                f"{self._folder} belongs to job {found.job!r} now, not to {self._owner.job!r}: give each a folder"
+            )
+
+    def close(self) -> None:
+        """Gives the claim up; the folder keeps the job's name."""
+        self._file.close()

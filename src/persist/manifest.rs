@@ -1,0 +1,287 @@
+//! Manifest of what is saved together: which units of which version are in which files. Strict JSON; pure.
+//!
+//! ```text
+//! {"format":2,"version":…,"step":…,"layout":"…","units":[{"name":…,"file":…,"digest":…,"tensors":[…]}, …],"checksum":"…"}
+//! ```
+//!
+//! The checksum is the xxh3-64 of the text without it, as [`Manifest::to_json`] writes that: every field is under it,
+//! the version included.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Number of the format; it grows with every change of the fields.
+pub const MANIFEST_FORMAT: u64 = 2;
+
+/// Units of one version.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Manifest {
+    /// Version of the units.
+    pub version: u64,
+    /// Steps that the version has taken.
+    pub step: u64,
+    /// Digest of the names, shapes and types of all units of the model.
+    pub layout: String,
+    /// The units, each name once.
+    pub units: Vec<SavedUnit>,
+}
+
+/// Where a unit's bytes are, and what they must be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SavedUnit {
+    /// Name of the unit.
+    pub name: String,
+    /// Name of a file beside the manifest.
+    pub file: String,
+    /// xxh3-64 of the unit's bytes.
+    pub digest: u64,
+    /// Names of its tensors, in the order of its bytes.
+    pub tensors: Vec<String>,
+}
+
+/// The fields as they are in the file.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Fields {
+    format: u64,
+    version: u64,
+    step: u64,
+    layout: String,
+    units: Vec<UnitFields>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    checksum: Option<String>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct UnitFields {
+    name: String,
+    file: String,
+    digest: String,
+    tensors: Vec<String>,
+}
+
+/// What all formats have in common.
+#[derive(Deserialize)]
+struct AnyFormat {
+    format: u64,
+}
+
+impl Manifest {
+    /// Text of the manifest's file.
+    ///
+    /// ```
+    /// use evermoe::persist::{Manifest, SavedUnit};
+    /// let unit = SavedUnit { name: "head".into(), file: "units-0.safetensors".into(), digest: 7, tensors: vec!["bias".into()] };
+    /// let manifest = Manifest { version: 3, step: 3, layout: "5e".into(), units: vec![unit] };
+    /// assert_eq!(Manifest::from_json(manifest.to_json()?.as_bytes())?, manifest);
+    /// # Ok::<(), evermoe::error::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] when [`from_json`](Self::from_json) would refuse it.
+    pub fn to_json(&self) -> Result<String> {
+        self.check().map_err(Error::Invalid)?;
+        let mut fields = self.fields();
+        fields.checksum = Some(hex(checksum(&fields)?));
+        json(&fields)
+    }
+
+    /// Reads what [`to_json`](Self::to_json) wrote.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] saying what is not as it should be.
+    pub fn from_json(text: &[u8]) -> Result<Self> {
+        let unreadable = |error: serde_json::Error| Error::Corrupt(error.to_string());
+        let AnyFormat { format } = serde_json::from_slice(text).map_err(unreadable)?;
+        if format != MANIFEST_FORMAT {
+            return Err(Error::Corrupt(format!("format {format}, expected {MANIFEST_FORMAT}")));
+        }
+        let mut fields: Fields = serde_json::from_slice(text).map_err(unreadable)?;
+        let expected = fields.checksum.take();
+        if expected != Some(hex(checksum(&fields)?)) {
+            return Err(Error::Corrupt("it does not match its checksum".into()));
+        }
+        let manifest = Self::from_fields(fields).map_err(Error::Corrupt)?;
+        manifest.check().map_err(Error::Corrupt)?;
+        Ok(manifest)
+    }
+
+    fn fields(&self) -> Fields {
+        let unit = |unit: &SavedUnit| UnitFields {
+            name: unit.name.clone(),
+            file: unit.file.clone(),
+            digest: hex(unit.digest),
+            tensors: unit.tensors.clone(),
+        };
+        Fields {
+            format: MANIFEST_FORMAT,
+            version: self.version,
+            step: self.step,
+            layout: self.layout.clone(),
+            units: self.units.iter().map(unit).collect(),
+            checksum: None,
+        }
+    }
+
+    fn from_fields(fields: Fields) -> std::result::Result<Self, String> {
+        let unit = |unit: UnitFields| {
+            let digest =
+                u64::from_str_radix(&unit.digest, 16).ok().filter(|&value| hex(value) == unit.digest);
+            let digest = digest.ok_or_else(|| {
+                format!(
+                    "unit {:?}: expected a digest of 16 hexadecimal digits, got {:?}",
+                    unit.name, unit.digest
+                )
+            })?;
+            Ok(SavedUnit { name: unit.name, file: unit.file, digest, tensors: unit.tensors })
+        };
+        let units = fields.units.into_iter().map(unit).collect::<std::result::Result<_, String>>()?;
+        Ok(Self { version: fields.version, step: fields.step, layout: fields.layout, units })
+    }
+
+    fn check(&self) -> std::result::Result<(), String> {
+        if self.units.is_empty() {
+            return Err("expected one or more units, got none".into());
+        }
+        let mut names = BTreeSet::new();
+        for unit in &self.units {
+            let SavedUnit { name, file, tensors, .. } = unit;
+            if !names.insert(name) {
+                return Err(format!("unit {name:?} is there twice"));
+            }
+            if !is_file_name(file) {
+                return Err(format!(
+                    "unit {name:?}: expected the name of a file beside the manifest, got {file:?}"
+                ));
+            }
+            if tensors.is_empty() || tensors.iter().collect::<BTreeSet<_>>().len() != tensors.len() {
+                return Err(format!(
+                    "unit {name:?}: expected one or more tensors, each named once, got {tensors:?}"
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether a path of one name: nothing outside the folder can be meant.
+fn is_file_name(name: &str) -> bool {
+    !name.is_empty() && name != "." && name != ".." && !name.contains(['/', '\0'])
+}
+
+fn checksum(fields: &Fields) -> Result<u64> {
+    Ok(xxh3_64(json(fields)?.as_bytes()))
+}
+
+fn json(fields: &Fields) -> Result<String> {
+    serde_json::to_string(fields).map_err(|error| Error::Invalid(error.to_string()))
+}
+
+fn hex(value: u64) -> String {
+    format!("{value:016x}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn manifest() -> Manifest {
+        let unit = |name: &str| SavedUnit {
+            name: name.into(),
+            file: "units-0.safetensors".into(),
+            digest: 0x0123_4567_89ab_cdef,
+            tensors: vec!["weight".into(), "weight/exp_avg".into()],
+        };
+        let units = vec![unit("dense"), unit("moe.experts.\u{fc}/0")];
+        Manifest { version: 3 << 40 | 7, step: 7, layout: "L".into(), units }
+    }
+
+    fn refused(text: &str) -> String {
+        match Manifest::from_json(text.as_bytes()) {
+            Err(Error::Corrupt(message)) => message,
+            other => panic!("{text}: {other:?}"),
+        }
+    }
+
+    /// The text with a field changed and the checksum made anew, as a writer with other rules would have it.
+    fn sealed(from: &str, to: &str) -> String {
+        let body = json(&manifest().fields()).unwrap().replacen(from, to, 1);
+        let checksum = serde_json::from_str(&body).map_or(0, |fields: Fields| checksum(&fields).unwrap());
+        format!("{},\"checksum\":\"{checksum:016x}\"}}", &body[..body.len() - 1])
+    }
+
+    #[test]
+    fn is_read_as_it_was_written() {
+        let text = manifest().to_json().unwrap();
+        assert_eq!(Manifest::from_json(text.as_bytes()).unwrap(), manifest());
+        assert_eq!(text, sealed("", ""));
+    }
+
+    #[test]
+    fn a_changed_byte_is_found_or_changes_nothing() {
+        let text = manifest().to_json().unwrap().into_bytes();
+        for at in 0..text.len() {
+            for bit in 0..8 {
+                let mut damaged = text.clone();
+                damaged[at] ^= 1 << bit;
+                if let Ok(read) = Manifest::from_json(&damaged) {
+                    assert_eq!(read, manifest(), "byte {at}, bit {bit}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_cut_is_found() {
+        let text = manifest().to_json().unwrap();
+        for end in (0..text.len()).filter(|&end| text.is_char_boundary(end)) {
+            refused(&text[..end]);
+        }
+    }
+
+    #[test]
+    fn what_is_not_as_it_should_be_is_named() {
+        for (from, to, message) in [
+            ("\"format\":2", "\"format\":9", "format 9, expected 2"),
+            ("\"format\":2,", "", "missing field `format`"),
+            ("\"step\":7", "\"step\":7,\"extra\":1", "unknown field `extra`"),
+            ("\"step\":7", "\"step\":7,\"step\":7", "duplicate field `step`"),
+            ("\"step\":7", "\"step\":-7", "expected u64"),
+            ("\"step\":7", "\"step\":7.5", "expected u64"),
+            ("\"step\":7", "\"step\":18446744073709551616", "expected u64"),
+            ("\"step\":7", "\"step\":Infinity", "expected value"),
+            ("units-0.safetensors", "/etc/passwd", "beside the manifest"),
+            ("units-0.safetensors", "..", "beside the manifest"),
+            ("units-0.safetensors", "../step-1/units-0.safetensors", "beside the manifest"),
+            ("units-0.safetensors", "", "beside the manifest"),
+            ("\"file\":\"units-0.safetensors\"", "\"file\":7", "expected a string"),
+            ("0123456789abcdef", "0123456789ABCDEF", "16 hexadecimal digits"),
+            ("0123456789abcdef", "+123456789abcdef", "16 hexadecimal digits"),
+            ("\"name\":\"dense\"", "\"name\":\"moe.experts.\u{fc}/0\"", "is there twice"),
+            ("[\"weight\",\"weight/exp_avg\"]", "[]", "one or more tensors"),
+            ("\"weight/exp_avg\"", "\"weight\"", "each named once"),
+        ] {
+            let found = refused(&sealed(from, to));
+            assert!(found.contains(message), "{to}: {found}");
+        }
+        assert!(
+            refused(&manifest().to_json().unwrap().replace("\"step\":7", "\"step\":6")).contains("checksum")
+        );
+        assert!(refused(&json(&manifest().fields()).unwrap()).contains("checksum"));
+        for text in ["", "{", "[]", "7", "null", "{\"units\":[]}"] {
+            refused(text);
+        }
+        assert!(!refused(&"[".repeat(100_000)).is_empty());
+        assert!(!refused(&format!("{{\"format\":{}", "[".repeat(100_000))).is_empty());
+        assert!(!refused(&format!("{{\"format\":2,\"units\":{}", "[".repeat(100_000))).is_empty());
+    }
+
+    #[test]
+    fn what_could_not_be_read_is_not_written() {
+        let empty = Manifest { units: vec![], ..manifest() };
+        assert!(matches!(empty.to_json(), Err(Error::Invalid(_))));
+    }
+}

@@ -1,0 +1,280 @@
+"""A folder that cannot be written to: told at the start, survived while training, never a reason to lose the state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+
+import pytest
+import torch
+
+from evermoe import ElasticSampler, Session
+from evermoe.errors import PersistFailed
+from evermoe.events import Begin, Checkpoint, Recovered
+from evermoe.persist.checkpoint_folder import PERSISTED, find
+from evermoe.persist.folder import find_persisted
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
+from support.harness import wait_until
+from support.history import check_history
+from support.worker import SAMPLES, Model, dataset
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", folder]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount file systems")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def fill(folder):
+    """Takes all the room that is left."""
+    with contextlib.suppress(OSError), (folder / "ballast").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def free(folder):
+    (folder / "ballast").unlink()
+
+
+def make():
+    model = Model()
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def run(tmp_path, folder, until, at=None, *, job="disk", sessions=None, **options):
+    """Trains alone in this process, and does `at[step]()` before a step; returns its events.
+
+    The session is added to `sessions` before the first step.
+    """
+    (model, optimizer), events = make(), []
+
+    def listen(event):
+        events.append(event)
+        if isinstance(event, Begin):
+            (at or {}).get(event.step, lambda: None)()
+
+    memory = tmp_path / "memory"
+    memory.mkdir(exist_ok=True)
+    options = {"job": job, "memory_dir": str(memory), "checkpoint_dir": folder, "local_every": 1} | options
+    session = Session(model, optimizer, ElasticSampler(SAMPLES, 4), on_event=listen, **options)
+    if sessions is not None:
+        sessions.append(session)
+    for step in session.steps(until):
+        with step:
+            step.backward(model(dataset()[step.indices]))
+    return events
+
+
+def written(events):
+    return [event.step for event in events if isinstance(event, Checkpoint)]
+
+
+def leftovers(folder):
+    return [path.name for path in folder.iterdir() if ".writing" in path.name or path.name.startswith(".probe")]
+
+
+# ---- at the start
+
+
+def test_a_file_in_place_of_the_folder_is_told_at_the_start(tmp_path):
+    (tmp_path / "saved").touch()
+    with pytest.raises(OSError, match=r"checkpoint_dir .*/saved cannot be written to: .* or give another folder"):
+        run(tmp_path, tmp_path / "saved", 2)
+
+
+def test_a_read_only_folder_is_told_at_the_start(tmp_path, small_disk):
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    with pytest.raises(OSError, match="cannot be written to: Read-only file system"):
+        run(tmp_path, small_disk, 2)
+
+
+def test_a_full_disk_is_told_at_the_start_and_leaves_nothing(tmp_path, small_disk):
+    fill(small_disk)
+    with pytest.raises(OSError, match="cannot be written to: No space left"):
+        run(tmp_path, small_disk, 2)
+    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+
+
+def test_another_running_job_is_refused_at_the_start(tmp_path):
+    def start_another():
+        with pytest.raises(ValueError, match="belongs to job 'one', which is running; this is job 'two'"):
+            run(tmp_path, tmp_path / "saved", 2, job="two")
+
+    run(tmp_path, tmp_path / "saved", 3, {1: start_another}, job="one")
+    assert written(run(tmp_path, tmp_path / "saved", 4, job="two")) == [4]
+
+
+def test_another_model_is_refused_at_the_start(tmp_path):
+    run(tmp_path, tmp_path / "saved", 1)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="has checkpoints of job 'disk', which trained another model"):
+        Session(model, torch.optim.SGD(model.parameters()), ElasticSampler(4, 2), checkpoint_dir=tmp_path / "saved")
+
+
+# ---- while training
+
+
+@pytest.mark.parametrize("kind", ["full", "a file in its place"])
+def test_training_continues_and_the_next_checkpoint_is_tried(tmp_path, request, kind):
+    if kind == "full":
+        folder = request.getfixturevalue("small_disk")
+        spoil, mend = (lambda: fill(folder)), (lambda: free(folder))
+    else:
+        folder, moved = tmp_path / "saved", tmp_path / "moved"
+        spoil = lambda: (folder.rename(moved), folder.touch())  # noqa: E731
+        mend = lambda: (folder.unlink(), moved.rename(folder))  # noqa: E731
+    with pytest.warns(UserWarning, match="checkpoint of step 4 was not written: rank 0: .*Training continues"):
+        events = run(tmp_path, folder, 9, {3: spoil, 5: mend}, checkpoint_every=2)
+    assert written(events) == [2, 6, 8, 9]
+    assert sorted(path.name for path in find(folder).values()) == ["step-00000008", "step-00000009"]
+    assert leftovers(folder) == []
+
+
+def test_a_full_disk_takes_no_good_checkpoint_away(tmp_path, small_disk):
+    def check():
+        assert len(find(small_disk)) == 2
+        assert leftovers(small_disk) == []
+        free(small_disk)
+
+    with pytest.warns(UserWarning, match="was not written") as told:
+        run(tmp_path, small_disk, 12, {5: lambda: fill(small_disk), 11: check}, checkpoint_every=2)
+    assert [warning.message.args[0].split(" was")[0][-1] for warning in told] == ["6", "8", "0"]
+
+
+def test_the_state_stays_in_memory_when_the_last_checkpoint_cannot_be_written(tmp_path, small_disk):
+    with pytest.raises(
+        PersistFailed, match=r"all steps are taken, but the last checkpoint, of step 5, .*No space left"
+    ):
+        run(tmp_path, small_disk, 5, {2: lambda: fill(small_disk)})
+    assert find(small_disk) == {}
+    with pytest.warns(UserWarning, match="Job 'disk' goes on; checkpoints are tried when they are due"):
+        events = run(tmp_path, small_disk, 7, {5: lambda: free(small_disk)})
+    assert [event.step for event in events if isinstance(event, Recovered)] == [5]
+    assert written(events) == [7]
+    assert leftovers(small_disk) == []
+
+
+def test_one_member_that_cannot_write_is_named_and_all_continue(start_job, tmp_path):
+    saved = tmp_path / "saved"
+    job = start_job(2, checkpoint_dir=str(saved), checkpoint_every=2)
+    job.open_gate(3)
+    workers = job.start_all({}, "ab", gated=True)
+    for each in workers:
+        each.wait_for("gate", step=3)
+    os.rename(saved, tmp_path / "moved")
+    saved.touch()
+    job.open_gate(5)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    saved.unlink()
+    os.rename(tmp_path / "moved", saved)
+    job.open_gate(1 << 60)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    for each in workers:
+        assert [event["step"] for event in each.events("checkpoint")] == [2, 6, 8, 10]
+        assert "the checkpoint of step 4 was not written: rank 0: " in each.log()
+    assert leftovers(saved) == []
+
+
+def test_pec_continues_without_its_folder(tmp_path, small_disk):
+    with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
+        events = run(tmp_path, small_disk, 8, {2: lambda: fill(small_disk), 6: lambda: free(small_disk)}, preset="pec")
+    assert written(events) == [8]
+
+
+def test_pec_continues_where_its_folder_cannot_be_made(tmp_path):
+    saved, sessions = tmp_path / "saved", []
+    saved.mkdir()
+    (saved / PERSISTED).touch()
+
+    def check():
+        ledger = sessions[0]._protection.ledger
+        assert not [unit for unit, found in ledger._marks.items() if any(0 < step < 3 for step, _ in found)]
+
+    with pytest.warns(UserWarning, match=r"units cannot be saved to .*/persisted: .*File exists.*Training continues"):
+        events = run(tmp_path, saved, 5, {4: check}, sessions=sessions, preset="pec")
+    assert written(events) == [5]
+
+
+def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, small_disk):
+    sessions = []
+
+    def check():
+        """Of the saves since step 2, those of the latest two steps may be on their way; the others were overtaken."""
+        ledger = sessions[0]._protection.ledger
+        marks = {unit: [step for step, _ in found] for unit, found in ledger._marks.items()}
+        assert len(marks) == 10
+        assert not [unit for unit, steps in marks.items() if {3, 4, 5} & set(steps)]
+        old = [ledger._places[unit] for unit, steps in marks.items() if max(steps) <= 2]
+        assert len(old) >= 4
+        since = {unit: total for unit, found in ledger._marks.items() for _, total in found[-1:]}
+        for unit, place in ledger._places.items():
+            assert ledger.selection.at_risk[place] == ledger.total_LE[place] - since[unit], unit
+
+    with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
+        at = {2: lambda: fill(small_disk), 8: check, 9: lambda: free(small_disk)}
+        run(tmp_path, small_disk, 12, at, sessions=sessions, preset="pec", experts_per_copy=1)
+
+
+# ---- what is read again
+
+
+@pytest.mark.parametrize("ends_at", [4, 6])
+def test_pec_takes_experts_from_a_checkpoint_where_it_has_newer_ones(tmp_path, ends_at):
+    saved = tmp_path / "saved"
+    options = {"preset": "pec", "experts_per_copy": 1, "checkpoint_every": 4}
+
+    def end():
+        wait_until(lambda: newest_saved(saved) >= ends_at, "what is saved of the step is durable")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, saved, 9, {ends_at: end}, **options)
+    (recovered,) = (event for event in run(tmp_path, saved, 7, **options) if isinstance(event, Recovered))
+    assert recovered.step == ends_at
+    assert bool(recovered.stale) == (ends_at > 4)
+    assert all(step >= 4 for step in recovered.stale.values())
+
+
+def newest_saved(folder):
+    """Steps in the newest version of the loop's own state among what is saved unit by unit."""
+    found = find_persisted(folder / PERSISTED, TrainingState(*make()).catalog.layout)
+    return max((step_of(each.version) for each in found if each.unit == "session"), default=0)
+
+
+# ---- shared memory
+
+
+def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):
+    job = start_job(2, preset="gemini", memory_dir=str(small_disk), join_every=1)
+    nodes = [small_disk / f"evermoe-{job.name}" / name for name in "abc"]
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            node.mkdir(parents=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", node], check=True)
+            stack.callback(subprocess.run, ["umount", "-l", node], check=True)
+        job.open_gate(3)
+        workers = job.start_all({}, "ab", gated=True)
+        for each in workers:
+            each.wait_for("gate", step=3)
+        for node in nodes[:2]:
+            stats = os.statvfs(node)
+            used = (stats.f_blocks - stats.f_bfree) * stats.f_frsize
+            assert used > 1 << 17
+            subprocess.run(["mount", "-o", f"remount,size={used * 3 // 2}", node], check=True)
+        workers.append(job.start("c"))
+        workers[-1].wait_for("phase", phase="agree")
+        job.open_gate(1 << 60)
+        assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert all(each.events("recovered")[-1]["members"] == 3 for each in workers)
+    assert all("Earlier copies make room" in each.log() for each in workers[:2])
