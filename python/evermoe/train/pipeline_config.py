@@ -28,8 +28,8 @@ class PipelineConfig:
     job: str
     """Name of the job, the same for all ranks."""
     preset: PipelinePreset = "baft"
-    """`baft` copies all units to the stage before, of stage 0 to the last one; `moetion` only what fewer than `copies`
-    nodes hold anyway."""
+    """`baft` copies all units to the node before this one in the pipeline, of the first node to the last one; `moetion`
+    only what fewer than `copies` nodes hold anyway."""
     copies: int = 2
     """Nodes that are to hold each unit, those that train on it included (`moetion`; `baft` has one beside)."""
     node: str | None = None

@@ -105,3 +105,16 @@ def test_lazarus_loses_nothing_while_a_replica_lives(start_job, tmp_path):
     for survivor in workers[::2]:
         recovered = check_recovered(workers, survivor)
         assert (recovered["step"], recovered["steps_lost"], recovered["lost_units"]) == (5, 0, [])
+
+
+def test_lazarus_loses_nothing_when_a_node_with_several_ranks_dies(start_job):
+    """Replicas are placed by node and dealt to its ranks: each expert is on the other node, too."""
+    job = start_job(3, preset="lazarus")
+    node = {"a": "x", "b": "y", "c": "y"}
+    workers = [job.start(name, session={"node": on}, steps=60) for name, on in node.items()]
+    workers[2].wait_for("share", step=5)
+    for each in workers[1:]:
+        each.process.kill()
+    assert [each.join() for each in workers] == [0, -9, -9]
+    recovered = check_recovered(workers, workers[0])
+    assert (recovered["steps_lost"], recovered["lost_units"]) == (0, [])
