@@ -58,8 +58,11 @@ fn check(replicas: &[i64], nodes: usize, slots: usize, load: &[f64], failures: O
     let own = worth(&balanced.matrix, nodes, replicas, load);
     let failures = balanced.reason.failures;
     assert!((balanced.reason.imbalance - own.imbalance).abs() < 1e-9, "{}", balanced.reason);
-    for policy in [Policy::Mro, Policy::Spread, Policy::Compact, Policy::Safest] {
-        let placement = with(policy, Some(failures));
+    let others = [Policy::Mro, Policy::Spread, Policy::Compact, Policy::Safest];
+    for (policy, weighed) in
+        others.map(|policy| (policy, Some(failures))).into_iter().chain([(Policy::Safest, None)])
+    {
+        let placement = with(policy, weighed);
         let other = worth(&placement.matrix, nodes, replicas, load);
         let as_wide = placement.reason.spread >= balanced.reason.spread;
         let setting = || {
@@ -83,6 +86,8 @@ fn check(replicas: &[i64], nodes: usize, slots: usize, load: &[f64], failures: O
 
 #[test]
 fn named_cases() {
+    check(&[4, 4, 7, 5, 6, 5, 4], 7, 5, &[134.0, 333.0, 476.0, 385.0, 785.0, 390.0, 698.0], None);
+    check(&[1, 6, 1, 3, 1], 6, 2, &[350.0, 987.0, 273.0, 502.0, 159.0], None);
     check(&[4, 2, 2, 6], 7, 2, &[751.0, 33.0, 402.0, 970.0], None);
     check(&[3, 1, 1, 1], 3, 2, &[528.0, 129.0, 523.0, 514.0], None);
 }

@@ -94,9 +94,21 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Policy) -> Candidate)
         || best.imbalance > fine * FINE_IMBALANCE
         || problem.nodes * problem.experts <= MOST_COMPARED
     {
-        let mut rivals = vec![safest(&fresh, &classic)];
+        let safest_at = |failures: usize| {
+            let problem = Problem { failures, ..fresh.clone() };
+            let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.matrix);
+            weighed(safest(&problem, |policy| weighed(classic(policy), &problem)), &fresh)
+        };
+        let mut rivals = vec![safest_at(problem.failures)];
         if !best_is_safe && rivals[0].spread(problem) >= best.spread(problem) {
             (best_is_safe, best) = (true, rivals[0].clone());
+        }
+        // Asked without a number of losses, `safest` weighs another one.
+        if problem.spread != problem.failures {
+            rivals.push(safest_at(problem.spread));
+        }
+        if problem.failures + 1 < problem.domains {
+            rivals.push(safest_at(problem.failures + 1));
         }
         rivals.extend([Policy::Mro, Policy::Spread, Policy::Compact].map(&classic));
         if let Some(better) = better(problem, &best, rivals, &mut is_safe) {
@@ -126,14 +138,11 @@ fn better(
     // Fewer losses than the fewest replicas are always survived.
     let spread = problem.spread.min(best.spread(problem));
     let with_one_more = |one: Candidate| (one.survival_of_one_more(problem), one);
-    let mut field: Vec<(Option<Share>, Candidate)> = rivals
-        .into_iter()
-        .filter(|rival| rival.compare_imbalance(best).is_le() && rival.spread(problem) >= spread)
-        .map(with_one_more)
-        .collect();
-    if field.is_empty() {
+    let is_wide = |one: &Candidate| one.spread(problem) >= spread;
+    if !rivals.iter().any(|rival| rival.compare_imbalance(best).is_le()) {
         return None;
     }
+    let mut field: Vec<(Option<Share>, Candidate)> = rivals.into_iter().map(with_one_more).collect();
     field.sort_by(|(_, one), (_, two)| {
         one.imbalance.total_cmp(&two.imbalance).then(two.survival.compare(one.survival))
     });
@@ -143,14 +152,18 @@ fn better(
         // More holders of an expert can share its tokens more freely.
         let safer = safe.is_gt() && rival.pairs() >= one.pairs();
         let safe_at_more = rival_more.zip(*more).is_some_and(|(rival, own)| rival.compare(own).is_gt());
-        even.is_le() && safe.is_ge() && (even.is_lt() || safer) || even.is_lt() && safe_at_more
+        is_wide(rival) && even.is_le() && safe.is_ge() && (even.is_lt() || safer)
+            || even.is_lt() && (safe.is_gt() || safe_at_more)
     };
     let is_beaten = |one: &(Option<Share>, Candidate)| field.iter().any(|rival| beats(rival, one));
     if !is_beaten(&with_one_more(best.clone())) {
         return None;
     }
-    let unbeaten: Vec<&Candidate> =
-        field.iter().filter(|one| !is_beaten(one)).map(|(_, candidate)| candidate).collect();
+    let unbeaten: Vec<&Candidate> = field
+        .iter()
+        .filter(|one| is_wide(&one.1) && !is_beaten(one))
+        .map(|(_, candidate)| candidate)
+        .collect();
     unbeaten.iter().find(|one| is_safe(one)).or(unbeaten.first()).map(|one| (*one).clone())
 }
 

@@ -76,6 +76,9 @@ impl Losses {
     /// Takes two experts' new places over if fewer choices of failures take any expert then; whether that is so.
     fn improve(&mut self, problem: &Problem, matrix: &[i64], experts: [usize; 2]) -> bool {
         let before = experts.map(|expert| self.domains[expert]);
+        if before.iter().all(|on| on.count_ones() as usize > problem.failures) {
+            return false;
+        }
         let after = experts.map(|expert| domains_of(problem, matrix, expert));
         let takes = |set: u64, on: [u64; 2]| on.iter().filter(|on| *on & !set == 0).count();
         let (mut survived, mut survives) = (0_usize, 0_usize);

@@ -138,10 +138,10 @@ def place(
               replicas that are new since `previous`.
             - `balanced`: the most even within 5 points of the survival of `mro` and `spread` at `failures`
               losses, where the better of them survives at least half; below that no placement protects, and
-              evenness alone decides. Without `previous` none of the four that has every expert on as many domains
-              is better on both evenness and survival, at `failures` losses or at one more; with more than
-              4,096 (node, expert) pairs a percent of evenness does not count. With `previous`, one that moves little, if no node has more than 1.05 times the mean load or little more
-              than it must.
+              evenness alone decides. Without `previous` no other policy's placement is better on both evenness
+              and survival, at `failures` losses or at one more, unless an expert is on fewer domains there; with
+              more than 4,096 (node, expert) pairs a percent of evenness does not count. With `previous`, one that
+              moves little, if no node has more than 1.05 times the mean load or little more than it must.
         load: [E] tokens, or any measure of work; without it every replica counts the same.
         previous: [N, E] replicas that each of these nodes holds now; zero rows for new nodes.
         domains: lists of nodes that fail together (a rack, a switch); a node in none fails alone.
