@@ -5,7 +5,6 @@ use super::cells::{build, cells, fewest_cells, is_fragile};
 use super::climb::{climbed, climbs};
 use super::improve::improve;
 use super::layout::Problem;
-use super::place::Policy;
 use super::respread::respread;
 use super::result::Construction;
 use super::survival::{Share, choose};
@@ -46,13 +45,14 @@ fn most_survival(problem: &Problem) -> Share {
 /// The most even within 5 points of the safer of `mro` and `spread`, where that survives half of the losses; one that
 /// keeps the previous placement where it can, if it is that safe and even enough. Where cells cannot be that safe, the
 /// safest. Where a policy's placement is better on both counts, that.
-pub(super) fn balanced(problem: &Problem, classic: impl Fn(Policy) -> Candidate) -> Candidate {
+pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
     let (mut reference, mut compared) = (most_survival(problem), false);
     let mut is_safe = |candidate: &Candidate| {
         let near = |most: Share| most.is_minor() || candidate.survival.is_near(most, POINTS);
         // What is safe against the most that any placement can have need not be compared with one.
         if !near(reference) && !compared {
-            let [mro, spread] = [Policy::Mro, Policy::Spread].map(|policy| classic(policy).survival);
+            let [mro, spread] =
+                [Construction::Mro, Construction::Spread].map(|construction| classic(construction).survival);
             reference = if mro.compare(spread).is_gt() { mro } else { spread };
             compared = true;
         }
@@ -97,7 +97,7 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Policy) -> Candidate)
         let safest_at = |failures: usize| {
             let problem = Problem { failures, ..fresh.clone() };
             let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.matrix);
-            weighed(safest(&problem, |policy| weighed(classic(policy), &problem)), &fresh)
+            weighed(safest(&problem, |construction| weighed(classic(construction), &problem)), &fresh)
         };
         let mut rivals = vec![safest_at(problem.failures)];
         if !best_is_safe && rivals[0].spread(problem) >= best.spread(problem) {
@@ -110,7 +110,7 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Policy) -> Candidate)
         if problem.failures + 1 < problem.domains {
             rivals.push(safest_at(problem.failures + 1));
         }
-        rivals.extend([Policy::Mro, Policy::Spread, Policy::Compact].map(&classic));
+        rivals.extend([Construction::Mro, Construction::Spread, Construction::Compact].map(&classic));
         if let Some(better) = better(problem, &best, rivals, &mut is_safe) {
             (best_is_safe, best) = (is_safe(&better), better);
         }
@@ -202,9 +202,10 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
 /// The most survival of those that have every expert on as many domains as all can have; of equals the one that
 /// spreads experts most, then the one with the fewest new replicas, then the
 /// most even.
-pub(super) fn safest(problem: &Problem, classic: impl Fn(Policy) -> Candidate) -> Candidate {
+pub(super) fn safest(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
     let fresh = problem.without_previous();
-    let mut candidates = Vec::from([Policy::Mro, Policy::Spread, Policy::Compact].map(classic));
+    let mut candidates =
+        Vec::from([Construction::Mro, Construction::Spread, Construction::Compact].map(classic));
     let fine = FINE_IMBALANCE.max(least_imbalance(problem) + NOISE);
     let rings = [cells(&fresh, false), cells(&fresh, true)];
     for cells in if rings[0] == rings[1] { &rings[..1] } else { &rings[..] } {

@@ -87,18 +87,20 @@ pub struct Request<'a> {
 pub fn place(request: &Request<'_>) -> Result<Placement> {
     let problem = problem_of(request)?;
     let replicas = request.replicas;
-    let made = |policy| {
-        let (construction, matrix) = match policy {
-            Policy::Mro => (Construction::Mro, mro(&problem, replicas)),
-            Policy::Spread => (Construction::Spread, spread(&problem, replicas)),
-            _ => (Construction::Compact, compact(replicas, request.nodes, request.slots)),
+    let made = |construction| {
+        let matrix = match construction {
+            Construction::Mro => mro(&problem, replicas),
+            Construction::Spread => spread(&problem, replicas),
+            _ => compact(replicas, request.nodes, request.slots),
         };
         Candidate::new(&problem, construction, matrix)
     };
     let candidate = match request.policy {
         Policy::Balanced => balanced(&problem, made),
         Policy::Safest => safest(&problem, made),
-        policy => made(policy).settled(&problem),
+        Policy::Mro => made(Construction::Mro).settled(&problem),
+        Policy::Spread => made(Construction::Spread).settled(&problem),
+        Policy::Compact => made(Construction::Compact).settled(&problem),
     };
     Ok(candidate.into_placement(&problem))
 }
