@@ -8,8 +8,8 @@
   counted one by one here; "nodes" is the fewest distinct nodes of an expert. "bound" is the least imbalance that the
   replicas of `allocate` can have with an even split, by pigeonholes: of the k * N + 1 heaviest some node has k + 1.
   Where two experts have 87 % of the load and nodes 9 slots, they have 17 replicas each, 34 on 32 nodes: a node has two
-  of them, which is 1.64 times the mean, and seven cold ones, 1.75 together. "EPLB" loops over elements of tensors, as
-  published; "EPLB lists" loops over Python numbers.
+  of them, which is 1.64 times the mean, and seven cold ones, 1.75 together; with 18 slots they have 34, and some nodes
+  three of them. "EPLB" loops over elements of tensors, as published; "EPLB lists" loops over Python numbers.
 - drift: 20 times all loads change by a factor exp(0.05 * normal), and all layers are placed anew. "moved" is the part
   of the replicas that a node must fetch, "over bound" the worst imbalance over the bound above; EPLB has other replicas
   and can be below. It plans from scratch; `migrate` numbers its nodes so that the fewest replicas move.

@@ -6,7 +6,8 @@ use evermoe::placement::{
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-const POLICIES: [CopyPolicy; 3] = [CopyPolicy::Mixed, CopyPolicy::Group, CopyPolicy::Ring];
+const POLICIES: [CopyPolicy; 4] =
+    [CopyPolicy::Mixed, CopyPolicy::Group, CopyPolicy::Ring, CopyPolicy::Previous];
 
 fn names(nodes: usize) -> Vec<String> {
     (0..nodes).map(|node| format!("node{node:05}")).collect()
@@ -75,9 +76,12 @@ fn nodes_of_different_sizes_pair_by_position() {
 
 #[test]
 fn policies_have_names() {
-    assert_eq!(["mixed", "group", "ring"].map(|name| name.parse::<CopyPolicy>().unwrap()), POLICIES);
+    assert_eq!(
+        ["mixed", "group", "ring", "previous"].map(|name| name.parse::<CopyPolicy>().unwrap()),
+        POLICIES
+    );
     let message = "moon".parse::<CopyPolicy>().unwrap_err().to_string();
-    assert_eq!(message, "policy: expected \"mixed\", \"group\" or \"ring\", got \"moon\"");
+    assert_eq!(message, "policy: expected \"mixed\", \"group\", \"ring\" or \"previous\", got \"moon\"");
 }
 
 #[test]
@@ -292,7 +296,7 @@ proptest! {
 
     #[test]
     fn copies_are_on_distinct_ranks_and_nodes(
-        nodes in prop::collection::vec(0_u8..6, 0..20), copies in 1_usize..5, policy in 0_usize..3,
+        nodes in prop::collection::vec(0_u8..6, 0..20), copies in 1_usize..5, policy in 0..POLICIES.len(),
     ) {
         let names: Vec<String> = nodes.iter().map(|node| format!("n{node}")).collect();
         let count = distinct(&names);

@@ -66,14 +66,28 @@ def place_layers(
     domains = planning.failure_domains(nodes)
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
-        fewest = -(-number // len(nodes))
-        enough = max(fewest + 1, -(-number * min(options.replicas, len(nodes)) // len(nodes)))
-        slots = max(fewest, enough if options.slots is None else options.slots)
+        slots = _slots(number, domains, options)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         replicas = planning.allocate(load, len(nodes), slots, options.replicas)
         placed = planning.place(replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains)
         placement[path] = placed.matrix
     return placement
+
+
+def _slots(experts: int, domains: Sequence[Sequence[int]], options: PlacementOptions) -> int:
+    """Replicas that each rank holds: as asked, but all experts fit; or so many that all wanted replicas do.
+
+    Nodes of different sizes need more: each expert is to be on `replicas` of them, or on all.
+    """
+    ranks = sum(len(domain) for domain in domains)
+    fewest = -(-experts // ranks)
+    if options.slots is not None:
+        return max(fewest, options.slots)
+    slots = max(fewest + 1, -(-experts * min(options.replicas, ranks) // ranks))
+    wanted = experts * min(options.replicas, len(domains))
+    while sum(min(experts, slots * len(domain)) for domain in domains) < wanted:
+        slots += 1
+    return slots
 
 
 def should_rebalance(

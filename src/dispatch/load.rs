@@ -40,8 +40,8 @@ impl LoadAverage {
             "half_life: expected a finite number of steps, 1 or more, got {half_life}"
         );
         let len = experts.checked_add(1).and_then(|row| row.checked_mul(layers));
-        let len = len.filter(|&len| len <= 1 << 32);
-        ensure!(len.is_some(), "layers, experts: {layers} × {experts} is more than 2^32 numbers");
+        let len = len.filter(|&len| len <= 1 << 24);
+        ensure!(len.is_some(), "layers, experts: {layers} × {experts} is more than 2^24 numbers");
         Ok(Self { experts, decay: half_power(half_life), state: vec![0.0; len.unwrap_or(0)] })
     }
 
@@ -170,7 +170,7 @@ mod tests {
         for half_life in [0.5, -1.0, f64::NAN, f64::INFINITY] {
             assert!(message(LoadAverage::new(1, 1, half_life)).starts_with("half_life: expected a finite"));
         }
-        assert!(message(LoadAverage::new(usize::MAX, 2, 1.0)).contains("more than 2^32 numbers"));
+        assert!(message(LoadAverage::new(usize::MAX, 2, 1.0)).contains("more than 2^24 numbers"));
         for state in [[0.0, 0.5], [1.0, 0.0], [-1.0, 1.0], [f64::NAN, 1.0], [f64::INFINITY, 1.0]] {
             assert!(message(LoadAverage::from_state(1, 1, 2.0, &state)).contains("numbers of layer 0"));
         }

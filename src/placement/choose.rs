@@ -1,186 +1,62 @@
 //! The choice between placements that were made in different ways: `safest` and `balanced`.
 
-use super::assign::Assignment;
+use super::candidate::{Candidate, NOISE, least_imbalance};
 use super::cells::{build, cells, fewest_cells, is_fragile};
+use super::climb::{climbed, climbs};
 use super::improve::improve;
-use super::layout::{Problem, fatal_sets};
+use super::layout::Problem;
 use super::respread::respread;
-use super::result::{Construction, Placement, Reason};
-use super::survival::weigh;
+use super::result::Construction;
+use super::survival::{Share, choose};
 
 /// The busiest node's load over the mean that `balanced` accepts where that makes the job safer or moves less.
 const IMBALANCE: f64 = 1.05;
 /// The busiest node's load over the mean at which a new placement is even enough.
 const FINE_IMBALANCE: f64 = 1.005;
-/// Where less than this survives, no placement protects, and `balanced` does not trade balance for the rest.
-const HOPELESS: f64 = 0.5;
-/// Survival that `balanced` may give up for balance.
-const POINTS: f64 = 0.05;
-/// Steps that one exact survival may take, some milliseconds of them; beyond that it is sampled.
-const MOST_WORK: usize = 1 << 23;
-/// `safest` tries exchanges where pairs of replicas times choices of failures are at most this many.
-const MOST_CLIMBED: f64 = (1 << 17) as f64;
+/// Part of all losses that `balanced` may give up for balance: one of so many.
+const POINTS: u32 = 20;
+/// (node, expert) pairs up to which a placement that is even enough is compared with those of all policies: beyond, a
+/// percent of evenness is not worth the time.
+const MOST_COMPARED: usize = 1 << 12;
 /// Factor on the least imbalance that the replicas allow up to which no more replicas move.
 const SLACK: f64 = 1.02;
 /// A new placement must be this much more even than one that keeps the previous to be worth the moves.
 const WORTH_MOVING: f64 = 1.05;
-/// Probabilities and loads that differ by less are the same.
-const NOISE: f64 = 1e-9;
-
-/// A placement with what it is worth.
-pub(super) struct Candidate {
-    construction: Construction,
-    matrix: Vec<i64>,
-    survival: f64,
-    imbalance: f64,
-}
-
-impl Candidate {
-    pub(super) fn new(problem: &Problem, construction: Construction, matrix: Vec<i64>) -> Self {
-        let sets = fatal_sets(problem, &matrix);
-        let survival = weigh(problem.domains, &sets, problem.failures, None, 0, MOST_WORK).probability;
-        let imbalance = imbalance(problem, &matrix);
-        Self { construction, matrix, survival, imbalance }
-    }
-
-    pub(super) fn into_placement(self, problem: &Problem) -> Placement {
-        let reason = Reason {
-            construction: self.construction,
-            failures: problem.failures,
-            survival: self.survival,
-            spread: least_spread(problem, &self.matrix),
-            imbalance: self.imbalance,
-            least_imbalance: least_imbalance(problem),
-            moved: (!problem.previous.is_empty()).then(|| moved(problem, &self.matrix)),
-        };
-        Placement { matrix: self.matrix, reason }
-    }
-
-    /// The placement with its rows given to the nodes that have the most of them already, within the nodes that fail
-    /// together.
-    pub(super) fn settled(mut self, problem: &Problem) -> Self {
-        if problem.previous.is_empty() {
-            return self;
-        }
-        let group =
-            |domain: usize| (0..problem.nodes).filter(move |&node| problem.domain[node] == domain).collect();
-        let groups: Vec<Vec<usize>> = if problem.nodes_fail_alone() {
-            vec![(0..problem.nodes).collect()]
-        } else {
-            (0..problem.domains).map(group).collect()
-        };
-        let experts = problem.experts;
-        let mut matrix = vec![0; self.matrix.len()];
-        for nodes in groups {
-            let rows = |holds: &dyn Fn(usize, usize) -> bool| -> Vec<Vec<usize>> {
-                let holders =
-                    |expert| (0..nodes.len()).filter(|&index| holds(nodes[index], expert)).collect();
-                (0..experts).map(holders).collect()
-            };
-            let assignment = Assignment {
-                nbytes: &vec![1; experts],
-                holders: &rows(&|node, expert| problem.held(node, expert)),
-                needers: &rows(&|node, expert| self.matrix[node * experts + expert] > 0),
-                nodes: nodes.len(),
-                positions: nodes.len(),
-            };
-            for (position, node) in assignment.solve().into_iter().enumerate() {
-                let (from, to) = (nodes[position] * experts, nodes[node] * experts);
-                matrix[to..to + experts].copy_from_slice(&self.matrix[from..from + experts]);
-            }
-        }
-        self.matrix = matrix;
-        self
-    }
-}
-
-/// (node, expert) pairs that the node did not hold before.
-fn moved(problem: &Problem, matrix: &[i64]) -> usize {
-    let new =
-        |cell: &usize| matrix[*cell] > 0 && !problem.held(cell / problem.experts, cell % problem.experts);
-    (0..matrix.len()).filter(new).count()
-}
 
 /// Upper bound on survival over all placements of these replicas: experts with one replica are on some nodes, each of
 /// which must live.
-fn most_survival(problem: &Problem) -> f64 {
+fn most_survival(problem: &Problem) -> Share {
     let single = |&expert: &usize| problem.each[expert] == 0 && problem.wanted[expert] == 1;
-    if !problem.nodes_fail_alone() {
-        return 1.0;
-    }
-    let slots = problem.slots + problem.each.iter().sum::<usize>();
-    let needed = (0..problem.experts).filter(single).count().div_ceil(slots);
-    let lives =
-        |lost: usize| (problem.nodes - needed).saturating_sub(lost) as f64 / (problem.nodes - lost) as f64;
-    (0..problem.failures).map(lives).product()
-}
-
-/// Lower bound on imbalance over all placements of these replicas: load of the busiest node over the mean.
-///
-/// One node has `k + 1` of the heaviest `k · nodes + 1` replicas, each at least as heavy as the last of them, and the
-/// rest of its slots filled, with the lightest replicas at best.
-///
-/// ```text
-/// 3 nodes × 2 slots, mean load 4: replicas of 5 3 1 1 1 1 → one of 5 and one of 1 on a node: 6 / 4
-/// ```
-fn least_imbalance(problem: &Problem) -> f64 {
-    let mean = problem.mean_load();
-    if mean <= 0.0 {
-        return 1.0;
-    }
-    let replicas = |expert: usize| problem.each[expert] * problem.nodes + problem.wanted[expert];
-    let of_expert = |expert: usize| std::iter::repeat_n(problem.weight[expert], replicas(expert));
-    let mut descending: Vec<f64> = (0..problem.experts).flat_map(of_expert).collect();
-    descending.sort_unstable_by(|a, b| b.total_cmp(a));
-    let slots = descending.len() / problem.nodes;
-    let mut lightest = vec![0.0];
-    lightest.extend(descending.iter().rev().take(slots).scan(0.0, |sum, weight| {
-        *sum += weight;
-        Some(*sum)
-    }));
-    let peak = |k: usize| (k + 1) as f64 * descending[k * problem.nodes] + lightest[slots - k - 1];
-    (0..slots).map(peak).fold(mean, f64::max) / mean
-}
-
-/// Load of the busiest node over the mean.
-fn imbalance(problem: &Problem, matrix: &[i64]) -> f64 {
-    let load = |row: &[i64]| {
-        let held = row.iter().zip(&problem.weight).filter(|(count, _)| **count > 0);
-        held.map(|(&count, weight)| count as f64 * weight).sum::<f64>()
+    let needed = if problem.nodes_fail_alone() {
+        (0..problem.experts).filter(single).count().div_ceil(problem.slots_of_node())
+    } else {
+        0
     };
-    let busiest = matrix.chunks_exact(problem.experts).map(load).fold(0.0, f64::max);
-    let mean = problem.mean_load();
-    if mean > 0.0 { busiest / mean } else { 1.0 }
-}
-
-/// The fewest distinct domains of an expert.
-fn least_spread(problem: &Problem, matrix: &[i64]) -> usize {
-    let mut nodes: Vec<usize> = (0..problem.nodes).collect();
-    nodes.sort_by_key(|&node| problem.domain[node]);
-    // As domain follows domain, a domain is new to an expert if it is not the last one that it was seen in.
-    let mut seen = vec![(0, usize::MAX); problem.experts];
-    for node in nodes {
-        let (row, domain) = (&matrix[node * problem.experts..][..problem.experts], problem.domain[node]);
-        for ((distinct, last), _) in seen.iter_mut().zip(row).filter(|(_, count)| **count > 0) {
-            *distinct += usize::from(std::mem::replace(last, domain) != domain);
+    let (nodes, failures) = (problem.domains, problem.failures);
+    match (choose(nodes - needed, failures), choose(nodes, failures)) {
+        (Some(survived), Some(all)) => Share::Counted { survived, all },
+        _ => {
+            let lives = |lost: usize| (nodes - needed).saturating_sub(lost) as f64 / (nodes - lost) as f64;
+            Share::Estimated((0..failures).map(lives).product())
         }
     }
-    seen.into_iter().map(|(distinct, _)| distinct).min().unwrap_or(0)
 }
 
-/// The most even within 5 points of the safest of `others`, where that survives half of the losses; one that keeps the
-/// previous placement where it can, if it is that safe and even enough. Where cells cannot be that safe, the safest.
-pub(super) fn balanced(problem: &Problem, others: impl Fn() -> Vec<Candidate>) -> Candidate {
-    let floor_under = |survival: f64| if survival < HOPELESS { 0.0 } else { survival - POINTS - NOISE };
-    let mut floor = floor_under(most_survival(problem));
-    let mut compared = false;
+/// The most even within 5 points of the safer of `mro` and `spread`, where that survives half of the losses; one that
+/// keeps the previous placement where it can, if it is that safe and even enough. Where cells cannot be that safe, the
+/// safest. Where a policy's placement is better on both counts, that.
+pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
+    let (mut reference, mut compared) = (most_survival(problem), false);
     let mut is_safe = |candidate: &Candidate| {
+        let near = |most: Share| most.is_minor() || candidate.survival.is_near(most, POINTS);
         // What is safe against the most that any placement can have need not be compared with one.
-        if candidate.survival < floor && !compared {
-            floor = floor_under(others().iter().map(|other| other.survival).fold(0.0, f64::max));
+        if !near(reference) && !compared {
+            let [mro, spread] =
+                [Construction::Mro, Construction::Spread].map(|construction| classic(construction).survival);
+            reference = if mro.compare(spread).is_gt() { mro } else { spread };
             compared = true;
         }
-        candidate.survival >= floor
+        near(reference)
     };
     let least = least_imbalance(problem);
     let even_enough = IMBALANCE.max(least * SLACK) + NOISE;
@@ -191,7 +67,7 @@ pub(super) fn balanced(problem: &Problem, others: impl Fn() -> Vec<Candidate>) -
             former_fragile_cells(problem, &cells).clamp(fewest_cells(problem).min(cells.len()), cells.len());
         let built = std::iter::once_with(|| made(problem, &cells, count, even_enough));
         for candidate in unchanged(problem).into_iter().chain(built) {
-            let safe = is_safe(&candidate) && least_spread(problem, &candidate.matrix) >= problem.spread;
+            let safe = is_safe(&candidate) && candidate.spread(problem) >= problem.spread;
             if safe && candidate.imbalance <= even_enough {
                 return candidate;
             }
@@ -214,10 +90,29 @@ pub(super) fn balanced(problem: &Problem, others: impl Fn() -> Vec<Candidate>) -
             (best_is_safe, best) = (safe, candidate);
         }
     }
-    if !best_is_safe {
-        let safest = safest(problem, others());
-        if least_spread(problem, &safest.matrix) >= least_spread(problem, &best.matrix) {
-            (best_is_safe, best) = (true, safest);
+    if !best_is_safe
+        || best.imbalance > fine * FINE_IMBALANCE
+        || problem.nodes * problem.experts <= MOST_COMPARED
+    {
+        let safest_at = |failures: usize| {
+            let problem = Problem { failures, ..fresh.clone() };
+            let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.matrix);
+            weighed(safest(&problem, |construction| weighed(classic(construction), &problem)), &fresh)
+        };
+        let mut rivals = vec![safest_at(problem.failures)];
+        if !best_is_safe && rivals[0].spread(problem) >= best.spread(problem) {
+            (best_is_safe, best) = (true, rivals[0].clone());
+        }
+        // Asked without a number of losses, `safest` weighs another one.
+        if problem.spread != problem.failures {
+            rivals.push(safest_at(problem.spread));
+        }
+        if problem.failures + 1 < problem.domains {
+            rivals.push(safest_at(problem.failures + 1));
+        }
+        rivals.extend([Construction::Mro, Construction::Spread, Construction::Compact].map(&classic));
+        if let Some(better) = better(problem, &best, rivals, &mut is_safe) {
+            (best_is_safe, best) = (is_safe(&better), better);
         }
     }
     let best = best.settled(problem);
@@ -229,6 +124,47 @@ pub(super) fn balanced(problem: &Problem, others: impl Fn() -> Vec<Candidate>) -
         }
         _ => best,
     }
+}
+
+/// Of the rivals the one to take instead, if there is one that is better on one count of evenness and survival and not
+/// worse on the other, or on both counts at one loss more: the safe ones first, then the most even. Never one that has
+/// an expert on fewer domains than all can have.
+fn better(
+    problem: &Problem,
+    best: &Candidate,
+    rivals: Vec<Candidate>,
+    mut is_safe: impl FnMut(&Candidate) -> bool,
+) -> Option<Candidate> {
+    // Fewer losses than the fewest replicas are always survived.
+    let spread = problem.spread.min(best.spread(problem));
+    let with_one_more = |one: Candidate| (one.survival_of_one_more(problem), one);
+    let is_wide = |one: &Candidate| one.spread(problem) >= spread;
+    if !rivals.iter().any(|rival| rival.compare_imbalance(best).is_le()) {
+        return None;
+    }
+    let mut field: Vec<(Option<Share>, Candidate)> = rivals.into_iter().map(with_one_more).collect();
+    field.sort_by(|(_, one), (_, two)| {
+        one.imbalance.total_cmp(&two.imbalance).then(two.survival.compare(one.survival))
+    });
+    let beats = |(rival_more, rival): &(Option<Share>, Candidate),
+                 (more, one): &(Option<Share>, Candidate)| {
+        let (even, safe) = (rival.compare_imbalance(one), rival.survival.compare(one.survival));
+        // More holders of an expert can share its tokens more freely.
+        let safer = safe.is_gt() && rival.pairs() >= one.pairs();
+        let safe_at_more = rival_more.zip(*more).is_some_and(|(rival, own)| rival.compare(own).is_gt());
+        is_wide(rival) && even.is_le() && safe.is_ge() && (even.is_lt() || safer)
+            || even.is_lt() && (safe.is_gt() || safe_at_more)
+    };
+    let is_beaten = |one: &(Option<Share>, Candidate)| field.iter().any(|rival| beats(rival, one));
+    if !is_beaten(&with_one_more(best.clone())) {
+        return None;
+    }
+    let unbeaten: Vec<&Candidate> = field
+        .iter()
+        .filter(|one| is_wide(&one.1) && !is_beaten(one))
+        .map(|(_, candidate)| candidate)
+        .collect();
+    unbeaten.iter().find(|one| is_safe(one)).or(unbeaten.first()).map(|one| (*one).clone())
 }
 
 /// The previous placement, if it has just the replicas that are wanted.
@@ -263,66 +199,42 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
     cells.iter().filter(is_home).count()
 }
 
-/// The most survival; of equals the one that spreads experts most, then the one with the fewest new replicas, then the
+/// The most survival of those that have every expert on as many domains as all can have; of equals the one that
+/// spreads experts most, then the one with the fewest new replicas, then the
 /// most even.
-pub(super) fn safest(problem: &Problem, others: Vec<Candidate>) -> Candidate {
+pub(super) fn safest(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
     let fresh = problem.without_previous();
-    let mut candidates = others;
+    let mut candidates =
+        Vec::from([Construction::Mro, Construction::Spread, Construction::Compact].map(classic));
     let fine = FINE_IMBALANCE.max(least_imbalance(problem) + NOISE);
-    for ring in [false, true] {
-        let cells = cells(&fresh, ring);
+    let rings = [cells(&fresh, false), cells(&fresh, true)];
+    for cells in if rings[0] == rings[1] { &rings[..1] } else { &rings[..] } {
         let fewest = fewest_cells(problem).min(cells.len());
-        candidates.push(made(&fresh, &cells, fewest, fine));
-        candidates.push(made(&fresh, &cells, cells.len(), fine));
+        candidates.push(made(&fresh, cells, fewest, fine));
+        if fewest < cells.len() {
+            candidates.push(made(&fresh, cells, cells.len(), fine));
+        }
     }
     if climbs(problem) {
-        candidates = candidates.into_iter().map(|candidate| climbed(&fresh, candidate)).collect();
+        let climbed: Vec<Candidate> =
+            candidates.iter().map(|candidate| climbed(&fresh, candidate.clone())).collect();
+        candidates.extend(climbed);
     }
     let settled =
         candidates.into_iter().map(|candidate| candidate.settled(problem)).chain(unchanged(problem));
-    let better = |one: Candidate, two: Candidate| {
-        let key = |c: &Candidate| {
-            let spread = least_spread(problem, &c.matrix) as f64;
-            ((c.survival / NOISE).round(), spread, -(moved(problem, &c.matrix) as f64), -c.imbalance)
-        };
-        if key(&two) > key(&one) { two } else { one }
+    let compare = |one: &Candidate, two: &Candidate| {
+        let moved = |candidate: &Candidate| candidate.moved(problem);
+        let spreads = [one, two].map(|candidate| candidate.spread(problem));
+        let kept = spreads.map(|spread| spread.min(problem.spread));
+        kept[0]
+            .cmp(&kept[1])
+            .then_with(|| one.survival.compare(two.survival))
+            .then_with(|| spreads[0].cmp(&spreads[1]))
+            .then_with(|| moved(two).cmp(&moved(one)))
+            .then_with(|| two.compare_imbalance(one))
     };
-    match settled.reduce(better) {
+    match settled.reduce(|one, two| if compare(&two, &one).is_gt() { two } else { one }) {
         Some(best) => best,
         None => unreachable!("there is at least the one built above"),
     }
-}
-
-/// Whether there are few enough exchanges, and losses to weigh each for, to try them all.
-fn climbs(problem: &Problem) -> bool {
-    let slots = problem.slots + problem.each.iter().sum::<usize>();
-    let replicas = (problem.nodes * slots) as f64;
-    let losses = (0..problem.failures).map(|lost| (problem.domains - lost) as f64 / (lost + 1) as f64);
-    replicas * replicas * losses.product::<f64>() <= MOST_CLIMBED
-}
-
-/// The placement after exchanges of two replicas, as long as one makes it safer.
-fn climbed(problem: &Problem, mut candidate: Candidate) -> Candidate {
-    let (experts, cells) = (problem.experts, problem.nodes * problem.experts);
-    let mut found = true;
-    while found {
-        found = false;
-        for (one, two) in (0..cells).flat_map(|one| (one + 1..cells).map(move |two| (one, two))) {
-            let crossed = (one / experts * experts + two % experts, two / experts * experts + one % experts);
-            let held = |cell: usize| candidate.matrix[cell] > 0;
-            if !held(one) || !held(two) || held(crossed.0) || held(crossed.1) {
-                continue;
-            }
-            let mut matrix = candidate.matrix.clone();
-            for (from, to) in [(one, crossed.1), (two, crossed.0)] {
-                matrix[from] -= 1;
-                matrix[to] += 1;
-            }
-            let exchanged = Candidate::new(problem, Construction::Exchanged, matrix);
-            if exchanged.survival > candidate.survival + NOISE {
-                (candidate, found) = (exchanged, true);
-            }
-        }
-    }
-    candidate
 }

@@ -15,6 +15,8 @@ pub enum CopyPolicy {
     Group,
     /// Each node copies to the next ones of one ring over all nodes.
     Ring,
+    /// The ring the other way round: each node copies to the ones before it, as BAFT does in a pipeline.
+    Previous,
 }
 
 impl FromStr for CopyPolicy {
@@ -25,8 +27,9 @@ impl FromStr for CopyPolicy {
             "mixed" => Ok(Self::Mixed),
             "group" => Ok(Self::Group),
             "ring" => Ok(Self::Ring),
+            "previous" => Ok(Self::Previous),
             _ => Err(Error::Invalid(format!(
-                "policy: expected \"mixed\", \"group\" or \"ring\", got {name:?}"
+                "policy: expected \"mixed\", \"group\", \"ring\" or \"previous\", got {name:?}"
             ))),
         }
     }
@@ -79,6 +82,7 @@ pub fn copy_holders<S: AsRef<str>>(
         let (first, size) = circle(domain, count, copies.min(count), policy);
         for (position, &rank) in ranks.iter().enumerate() {
             holders[rank] = (0..copies.min(count))
+                .map(|step| if policy == CopyPolicy::Previous { size - step } else { step })
                 .map(|step| &domains[first + (domain - first + step) % size])
                 .map(|others| others[position % others.len()])
                 .collect();
@@ -89,7 +93,7 @@ pub fn copy_holders<S: AsRef<str>>(
 
 /// First node and size of the group or ring of nodes in which `domain` finds its copies.
 fn circle(domain: usize, count: usize, copies: usize, policy: CopyPolicy) -> (usize, usize) {
-    if policy == CopyPolicy::Ring {
+    if matches!(policy, CopyPolicy::Ring | CopyPolicy::Previous) {
         return (0, count);
     }
     let groups = count / copies;
@@ -145,6 +149,15 @@ mod tests {
     fn primaries_balance_when_all_hold_all() {
         let primaries = primaries(&vec![vec![0, 1, 2, 3]; 9], &[8; 9], 4).unwrap();
         assert_eq!(primaries, [0, 1, 2, 3, 0, 1, 2, 3, 0]);
+    }
+
+    #[test]
+    fn previous_nodes_keep_the_copies_of_all_their_ranks() {
+        // Two ranks on a, one on b, one on c.
+        let holders = copy_holders(&["a", "a", "b", "c"], 2, CopyPolicy::Previous).unwrap();
+        assert_eq!(holders, [vec![0, 3], vec![1, 3], vec![2, 0], vec![3, 2]]);
+        let holders = copy_holders(&["a", "b", "c"], 3, CopyPolicy::Previous).unwrap();
+        assert_eq!(holders, [vec![0, 2, 1], vec![1, 0, 2], vec![2, 1, 0]]);
     }
 
     #[test]

@@ -19,7 +19,7 @@ pub(super) struct Problem {
     /// The failure domain of each node, numbered from 0.
     pub(super) domain: Vec<usize>,
     pub(super) domains: usize,
-    /// Distinct domains that every expert must be on: the fewest replicas of an expert, at most `domains`.
+    /// Distinct domains that every expert must be on: the fewest replicas of an expert, or as many as have room.
     pub(super) spread: usize,
     /// Simultaneous losses of domains for which survival is counted.
     pub(super) failures: usize,
@@ -31,6 +31,20 @@ impl Problem {
     /// Whether each node is a failure domain of its own.
     pub(super) fn nodes_fail_alone(&self) -> bool {
         self.domains == self.nodes
+    }
+
+    /// Slots of each node.
+    pub(super) fn slots_of_node(&self) -> usize {
+        self.slots + self.each.iter().sum::<usize>()
+    }
+
+    /// The nodes of each failure domain.
+    pub(super) fn nodes_of_domains(&self) -> Vec<Vec<usize>> {
+        let mut found = vec![Vec::new(); self.domains];
+        for (node, &domain) in self.domain.iter().enumerate() {
+            found[domain].push(node);
+        }
+        found
     }
 
     /// The problem without anything to keep.
@@ -108,15 +122,16 @@ impl Layout {
 }
 
 /// The sets of domains whose loss would lose an expert, each once, without those of more than `failures` domains.
-pub(super) fn fatal_sets(problem: &Problem, matrix: &[i64]) -> Vec<Vec<usize>> {
+pub(super) fn fatal_sets(problem: &Problem, matrix: &[i64], failures: usize) -> Vec<Vec<usize>> {
     // The first domains of each expert, row by row as the matrix lies in memory; counts beyond `failures` say only that.
-    let mut domains = vec![0; problem.experts * problem.failures];
+    let mut domains = vec![0; problem.experts * failures];
     let mut counts = vec![0; problem.experts];
+    let alone = problem.nodes_fail_alone();
     for (row, &domain) in matrix.chunks_exact(problem.experts).zip(&problem.domain) {
         for expert in (0..problem.experts).filter(|&expert| row[expert] > 0) {
             let count = counts[expert];
-            let found = &mut domains[expert * problem.failures..][..problem.failures];
-            if count <= problem.failures && !found[..count].contains(&domain) {
+            let found = &mut domains[expert * failures..][..failures];
+            if count <= failures && (alone || !found[..count].contains(&domain)) {
                 if let Some(next) = found.get_mut(count) {
                     *next = domain;
                 }
@@ -125,8 +140,8 @@ pub(super) fn fatal_sets(problem: &Problem, matrix: &[i64]) -> Vec<Vec<usize>> {
         }
     }
     let mut sets = BTreeSet::new();
-    for (found, count) in domains.chunks_exact_mut(problem.failures).zip(counts) {
-        if count <= problem.failures {
+    for (found, count) in domains.chunks_exact_mut(failures).zip(counts) {
+        if count <= failures {
             found[..count].sort_unstable();
             sets.insert(found[..count].to_vec());
         }

@@ -11,9 +11,11 @@
 
 mod allocate;
 mod assign;
+mod candidate;
 mod cells;
 mod choose;
 mod classic;
+mod climb;
 mod domains;
 mod holders;
 mod improve;
@@ -31,6 +33,8 @@ pub use holders::{CopyPolicy, copy_holders, primaries};
 pub use migrate::{ExpertTransfer, Migration, migrate};
 pub use place::{Policy, Request, place};
 pub use result::{Construction, Placement, Reason};
+#[cfg(feature = "python")]
+pub(crate) use survival::{Draws, copy_recovery_until, recovery_until};
 pub use survival::{Survival, copy_recovery_probability, recovery_probability, survival};
 pub use training_holders::{TrainingHolders, training_copy_holders};
 pub use unit_holders::unit_copy_holders;

@@ -137,6 +137,23 @@ impl ReplayLog {
     fn lock(&self) -> MutexGuard<'_, replay::Log> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Does something with a unit of the log, without the GIL.
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        act: impl Send + FnOnce(&mut replay::Log) -> T,
+    ) -> PyResult<T> {
+        let found = py.detach(|| {
+            let mut log = self.lock();
+            let units = log.units();
+            (unit < units).then(|| act(&mut log)).ok_or(units)
+        });
+        found.map_err(|units| {
+            Error::Invalid(format!("unit: expected the place of one of {units} units, got {unit}")).into()
+        })
+    }
 }
 
 #[pymethods]
@@ -178,7 +195,9 @@ impl ReplayLog {
         max_steps: usize,
         until: u64,
     ) -> PyResult<Option<Taken<'py>>> {
-        let Some(batch) = py.detach(|| self.lock().take(unit, max_steps, until)) else { return Ok(None) };
+        let Some(batch) = self.with(py, unit, |log| log.take(unit, max_steps, until))? else {
+            return Ok(None);
+        };
         let gradients = batch.gradients.into_iter().map(|gradient| match gradient {
             None => None,
             Some(Stored::F32(values)) => Some(values.into_pyarray(py).into_any()),
@@ -191,8 +210,15 @@ impl ReplayLog {
         Ok(Some((batch.epoch, batch.version, batch.t, numbers, gradients.collect(), batch.bytes)))
     }
 
-    fn applied(&self, py: Python<'_>, unit: usize, epoch: u64, version: u64, nbytes: usize) -> bool {
-        py.detach(|| self.lock().applied(unit, epoch, version, nbytes))
+    fn applied(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        epoch: u64,
+        version: u64,
+        nbytes: usize,
+    ) -> PyResult<bool> {
+        self.with(py, unit, |log| log.applied(unit, epoch, version, nbytes))
     }
 
     fn release(&self, py: Python<'_>, clip: Option<f32>) {
@@ -206,24 +232,24 @@ impl ReplayLog {
         py.detach(|| self.lock().discard());
     }
 
-    fn installed(&self, py: Python<'_>, unit: usize) {
-        py.detach(|| self.lock().installed(unit));
+    fn installed(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
+        self.with(py, unit, |log| log.installed(unit))
     }
 
-    fn forget(&self, py: Python<'_>, unit: usize) {
-        py.detach(|| self.lock().forget(unit));
+    fn forget(&self, py: Python<'_>, unit: usize) -> PyResult<()> {
+        self.with(py, unit, |log| log.forget(unit))
     }
 
-    fn newest(&self, py: Python<'_>, unit: usize) -> Option<u64> {
-        py.detach(|| self.lock().newest(unit))
+    fn newest(&self, py: Python<'_>, unit: usize) -> PyResult<Option<u64>> {
+        self.with(py, unit, |log| log.newest(unit))
     }
 
-    fn version(&self, py: Python<'_>, unit: usize) -> Option<u64> {
-        py.detach(|| self.lock().version(unit))
+    fn version(&self, py: Python<'_>, unit: usize) -> PyResult<Option<u64>> {
+        self.with(py, unit, |log| log.version(unit))
     }
 
-    fn needs_state(&self, py: Python<'_>, unit: usize) -> bool {
-        py.detach(|| self.lock().needs_state(unit))
+    fn needs_state(&self, py: Python<'_>, unit: usize) -> PyResult<bool> {
+        self.with(py, unit, |log| log.needs_state(unit))
     }
 
     fn fullest(&self, py: Python<'_>) -> Option<usize> {

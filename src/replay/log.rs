@@ -145,6 +145,11 @@ impl Log {
         self.bytes
     }
 
+    /// Number of the units; their places are below it.
+    pub fn units(&self) -> usize {
+        self.units.len()
+    }
+
     /// The newest step that a unit can be brought to; none without a state.
     pub fn newest(&self, unit: usize) -> Option<u64> {
         self.units[unit].version.map(|_| self.units[unit].newest)

@@ -2,7 +2,8 @@
 
 use crate::ensure;
 use crate::error::{Error, Result};
-use crate::placement::primaries;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::str::FromStr;
 
 /// Memory that has a unit's snapshot.
@@ -36,7 +37,7 @@ impl Place {
 pub fn snapshot_places(free_bytes: u64, nbytes: &[u64], reserve: u64) -> Vec<Place> {
     let mut left = free_bytes.saturating_sub(reserve);
     let mut order: Vec<usize> = (0..nbytes.len()).collect();
-    order.sort_by_key(|&unit| std::cmp::Reverse(nbytes[unit]));
+    order.sort_by_key(|&unit| Reverse(nbytes[unit]));
     let mut places = vec![Place::Host; nbytes.len()];
     for unit in order {
         if nbytes[unit] <= left {
@@ -81,11 +82,19 @@ impl FromStr for Share {
 /// [`Error::Invalid`] when there are no ranks.
 pub fn unit_shares(nbytes: &[u64], ranks: usize, share: Share) -> Result<Vec<usize>> {
     ensure!(ranks > 0, "ranks: expected 1 or more, got 0");
-    match share {
-        Share::Modulo => Ok((0..nbytes.len()).map(|unit| unit % ranks).collect()),
-        Share::Bytes => {
-            let everyone: Vec<usize> = (0..ranks).collect();
-            primaries(&vec![everyone; nbytes.len()], nbytes, ranks)
-        }
+    if share == Share::Modulo {
+        return Ok((0..nbytes.len()).map(|unit| unit % ranks).collect());
     }
+    let mut order: Vec<usize> = (0..nbytes.len()).collect();
+    order.sort_by_key(|&unit| (Reverse(nbytes[unit]), unit));
+    // Of more ranks than units the last ones get nothing.
+    let idle = (0..ranks.min(nbytes.len())).map(|rank| Reverse((0_u128, rank)));
+    let mut lightest: BinaryHeap<Reverse<(u128, usize)>> = idle.collect();
+    let mut shares = vec![0; nbytes.len()];
+    for unit in order {
+        let Some(Reverse((bytes, rank))) = lightest.pop() else { break };
+        shares[unit] = rank;
+        lightest.push(Reverse((bytes + u128::from(nbytes[unit]), rank)));
+    }
+    Ok(shares)
 }

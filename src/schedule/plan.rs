@@ -263,20 +263,40 @@ impl ChunkPlan {
     /// Reads the JSON of [`to_json`](Self::to_json).
     ///
     /// # Errors
-    /// [`Error::Invalid`] unless it is that.
+    /// [`Error::Invalid`] unless it is that: also for more steps or chunks than a plan has, chunks out of order, and
+    /// numbers that are none.
     pub fn from_json(text: &str) -> Result<Self> {
         let plan: Self = serde_json::from_str(text)
             .map_err(|error| Error::Invalid(format!("text: expected the JSON of a chunk plan: {error}")))?;
-        let wrong = plan.chunks.iter().position(|chunk| {
-            let times = [chunk.start, chunk.seconds];
-            chunk.unit >= plan.units.len()
-                || chunk.step >= plan.reason.steps_per_version
-                || !times.iter().all(|time| time.is_finite() && *time >= 0.0)
-        });
+        let Self { units, chunks, reason } = &plan;
+        let steps = reason.steps_per_version;
         ensure!(
-            wrong.is_none(),
-            "text: chunk {} has a unit, step or time that the plan does not",
-            wrong.unwrap_or_default()
+            (1..=MOST_STEPS).contains(&steps),
+            "text: expected a version of 1 to {MOST_STEPS} steps, got {steps}"
+        );
+        ensure!(
+            chunks.len() as u64 <= MOST_CHUNKS,
+            "text: expected at most {MOST_CHUNKS} chunks, got {}",
+            chunks.len()
+        );
+        let seconds = [reason.delay_seconds, reason.used_seconds, reason.available_seconds];
+        ensure!(
+            seconds.iter().all(|seconds| seconds.is_finite() && *seconds >= 0.0),
+            "text: the reason has seconds that are none"
+        );
+        let is_chunk = |chunk: &Chunk| {
+            let times = [chunk.start, chunk.seconds];
+            chunk.unit < units.len()
+                && chunk.step < steps
+                && chunk.offset.checked_add(chunk.bytes).is_some()
+                && times.iter().all(|time| time.is_finite() && *time >= 0.0)
+        };
+        if let Some(wrong) = chunks.iter().position(|chunk| !is_chunk(chunk)) {
+            ensure!(false, "text: chunk {wrong} has a unit, step, range or time that the plan does not");
+        }
+        ensure!(
+            chunks.is_sorted_by_key(|chunk| chunk.step),
+            "text: expected chunks in the order of their steps"
         );
         Ok(plan)
     }

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, get_args
 from evermoe import _native
 from evermoe.planning._arguments import choice, count, count_lists, counts, names
 
-CopyPolicy = Literal["mixed", "group", "ring"]
+CopyPolicy = Literal["mixed", "group", "ring", "previous"]
 COPY_POLICIES: tuple[CopyPolicy, ...] = get_args(CopyPolicy)
 
 
@@ -27,7 +27,8 @@ def copy_holders(nodes: Sequence[str], copies: int, *, policy: CopyPolicy = "mix
     Nodes are sorted by name and a node's copies go to the next nodes of its group or ring. "mixed" is Gemini's
     placement (SOSP'23, §4): groups of `copies` nodes, and a ring of the last ones if the groups do not come out
     even. "group" insists that they do. "ring" is one ring of all nodes, which survives less but loses less at a
-    time. With fewer nodes than copies all nodes are used; the ranks of a single node copy to each other.
+    time; "previous" is that ring the other way round, to the nodes before, as in BAFT. With fewer nodes than
+    copies all nodes are used; the ranks of a single node copy to each other.
 
         >>> copy_holders(["a", "b", "c", "d", "e"], copies=2)
         [[0, 1], [1, 0], [2, 3], [3, 4], [4, 2]]
@@ -37,7 +38,7 @@ def copy_holders(nodes: Sequence[str], copies: int, *, policy: CopyPolicy = "mix
     Args:
         nodes: name of the node of each rank.
         copies: how many, the rank's own included; fewer where there are fewer nodes.
-        policy: "mixed", "group" or "ring".
+        policy: "mixed", "group", "ring" or "previous".
 
     Raises:
         ValueError: `copies` is 0 or, for "group", does not divide the number of nodes; `policy` is another.

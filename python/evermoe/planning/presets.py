@@ -15,8 +15,8 @@ PresetName = Literal["gemini", "pec", "baft", "moetion", "lazarus", "auto"]
 PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
 Selection = Policy | Literal["all", "none", "choose_copies"]
 """A policy of `select_experts`; everything; nothing; or what `choose_copies` says."""
-CopyPlacement = CopyPolicy | Literal["training", "previous_stage", "unit", "none"]
-"""A policy of `copy_holders`; `training_copy_holders`; the previous pipeline stage; `unit_copy_holders`; none."""
+CopyPlacement = CopyPolicy | Literal["training", "unit", "none"]
+"""A policy of `copy_holders`; `training_copy_holders`; `unit_copy_holders`; none."""
 
 
 class Preset(NamedTuple):
@@ -56,9 +56,9 @@ class Preset(NamedTuple):
         return self.selection == "budget"
 
     @property
-    def copies_to_previous_stage(self) -> bool:
-        """Whether each rank's copies are kept by the one before it, in a pipeline that of the stage before."""
-        return self.copy_placement == "previous_stage"
+    def copies_to_previous_node(self) -> bool:
+        """Whether each rank's copies are kept by the node before its own, in a pipeline that of the stages before."""
+        return self.copy_placement == "previous"
 
     @property
     def may_lose_tokens(self) -> bool:
@@ -78,8 +78,8 @@ PRESETS: Mapping[PresetName, Preset] = {
         lagging="always", needs_checkpoint_dir=True,
     ),
     "baft": Preset(
-        "all", "baft", ("snapshot",), "previous_stage", None,
-        "whole units to the previous pipeline stage, packed into bubbles that both ends have",
+        "all", "baft", ("snapshot",), "previous", None,
+        "whole units to the node before in the pipeline, packed into bubbles that both ends have",
         copies_late=True,
     ),
     "moetion": Preset(
@@ -88,7 +88,7 @@ PRESETS: Mapping[PresetName, Preset] = {
         lagging="always", per_expert_versions=True,
     ),
     "lazarus": Preset(
-        "none", None, ("active", "persisted"), "none", "mro",
+        "none", None, ("active", "persisted"), "none", "safest",
         "experts train on several nodes by load, placed so that most losses leave one; no other copies but the store",
         active_copies=True,
     ),

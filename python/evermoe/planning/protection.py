@@ -180,11 +180,9 @@ def _within_logs(plan: ProtectionPlan, request: _Request) -> ProtectionPlan:
 def _everything(request: _Request) -> ProtectionPlan:
     """Gemini and BAFT: snapshots of all units; each unit is sent by one of the ranks that have it."""
     nodes, primaries = [info.node for info in request.ranks], request.primaries()
-    if request.choices.copies_to_previous_stage:
-        previous = planning.copy_holders(nodes, request.copies, policy="ring")
-        # The ring's next node keeps a rank's copies; BAFT's previous stage is the ring the other way round.
-        keepers = {holder: rank for rank, ranks in enumerate(previous) for holder in ranks[1:2]}
-        others: list[tuple[int, ...]] = [(keepers[rank],) if rank in keepers else () for rank in primaries]
+    if request.choices.copies_to_previous_node:
+        previous = planning.copy_holders(nodes, 2, policy="previous")
+        others = [tuple(previous[rank][1:]) for rank in primaries]
     else:
         active = [unit.active for unit in request.units]
         others = [tuple(ranks[1:]) for ranks in planning.unit_copy_holders(primaries, active, nodes, request.copies)]

@@ -30,8 +30,8 @@ class PipelineConfig(Options):
     job: str = option(is_name=True)
     """Name of the job, the same for all ranks."""
     preset: PipelinePreset = "baft"
-    """`baft` copies all units to the stage before, of stage 0 to the last one; `moetion` only what fewer than `copies`
-    nodes hold anyway."""
+    """`baft` copies all units to the node before this one in the pipeline, of the first node to the last one; `moetion`
+    only what fewer than `copies` nodes hold anyway."""
     copies: int = option(2, least=0)
     """Nodes that are to hold each unit, those that train on it included (`moetion`; `baft` has one beside)."""
     node: str | None = option(None, is_name=True)

@@ -51,13 +51,18 @@ class Seat:
 def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
     """Who copies what to whom: each unit of a stage by one of its ranks, evenly.
 
-    `baft`: to the rank of the stage before with the same data-parallel coordinate, of stage 0 to the last one.
+    `baft`: to the node before the rank's own in its pipeline (the ranks of one data-parallel coordinate, stage by
+    stage), of the first node to the last one; where all stages are on one node, to the stage before.
     `moetion`: to ranks that keep what is missing to `copies` nodes beside the data-parallel peers, who hold it anyway.
 
         >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
         >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
         >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
         [(0, 2), (1, 3), (2, 0), (3, 1)]
+        >>> seats = [Seat(stage, 0, "ab"[stage // 2], "", units[0]) for stage in range(4)]  # two stages on a node
+        >>> [bundle.holders for bundle in stage_bundles("baft", seats, 2)]
+        [(0, 2), (1, 3), (2, 0), (3, 1)]
+        >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
         >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]  # the peers are enough
         [(0,), (1,), (2,), (3,)]
         >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 3)]
@@ -70,6 +75,7 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     """
     width = sum(seat.stage == 0 for seat in seats)
     names, holders = [], []
+    before = _ranks_before(seats, width)
     kept = planning.training_copy_holders(
         [seat.node for seat in seats],
         [seat.data_parallel for seat in seats],
@@ -81,13 +87,24 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
         units = seats[first].units
         primaries = planning.primaries([list(ranks)] * len(units), [nbytes for _, nbytes in units], len(seats))
         for (name, _), primary in zip(units, primaries, strict=True):
-            if planning.PRESETS[preset].copies_to_previous_stage:
-                others = [(primary - width) % len(seats)]
+            if planning.PRESETS[preset].copies_to_previous_node:
+                others = [before[primary]]
             else:
                 others = [rank for rank in kept[primary] if rank not in ranks]
             names.append(name)
             holders.append([primary, *others])
     return bundles(names, holders)
+
+
+def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
+    """For each rank, the one that keeps its copies in BAFT: the rank of the same place on the node before."""
+    found = {}
+    for first in range(width):
+        ranks = range(first, len(seats), width)
+        order = {node: f"{place:09}" for place, node in enumerate(dict.fromkeys(seats[rank].node for rank in ranks))}
+        keepers = planning.copy_holders([order[seats[rank].node] for rank in ranks], 2, policy="previous")
+        found.update({rank: ranks[keeper] for rank, (_, keeper) in zip(ranks, keepers, strict=True)})
+    return found
 
 
 class StageState(TrainingState):

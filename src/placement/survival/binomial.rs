@@ -34,7 +34,7 @@ impl Chance {
     }
 
     /// Probability of 0, 1, … failures of `nodes`, at most `most` of them.
-    pub(super) fn up_to(self, most: usize, nodes: usize) -> Vec<f64> {
+    pub(super) fn probabilities(self, most: usize, nodes: usize) -> Vec<f64> {
         let most = most.min(nodes);
         let mode = (((nodes + 1) as f64 * self.failed) as usize).min(most);
         let mut found = vec![0.0; most + 1];
@@ -95,7 +95,7 @@ mod tests {
         for nodes in 2..60 {
             for failures in 1..nodes {
                 let chance = Chance::of(failures, nodes);
-                let all = chance.up_to(nodes, nodes);
+                let all = chance.probabilities(nodes, nodes);
                 let mut choose = 1.0;
                 for (k, &found) in all.iter().enumerate() {
                     let p = chance.failed.powi(k as i32) * chance.alive.powi((nodes - k) as i32);
@@ -110,7 +110,7 @@ mod tests {
     #[test]
     fn probabilities_of_large_sizes_sum_to_one() {
         for failures in [1, 300, 50_000, 99_999] {
-            let sum: f64 = Chance::of(failures, 100_000).up_to(100_000, 100_000).iter().sum();
+            let sum: f64 = Chance::of(failures, 100_000).probabilities(100_000, 100_000).iter().sum();
             assert!((sum - 1.0).abs() < 1e-12, "{failures}: {sum}");
         }
     }

@@ -1,36 +1,34 @@
-//! Walks along a component and keeps, for each way that its open sets can stand, the probability of each number of
-//! failures: polynomial where few sets are open at a time, as in rings and grids of any length.
+//! Walks along a component and keeps, for each way that its open sets can stand, the choices of each number of failed
+//! nodes: polynomial where few sets are open at a time, as in rings and grids of any length.
 //!
 //! What matters of an open set of which all nodes have failed so far is what is left of it. Sets of which the same is
 //! left are one, so a state is a bit set of such rests: after nodes 0 and 1 of `{0, 1, 4}` and `{1, 4}` of
 //! `{1, 3, 4}`, … the rest `[4]` says that node 4 must stay.
 
-use super::binomial::Chance;
 use super::family::Component;
+use super::weights::{Weights, Window};
 use std::collections::HashMap;
 
-/// ln of the probability of numbers of failures that are left out, on each side and at each node: below 10⁻²⁵.
-const NEGLIGIBLE: f64 = 58.0;
+/// Bytes of the sums kept at a time, at most.
+const MOST_KEPT_BYTES: usize = 128 << 20;
 
-/// Probabilities kept at a time, at most: 128 MiB.
-const MOST_KEPT: usize = 1 << 24;
-
-/// Probability that the component loses nothing and 0, 1, …, `failures` of its nodes fail; None if that takes more
-/// than `work` steps, which it is charged for.
-pub(super) fn frontier(
+/// Choices of 0, 1, …, `failures` nodes with which the component loses nothing; None if that takes more than `work`
+/// steps, which it is charged for.
+pub(super) fn frontier<W: Weights>(
     component: &Component,
-    chance: Chance,
+    weights: W,
     failures: usize,
     work: &mut usize,
-) -> Option<Vec<f64>> {
-    let mut states = States { keys: vec![0], values: vec![1.0], window: Window { first: 0, size: 1 } };
+) -> Option<Vec<W::Sum>> {
+    let mut states: States<W> =
+        States { keys: vec![0], values: vec![1.into()], window: Window { first: 0, size: 1 } };
     for (node, step) in steps(component)?.iter().enumerate() {
-        let window = Window::after(node + 1, chance, failures);
+        let window = weights.window(node + 1, failures);
         *work = work.checked_sub(states.keys.len() * (window.size + STATE_COST))?;
-        states = states.advance(step, chance, window)?;
+        states = states.advance(step, weights, window)?;
     }
     // All sets are closed: one state is left.
-    let mut found = vec![0.0; states.window.first];
+    let mut found = vec![0.into(); states.window.first];
     found.extend(states.values);
     Some(found)
 }
@@ -99,43 +97,24 @@ fn first(rest: &[usize]) -> usize {
     rest[0]
 }
 
-/// The numbers of failures that are kept: `size` of them from `first` on.
-#[derive(Clone, Copy)]
-struct Window {
-    first: usize,
-    size: usize,
-}
-
-impl Window {
-    /// Bernstein's inequality bounds how far from its mean the number of failures of `nodes` is.
-    fn after(nodes: usize, chance: Chance, failures: usize) -> Self {
-        let mean = nodes as f64 * chance.failed;
-        let third = NEGLIGIBLE / 3.0;
-        let reach = third + (third * third + 2.0 * NEGLIGIBLE * mean * chance.alive).sqrt();
-        let first = ((mean - reach).max(0.0) as usize).min(failures);
-        let last = (mean + reach) as usize + 1;
-        Self { first, size: last.min(failures).min(nodes) + 1 - first }
-    }
-}
-
-struct States {
+struct States<W: Weights> {
     keys: Vec<u128>,
     /// `[states, window]`
-    values: Vec<f64>,
+    values: Vec<W::Sum>,
     window: Window,
 }
 
-impl States {
-    fn advance(&self, step: &Step, chance: Chance, window: Window) -> Option<Self> {
+impl<W: Weights> States<W> {
+    fn advance(&self, step: &Step, weights: W, window: Window) -> Option<Self> {
         let mut next = Self { keys: Vec::new(), values: Vec::new(), window };
         let mut index = HashMap::new();
         for (&key, values) in self.keys.iter().zip(self.values.chunks(self.window.size)) {
-            next.add(&mut index, key & !step.ending, values, self.window.first, chance.alive);
+            next.add(&mut index, key & !step.ending, values, self.window.first, weights.alive());
             if let Some(key) = step.failed(key) {
-                next.add(&mut index, key, values, self.window.first + 1, chance.failed);
+                next.add(&mut index, key, values, self.window.first + 1, weights.failed());
             }
         }
-        (next.values.len() <= MOST_KEPT).then_some(next)
+        (size_of_val(&next.values[..]) <= MOST_KEPT_BYTES).then_some(next)
     }
 
     /// Adds `values`, which begin at `first` failures, times `weight` to the state.
@@ -143,29 +122,31 @@ impl States {
         &mut self,
         index: &mut HashMap<u128, usize>,
         key: u128,
-        values: &[f64],
+        values: &[W::Sum],
         first: usize,
-        weight: f64,
+        weight: W::Sum,
     ) {
         let size = self.window.size;
         let state = *index.entry(key).or_insert_with(|| {
             self.keys.push(key);
-            self.values.resize(self.values.len() + size, 0.0);
+            self.values.resize(self.values.len() + size, 0.into());
             self.keys.len() - 1
         });
         let row = &mut self.values[state * size..(state + 1) * size];
         let skipped = self.window.first.saturating_sub(first).min(values.len());
         let from = (first + skipped).saturating_sub(self.window.first).min(size);
         for (sum, value) in row[from..].iter_mut().zip(&values[skipped..]) {
-            *sum += weight * value;
+            *sum += weight * *value;
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::binomial::Chance;
     use super::super::family::Family;
     use super::super::search::search;
+    use super::super::weights::Counted;
     use super::*;
     use proptest::prelude::*;
 
@@ -181,6 +162,9 @@ mod tests {
                     let found = found.get(k).copied().unwrap_or(0.0);
                     prop_assert!((found - expected).abs() < 1e-13, "{} failures: {} or {}", k, found, expected);
                 }
+                let mut counted = search(&component, Counted, failures);
+                counted.truncate(failures.min(component.nodes) + 1);
+                prop_assert_eq!(frontier(&component, Counted, failures, &mut (1 << 30)).unwrap(), counted);
             }
         }
     }

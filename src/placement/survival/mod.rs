@@ -6,9 +6,10 @@
 //!                                                     └─ sampling  what is too much work for both
 //! ```
 //!
-//! The exact methods let every node fail on its own with probability p = F/N, so that nothing overflows: each component
-//! gives the probability that it loses nothing and k of its nodes fail, the components are convolved, and the
-//! coefficient of F is divided by the probability that F nodes fail at all. That quotient does not depend on p.
+//! The exact methods count: each component gives the choices of k failed nodes with which it loses nothing, the
+//! components are convolved, and the coefficient of F is divided by all choices of F nodes. Where these are too many to
+//! be counted, every node fails on its own with probability p = F/N instead: sums of probabilities do not overflow, and
+//! the quotient does not depend on p.
 
 mod binomial;
 mod family;
@@ -16,13 +17,22 @@ mod frontier;
 mod recovery;
 mod sampling;
 mod search;
+mod share;
+mod weights;
 
 use crate::ensure;
 use crate::error::Result;
 use binomial::Chance;
 use family::{Component, Family};
+use std::ops::{AddAssign, Mul};
+use weights::{Counted, Weights};
 
 pub use recovery::{copy_recovery_probability, recovery_probability};
+#[cfg(feature = "python")]
+pub(crate) use recovery::{copy_recovery_until, recovery_until};
+pub(crate) use sampling::Draws;
+pub(super) use share::Share;
+pub(super) use weights::choose;
 
 /// Memory and the precision of the sums are bounded by it.
 const MOST_NODES: usize = 1 << 20;
@@ -49,15 +59,16 @@ pub struct Survival {
 
 /// The probability that none of the `holders`, sets of nodes, lies wholly within `failures` failed nodes of `nodes`.
 ///
-/// Every choice of `failures` nodes is equally likely. The result is exact (up to rounding, about 10⁻¹²) if `samples`
-/// is None and the work allows it; else it comes from that many samples, or from 100,000.
+/// Every choice of `failures` nodes is equally likely. The result is exact if `samples` is None and the work allows it: a
+/// quotient of two counts, rounded once, or up to about 10⁻¹² where there are more than 2^120 choices. Else it comes from
+/// that many samples, or from 100,000.
 ///
 /// ```
 /// use evermoe::placement::survival;
 /// // 16 nodes in pairs, two fail: 1 − 8/120.
 /// let pairs: Vec<Vec<usize>> = (0..8).map(|pair| vec![2 * pair, 2 * pair + 1]).collect();
 /// let found = survival(16, &pairs, 2, None, 0)?;
-/// assert!((found.probability - (1.0 - 8.0 / 120.0)).abs() < 1e-14);
+/// assert_eq!(found.probability, 112.0 / 120.0);
 /// assert_eq!((found.error, found.samples), (0.0, None));
 /// // The same by 1000 samples.
 /// let sampled = survival(16, &pairs, 2, Some(1000), 7)?;
@@ -75,38 +86,46 @@ pub fn survival(
     samples: Option<u64>,
     seed: u64,
 ) -> Result<Survival> {
-    check(nodes, holders, failures, samples)?;
-    Ok(weigh(nodes, holders, failures, samples, seed, MOST_WORK))
+    survival_until(nodes, holders, failures, Draws::new(samples, seed))
 }
 
-/// Survival with a limit on the work of the exact methods, for planners that ask often; the arguments are known to fit.
-pub(super) fn weigh(
+/// [`survival`] that can be ended early.
+fn survival_until(
     nodes: usize,
     holders: &[Vec<usize>],
     failures: usize,
-    samples: Option<u64>,
-    seed: u64,
-    most_work: usize,
-) -> Survival {
-    let exactly = |probability| Survival { probability, error: 0.0, samples: None };
+    draws: Draws<'_>,
+) -> Result<Survival> {
+    check(nodes, holders, failures, draws.samples)?;
+    let exact = draws.samples.is_none() || trivial(nodes, holders, failures).is_some();
+    if exact && let Some(share) = counted(nodes, holders, failures, MOST_WORK) {
+        return Ok(Survival { probability: share.probability(), error: 0.0, samples: None });
+    }
+    let samples = draws.samples.unwrap_or(SAMPLES);
+    let probability = sampling::sample(&Family::new(nodes, holders, failures), failures, samples, draws)?;
+    Ok(Survival { probability, error: sampling::error(samples), samples: Some(samples) })
+}
+
+/// Survival with a limit on the work of the exact methods, for planners that ask often; the arguments are known to fit.
+pub(super) fn weigh(nodes: usize, holders: &[Vec<usize>], failures: usize, most_work: usize) -> Share {
+    counted(nodes, holders, failures, most_work).unwrap_or_else(|| {
+        let family = Family::new(nodes, holders, failures);
+        match sampling::sample(&family, failures, SAMPLES, Draws::new(None, 0)) {
+            Ok(probability) => Share::Estimated(probability),
+            Err(_) => unreachable!("nothing ends these draws"),
+        }
+    })
+}
+
+/// Whether something survives any failures, or none, without a look at which.
+fn trivial(nodes: usize, holders: &[Vec<usize>], failures: usize) -> Option<bool> {
     if holders.iter().any(Vec::is_empty) {
-        return exactly(0.0);
+        return Some(false);
     }
     if holders.is_empty() || failures == 0 {
-        return exactly(1.0);
+        return Some(true);
     }
-    if failures == nodes {
-        return exactly(0.0);
-    }
-    let family = Family::new(nodes, holders, failures);
-    if samples.is_none()
-        && let Some(probability) = exact(&family, failures, most_work)
-    {
-        return exactly(probability);
-    }
-    let samples = samples.unwrap_or(SAMPLES);
-    let probability = sampling::sample(&family, failures, samples, seed);
-    Survival { probability, error: sampling::error(samples), samples: Some(samples) }
+    (failures == nodes).then_some(false)
 }
 
 fn check(nodes: usize, holders: &[Vec<usize>], failures: usize, samples: Option<u64>) -> Result<()> {
@@ -125,50 +144,75 @@ fn check(nodes: usize, holders: &[Vec<usize>], failures: usize, samples: Option<
     Ok(())
 }
 
-/// The probability itself, or None if it takes too much work.
-fn exact(family: &Family<'_>, failures: usize, most_work: usize) -> Option<f64> {
+/// The exact survival, or None if it takes too much work.
+fn counted(nodes: usize, holders: &[Vec<usize>], failures: usize, most_work: usize) -> Option<Share> {
+    let all = choose(nodes, failures);
+    let share = |survived, all| Share::Counted { survived, all };
+    if let Some(survives) = trivial(nodes, holders, failures) {
+        return Some(match all {
+            Some(all) => share(if survives { all } else { 0 }, all),
+            None => Share::Estimated(f64::from(u8::from(survives))),
+        });
+    }
+    let family = Family::new(nodes, holders, failures);
+    let Some(all) = all else {
+        let chance = Chance::of(failures, nodes);
+        let survived = survived(&family, failures, most_work, chance)?;
+        return Some(Share::Estimated((survived / chance.exactly(failures, nodes)).min(1.0)));
+    };
+    Some(share(survived(&family, failures, most_work, Counted)?, all))
+}
+
+/// Choices of `failures` nodes that lose nothing, or None if they take too much work.
+fn survived<W: Weights>(
+    family: &Family<'_>,
+    failures: usize,
+    most_work: usize,
+    weights: W,
+) -> Option<W::Sum> {
     let nodes = family.vital.len();
     let vital = family.vital.iter().filter(|&&vital| vital).count();
-    if vital == 0 && family.sets.is_empty() {
-        return Some(1.0);
-    }
-    let chance = Chance::of(failures, nodes);
     let mut work = most_work;
-    let mut all = vec![chance.weight(0, vital)];
+    let mut all = vec![weights.choices(1, 0, vital)];
     let mut free = nodes - vital;
     for component in family.components() {
-        let part = one(&component, chance, failures, &mut work)?;
+        let part = one(&component, weights, failures, &mut work)?;
         work = work.checked_sub(all.len() * part.len())?;
         all = convolve(&all, &part, failures);
         free -= component.nodes;
     }
-    let others = chance.up_to(failures, free);
-    let pair =
-        |(failed, weight): (usize, &f64)| others.get(failures - failed).map_or(0.0, |other| weight * other);
-    let survived: f64 = all.iter().enumerate().map(pair).sum();
-    Some((survived / chance.exactly(failures, nodes)).min(1.0))
+    let others = weights.up_to(failures, free);
+    let pair = |(failed, &choices): (usize, &W::Sum)| {
+        others.get(failures - failed).map_or(0.into(), |&other| choices * other)
+    };
+    Some(all.iter().enumerate().map(pair).sum())
 }
 
-/// Probability that one component loses nothing and 0, 1, …, `failures` of its nodes fail.
-fn one(component: &Component, chance: Chance, failures: usize, work: &mut usize) -> Option<Vec<f64>> {
+/// Choices of 0, 1, …, `failures` nodes with which one component loses nothing.
+fn one<W: Weights>(
+    component: &Component,
+    weights: W,
+    failures: usize,
+    work: &mut usize,
+) -> Option<Vec<W::Sum>> {
     let cost = search::cost(component, failures);
     if cost > CHEAP_SEARCH {
         // In vain it may cost as much again as the search, and half of what is left.
         let share = (cost as usize).min(*work / 2);
         let mut rest = share;
-        let found = frontier::frontier(component, chance, failures, &mut rest);
+        let found = frontier::frontier(component, weights, failures, &mut rest);
         *work -= share - rest;
         if found.is_some() {
             return found;
         }
     }
     *work = work.checked_sub(cost as usize)?;
-    Some(search::search(component, chance, failures))
+    Some(search::search(component, weights, failures))
 }
 
 /// The product of two polynomials up to degree `failures`.
-fn convolve(a: &[f64], b: &[f64], failures: usize) -> Vec<f64> {
-    let mut product = vec![0.0; (a.len() + b.len() - 1).min(failures + 1)];
+fn convolve<S: Copy + From<u8> + AddAssign + Mul<Output = S>>(a: &[S], b: &[S], failures: usize) -> Vec<S> {
+    let mut product = vec![0.into(); (a.len() + b.len() - 1).min(failures + 1)];
     for (degree, &factor) in b.iter().enumerate() {
         for (sum, &term) in product.iter_mut().skip(degree).zip(a) {
             *sum += factor * term;

@@ -1,6 +1,6 @@
 //! Survival of a placement of experts, or of copies.
 
-use super::{Survival, survival};
+use super::{Draws, Survival, survival_until};
 use crate::ensure;
 use crate::error::Result;
 use crate::placement::domains::domain_of;
@@ -37,6 +37,17 @@ pub fn recovery_probability(
     samples: Option<u64>,
     seed: u64,
 ) -> Result<Survival> {
+    recovery_until(matrix, [nodes, experts], failures, domains, Draws::new(samples, seed))
+}
+
+/// [`recovery_probability`] that can be ended early.
+pub(crate) fn recovery_until(
+    matrix: &[i64],
+    [nodes, experts]: [usize; 2],
+    failures: usize,
+    domains: Option<&[Vec<usize>]>,
+    draws: Draws<'_>,
+) -> Result<Survival> {
     ensure!(
         nodes.checked_mul(experts) == Some(matrix.len()),
         "matrix: expected {nodes} nodes × {experts} experts, got {} numbers",
@@ -61,7 +72,7 @@ pub fn recovery_probability(
             }
         }
     }
-    survival(count, &holders, failures, samples, seed)
+    survival_until(count, &holders, failures, draws)
 }
 
 /// The probability that everything keeps a holder when `failures` of the nodes fail at once.
@@ -92,6 +103,16 @@ pub fn copy_recovery_probability<S: AsRef<str>>(
     samples: Option<u64>,
     seed: u64,
 ) -> Result<Survival> {
+    copy_recovery_until(holders, failures, nodes, Draws::new(samples, seed))
+}
+
+/// [`copy_recovery_probability`] that can be ended early.
+pub(crate) fn copy_recovery_until<S: AsRef<str>>(
+    holders: &[Vec<usize>],
+    failures: usize,
+    nodes: Option<&[S]>,
+    draws: Draws<'_>,
+) -> Result<Survival> {
     let ranks = nodes.map_or(holders.len(), <[S]>::len);
     for (item, members) in holders.iter().enumerate() {
         if let Some(rank) = members.iter().find(|&&rank| rank >= ranks) {
@@ -99,7 +120,7 @@ pub fn copy_recovery_probability<S: AsRef<str>>(
         }
     }
     let Some(nodes) = nodes else {
-        return survival(ranks, holders, failures, samples, seed);
+        return survival_until(ranks, holders, failures, draws);
     };
     let mut index: BTreeMap<&str, usize> = BTreeMap::new();
     let mut node_of = Vec::with_capacity(ranks);
@@ -109,5 +130,5 @@ pub fn copy_recovery_probability<S: AsRef<str>>(
     }
     let on_nodes: Vec<Vec<usize>> =
         holders.iter().map(|members| members.iter().map(|&rank| node_of[rank]).collect()).collect();
-    survival(index.len(), &on_nodes, failures, samples, seed)
+    survival_until(index.len(), &on_nodes, failures, draws)
 }

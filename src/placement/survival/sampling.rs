@@ -1,18 +1,41 @@
 //! Monte Carlo: draws failed nodes until a holder set is complete.
 
 use super::family::Family;
+use crate::error::Result;
 
 /// ln(2 / 0.001): Hoeffding's inequality at 99.9 %.
 const CONFIDENCE: f64 = 7.600_902_459_542_082;
 
-/// The part of `samples` draws of `failures` nodes that complete no set of the family.
-pub(super) fn sample(family: &Family<'_>, failures: usize, samples: u64, seed: u64) -> f64 {
+/// Nodes that are drawn from one question whether to continue to the next: some milliseconds of them.
+const DRAWN_AT_ONCE: usize = 1 << 18;
+
+/// Number of draws, and what may end them early.
+#[derive(Clone, Copy)]
+pub(crate) struct Draws<'a> {
+    /// Draw so many; None for the exact result, if that is not too much work.
+    pub(crate) samples: Option<u64>,
+    /// Seed of the draws.
+    pub(crate) seed: u64,
+    /// Asked every few milliseconds; an error ends the draws and is returned.
+    pub(crate) proceed: &'a (dyn Fn() -> Result<()> + Sync),
+}
+
+impl Draws<'_> {
+    /// Draws that nothing ends early.
+    pub(crate) fn new(samples: Option<u64>, seed: u64) -> Self {
+        Self { samples, seed, proceed: &|| Ok(()) }
+    }
+}
+
+/// Part of `samples` draws of `failures` nodes that complete no set of the family.
+pub(super) fn sample(family: &Family<'_>, failures: usize, samples: u64, draws: Draws<'_>) -> Result<f64> {
     let sets_of = family.sets_of_nodes();
     let mut left: Vec<usize> = family.sets.iter().map(|set| set.len()).collect();
     // Each draw shuffles the front of what the last one left: again all subsets are equally likely.
     let mut nodes: Vec<usize> = (0..family.vital.len()).collect();
-    let mut random = SplitMix(seed);
-    let survived = (0..samples).filter(|_| {
+    let mut random = SplitMix(draws.seed);
+    let (mut survived, mut since) = (0_u64, 0);
+    for _ in 0..samples {
         let mut drawn = 0;
         let mut lost = false;
         while drawn < failures && !lost {
@@ -27,9 +50,14 @@ pub(super) fn sample(family: &Family<'_>, failures: usize, samples: u64, seed: u
             drawn += 1;
         }
         nodes[..drawn].iter().flat_map(|&node| &sets_of[node]).for_each(|&set| left[set] += 1);
-        !lost
-    });
-    survived.count() as f64 / samples as f64
+        survived += u64::from(!lost);
+        since += drawn;
+        if since >= DRAWN_AT_ONCE {
+            (draws.proceed)()?;
+            since = 0;
+        }
+    }
+    Ok(survived as f64 / samples as f64)
 }
 
 /// Error of the part of so many samples, at most, with a probability of 99.9 %.

@@ -3,8 +3,8 @@
 //! The nodes that may still fail are a bit set, so the last choice is a count of bits and nothing is tried in vain.
 //! Exponential in the number of failures only: the method for few failures of nodes that share many sets.
 
-use super::binomial::Chance;
 use super::family::Component;
+use super::weights::Weights;
 
 /// Words of the table of pairs, at most: 128 MiB.
 const MOST_WORDS: usize = 1 << 24;
@@ -25,12 +25,12 @@ pub(super) fn cost(component: &Component, failures: usize) -> f64 {
     sum * (words as f64 + incidences as f64 / nodes.max(1.0))
 }
 
-/// Probability that the component loses nothing and 0, 1, …, `failures` of its nodes fail.
-pub(super) fn search(component: &Component, chance: Chance, failures: usize) -> Vec<f64> {
+/// Choices of 0, 1, …, `failures` nodes with which the component loses nothing.
+pub(super) fn search<W: Weights>(component: &Component, weights: W, failures: usize) -> Vec<W::Sum> {
     let nodes = component.nodes;
     let mut search = Search::new(component, failures.min(nodes));
     search.choose(0);
-    let weigh = |(failed, &count): (usize, &u64)| count as f64 * chance.weight(failed, nodes - failed);
+    let weigh = |(failed, &count): (usize, &u64)| weights.choices(count, failed, nodes - failed);
     search.counts.iter().enumerate().map(weigh).collect()
 }
 

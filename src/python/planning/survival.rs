@@ -1,9 +1,11 @@
 //! [`crate::placement`] for Python: what survives.
 
 use super::numbers;
-use crate::placement;
+use crate::error::{Error, Result};
+use crate::placement::{self, Draws};
 use numpy::{PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
+use std::sync::{Mutex, PoisonError};
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(recovery_probability, module)?)?;
@@ -17,6 +19,27 @@ fn to_tuple(found: placement::Survival) -> Survival {
     (found.probability, found.error, found.samples)
 }
 
+/// Calls a planner without the GIL, with draws that a signal (Ctrl-C, say) ends.
+fn interruptible(
+    py: Python<'_>,
+    samples: Option<u64>,
+    seed: u64,
+    find: impl Send + FnOnce(Draws<'_>) -> Result<placement::Survival>,
+) -> PyResult<Survival> {
+    let raised = Mutex::new(None);
+    let proceed = || {
+        Python::attach(|py| py.check_signals()).map_err(|error| {
+            *raised.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+            Error::Cancelled("a signal has ended the draws".into())
+        })
+    };
+    let found = py.detach(|| find(Draws { samples, seed, proceed: &proceed }));
+    match raised.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(to_tuple(found?)),
+    }
+}
+
 #[pyfunction]
 fn recovery_probability(
     py: Python<'_>,
@@ -26,12 +49,11 @@ fn recovery_probability(
     samples: Option<u64>,
     seed: u64,
 ) -> PyResult<Survival> {
-    let [nodes, experts] = [matrix.shape()[0], matrix.shape()[1]];
+    let shape = [matrix.shape()[0], matrix.shape()[1]];
     let matrix = numbers(&matrix);
-    let find = || {
-        placement::recovery_probability(&matrix, nodes, experts, failures, domains.as_deref(), samples, seed)
-    };
-    Ok(to_tuple(py.detach(find)?))
+    interruptible(py, samples, seed, |draws| {
+        placement::recovery_until(&matrix, shape, failures, domains.as_deref(), draws)
+    })
 }
 
 #[pyfunction]
@@ -43,6 +65,7 @@ fn copy_recovery_probability(
     samples: Option<u64>,
     seed: u64,
 ) -> PyResult<Survival> {
-    let find = || placement::copy_recovery_probability(&holders, failures, nodes.as_deref(), samples, seed);
-    Ok(to_tuple(py.detach(find)?))
+    interruptible(py, samples, seed, |draws| {
+        placement::copy_recovery_until(&holders, failures, nodes.as_deref(), draws)
+    })
 }

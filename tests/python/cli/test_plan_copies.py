@@ -167,7 +167,7 @@ def test_a_rack_takes_the_copies_that_are_in_it():
     found = rows(report(cluster=(4, 4, 2, 2, (1,))))
     assert (found["gemini"].survives, found["gemini"].repeated_steps) == (0, 499.5)  # groups of 2 are racks of 2
     assert found["auto"].survives == 1
-    assert found["lazarus"].survives == 0  # its placement does not look at racks either
+    assert found["lazarus"].survives == 1  # its replicas are in two racks
 
 
 def test_active_replicas_alone():

@@ -1,4 +1,4 @@
-"""A pipeline of 2 stages with 2 data-parallel ranks each: real processes, of which each is killed in turn."""
+"""A pipeline of 2 stages with 2 data-parallel ranks each, or of 4 stages: real processes, each of which is killed."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ class Rank(Worker):
 
 
 class Pipeline:
-    """A job of pipeline ranks, each on a node of its own."""
+    """A job of pipeline ranks, each on a node of its own, or with others on one."""
 
-    def __init__(self, job: Job, **options):
-        self.job, self.options = job, options
+    def __init__(self, job: Job, ranks_per_node=1, **options):
+        self.job, self.ranks_per_node, self.options = job, ranks_per_node, options
         self.ranks = []
 
+    def node(self, rank):
+        return f"n{rank // self.ranks_per_node}"
+
     def start(self, rank, **options):
-        copies = {"job": self.job.name, "memory_dir": str(self.job.memory), "node": f"n{rank}"}
+        copies = {"job": self.job.name, "memory_dir": str(self.job.memory), "node": self.node(rank)}
         copies |= {"hang_limit": 10.0, "agree_limit": 30.0, "copy_buffer_bytes": 1 << 14}
         everything = self.options | options
         copies |= everything.pop("copies", {})
@@ -163,6 +166,25 @@ def test_a_whole_stage_is_lost(start_job, uninterrupted, preset):
         recovered = each.events("recovered")[0]
         assert recovered["step"] in (step - 1, step)  # the one before where the newest one's copies were under way
         assert recovered["sources"] == {"local memory": 0, "peer": len(digests[0])}
+
+
+def test_a_node_with_two_stages_is_lost(start_job):
+    """Its stages' copies are on the other node, one on each rank, although the stage before was beside one of them."""
+    pipeline = Pipeline(start_job(RANKS), ranks_per_node=2, stages=RANKS, peers=1, steps=40, copies=PRESETS["baft"])
+    started = [pipeline.start(rank) for rank in range(RANKS)]
+    died_after = started[3].wait_for("step", step=5)["step"]
+    for each in started[2:]:
+        each.process.kill()
+    for each in started[2:]:
+        each.process.join(PATIENCE)
+    shutil.rmtree(pipeline.job.node_memory("n1"))
+    newcomers = [pipeline.start(rank) for rank in (2, 3)]
+    done = pipeline.finish()
+    for each in newcomers:
+        recovered = each.events("recovered")[0]
+        assert recovered["step"] >= died_after - 1
+        assert recovered["sources"] == {"local memory": 0, "peer": len(done[0]["digests"])}
+    assert [each["different"] for each in done] == [[]] * RANKS
 
 
 def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):

@@ -29,7 +29,7 @@ def test_balanced_is_one_table_that_meets_its_imbalance(experts, ranks, slots, o
     load_E = tokens_EN.sum(axis=1)
     fluid = planning.imbalance(matrix_NE, load_E, policy="balanced") * computed_N.mean()
     assert fluid - 1e-6 <= computed_N.max() < fluid + 1
-    assert fluid <= planning.imbalance(matrix_NE, load_E) * computed_N.mean()
+    assert fluid - 1e-6 <= planning.imbalance(matrix_NE, load_E) * computed_N.mean()
 
 
 def test_even_is_the_default():

@@ -14,7 +14,7 @@ def test_policies_differ_where_they_should():
     assert planning.copy_holders(nodes, 2, policy="ring") == [[0, 1], [1, 2], [2, 3], [3, 0]]
 
 
-@pytest.mark.parametrize("policy", ["mixed", "group", "ring"])
+@pytest.mark.parametrize("policy", planning.holders.COPY_POLICIES)
 def test_ten_thousand_nodes(policy):
     holders = planning.copy_holders([f"node{number:05}" for number in range(10_000)], 4, policy=policy)
     assert all(len(set(ranks)) == 4 and ranks[0] == rank for rank, ranks in enumerate(holders))
@@ -33,7 +33,10 @@ def test_zero_stages_of_a_training_job():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: planning.copy_holders(["a"], 1, policy="moon"), r"policy: expected one of mixed, group, ring, got"),
+        (
+            lambda: planning.copy_holders(["a"], 1, policy="moon"),
+            r"policy: expected one of mixed, group, ring, previous, got",
+        ),
         (lambda: planning.copy_holders(["a", "b", "c"], 2, policy="group"), r"copies: groups of 2 do not divide 3"),
         (lambda: planning.training_copy_holders(["a"], [], [0], 1), r"data_parallel: expected a number for each"),
         (lambda: planning.training_copy_holders(["a"], [0], [0, 0], 1), r"pipeline: expected a number for each"),

@@ -143,7 +143,10 @@ def test_lost_units_have_names():
         (lambda: planning.primaries([], [], 2**40), r"ranks: expected at most 2\^24"),
         (lambda: planning.copy_holders("ab", 2), r"nodes: expected a list of names, got 'ab'"),
         (lambda: planning.copy_holders([1, 2], 1), r"nodes: expected names, which are strings, got 1"),
-        (lambda: planning.copy_holders(["a"], 1, policy=None), r"policy: expected one of mixed, group, ring, got None"),
+        (
+            lambda: planning.copy_holders(["a"], 1, policy=None),
+            r"policy: expected one of mixed, group, ring, previous, got None",
+        ),
         (lambda: planning.unit_copy_holders([-1], [[0]], ["a"], 1), r"primaries: expected an integer from 0"),
         (
             lambda: planning.unit_copy_holders([9], [[0]], ["a"], 1),

@@ -115,3 +115,16 @@ def test_units_that_a_budget_leaves_out_never_leave_a_gap(start_job):
     for each in workers:
         assert "wait for its full state" not in each.log()
         assert len(each.events("held")) > 10
+
+
+def test_lazarus_loses_nothing_when_a_node_with_several_ranks_dies(start_job):
+    """Replicas are placed by node and dealt to its ranks: each expert is on the other node, too."""
+    job = start_job(3, preset="lazarus")
+    node = {"a": "x", "b": "y", "c": "y"}
+    workers = [job.start(name, session={"node": on}, steps=60) for name, on in node.items()]
+    workers[2].wait_for("share", step=5)
+    for each in workers[1:]:
+        each.process.kill()
+    assert [each.join() for each in workers] == [0, -9, -9]
+    recovered = check_recovered(workers, workers[0])
+    assert (recovered["steps_lost"], recovered["lost_units"]) == (0, [])

@@ -33,6 +33,8 @@ class Options:
     folder: str
     lighthouse: str
     rank: int
+    stages: int = STAGES
+    peers: int = PEERS
     steps: int = 13
     kill_in_step: int | None = None
     """Dies in the second microbatch of this step."""
@@ -118,16 +120,22 @@ def reach_in_store(options: Options) -> None:
 def connect(options: Options, chunks: nn.ModuleList) -> tuple[Any, Any]:
     """torch's own groups of this epoch, and the schedule; the group of the data-parallel peers."""
     reach(options, "default group")
-    peers = [dist.new_group([stage * PEERS + peer for peer in range(PEERS)]) for stage in range(STAGES)]
+    peers = [
+        dist.new_group([stage * options.peers + peer for peer in range(options.peers)])
+        for stage in range(options.stages)
+    ]
     reach(options, "peers")
-    chains = [dist.new_group([stage * PEERS + peer for stage in range(STAGES)]) for peer in range(PEERS)]
-    stage, peer = divmod(options.rank, PEERS)
+    chains = [
+        dist.new_group([stage * options.peers + peer for stage in range(options.stages)])
+        for peer in range(options.peers)
+    ]
+    stage, peer = divmod(options.rank, options.peers)
     example = torch.zeros(ROWS, options.width)
     parts = [
         pipelining.PipelineStage(
             chunk,
-            stage + number * STAGES,
-            STAGES * len(chunks),
+            stage + number * options.stages,
+            options.stages * len(chunks),
             torch.device("cpu"),
             input_args=(example,),
             output_args=(example,),
@@ -149,18 +157,20 @@ def batch(step: int, peer: int, width: int) -> torch.Tensor:
 
 def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList, step: int) -> float:
     """Forward, backward and the reduction over the data-parallel peers; the mean loss, on the last stage."""
-    stage, peer = divmod(options.rank, PEERS)
+    stage, peer = divmod(options.rank, options.peers)
     inputs, target = batch(step, peer, options.width)
     losses: list[torch.Tensor] = []
     if stage == 0:
         schedule.step(inputs)
+    elif stage < options.stages - 1:
+        schedule.step()
     else:
         schedule.step(target=target, losses=losses)
     gradients = torch.cat([p.grad.flatten() for p in chunks.parameters()])
     dist.all_reduce(gradients, group=peers)
     start = 0
     for parameter in chunks.parameters():
-        parameter.grad.copy_(gradients[start : start + parameter.numel()].view_as(parameter) / PEERS)
+        parameter.grad.copy_(gradients[start : start + parameter.numel()].view_as(parameter) / options.peers)
         start += parameter.numel()
     return float(torch.stack(losses).mean().detach()) if losses else 0.0
 
@@ -175,17 +185,17 @@ def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
 
 
 def train(options: Options) -> None:
-    stage, peer = divmod(options.rank, PEERS)
-    numbers = range(stage, STAGES * options.chunks, STAGES)
+    stage, peer = divmod(options.rank, options.peers)
+    numbers = range(stage, options.stages * options.chunks, options.stages)
     chunks = nn.ModuleList([Stage(number, options.width, options.work) for number in numbers])
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=1e-2, fused=True)
     copies = evermoe.PipelineSession(
         chunks,
         optimizer,
         stage=stage,
-        stages=STAGES,
+        stages=options.stages,
         data_parallel=peer,
-        data_parallel_size=PEERS,
+        data_parallel_size=options.peers,
         lighthouse=options.lighthouse,
         on_record=lambda said, commands: write(options, "protocol", said=said, commands=commands),
         **options.copies,

@@ -253,10 +253,11 @@ def _run_budget(layout: Layout, holders: Sequence[Sequence[int]]) -> _BudgetRun:
 def _lazarus(layout: Layout) -> PresetRow:
     """Active replicas alone, and the store."""
     cluster, setting = layout.cluster, layout.setting
-    matrices = []
-    for share_E, matrix in zip(layout.share_LE, layout.matrices, strict=True):
-        replicas_E = matrix.sum(0)
-        matrices.append(place(replicas_E, cluster.nodes, cluster.slots, "mro", load=share_E).matrix)
+    policy = PRESETS["lazarus"].placement or "balanced"
+    matrices = [
+        place(matrix.sum(0), cluster.nodes, cluster.slots, policy, load=share_E, domains=cluster.domains).matrix
+        for share_E, matrix in zip(layout.share_LE, layout.matrices, strict=True)
+    ]
     if setting.dense == "sharded" and any(layout.dense):
         matrices.append(np.diag([int(size > 0) for size in layout.dense])[:, [size > 0 for size in layout.dense]])
     survives = float(recovery_probability(np.hstack(matrices), 1, domains=cluster.domains))

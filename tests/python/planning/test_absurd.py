@@ -1,0 +1,59 @@
+"""The native planners refuse what makes no sense: no abort, no panic, no memory without a bound, always ValueError."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evermoe import _native, planning
+from evermoe.planning import schedule
+from support import absurd
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_random_nonsense_is_refused():
+    command = [sys.executable, "-m", "support.absurd", "0", "3"]
+    done = subprocess.run(command, check=False, cwd=TESTS, capture_output=True, text=True, timeout=120)
+    last = done.stdout.splitlines()[-1:]
+    assert done.returncode == 0, f"after {last}: exit {done.returncode}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.parametrize("ranks", [1 << 24, 1 << 31, 1 << 35, 1 << 62, (1 << 64) - 1])
+def test_more_ranks_than_memory_share_a_few_units(ranks):
+    assert schedule.unit_shares([5, 1, 1], ranks, "bytes") == [0, 1, 2]
+
+
+def test_a_plan_of_endless_steps_is_refused():
+    text = absurd.PLAN.to_json()
+    steps = f'"steps_per_version":{absurd.PLAN.reason[1]}'
+    assert steps in text
+    for wrong in (0, 4097, 1 << 32):
+        with pytest.raises(ValueError, match="expected a version of 1 to 4096 steps"):
+            _native.ChunkPlan.from_json(text.replace(steps, f'"steps_per_version":{wrong}'))
+
+
+def test_a_log_has_no_other_units():
+    log = _native.ReplayLog([("a", 4, 48)], 1 << 20)
+    for act in (log.newest, log.version, log.needs_state, log.installed, log.forget):
+        with pytest.raises(ValueError, match="unit: expected the place of one of 1 units, got 99"):
+            act(99)
+
+
+def test_a_signal_ends_long_draws():
+    """Two nodes hold each of 40 experts; 2^32 samples of them would take an hour."""
+    matrix = np.zeros((40, 40), np.int64)
+    for node in range(40):
+        matrix[[node, (node + 7) % 40], node] = 1
+    began = time.monotonic()
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        planning.recovery_probability(matrix, 20, samples=1 << 32)
+    assert time.monotonic() - began < 30
