@@ -12,6 +12,7 @@ import torch
 from evermoe import ElasticSampler, Session
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
+from evermoe.memory_folder import job_folder
 from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
 from evermoe.state.training_state import TrainingState
@@ -256,11 +257,12 @@ def newest_saved(folder):
 
 def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):
     job = start_job(2, preset="gemini", memory_dir=str(small_disk), join_every=1)
-    nodes = [small_disk / f"evermoe-{job.name}" / name for name in "abc"]
+    nodes = [job_folder(small_disk, job.name) / name for name in "abc"]
     with contextlib.ExitStack() as stack:
         for node in nodes:
-            node.mkdir(parents=True)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", node], check=True)
+            node.mkdir(parents=True, mode=0o700)
+            node.parent.chmod(0o700)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", node], check=True)
             stack.callback(subprocess.run, ["umount", "-l", node], check=True)
         job.open_gate(3)
         workers = job.start_all({}, "ab", gated=True)

@@ -24,7 +24,6 @@ import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler
-from support.hosts import enter
 
 VOCABULARY = 32
 WIDTH = 16
@@ -281,6 +280,8 @@ def main(options: Options) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if options.network is not None:
+        from support.hosts import enter  # this file also runs by itself, without the others
+
         enter(options.network)
     train(options)
 
