@@ -114,5 +114,5 @@ def end_torch_groups() -> None:
         return
     for group in list(c10d._world.pg_map):
         if group.size() > 1:
-            end_waits(group, (group.rank() + 1) % group.size())
+            end_waits(group, group.rank(), group.size())
     dist.destroy_process_group()

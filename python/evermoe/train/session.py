@@ -36,6 +36,7 @@ from evermoe.state.training_state import TrainingState
 from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import Script
 from evermoe.train.session_driver import SessionDriver
+from evermoe.train.session_recovery import Parts
 from evermoe.train.step import Step
 
 
@@ -94,7 +95,8 @@ class Session:
         for layer in self._state.layers.values():
             layer.group = self.group
         self._protection = Protection(self._state, self._store, self._membership, self.config, arithmetic, on_event)
-        self._driver = SessionDriver(script, self._state, self._membership, self._protection, self.config, on_event)
+        parts = Parts(script, self._state, self._membership, self._protection, self.config, on_event)
+        self._driver = SessionDriver(parts)
         self._protocol = CommitProtocol(
             self._driver,
             self._membership,

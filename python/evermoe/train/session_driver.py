@@ -11,58 +11,37 @@ import torch
 from torch import Tensor
 
 from evermoe.comm.collectives import complete_gradients, reduce_dense
-from evermoe.comm.membership import Membership
 from evermoe.comm.vote import Ballot
-from evermoe.config import SessionConfig
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
-from evermoe.events import Begin, Checkpoint, Commit, Copy, Listener, Reduce, Skipped, Update, Verified, Vote
-from evermoe.protection import Protection
+from evermoe.events import Begin, Checkpoint, Commit, Copy, Reduce, Skipped, Update, Verified, Vote
 from evermoe.state import loop_state
-from evermoe.state.training_state import TrainingState
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.protocol import Event
-from evermoe.train.script import Script, refuse_scaled
-from evermoe.train.session_recovery import FINISHED_FILE, RecoveryDriver
+from evermoe.train.script import refuse_scaled
+from evermoe.train.session_recovery import FINISHED_FILE, Parts, RecoveryDriver
 from evermoe.train.step import Step
 
 
 class SessionDriver(RecoveryDriver):
-    """Carries out the commands of the protocol. See `train.protocol.Driver` for each.
+    """Carries out the commands of the protocol. See `train.protocol.Driver` for each."""
 
-    Args:
-        script: what is trained.
-        state: its units.
-        membership: asks the Lighthouse and connects the groups.
-        protection: what protects the state.
-        config: options of the session.
-        emit: is told the session's events.
-    """
-
-    def __init__(
-        self,
-        script: Script,
-        state: TrainingState,
-        membership: Membership,
-        protection: Protection,
-        config: SessionConfig,
-        emit: Listener,
-    ) -> None:
-        super().__init__(script, state, membership, protection, config, emit)
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
         self.loss = float("nan")
         """Mean loss of the latest step's global batch."""
         self.skipped = 0
         """Steps whose update was left out, as a loss or a gradient was not finite."""
         self._is_open = True
         """Whether the optimizer may step: not while the script computes a step."""
-        self._guard = script.optimizer.register_step_pre_hook(self._refuse_step)
+        self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
         self._has_seen_loss = False
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         if self._trains:
             self._save_progress()
         else:
-            state.release()
+            self._state.release()
 
     # ---- a step
 

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -37,32 +37,30 @@ PAUSE_SECONDS = 0.2
 """Time between two looks for units that are missing."""
 
 
+class Parts(NamedTuple):
+    """What a session consists of."""
+
+    script: Script
+    """What is trained."""
+    state: TrainingState
+    """Its units."""
+    membership: Membership
+    """Asks the Lighthouse and connects the groups."""
+    protection: Protection
+    """What protects the state."""
+    config: SessionConfig
+    emit: Listener
+    """Is told the session's events."""
+
+
 class RecoveryDriver(Driver):
-    """Carries out the commands of the protocol that lead from one group to the next. See `train.protocol.Driver`.
+    """Carries out the commands of the protocol that lead from one group to the next. See `train.protocol.Driver`."""
 
-    Args:
-        script: what is trained.
-        state: its units.
-        membership: asks the Lighthouse and connects the groups.
-        protection: what protects the state.
-        config: options of the session.
-        emit: is told the session's events.
-    """
-
-    def __init__(
-        self,
-        script: Script,
-        state: TrainingState,
-        membership: Membership,
-        protection: Protection,
-        config: SessionConfig,
-        emit: Listener,
-    ) -> None:
-        self._script, self._state, self._membership = script, state, membership
-        self._protection, self._config, self._emit = protection, config, emit
-        self._group = membership.trainer_group
-        self._trains = config.role == "train"
-        self._checkpointer = Checkpointer(config, state, membership)
+    def __init__(self, parts: Parts) -> None:
+        self._script, self._state, self._membership, self._protection, self._config, self._emit = parts
+        self._group = self._membership.trainer_group
+        self._trains = self._config.role == "train"
+        self._checkpointer = Checkpointer(self._config, self._state, self._membership)
         self._reducer = ExpertReducer([], [], 0)
         self.reports: list[Recovered] = []
         self.committed = -1
@@ -73,7 +71,7 @@ class RecoveryDriver(Driver):
         """What is reported of a step once it is committed."""
         self._report: RecoveryReport | None = None
         """The recovery that is under way, from the question to the Lighthouse on."""
-        self._clock = PhaseClock({}, emit)
+        self._clock = PhaseClock({}, self._emit)
         self._step = 0
         self._before: int | None = None
         """Version before the recovery that is under way; None if that was of no running job."""

@@ -59,6 +59,13 @@ def test_lighthouse_away_for_too_long_ends_the_job_and_keeps_its_memory(start_jo
         assert recovered["steps_lost"] == 0
 
 
+def test_members_meet_at_the_address_that_is_given(start_job):
+    job = start_job(2, address="127.0.0.1")
+    workers = job.start_all({}, "ab")
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+
+
 def test_missing_units_are_waited_for(start_job):
     job = start_job(copies=1, rejoin_limit=30.0, **FEWEST)
     a, b, c = job.start_all({"b": [Fault("vote", 5)]})

@@ -42,6 +42,7 @@ def _run(place: Path, size: int, rank: int, function: Callable[..., Any], argume
     group = Group()
     store = dist.FileStore(str(place / "store"), size)
     group.rebuild(store, rank, size, torch.device("cpu"), timedelta(seconds=PATIENCE / 2))
+    group.all_reduce(torch.zeros(1))  # all are connected: one that drops its group at once would end others' connecting
     try:
         torch.save(function(group, *arguments), place / f"{rank}.result")
         group.all_reduce(torch.zeros(1))  # nobody closes its sockets while another still reads
