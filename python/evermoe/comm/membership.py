@@ -1,8 +1,8 @@
 """Who is alive: what the Lighthouse says, and the groups that follow from it. Only `comm` knows torchft.
 
 torchft's Lighthouse names the members: every member beats from a native thread and asks for a set; the answer is the
-same for all. The protocol (`evermoe.train.protocol`) judges it, and `Membership.connect` builds the groups. There is
-one TCPStore client per store host, and a new prefix for each group: each new client costs a reverse DNS look-up.
+same for all. The protocol (`evermoe.train.protocol`) judges it, and `Membership.connect` builds the groups.
+Groups meet in the store of the first member, under a prefix of their own; `evermoe.comm.reach` finds out who answers.
 """
 
 from __future__ import annotations
