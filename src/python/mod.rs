@@ -16,6 +16,9 @@ use pyo3::prelude::*;
 
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    // NumPy's C interface is looked up by Python code, at its first use, which panics if a signal comes meanwhile.
+    module.py().import("numpy")?;
+    numpy::dtype::<u8>(module.py());
     capture::register(module)?;
     #[cfg(feature = "cuda")]
     chunks::register(module)?;
