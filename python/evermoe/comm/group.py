@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.tags import NEVER_SENT
+from evermoe.comm.waits import Wait
 from evermoe.errors import PeerLost
 
 CONNECT_SECONDS = 3.0
@@ -96,6 +97,8 @@ class Group:
         self._groups: dict[str, Any] = {}
         self._timeout = timedelta(0)
         self._is_shared = is_shared
+        self._waits: set[Wait] = set()
+        """For messages that are under way."""
         self.broken: str | None = None
         self.linked: list[Group] = []
         """Groups that are dropped with this one."""
@@ -172,7 +175,7 @@ class Group:
         if self.broken is not None:
             raise PeerLost(f"{name} among {self.size} members failed: {self.broken}")
         try:
-            return Transfer(self, name, start(self._groups["cpu"]))
+            return Transfer(self, name, Wait(start(self._groups["cpu"])))
         except (RuntimeError, AssertionError) as error:
             failure = _first_line(error)
         self.drop(failure)
@@ -197,11 +200,23 @@ class Group:
             if not isinstance(works, list):
                 works.wait()
                 return None
-            for work in works:  # gloo's point-to-point would wait as long as connecting may take
-                work.wait(self._timeout)
+            waits = [Wait(works.pop(0)) for _ in range(len(works))]
         except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
             return _first_line(error)
+        for wait in waits:
+            failure = self.finish(wait, self._timeout)
+            if failure is not None:
+                return failure
         return None
+
+    def finish(self, wait: Wait, limit: timedelta) -> str | None:
+        """Waits for a message, until the group is dropped; returns why it failed, None if it did not."""
+        self._waits.add(wait)
+        try:
+            failure = self.broken or wait.run(limit)
+            return failure and (self.broken or failure)
+        finally:
+            self._waits.discard(wait)
 
     @property
     def limit_seconds(self) -> float:
@@ -228,6 +243,8 @@ class Group:
             if self._is_shared:
                 self._end_waiting(group)
             group.abort(errored=False)
+        for wait in list(self._waits):
+            wait.end()
 
     def _end_waiting(self, group: Any) -> None:
         if self.size > 1 and group._pg is not None:
@@ -253,8 +270,8 @@ class Group:
 class Transfer:
     """A message between two members that is under way."""
 
-    def __init__(self, group: Group, name: str, work: Any) -> None:
-        self._group, self._name, self._work = group, name, work
+    def __init__(self, group: Group, name: str, wait: Wait) -> None:
+        self._group, self._name, self._wait = group, name, wait
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Waits until the tensor was sent or has arrived, as long as a collective would wait unless `limit` says more.
@@ -262,13 +279,7 @@ class Transfer:
         Raises:
             PeerLost: the other member is gone or silent, or the group was dropped here.
         """
-        work, self._work = self._work, None  # a work that lives keeps sockets open
-        failure = None
-        try:
-            work.wait(self._group._timeout if limit is None else limit)
-        except (RuntimeError, AssertionError) as error:
-            failure = _first_line(error)
-        del work
+        failure = self._group.finish(self._wait, self._group._timeout if limit is None else limit)
         if failure is not None:
             self._group.drop(failure)
             raise PeerLost(f"{self._name} among {self._group.size} members failed: {failure}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -230,6 +233,36 @@ def silent_peer(group, folder):
 
 def test_a_silent_peer_is_given_up_after_the_limit(tmp_path):
     assert run_ranks(tmp_path, 2, silent_peer, str(tmp_path)) == ["copies have stopped: a peer is silent", ""]
+
+
+def partly_sent(group, folder):
+    """Rank 1 is stopped when some of a message has come; both then drop their groups. What each gave up, and why."""
+    mine, background = members(group, folder, 10 * PATIENCE)
+    box = torch.full((1 << 28,), 1 - mine.rank, dtype=torch.uint8)
+    courier, message = Courier(background, None, "courier"), Message(box, 1 - mine.rank, 5)
+    if mine.rank == 1:
+        group.all_gather(torch.tensor([os.getpid()]))
+        task = courier.submit(lambda: courier.wait_received(courier.receive(message)))
+        while not box[0]:
+            pass
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the sender has given up
+    else:
+        pid = int(group.all_gather(torch.tensor([0]))[1])
+        task = courier.submit(lambda: courier.send([message]))
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            pass
+    mine.drop("a test")
+    assert not courier.wait(task, mine)
+    if mine.rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    courier.close()
+    return task.lost, bool(box[-1])
+
+
+def test_messages_of_which_a_part_has_come_are_given_up(tmp_path):
+    sent, received = run_ranks(tmp_path, 2, partly_sent, str(tmp_path))
+    assert sent == ("send among 2 members failed: a test", True)
+    assert received == ("receive among 2 members failed: a test", False)
 
 
 @pytest.mark.gpu

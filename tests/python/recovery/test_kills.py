@@ -98,9 +98,6 @@ def test_gradients_find_no_room_in_the_log(start_job, point, part, log_bytes):
         check_survivors(workers, [workers[0], workers[2]], 2)
 
 
-# A send to a member that has just died may wait for hang_limit after its group was dropped; the others then leave this
-# worker behind. It happens on a busy machine only, and is no fault of what this test is about.
-@pytest.mark.long
 def test_second_death_when_copies_of_both_kinds_are_known(start_job):
     """The survey of one recovery takes nothing from the next one: it, too, can go back to the step before."""
     job = start_job(5, copies=3, replay_log_bytes=10_000, **SNAPSHOTS, min_replicas=2, join_every=50)

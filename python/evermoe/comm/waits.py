@@ -1,0 +1,79 @@
+"""Waits for gloo's messages that another thread can end.
+
+Gloo does not tell the one that waits for a message that its connection is gone if part of the message has been sent or
+has come. So a second thread waits for gloo, and is left behind with the message if the group is dropped meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from datetime import timedelta
+from typing import Any
+
+
+class Wait:
+    """One wait for one work of gloo's, in a thread that waits for it and in one that can be told to go on.
+
+    Args:
+        work: nobody else keeps a reference, as a work that lives keeps sockets open.
+    """
+
+    _own = threading.local()
+    """Each thread's waiter; a new one after one was left behind."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._is_ended = False
+        self._failure: str | None = None
+
+    def run(self, limit: timedelta) -> str | None:
+        """Waits until the work is done or the wait is ended. Returns why it is not done; None if it is."""
+        waiter = getattr(self._own, "waiter", None)
+        if waiter is None:
+            waiter = self._own.waiter = _Waiter()
+        waiter.take(self, limit)
+        self._over.wait()
+        if self._is_ended:
+            self._own.waiter = None
+            return "the wait was ended"
+        return self._failure
+
+    def end(self) -> None:
+        """Lets the thread that waits go on without the work, whose group is dropped."""
+        with self._lock:
+            self._is_ended = not self._over.is_set()
+            self._over.set()
+
+    def finish(self, limit: timedelta) -> bool:
+        """Waits for gloo. Returns whether the other thread is still there."""
+        work, self._work = self._work, None
+        failure = None
+        try:
+            work.wait(limit)
+        except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
+            failure = str(error).split("\n", 1)[0] or "the group was aborted"
+        del work
+        with self._lock:
+            self._failure = failure
+            is_there = not self._over.is_set()
+            self._over.set()
+        return is_there
+
+
+class _Waiter:
+    """A thread that waits for one work after the other, until it is left behind."""
+
+    def __init__(self) -> None:
+        self._waits: queue.SimpleQueue[tuple[Wait, timedelta]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="evermoe-wait", daemon=True).start()
+
+    def take(self, wait: Wait, limit: timedelta) -> None:
+        self._waits.put((wait, limit))
+
+    def _run(self) -> None:
+        is_there = True
+        while is_there:
+            wait, limit = self._waits.get()
+            is_there = wait.finish(limit)
