@@ -507,6 +507,19 @@ class Door:
 def reachable(members: Sequence[tuple[str, str]], milliseconds: int) -> list[bool]:
     """Which members, by id and address of the door (`host:port`), answer within so many milliseconds."""
 
+class Watch:
+    """Asks members, by id and address of the door (`host:port`), again and again until one falls silent."""
+
+    def __init__(self, members: Sequence[tuple[str, str]], milliseconds: int) -> None: ...
+    def wait(self) -> list[str]:
+        """Waits until a member has not answered for so many milliseconds, or its process has ended: its id.
+
+        Then those of others that have missed an answer. Nobody once the watch is stopped.
+        """
+
+    def stop(self) -> None:
+        """Ends the watch."""
+
 class TripleBuffer:
     """Who may use which of three slots of host memory: the writer, the persister, or nobody. The bytes are elsewhere.
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(reachable, module)?)?;
-    module.add_class::<Door>()
+    module.add_class::<Door>()?;
+    module.add_class::<Watch>()
 }
 
 /// A port that answers for one member.
@@ -29,4 +30,24 @@ impl Door {
 #[pyfunction]
 fn reachable(py: Python<'_>, members: Vec<(String, String)>, milliseconds: u64) -> Vec<bool> {
     py.detach(|| reach::reachable(&members, Duration::from_millis(milliseconds)))
+}
+
+/// Threads that ask members until one falls silent.
+#[pyclass(frozen, module = "evermoe._native")]
+struct Watch(reach::Watch);
+
+#[pymethods]
+impl Watch {
+    #[new]
+    fn new(members: Vec<(String, String)>, milliseconds: u64) -> Self {
+        Self(reach::Watch::start(members, Duration::from_millis(milliseconds)))
+    }
+
+    fn wait(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| self.0.wait())
+    }
+
+    fn stop(&self) {
+        self.0.stop();
+    }
 }

@@ -43,28 +43,39 @@ pub fn reachable(members: &[(String, String)], limit: Duration) -> Vec<bool> {
 }
 
 fn ask(member: &str, address: &str, deadline: Instant) -> std::io::Result<()> {
-    let mut result = Err(Error::new(ErrorKind::NotFound, "the name has no address"));
-    for socket in address.to_socket_addrs()? {
-        result = left(deadline)
-            .and_then(|limit| TcpStream::connect_timeout(&socket, limit))
-            .and_then(|stream| knock(stream, member, deadline));
-        if result.is_ok() {
-            break;
-        }
-    }
-    result
+    Visit::begin(address, deadline)?.knock(member, deadline)
 }
 
-fn knock(mut stream: TcpStream, member: &str, deadline: Instant) -> std::io::Result<()> {
-    stream.set_nodelay(true)?;
-    stream.set_read_timeout(Some(left(deadline)?))?;
-    stream.set_write_timeout(Some(left(deadline)?))?;
-    let knock = u64::from(stream.local_addr()?.port()) << 48 | u64::from(std::process::id());
-    write(&mut stream, knock)?;
-    if read(&mut stream)? == answer(member, knock) {
-        Ok(())
-    } else {
-        Err(Error::new(ErrorKind::InvalidData, "another process has that port"))
+/// A connection to a door.
+pub(super) struct Visit(TcpStream);
+
+impl Visit {
+    /// Connects to `host:port`.
+    pub(super) fn begin(address: &str, deadline: Instant) -> std::io::Result<Self> {
+        let mut result = Err(Error::new(ErrorKind::NotFound, "the name has no address"));
+        for socket in address.to_socket_addrs()? {
+            result = left(deadline).and_then(|limit| TcpStream::connect_timeout(&socket, limit));
+            if result.is_ok() {
+                break;
+            }
+        }
+        let stream = result?;
+        stream.set_nodelay(true)?;
+        Ok(Self(stream))
+    }
+
+    /// Returns once the member has answered.
+    pub(super) fn knock(&mut self, member: &str, deadline: Instant) -> std::io::Result<()> {
+        let stream = &mut self.0;
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        stream.set_write_timeout(Some(left(deadline)?))?;
+        let knock = u64::from(stream.local_addr()?.port()) << 48 | u64::from(std::process::id());
+        write(stream, knock)?;
+        if read(stream)? == answer(member, knock) {
+            Ok(())
+        } else {
+            Err(Error::new(ErrorKind::InvalidData, "another process has that port"))
+        }
     }
 }
 

@@ -5,9 +5,11 @@
 
 mod door;
 mod knock;
+mod watch;
 
 pub use door::Door;
 pub use knock::reachable;
+pub use watch::Watch;
 
 use std::io::{Read, Write};
 use xxhash_rust::xxh3::xxh3_64;

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
-from evermoe.comm.reach import Reach, Stores
+from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, Watch, hostname
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 
@@ -55,6 +55,8 @@ class MembershipOptions(Options):
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
     role: Role = "train"
     """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
+    heartbeat_limit: float = option(2.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
+    """Seconds after which a member whose process is stopped, whose host is gone or which is cut off counts as lost."""
     hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps
     and than a checkpoint takes to write."""
@@ -126,12 +128,12 @@ class Membership:
         self.node = node
         self.identity = identity
         self.role = options.role
-        address = options.address or _hostname()
-        self.trainer_group = Group(options.address)
+        address = options.address or hostname()
+        self.trainer_group = Group(options.address, is_shared=True)
         """Group of the members that train; on a replica node it has one member."""
         self.background = Group(options.address, is_shared=True)
         """Group of all members, replica nodes included, for the transfers of other threads."""
-        self._with_replicas = Group(options.address)
+        self._with_replicas = Group(options.address, is_shared=True)
         self.trainer_group.linked = [self._with_replicas, self.background]
         self._with_replicas.linked = [self.trainer_group, self.background]
         self.rank_key = rank_key
@@ -162,6 +164,9 @@ class Membership:
         self._client: Any = None
         self._heart: Any = None
         self._stores, self._reach = Stores(address, self._hang_limit), Reach(self.id, address)
+        self._watch = Watch(options.heartbeat_limit, self._member_is_silent)
+        self._meeting: str | None = None
+        """Address of the store in which groups are being connected."""
 
     @property
     def everyone(self) -> Group:
@@ -204,7 +209,10 @@ class Membership:
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
         """
         assert self._deadline is not None
-        self._reach.look_again()
+        self._reach.look_again(LOOK_SECONDS)
+        if self.trainer_group.broken is not None:
+            self._reach.look_around(self._watch.members, self._watch.silent)
+            self._watch.end()
         try:
             quorum = self._quorum(self._deadline, standing)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
@@ -289,24 +297,37 @@ class Membership:
         Raises:
             PeerLost: a member is gone or does not come; ask again.
         """
+        self.end_watch()
         try:
             self._knock(members)
-            address = self._named[members[0]]["store"]
+            self._meeting = address = self._named[members[0]]["store"]
+            doors = {each: self._named[each]["door"] for each in members if each != self.id}
+            self._watch.begin(doors, members.index(self.id))
             with self._stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self._stores.get(address))
                 self.nodes = [self._named[member]["node"] for member in members]
                 self.num_trainers = num_trainers
                 self._rebuild(store, members.index(self.id), len(members))
                 self.store = dist.PrefixStore("others", store)
+            self._meeting = None
+            if self._watch.silent:
+                raise ConnectionError(f"{self._watch.silent[0]} fell silent while the groups were connected")
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             problem = str(error).split("\n", 1)[0]
             logger.info("connecting failed, agreeing again: %s", problem)
-            self._client = None
+            self._client = self._meeting = None
         else:
             return
         self.trainer_group.drop(problem)
         time.sleep(RETRY_SECONDS)
         raise PeerLost(problem)
+
+    def _member_is_silent(self, reason: str) -> None:
+        """In the watch's thread: ends what this member may wait for."""
+        if self._meeting is None:
+            self.trainer_group.drop(reason)
+        else:
+            self._stores.end(self._meeting)
 
     def _knock(self, members: list[str]) -> None:
         """Asks all other members for an answer, so that nobody waits for the silent ones."""
@@ -326,8 +347,13 @@ class Membership:
         else:
             self.trainer_group.rebuild(store, 0, 1, cpu, limit)
 
+    def end_watch(self) -> None:
+        """Stops looking whether the members of the group answer, as all are about to leave or to form another one."""
+        self._watch.end()
+
     def close(self) -> None:
         """Leaves the job: closes sockets and stops the heartbeat."""
+        self.end_watch()
         self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
         self._stop_heart()
         self._reach.close()
@@ -368,12 +394,3 @@ def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
         "unreachable": data["unreachable"],
         "standing": data["standing"],
     }
-
-
-def _hostname() -> str:
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return "127.0.0.1"
-    return name

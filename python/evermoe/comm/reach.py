@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Container, Iterator, Mapping
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from evermoe import _native
 from evermoe._native import Door, reachable
 from evermoe.comm.group import connect_limit
 
 REACH_SECONDS = 1.0
 """Time that a member gets to answer a knock: its door answers at once, also while it computes."""
+LOOK_SECONDS = 3.0
+"""Time between two looks whether silent members answer, of one that goes on without them."""
+MOST_WATCHED = 64
+"""Members that one watches: of more, those that follow it in the order of ranks, so that all are watched."""
 
 
 class Reach:
@@ -33,6 +39,8 @@ class Reach:
         self._door: Door | None = Door(member)
         self.address = f"{host}:{self._door.port}"
         """Where others knock."""
+        self._asked = 0.0
+        """When members were asked."""
         self.unreachable: dict[str, str] = {}
         """Members that did not answer, by id, with the addresses of their doors."""
 
@@ -45,6 +53,7 @@ class Reach:
         Returns:
             The ids of those that did not answer within `REACH_SECONDS`.
         """
+        self._asked = time.monotonic()
         asked = list(members.items())
         answered = reachable(asked, round(1000 * REACH_SECONDS))
         missing = {member: address for (member, address), is_there in zip(asked, answered, strict=True) if not is_there}
@@ -53,9 +62,20 @@ class Reach:
         self.unreachable.update(missing)
         return list(missing)
 
-    def look_again(self) -> list[str]:
-        """The members that still do not answer, of those that did not before."""
-        return self.knock(dict(self.unreachable)) if self.unreachable else []
+    def look_again(self, pause: float = 0.0) -> list[str]:
+        """The members that still do not answer, of those that did not before.
+
+        Args:
+            pause: seconds since they were asked, before which they are not asked again.
+        """
+        if self.unreachable and time.monotonic() >= self._asked + pause:
+            self.knock(dict(self.unreachable))
+        return list(self.unreachable)
+
+    def look_around(self, members: Mapping[str, str], silent: Container[str]) -> None:
+        """Finds out which members of a group that has broken answer, of which some are known not to."""
+        self.knock({each: address for each, address in members.items() if each not in silent})
+        self.unreachable.update({each: address for each, address in members.items() if each in silent})
 
     def forget_all_but(self, members: Container[str]) -> None:
         """Forgets those that are no members any more."""
@@ -65,6 +85,53 @@ class Reach:
     def close(self) -> None:
         """Closes the door."""
         self._door = None
+
+
+class Watch:
+    """Notices within a time limit that a member of the group no longer answers.
+
+    Args:
+        limit: seconds without an answer; at once where the member's process has ended.
+        on_silent: is told the reason to drop the group, in a thread of the watch.
+    """
+
+    def __init__(self, limit: float, on_silent: Callable[[str], None]) -> None:
+        self._limit, self._on_silent = limit, on_silent
+        self._asking: _native.Watch | None = None
+        self._thread = threading.Thread()
+        self.members: dict[str, str] = {}
+        """Addresses of the doors of the group's other members, by id."""
+        self.silent: list[str] = []
+        """Those that no longer answer."""
+
+    def begin(self, members: Mapping[str, str], first: int) -> None:
+        """Watches members of a new group.
+
+        Args:
+            members: addresses of their doors, by id, in the order of ranks.
+            first: how many of them have lower ranks than this one.
+        """
+        self.end()
+        self.members, self.silent = dict(members), []
+        following = list(members.items())
+        following = (following[first:] + following[:first])[:MOST_WATCHED]
+        self._asking = _native.Watch(following, round(1000 * self._limit))
+        self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Watches nobody any more."""
+        if self._asking is not None:
+            self._asking.stop()
+            self._thread.join()
+            self._asking = None
+            self.members, self.silent = {}, []
+
+    def _wait(self, asking: _native.Watch) -> None:
+        self.silent = asking.wait()
+        if self.silent:
+            who = f"{self.silent[0]} at {self.members[self.silent[0]]}"
+            self._on_silent(f"{who} has ended, or has not answered for {self._limit:g} s")
 
 
 class Stores:
@@ -103,19 +170,22 @@ class Stores:
         torch's own limits do not hold for a host that falls silent: at the end of one its client tells the store, and
         waits for the answer without limit.
         """
-        if address == self.address:
-            yield
-            return
-        timer = threading.Timer(seconds, end_connections, args=[address])
+        timer = threading.Timer(seconds, self.end, args=[address])
         timer.daemon = True
         timer.start()
         try:
             yield
         except BaseException:
-            self._stores.pop(address, None)
+            if address != self.address:
+                self._stores.pop(address, None)
             raise
         finally:
             timer.cancel()
+
+    def end(self, address: str) -> None:
+        """Ends all use of another member's store: who waits for it gets an error."""
+        if address != self.address:
+            end_connections(address)
 
 
 def end_connections(address: str) -> None:
@@ -129,3 +199,13 @@ def end_connections(address: str) -> None:
                 is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and connection.getpeername()[1] == port and connection.getsockname()[1] != port:
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def hostname() -> str:
+    """This machine's name, if it has an address, or else that of the loopback interface."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name

@@ -292,6 +292,10 @@ class CommitProtocol:
         self._driver.tallied(self.step, sums)
         return {"event": "tally", "votes": int(sums.votes), "sums": sums.to_bits()}
 
+    def _farewell(self, version: int) -> Event:
+        self._membership.end_watch()  # the first to be done leaves
+        return self._driver.farewell(version)
+
     def _stop(self, why: str, **fields: Any) -> NoReturn:
         if why == "units_lost":
             self._driver.units_lost()

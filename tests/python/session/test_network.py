@@ -12,10 +12,12 @@ from support.worker import Fault
 
 STEPS = 30
 GATE = 8
-HANG_LIMIT = 2.0
 WAITED = '{"event": "waited"}'
-SLACK = 6.0
-"""Seconds on top of `hang_limit`, on a busy machine: a look, a knock, the Lighthouse's limits and a recovery."""
+HEARTBEAT_LIMIT = 2.0
+HANG_LIMIT = 60.0
+"""Far longer than any test here may take to go on: only missing answers are found within `HEARTBEAT_LIMIT`."""
+SLACK = 10.0
+"""Seconds on top of it: 2 on this machine when it is idle, for a knock, the Lighthouse's limits and a recovery."""
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def check_all_go_on(workers, since, members):
     """All of these have committed a step as so many members, in time."""
     for each in workers:
         committed = each.wait_for("commit", members=members)
-        assert committed["time"] - since < HANG_LIMIT + SLACK
+        assert committed["time"] - since < HEARTBEAT_LIMIT + SLACK
 
 
 def heal(hosts, withdrawn):
@@ -84,11 +86,14 @@ def test_host_without_power(start_hosts, rank):
     check_history(workers.values(), away=lost.name)
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (1, 2)])
-def test_cut_between_two_hosts(start_hosts, pair):
+@pytest.mark.parametrize("pair, is_one_way", [((0, 1), False), ((1, 2), False), ((0, 1), True), ((2, 1), True)])
+def test_cut_between_two_hosts(start_hosts, pair, is_one_way):
     hosts, job, workers = start_hosts("abc")
     one, other = (by_rank(workers)[rank] for rank in pair)
-    hosts.split(one.name, other.name)
+    if is_one_way:
+        hosts.cut((one.name, other.name))
+    else:
+        hosts.split(one.name, other.name)
     since = time.time()
     job.open_gate(STEPS // 2)
     leaving = max(one, other, key=lambda each: each.name)
@@ -113,6 +118,20 @@ def test_split_that_the_lighthouse_does_not_see(start_hosts):
     job.open_gate(STEPS)
     assert [each.join() for each in workers.values()] == [0, 0, 0, 0]
     check_history(workers.values(), away="cd")
+
+
+def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
+    """All see the Lighthouse: one goes on alone, and the others join it again once the network is back."""
+    hosts, job, workers = start_hosts("abc", copies=3)
+    hosts.split("a", "b", "c")
+    since = time.time()
+    job.open_gate(STEPS // 2)
+    check_all_go_on([workers["a"]], since, 1)
+    heal(hosts, [workers["b"], workers["c"]])
+    job.open_gate(STEPS)
+    assert [each.join() for each in workers.values()] == [0, 0, 0]
+    check_history(workers.values(), away="bc")
+    assert all(each.events("recovered")[-1]["members"] == 3 for each in workers.values())
 
 
 def test_first_member_stops_while_groups_connect(start_job):

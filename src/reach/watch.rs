@@ -1,0 +1,137 @@
+//! The side that keeps asking: whether members that were reached still answer.
+
+use super::knock::Visit;
+use std::io::ErrorKind;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Questions to each member per limit.
+const QUESTIONS: u32 = 4;
+/// Stack of a thread that asks.
+const STACK_BYTES: usize = 64 << 10;
+
+/// Threads that ask members, again and again, until one falls silent.
+///
+/// A process that ends is noticed at once, as its door closes; one that is stopped, whose host is gone or that is cut
+/// off within the limit.
+#[derive(Debug)]
+pub struct Watch(Arc<Shared>);
+
+#[derive(Debug)]
+struct Shared {
+    members: Vec<(String, String)>,
+    limit: Duration,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// When each member answered last.
+    heard: Vec<Instant>,
+    /// Members that no longer answer.
+    silent: Vec<usize>,
+    is_over: bool,
+}
+
+impl Watch {
+    /// Watches members: ids and addresses of their doors, `host:port`.
+    ///
+    /// A thread that the system has no room for watches nobody: a collective waits longer for that member, no more.
+    pub fn start(members: Vec<(String, String)>, limit: Duration) -> Self {
+        let state = State { heard: vec![Instant::now(); members.len()], silent: Vec::new(), is_over: false };
+        let shared = Arc::new(Shared { members, limit, state: Mutex::new(state), changed: Condvar::new() });
+        for member in 0..shared.members.len() {
+            let shared = shared.clone();
+            let _started = thread::Builder::new()
+                .name("evermoe-watch".into())
+                .stack_size(STACK_BYTES)
+                .spawn(move || ask(&shared, member));
+        }
+        Self(shared)
+    }
+
+    /// Waits until a member falls silent: its id, then those of others that have missed an answer, too. Nobody once the
+    /// watch is stopped.
+    ///
+    /// ```
+    /// use evermoe::reach::{Door, Watch};
+    /// use std::time::Duration;
+    /// let door = Door::open("a")?;
+    /// let watch = Watch::start(vec![("a".into(), format!("127.0.0.1:{}", door.port()))], Duration::from_secs(1));
+    /// drop(door);
+    /// assert_eq!(watch.wait(), ["a"]);
+    /// # Ok::<(), evermoe::error::Error>(())
+    /// ```
+    pub fn wait(&self) -> Vec<String> {
+        let mut state = self.0.lock();
+        while !state.is_over {
+            state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.silent.iter().map(|&member| self.0.members[member].0.clone()).collect()
+    }
+
+    /// Ends the watch: nobody is asked again.
+    pub fn stop(&self) {
+        self.0.lock().is_over = true;
+        self.0.changed.notify_all();
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns before the next question, or at once when the watch is over. Whether it is over.
+    fn pause(&self) -> bool {
+        let waited =
+            self.changed.wait_timeout_while(self.lock(), self.limit / QUESTIONS, |state| !state.is_over);
+        waited.unwrap_or_else(PoisonError::into_inner).0.is_over
+    }
+
+    fn report(&self, member: usize) {
+        let mut state = self.lock();
+        if !state.is_over {
+            let missed = |&other: &usize| state.heard[other].elapsed() > self.limit / 2;
+            state.silent = (0..self.members.len()).filter(|other| *other != member).filter(missed).collect();
+            state.silent.insert(0, member);
+            state.is_over = true;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+/// Asks one member until it falls silent or the watch is over.
+fn ask(shared: &Shared, member: usize) {
+    let (id, address) = &shared.members[member];
+    let mut visit: Option<Visit> = None;
+    loop {
+        let deadline = shared.lock().heard[member] + shared.limit;
+        let is_new = visit.is_none();
+        let open = visit.take().map_or_else(|| Visit::begin(address, deadline), Ok);
+        match open.and_then(|mut open| open.knock(id, deadline).map(|()| open)) {
+            Ok(open) => {
+                visit = Some(open);
+                shared.lock().heard[member] = Instant::now();
+                if shared.pause() {
+                    return;
+                }
+            }
+            // A connection may break for other reasons; one that is refused means that the process has ended.
+            Err(error) if Instant::now() >= deadline || error.kind() == ErrorKind::ConnectionRefused => {
+                return shared.report(member);
+            }
+            Err(_) if is_new && shared.pause() => return,
+            Err(_) => {}
+        }
+    }
+}
