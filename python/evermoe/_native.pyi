@@ -504,17 +504,28 @@ class Door:
     def port(self) -> int:
         """Its port, on all interfaces."""
 
-def reachable(members: Sequence[tuple[str, str]], milliseconds: int) -> list[bool]:
-    """Which members, by id and address of the door (`host:port`), answer within so many milliseconds."""
+    def set_computes(self, group: int) -> None:
+        """Says the group for whose next step the member computes; 0 for none."""
+
+    def set_gave_up(self, group: int) -> None:
+        """Says the group in which the member has waited in vain; 0 for none."""
+
+def ask_all(members: Sequence[tuple[str, str]], milliseconds: int) -> list[tuple[int, int] | None]:
+    """What members, by id and address of the door (`host:port`), answer within so many milliseconds.
+
+    For each: the group for whose next step it computes and the one in which it has waited in vain, 0 for none. None
+    for one that does not answer.
+    """
 
 class Watch:
-    """Asks members, by id and address of the door (`host:port`), again and again until one falls silent."""
+    """Asks the members of a group, by id and address of the door (`host:port`), until there is something to see."""
 
-    def __init__(self, members: Sequence[tuple[str, str]], milliseconds: int) -> None: ...
-    def wait(self) -> list[str]:
+    def __init__(self, members: Sequence[tuple[str, str]], group: int, milliseconds: int) -> None: ...
+    def wait(self) -> tuple[list[str], str | None]:
         """Waits until a member has not answered for so many milliseconds, or its process has ended: its id.
 
-        Then those of others that have missed an answer. Nobody once the watch is stopped.
+        Then those of others that have missed an answer. Or else a member that has waited in vain in the group. Nothing
+        once the watch is stopped.
         """
 
     def stop(self) -> None:

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(reachable, module)?)?;
+    module.add_function(wrap_pyfunction!(ask_all, module)?)?;
     module.add_class::<Door>()?;
     module.add_class::<Watch>()
 }
@@ -25,11 +25,23 @@ impl Door {
     fn port(&self) -> u16 {
         self.0.port()
     }
+
+    fn set_computes(&self, group: u64) {
+        self.0.set_computes(group);
+    }
+
+    fn set_gave_up(&self, group: u64) {
+        self.0.set_gave_up(group);
+    }
 }
 
+/// What a door says: the groups for which the member computes, and in which it has waited in vain.
+type Said = (u64, u64);
+
 #[pyfunction]
-fn reachable(py: Python<'_>, members: Vec<(String, String)>, milliseconds: u64) -> Vec<bool> {
-    py.detach(|| reach::reachable(&members, Duration::from_millis(milliseconds)))
+fn ask_all(py: Python<'_>, members: Vec<(String, String)>, milliseconds: u64) -> Vec<Option<Said>> {
+    let said = py.detach(|| reach::ask_all(&members, Duration::from_millis(milliseconds)));
+    said.into_iter().map(|said| said.map(|said| (said.computes, said.gave_up))).collect()
 }
 
 /// Threads that ask members until one falls silent.
@@ -39,12 +51,13 @@ struct Watch(reach::Watch);
 #[pymethods]
 impl Watch {
     #[new]
-    fn new(members: Vec<(String, String)>, milliseconds: u64) -> Self {
-        Self(reach::Watch::start(members, Duration::from_millis(milliseconds)))
+    fn new(members: Vec<(String, String)>, group: u64, milliseconds: u64) -> Self {
+        Self(reach::Watch::start(members, group, Duration::from_millis(milliseconds)))
     }
 
-    fn wait(&self, py: Python<'_>) -> Vec<String> {
-        py.detach(|| self.0.wait())
+    fn wait(&self, py: Python<'_>) -> (Vec<String>, Option<String>) {
+        let seen = py.detach(|| self.0.wait());
+        (seen.silent, seen.gave_up)
     }
 
     fn stop(&self) {

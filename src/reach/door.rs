@@ -1,10 +1,10 @@
 //! The side that answers.
 
-use super::{answer, read, write};
+use super::{Said, answer, read, write};
 use crate::error::{Error, Result};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -19,7 +19,15 @@ const STACK_BYTES: usize = 64 << 10;
 #[derive(Debug)]
 pub struct Door {
     port: u16,
-    is_closed: Arc<AtomicBool>,
+    sign: Arc<Sign>,
+}
+
+/// What the threads of a door know.
+#[derive(Debug, Default)]
+struct Sign {
+    is_closed: AtomicBool,
+    computes: AtomicU64,
+    gave_up: AtomicU64,
 }
 
 impl Door {
@@ -32,34 +40,44 @@ impl Door {
         let both = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)); // IPv4, too, unless the system has no IPv6
         let listener = both.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))).map_err(failed)?;
         let port = listener.local_addr().map_err(failed)?.port();
-        let is_closed = Arc::new(AtomicBool::new(false));
-        let (closed, member): (_, Arc<str>) = (is_closed.clone(), member.into());
+        let sign = Arc::new(Sign::default());
+        let (shown, member): (_, Arc<str>) = (sign.clone(), member.into());
         thread::Builder::new()
             .name("evermoe-door".into())
-            .spawn(move || serve(&listener, &member, &closed))
+            .spawn(move || serve(&listener, &member, &shown))
             .map_err(failed)?;
-        Ok(Self { port, is_closed })
+        Ok(Self { port, sign })
     }
 
     /// Its port.
     pub fn port(&self) -> u16 {
         self.port
     }
+
+    /// Says the group for whose next step the member computes; 0 for none.
+    pub fn set_computes(&self, group: u64) {
+        self.sign.computes.store(group, Ordering::SeqCst);
+    }
+
+    /// Says the group in which the member has waited in vain; 0 for none.
+    pub fn set_gave_up(&self, group: u64) {
+        self.sign.gave_up.store(group, Ordering::SeqCst);
+    }
 }
 
 impl Drop for Door {
     fn drop(&mut self) {
-        self.is_closed.store(true, Ordering::SeqCst);
+        self.sign.is_closed.store(true, Ordering::SeqCst);
         // Its thread waits for a connection; without one it stays until the next comes, which is refused.
         let own = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), self.port);
         drop(TcpStream::connect_timeout(&own, Duration::from_millis(100)));
     }
 }
 
-fn serve(listener: &TcpListener, member: &Arc<str>, is_closed: &AtomicBool) {
+fn serve(listener: &TcpListener, member: &Arc<str>, sign: &Arc<Sign>) {
     let open = Arc::new(AtomicUsize::new(0));
     for stream in listener.incoming() {
-        if is_closed.load(Ordering::SeqCst) {
+        if sign.is_closed.load(Ordering::SeqCst) {
             return;
         }
         let Ok(stream) = stream else {
@@ -70,10 +88,10 @@ fn serve(listener: &TcpListener, member: &Arc<str>, is_closed: &AtomicBool) {
             open.fetch_sub(1, Ordering::SeqCst);
             continue;
         }
-        let (member, done) = (member.clone(), open.clone());
+        let (member, done, sign) = (member.clone(), open.clone(), sign.clone());
         let answering = thread::Builder::new().stack_size(STACK_BYTES).spawn(move || {
             // An error ends the connection, and nothing else.
-            let _ended = talk(stream, &member);
+            let _ended = talk(stream, &member, &sign);
             done.fetch_sub(1, Ordering::SeqCst);
         });
         if answering.is_err() {
@@ -82,12 +100,16 @@ fn serve(listener: &TcpListener, member: &Arc<str>, is_closed: &AtomicBool) {
     }
 }
 
-fn talk(mut stream: TcpStream, member: &str) -> std::io::Result<()> {
+fn talk(mut stream: TcpStream, member: &str, sign: &Sign) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     loop {
-        let knock = read(&mut stream)?;
-        write(&mut stream, answer(member, knock))?;
+        let [knock] = read(&mut stream)?;
+        let said = Said {
+            computes: sign.computes.load(Ordering::SeqCst),
+            gave_up: sign.gave_up.load(Ordering::SeqCst),
+        };
+        write(&mut stream, &[answer(member, knock), said.computes, said.gave_up])?;
     }
 }

@@ -18,9 +18,19 @@ const STACK_BYTES: usize = 64 << 10;
 #[derive(Debug)]
 pub struct Watch(Arc<Shared>);
 
+/// What ends a watch.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Members that no longer answer: the first one, then others that have missed an answer, too.
+    pub silent: Vec<String>,
+    /// A member that has waited in vain in the group; then nobody is silent.
+    pub gave_up: Option<String>,
+}
+
 #[derive(Debug)]
 struct Shared {
     members: Vec<(String, String)>,
+    group: u64,
     limit: Duration,
     state: Mutex<State>,
     changed: Condvar,
@@ -30,18 +40,19 @@ struct Shared {
 struct State {
     /// When each member answered last.
     heard: Vec<Instant>,
-    /// Members that no longer answer.
-    silent: Vec<usize>,
+    seen: Seen,
     is_over: bool,
 }
 
 impl Watch {
-    /// Watches members: ids and addresses of their doors, `host:port`.
+    /// Watches the other members of a group: their ids and the addresses of their doors, `host:port`.
     ///
     /// A thread that the system has no room for watches nobody: a collective waits longer for that member, no more.
-    pub fn start(members: Vec<(String, String)>, limit: Duration) -> Self {
-        let state = State { heard: vec![Instant::now(); members.len()], silent: Vec::new(), is_over: false };
-        let shared = Arc::new(Shared { members, limit, state: Mutex::new(state), changed: Condvar::new() });
+    pub fn start(members: Vec<(String, String)>, group: u64, limit: Duration) -> Self {
+        let state =
+            State { heard: vec![Instant::now(); members.len()], seen: Seen::default(), is_over: false };
+        let shared =
+            Arc::new(Shared { members, group, limit, state: Mutex::new(state), changed: Condvar::new() });
         for member in 0..shared.members.len() {
             let shared = shared.clone();
             let _started = thread::Builder::new()
@@ -52,24 +63,23 @@ impl Watch {
         Self(shared)
     }
 
-    /// Waits until a member falls silent: its id, then those of others that have missed an answer, too. Nobody once the
-    /// watch is stopped.
+    /// Waits until a member falls silent, or has waited in vain itself. Nothing is seen once the watch is stopped.
     ///
     /// ```
     /// use evermoe::reach::{Door, Watch};
     /// use std::time::Duration;
     /// let door = Door::open("a")?;
-    /// let watch = Watch::start(vec![("a".into(), format!("127.0.0.1:{}", door.port()))], Duration::from_secs(1));
+    /// let watch = Watch::start(vec![("a".into(), format!("127.0.0.1:{}", door.port()))], 1, Duration::from_secs(1));
     /// drop(door);
-    /// assert_eq!(watch.wait(), ["a"]);
+    /// assert_eq!(watch.wait().silent, ["a"]);
     /// # Ok::<(), evermoe::error::Error>(())
     /// ```
-    pub fn wait(&self) -> Vec<String> {
+    pub fn wait(&self) -> Seen {
         let mut state = self.0.lock();
         while !state.is_over {
             state = self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        state.silent.iter().map(|&member| self.0.members[member].0.clone()).collect()
+        state.seen.clone()
     }
 
     /// Ends the watch: nobody is asked again.
@@ -97,13 +107,17 @@ impl Shared {
         waited.unwrap_or_else(PoisonError::into_inner).0.is_over
     }
 
-    fn report(&self, member: usize) {
-        let mut state = self.lock();
+    fn fell_silent(&self, member: usize) {
+        let state = self.lock();
+        let missed = |&other: &usize| other != member && state.heard[other].elapsed() > self.limit / 2;
+        let others = (0..self.members.len()).filter(missed);
+        let silent = std::iter::once(member).chain(others).map(|each| self.members[each].0.clone()).collect();
+        self.report(state, Seen { silent, gave_up: None });
+    }
+
+    fn report(&self, mut state: MutexGuard<'_, State>, seen: Seen) {
         if !state.is_over {
-            let missed = |&other: &usize| state.heard[other].elapsed() > self.limit / 2;
-            state.silent = (0..self.members.len()).filter(|other| *other != member).filter(missed).collect();
-            state.silent.insert(0, member);
-            state.is_over = true;
+            (state.seen, state.is_over) = (seen, true);
         }
         drop(state);
         self.changed.notify_all();
@@ -118,8 +132,11 @@ fn ask(shared: &Shared, member: usize) {
         let deadline = shared.lock().heard[member] + shared.limit;
         let is_new = visit.is_none();
         let open = visit.take().map_or_else(|| Visit::begin(address, deadline), Ok);
-        match open.and_then(|mut open| open.knock(id, deadline).map(|()| open)) {
-            Ok(open) => {
+        match open.and_then(|mut open| open.knock(id, deadline).map(|said| (open, said))) {
+            Ok((_, said)) if said.gave_up == shared.group => {
+                return shared.report(shared.lock(), Seen { silent: Vec::new(), gave_up: Some(id.clone()) });
+            }
+            Ok((open, _)) => {
                 visit = Some(open);
                 shared.lock().heard[member] = Instant::now();
                 if shared.pause() {
@@ -128,7 +145,7 @@ fn ask(shared: &Shared, member: usize) {
             }
             // A connection may break for other reasons; one that is refused means that the process has ended.
             Err(error) if Instant::now() >= deadline || error.kind() == ErrorKind::ConnectionRefused => {
-                return shared.report(member);
+                return shared.fell_silent(member);
             }
             Err(_) if is_new && shared.pause() => return,
             Err(_) => {}

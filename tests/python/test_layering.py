@@ -66,6 +66,7 @@ RUST_TWINS = {
     "trace": "planner, and its typed face",
     "version": "Rust's functions, for Python",
     "vote": "planner and executor",
+    "watch": "threads that ask, and what follows from their answers",
     "windows": "planner, and its typed face",
     "fetch": "unlike: units after a failure, tensors of a GPU",
     "exchange": "unlike: gradients for replicas, rows of tokens",

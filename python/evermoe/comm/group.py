@@ -54,6 +54,10 @@ def _ignore(name: str) -> None:
     pass
 
 
+def _ignore_wait(begins: bool) -> None:
+    pass
+
+
 def _gloo(address: str | None, timeout: timedelta) -> Any:
     """A gloo group that can be aborted, on the interface of an address."""
     base = torchft().process_group.ProcessGroupGloo
@@ -100,6 +104,10 @@ class Group:
         self._waits: set[Wait] = set()
         """For messages that are under way."""
         self.broken: str | None = None
+        self.timed_out = False
+        """Whether the group was dropped as others did not come to a collective in time."""
+        self.on_wait: Callable[[bool], None] = _ignore_wait
+        """Callback before each collective, True, and after it, False."""
         self.linked: list[Group] = []
         """Groups that are dropped with this one."""
         self.on_begin: Callable[[str], None] = _ignore
@@ -187,10 +195,14 @@ class Group:
         failure = self.broken
         if failure is None:
             self.on_begin(name)
+            self.on_wait(True)
             failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
+            if failure is not None:
+                self.timed_out = self.timed_out or "timed out" in failure.lower()
+                self.drop(failure)
+            self.on_wait(False)
             self.on_end(name)
         if failure is not None:  # outside any `except`: the collective's exception must not live on as a context
-            self.drop(failure)
             raise PeerLost(f"{name} among {self.size} members failed: {failure}")
         return tensor
 
@@ -264,7 +276,7 @@ class Group:
             for name, group in self._groups.items():
                 group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
             self._groups["cpu"]._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
-        self.broken = None
+        self.broken, self.timed_out = None, False
 
 
 class Transfer:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
-from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, Watch, hostname
+from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, hostname
+from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 
@@ -164,7 +165,15 @@ class Membership:
         self._client: Any = None
         self._heart: Any = None
         self._stores, self._reach = Stores(address, self._hang_limit), Reach(self.id, address)
-        self._watch = Watch(options.heartbeat_limit, self._member_is_silent)
+        self.watch = Watch(
+            self._reach,
+            (self.trainer_group, self._with_replicas),
+            heartbeat_limit=options.heartbeat_limit,
+            hang_limit=options.hang_limit,
+            on_silent=self._member_is_silent,
+            on_left_out=self._stop_heart,
+        )
+        """Watches the other members of the group."""
         self._meeting: str | None = None
         """Address of the store in which groups are being connected."""
 
@@ -210,9 +219,6 @@ class Membership:
         """
         assert self._deadline is not None
         self._reach.look_again(LOOK_SECONDS)
-        if self.trainer_group.broken is not None:
-            self._reach.look_around(self._watch.members, self._watch.silent)
-            self._watch.end()
         try:
             quorum = self._quorum(self._deadline, standing)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
@@ -297,12 +303,12 @@ class Membership:
         Raises:
             PeerLost: a member is gone or does not come; ask again.
         """
-        self.end_watch()
+        self.watch.end()
         try:
             self._knock(members)
             self._meeting = address = self._named[members[0]]["store"]
             doors = {each: self._named[each]["door"] for each in members if each != self.id}
-            self._watch.begin(doors, members.index(self.id))
+            self.watch.begin(epoch, doors, members.index(self.id))
             with self._stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self._stores.get(address))
                 self.nodes = [self._named[member]["node"] for member in members]
@@ -310,8 +316,8 @@ class Membership:
                 self._rebuild(store, members.index(self.id), len(members))
                 self.store = dist.PrefixStore("others", store)
             self._meeting = None
-            if self._watch.silent:
-                raise ConnectionError(f"{self._watch.silent[0]} fell silent while the groups were connected")
+            if self.watch.silent:
+                raise ConnectionError(f"{self.watch.silent[0]} fell silent while the groups were connected")
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             problem = str(error).split("\n", 1)[0]
             logger.info("connecting failed, agreeing again: %s", problem)
@@ -347,21 +353,17 @@ class Membership:
         else:
             self.trainer_group.rebuild(store, 0, 1, cpu, limit)
 
-    def end_watch(self) -> None:
-        """Stops looking whether the members of the group answer, as all are about to leave or to form another one."""
-        self._watch.end()
-
     def close(self) -> None:
         """Leaves the job: closes sockets and stops the heartbeat."""
-        self.end_watch()
+        self.watch.end()
         self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
         self._stop_heart()
         self._reach.close()
 
     def _stop_heart(self) -> None:
-        if self._heart is not None:
-            self._heart.shutdown()
-            self._heart = None
+        heart, self._heart = self._heart, None
+        if heart is not None:
+            heart.shutdown()
 
     def withdraw(self, seconds: float) -> None:
         """Tells the Lighthouse nothing more, until all members answer that did not, or so many seconds are over."""

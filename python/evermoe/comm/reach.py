@@ -6,22 +6,19 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from evermoe import _native
-from evermoe._native import Door, reachable
+from evermoe._native import Door, ask_all
 from evermoe.comm.group import connect_limit
 
 REACH_SECONDS = 1.0
 """Time that a member gets to answer a knock: its door answers at once, also while it computes."""
 LOOK_SECONDS = 3.0
 """Time between two looks whether silent members answer, of one that goes on without them."""
-MOST_WATCHED = 64
-"""Members that one watches: of more, those that follow it in the order of ranks, so that all are watched."""
 
 
 class Reach:
@@ -39,6 +36,8 @@ class Reach:
         self._door: Door | None = Door(member)
         self.address = f"{host}:{self._door.port}"
         """Where others knock."""
+        self.said: dict[str, tuple[int, int]] = {}
+        """By id, what those answered that were asked last: see `_native.ask_all`."""
         self._asked = 0.0
         """When members were asked."""
         self.unreachable: dict[str, str] = {}
@@ -55,8 +54,9 @@ class Reach:
         """
         self._asked = time.monotonic()
         asked = list(members.items())
-        answered = reachable(asked, round(1000 * REACH_SECONDS))
-        missing = {member: address for (member, address), is_there in zip(asked, answered, strict=True) if not is_there}
+        answers = ask_all(asked, round(1000 * REACH_SECONDS))
+        missing = {member: address for (member, address), said in zip(asked, answers, strict=True) if said is None}
+        self.said = {member: said for member, said in zip(members, answers, strict=True) if said is not None}
         for member in members:
             self.unreachable.pop(member, None)
         self.unreachable.update(missing)
@@ -82,56 +82,15 @@ class Reach:
         for member in [each for each in self.unreachable if each not in members]:
             del self.unreachable[member]
 
+    def say(self, *, computes: int = 0, gave_up: int = 0) -> None:
+        """Tells those that ask for which group this member computes, or in which it has waited in vain."""
+        if self._door is not None:
+            self._door.set_computes(computes)
+            self._door.set_gave_up(gave_up)
+
     def close(self) -> None:
         """Closes the door."""
         self._door = None
-
-
-class Watch:
-    """Notices within a time limit that a member of the group no longer answers.
-
-    Args:
-        limit: seconds without an answer; at once where the member's process has ended.
-        on_silent: is told the reason to drop the group, in a thread of the watch.
-    """
-
-    def __init__(self, limit: float, on_silent: Callable[[str], None]) -> None:
-        self._limit, self._on_silent = limit, on_silent
-        self._asking: _native.Watch | None = None
-        self._thread = threading.Thread()
-        self.members: dict[str, str] = {}
-        """Addresses of the doors of the group's other members, by id."""
-        self.silent: list[str] = []
-        """Those that no longer answer."""
-
-    def begin(self, members: Mapping[str, str], first: int) -> None:
-        """Watches members of a new group.
-
-        Args:
-            members: addresses of their doors, by id, in the order of ranks.
-            first: how many of them have lower ranks than this one.
-        """
-        self.end()
-        self.members, self.silent = dict(members), []
-        following = list(members.items())
-        following = (following[first:] + following[:first])[:MOST_WATCHED]
-        self._asking = _native.Watch(following, round(1000 * self._limit))
-        self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Watches nobody any more."""
-        if self._asking is not None:
-            self._asking.stop()
-            self._thread.join()
-            self._asking = None
-            self.members, self.silent = {}, []
-
-    def _wait(self, asking: _native.Watch) -> None:
-        self.silent = asking.wait()
-        if self.silent:
-            who = f"{self.silent[0]} at {self.members[self.silent[0]]}"
-            self._on_silent(f"{who} has ended, or has not answered for {self._limit:g} s")
 
 
 class Stores:

@@ -121,6 +121,8 @@ class Rendezvous:
     def ask(self, standing: dict[str, Any], is_intact: bool) -> Event:
         """Asks the Lighthouse who takes part: `quorum`, `unanswered` or `out_of_time`."""
         self._driver.agreeing()
+        if self._membership.trainer_group.broken is not None:
+            self._sit_out()
         self._membership.begin_agreement(is_intact=is_intact)
         try:
             number, participants = self._membership.ask(standing)
@@ -130,6 +132,14 @@ class Rendezvous:
             time.sleep(WAIT_SECONDS)
             return {"event": "unanswered", "reason": str(error)}
         return {"event": "quorum", "id": number, "participants": participants}
+
+    def _sit_out(self) -> None:
+        """Stays away for a while if the others have waited for this member in vain."""
+        self._membership.watch.look_around()
+        end = time.monotonic() + self._membership.watch.seconds_to_sit_out()
+        while time.monotonic() < end:
+            self._driver.waiting()
+            time.sleep(WAIT_SECONDS)
 
     def wait(self, why: str, found: int = 0, needed: int = 0) -> Event:
         """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
@@ -293,7 +303,7 @@ class CommitProtocol:
         return {"event": "tally", "votes": int(sums.votes), "sums": sums.to_bits()}
 
     def _farewell(self, version: int) -> Event:
-        self._membership.end_watch()  # the first to be done leaves
+        self._membership.watch.end()  # the first to be done leaves
         return self._driver.farewell(version)
 
     def _stop(self, why: str, **fields: Any) -> NoReturn:
@@ -303,6 +313,7 @@ class CommitProtocol:
             raise PeerLost(
                 f"{fields['recoveries']} recoveries in a row without a committed step at step {self.step}; the last "
                 f"failure: {fields['reason']}"
+                + (f"; waited in vain for {self._membership.watch.late}" if self._membership.watch.late else "")
             )
         if why == "left_behind":
             raise LeftBehind(

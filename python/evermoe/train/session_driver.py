@@ -49,6 +49,7 @@ class SessionDriver(RecoveryDriver):
         """Lets the script compute a step."""
         self.has_step, self._step = True, number
         self._clock.stop()
+        self._membership.watch.step_begins()
 
     def begin_step(self, step: Step) -> None:
         """The script begins to compute."""

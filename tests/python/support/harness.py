@@ -111,13 +111,16 @@ class Worker:
 class Job:
     """A Lighthouse, a place in shared memory and the workers; `close` leaves nothing behind."""
 
-    def __init__(self, folder: Path, members: int, lighthouse: str | None = None, **session: Any) -> None:
+    def __init__(
+        self, folder: Path, members: int, lighthouse: str | None = None, *, join_limit: float = 5.0, **session: Any
+    ) -> None:
         self.folder = folder
         self.name = f"t{uuid.uuid4().hex[:8]}"
         root = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else folder
         self.memory = root / f"evermoe-test-{os.getpid()}-{self.name}"
         self.memory.mkdir(mode=0o700)
-        self._lighthouse = None if lighthouse else start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
+        self._join_limit = join_limit
+        self._lighthouse = None if lighthouse else self._start_lighthouse()
         self.address = lighthouse or self._lighthouse.address()
         defaults = {"hang_limit": 10.0, "agree_limit": 30.0, "rejoin_limit": 1.0, "members": members, "join_every": 5}
         defaults |= {"local_every": 1}
@@ -142,6 +145,10 @@ class Job:
         draft.write_text(str(step))
         draft.rename(self.folder / "gate")
 
+    def wake(self) -> None:
+        """Ends the faults in which workers hang."""
+        (self.folder / "wake").touch()
+
     def node_memory(self, name: str) -> Path:
         return job_folder(self.memory, self.name) / name
 
@@ -161,7 +168,10 @@ class Job:
         """A new Lighthouse at the old address, without any memory."""
         self.stop_lighthouse()
         port = self.address.rsplit(":", 1)[1]
-        self._lighthouse = start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5, bind=f"0.0.0.0:{port}")
+        self._lighthouse = self._start_lighthouse(bind=f"0.0.0.0:{port}")
+
+    def _start_lighthouse(self, **options: Any) -> Any:
+        return start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=self._join_limit, **options)
 
     def close(self) -> None:
         for each in self.workers:

@@ -37,7 +37,7 @@ class Fault:
     """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
 
     `point`: an event of the session, "phase <name>", or "forward" (between forward and backward).
-    `action`: kill, stop (until someone continues it) or raise.
+    `action`: kill, stop (until someone continues it), hang (until the job wakes it) or raise.
     """
 
     point: str
@@ -68,6 +68,8 @@ class Options:
     """Waits before each step until the job's gate lets it pass."""
     work: int = 0
     """Multiplications of matrices between forward and backward."""
+    slow: float = 0.0
+    """Seconds that each step takes longer on this worker."""
     forwards: list[list[int]] = field(default_factory=list)
     """[step, n]: from this step on, n forward passes in each."""
     narrow: int = 0
@@ -189,6 +191,10 @@ class Recorder:
             self.write("fault", point=point, action=fault.action, at=step)
             if fault.action == "raise":
                 raise ZeroDivisionError(f"asked for at {point}")
+            if fault.action == "hang":
+                while not (Path(self._options.folder) / "wake").exists():
+                    time.sleep(0.01)
+                return
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
     def wait_at_gate(self, step: int) -> None:
@@ -201,6 +207,7 @@ class Recorder:
 
 def compute(options: Options, model: nn.Module, tokens: torch.Tensor, step: int) -> None:
     """Keeps this process busy and its network idle, then runs the forward passes whose loss is not used."""
+    time.sleep(options.slow)
     matrix = torch.full((256, 256), 1e-3)
     for _ in range(options.work):
         matrix = matrix @ matrix

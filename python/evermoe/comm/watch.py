@@ -1,0 +1,152 @@
+"""Whether the members of a group are there: notices one that falls silent, and learns that others wait for this one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from evermoe import _native
+from evermoe.comm.group import Group
+from evermoe.comm.reach import Reach
+
+logger = logging.getLogger(__name__)
+
+MOST_WATCHED = 64
+"""Members that one watches: of more, those that follow it in the order of ranks, so that all are watched."""
+AT_ONCE = 0.1
+"""Seconds in which a collective fails that began after the others had given up."""
+SIT_OUT = 10
+"""A member that others have waited for in vain stays away for so many hang limits, then for twice as many."""
+
+
+class Watch:
+    """Watches the other members of a group, and tells them whether this one computes or waits.
+
+    Args:
+        reach: this member's door, and those of others.
+        groups: in which this member may wait for others.
+        heartbeat_limit: seconds without an answer after which a member is silent.
+        hang_limit: seconds that a collective waits.
+        on_silent: is told the reason to drop the group, in a thread of the watch.
+        on_left_out: is called, also there, when others have given this member up.
+    """
+
+    def __init__(
+        self,
+        reach: Reach,
+        groups: Iterable[Group],
+        *,
+        heartbeat_limit: float,
+        hang_limit: float,
+        on_silent: Callable[[str], None],
+        on_left_out: Callable[[], None],
+    ) -> None:
+        self._reach, self._groups = reach, list(groups)
+        self._limit, self._hang_limit = heartbeat_limit, hang_limit
+        self._on_silent, self._on_left_out = on_silent, on_left_out
+        self._asking: _native.Watch | None = None
+        self._thread = threading.Thread()
+        self._members: dict[str, str] = {}
+        self._epoch = 0
+        self.silent: list[str] = []
+        """Members that no longer answer, by id."""
+        self.late = ""
+        """The members that the latest group was given up for, for people."""
+        self._is_training = self._is_waiting = False
+        self._began = self._waited = 0.0
+        self._waited_for_me: str | None = None
+        self._times_left_out = 0
+        for group in self._groups:
+            group.on_wait = self._on_wait
+
+    def begin(self, epoch: int, members: Mapping[str, str], first: int) -> None:
+        """Watches the other members of a new group.
+
+        Args:
+            epoch: names the group.
+            members: addresses of their doors, by id, in the order of ranks.
+            first: how many of them have lower ranks than this one.
+        """
+        self.end()
+        self._epoch, self._members = epoch, dict(members)
+        self._reach.say()
+        following = list(members.items())
+        following = (following[first:] + following[:first])[:MOST_WATCHED]
+        self._asking = _native.Watch(following, epoch, round(1000 * self._limit))
+        self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
+        self._thread.start()
+
+    def step_begins(self) -> None:
+        """This member computes now: others may have to wait for it."""
+        if not self._is_training:
+            self._is_training = True
+            self._reach.say(computes=self._epoch)
+
+    def end(self) -> None:
+        """Watches nobody any more."""
+        self._is_training = False
+        if self._asking is not None:
+            self._asking.stop()
+            self._thread.join()
+            self._asking = None
+            self._members, self.silent = {}, []
+
+    def look_around(self) -> None:
+        """Finds out, once the group has broken, which of its members answer, and who has waited for whom."""
+        if self._asking is None:
+            return
+        gave_up = any(group.timed_out for group in self._groups)
+        self._reach.say(gave_up=self._epoch if gave_up else 0)
+        self._reach.look_around(self._members, self.silent)
+        said = self._reach.said
+        if gave_up:
+            late = [
+                f"{each} at {self._members[each]}" for each, (computes, _) in said.items() if computes == self._epoch
+            ]
+            self.late = ", ".join(late)
+            if late:
+                logger.warning(
+                    "waited %g s for %s: the others go on without it", self._hang_limit, self.late
+                )  # it learns so at this member's door
+        elif self._waited < AT_ONCE and self._waited_for_me is None:
+            self._waited_for_me = next((each for each, (_, epoch) in said.items() if epoch == self._epoch), None)
+        self.end()
+
+    def seconds_to_sit_out(self) -> float:
+        """How long this member is to stay away as others have waited for it in vain; 0 where they have not."""
+        if self._waited_for_me is None:
+            return 0.0
+        seconds = SIT_OUT * self._hang_limit * 2**self._times_left_out
+        logger.warning(
+            "%s has waited for this member longer than hang_limit = %g s, and the others go on without it. It asks to "
+            "join again in %g s; a new process may join at once. Raise hang_limit if members' steps differ so much.",
+            self._waited_for_me,
+            self._hang_limit,
+            seconds,
+        )
+        self._waited_for_me = None
+        self._times_left_out += 1
+        self._on_left_out()
+        return seconds
+
+    def _on_wait(self, begins: bool) -> None:
+        if begins:
+            self._began = time.monotonic()
+        else:
+            self._waited = time.monotonic() - self._began
+        self._is_waiting = begins
+        if self._is_training:
+            self._reach.say(computes=0 if begins else self._epoch)
+
+    def _wait(self, asking: _native.Watch) -> None:
+        self.silent, gave_up = asking.wait()
+        if self.silent:
+            who = f"{self.silent[0]} at {self._members[self.silent[0]]}"
+            self._on_silent(f"{who} has ended, or has not answered for {self._limit:g} s")
+        # A collective that fails breaks its group before it ends, so who waited with the others is not taken for late.
+        elif gave_up and self._is_training and not self._is_waiting and self._groups[0].broken is None:
+            self._waited_for_me = gave_up
+            self._on_silent(f"{gave_up} has waited for this member longer than hang_limit = {self._hang_limit:g} s")
+            self._on_left_out()

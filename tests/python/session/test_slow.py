@@ -1,0 +1,40 @@
+"""Members that hang in their own code or are slower than `hang_limit`: they cost the others that limit, once."""
+
+import time
+
+from support.history import check_history
+from support.worker import Fault
+
+HANG_LIMIT = 1.0
+SLACK = 10.0
+"""Seconds on top of it: 2 on this machine when it is idle."""
+REASON = "has waited for this member longer than hang_limit"
+
+
+def test_member_that_hangs(start_job):
+    """It lives and beats, and the Lighthouse would wait for it for a minute. It joins again when it has sat out."""
+    job = start_job(hang_limit=HANG_LIMIT, join_limit=60.0)
+    faults = {"b": [Fault("forward", 5, "hang")]}
+    workers = a, b, c = job.start_all(faults, steps=300, slow=0.05)
+    since = b.wait_for("fault")["time"]
+    for each in (a, c):
+        assert each.wait_for("commit", members=2)["time"] - since < HANG_LIMIT + SLACK
+    woken = time.time()
+    job.wake()
+    assert b.wait_for("recovered", members=3, count=2)["time"] - woken > 10 * HANG_LIMIT
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers, away="b")
+    assert REASON in b.log()
+    assert all("waited 1 s for b-" in each.log() for each in (a, c))
+
+
+def test_member_that_is_always_slow(start_job):
+    job = start_job(hang_limit=HANG_LIMIT)
+    workers = a, b, c = [job.start(name, steps=100, slow=1.5 if name == "b" else 0.02) for name in "abc"]
+    assert [each.join() for each in (a, c)] == [0, 0]
+    assert b.join() in (0, 1)  # it may ask again after the end
+    check_history(workers, away="b")
+    assert REASON in b.log()
+    for each in (a, c):
+        assert [event["members"] for event in each.events("recovered")] == [3, 2]
+        assert "waited 1 s for b-" in each.log()
