@@ -5,7 +5,7 @@ use evermoe::protocol::{
     step_of, version_of,
 };
 
-const NEED: Need = Need { members: 2, is_always: false };
+const NEED: Need = Need { members: 2, is_always: false, goes_on_alone: false };
 
 fn settings() -> Settings {
     Settings {
@@ -13,6 +13,7 @@ fn settings() -> Settings {
         trains: true,
         members: 1,
         is_fixed: false,
+        goes_on_alone: false,
         join_every: 5,
         rebalance_every: 0,
         generation: 0,
@@ -49,6 +50,14 @@ fn trained_with_b() -> Protocol {
     let commands = member.handle(Event::Protected).unwrap();
     assert_eq!(commands, [Command::Resume { version: version_of(1, 0) }, Command::Step { number: 0 }]);
     member
+}
+
+#[test]
+fn a_member_that_was_left_behind_goes_on_if_its_operator_says_so() {
+    let alone = [participant("a", Standing { adopted: 3, named: (1, 3), ..standing(true, 2) })];
+    assert_eq!(judge(5, &alone, NEED, None), Verdict::LeftBehind { adopted: 3 });
+    let need = Need { goes_on_alone: true, ..NEED };
+    assert!(matches!(judge(5, &alone, need, None), Verdict::New(agreement) if agreement.generation == 2));
 }
 
 #[test]

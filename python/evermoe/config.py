@@ -56,6 +56,10 @@ def with_environment(config: SessionConfig) -> SessionConfig:
     for name in ("lighthouse", "job", "node", "address", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
+    if os.environ.get("EVERMOE_GO_ON_ALONE"):
+        found["go_on_alone"] = (
+            checked("EVERMOE_GO_ON_ALONE", os.environ["EVERMOE_GO_ON_ALONE"], Literal["0", "1"]) == "1"
+        )
     if os.environ.get("EVERMOE_ROLE"):
         found["role"] = checked("EVERMOE_ROLE", os.environ["EVERMOE_ROLE"], Role)
     if config.members is None and os.environ.get("EVERMOE_MEMBERS"):

@@ -44,6 +44,8 @@ pub struct Need {
     pub members: usize,
     /// Whether they are needed always, not only to begin.
     pub is_always: bool,
+    /// Whether members that were left behind go on all the same: their operator has said that nobody else does.
+    pub goes_on_alone: bool,
 }
 
 /// Judges the set `participants`, which the Lighthouse has given the number `id`.
@@ -60,14 +62,14 @@ pub struct Need {
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
 /// let standing = Standing { epoch: None, established: true, size: 2, generation: 3, state: 3, named: (1, 3), adopted: 3 };
 /// let b = Participant { id: "b".into(), rank_key: "".into(), trains: true, is_patient: false, unreachable: vec![], standing };
-/// let need = Need { members: 2, is_always: false };
+/// let need = Need { members: 2, is_always: false, goes_on_alone: false };
 /// assert_eq!(judge(5, &[b.clone()], need, None), Verdict::LeftBehind { adopted: 3 });
 /// assert!(matches!(judge(4, &[b], need, None), Verdict::New(_))); // "a" is gone, and nothing has happened since
 /// ```
 pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&[String], u64)>) -> Verdict {
     let standings = || participants.iter().map(|participant| &participant.standing);
     // Before all else: who waits here is named in this set, and would pass for one who was not left behind in the next.
-    if let Some(adopted) = slept(id, standings()) {
+    if let Some(adopted) = slept(id, standings()).filter(|_| !need.goes_on_alone) {
         return Verdict::LeftBehind { adopted };
     }
     let stay = reach_each_other(participants);

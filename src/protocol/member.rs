@@ -21,6 +21,8 @@ pub struct Settings {
     pub members: usize,
     /// Whether that many are needed always: the seats of a pipeline.
     pub is_fixed: bool,
+    /// Whether it goes on although others went on without it: their operator has said that nobody else does.
+    pub goes_on_alone: bool,
     /// Steps between looks for new members; 0 for none.
     pub join_every: u64,
     /// Steps between looks whether experts should move; 0 for none.
@@ -57,8 +59,8 @@ enum Phase {
 /// ```
 /// use evermoe::protocol::{Command, Event, Participant, Protocol, Settings};
 /// let settings = Settings {
-///     id: "a".into(), trains: true, members: 1, is_fixed: false, join_every: 5, rebalance_every: 0,
-///     generation: 0,
+///     id: "a".into(), trains: true, members: 1, is_fixed: false, goes_on_alone: false, join_every: 5,
+///     rebalance_every: 0, generation: 0,
 /// };
 /// let mut member = Protocol::new(settings);
 /// let [Command::Ask { standing, .. }] = &member.handle(Event::Look { until: 10 })?[..] else { panic!() };
@@ -245,7 +247,11 @@ impl Protocol {
     fn judge(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
         self.saw_running |= participants.iter().any(|participant| participant.standing.established);
         self.named = if id == self.named.1 || id == self.named.1 + 1 { (self.named.0, id) } else { (id, id) };
-        let need = Need { members: self.settings.members, is_always: self.settings.is_fixed };
+        let need = Need {
+            members: self.settings.members,
+            is_always: self.settings.is_fixed,
+            goes_on_alone: self.settings.goes_on_alone,
+        };
         let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
         match judge(id, participants, need, group) {
             Verdict::Wait(why) => self.wait(why),

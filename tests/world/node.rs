@@ -70,6 +70,7 @@ impl Node {
             trains: true,
             members: setting.members,
             is_fixed: false,
+            goes_on_alone: false,
             join_every: 1,
             rebalance_every: 0,
             generation: 0,

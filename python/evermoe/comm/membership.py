@@ -54,6 +54,8 @@ class MembershipOptions(Options):
     default: the host's name)."""
     members: int | None = option(None, least=1)
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
+    go_on_alone: bool = False
+    """Trains on where `LeftBehind` would stop it, as nobody is left of those that went on (EVERMOE_GO_ON_ALONE=1)."""
     role: Role = "train"
     """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
     heartbeat_limit: float = option(2.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
@@ -128,7 +130,7 @@ class Membership:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
         self.node = node
         self.identity = identity
-        self.role = options.role
+        self.role, self.goes_on_alone = options.role, options.go_on_alone
         address = options.address or hostname()
         self.trainer_group = Group(options.address, is_shared=True)
         """Group of the members that train; on a replica node it has one member."""

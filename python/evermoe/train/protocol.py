@@ -205,6 +205,7 @@ class CommitProtocol:
                 "trains": membership.role == "train",
                 "members": members,
                 "is_fixed": is_fixed,
+                "goes_on_alone": membership.goes_on_alone,
                 "join_every": join_every,
                 "rebalance_every": rebalance_every,
                 "generation": generation,
@@ -319,7 +320,8 @@ class CommitProtocol:
             raise LeftBehind(
                 f"this member took part until agreement {fields['adopted']} of the Lighthouse, which is at agreement "
                 f"{fields['id']} now, and no member of those between is left: the others went on without it, and may "
-                "have committed steps that it does not know. Start it anew to join them or to resume from what is left."
+                "have committed steps that it does not know. Start it anew to join them or to resume from what is "
+                "left; with go_on_alone it would train on from its own state."
             )
         raise self._membership.timeout(fields["reason"])
 

@@ -36,5 +36,6 @@ def test_member_that_is_always_slow(start_job):
     check_history(workers, away="b")
     assert REASON in b.log()
     for each in (a, c):
-        assert [event["members"] for event in each.events("recovered")] == [3, 2]
+        # On a slow machine it comes back before the end, to be left out again for twice as long.
+        assert [event["members"] for event in each.events("recovered")] in ([3, 2], [3, 2, 3, 2])
         assert "waited 1 s for b-" in each.log()
