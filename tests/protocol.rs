@@ -63,21 +63,21 @@ fn a_member_that_was_left_behind_goes_on_if_its_operator_says_so() {
 #[test]
 fn a_step_is_taken_when_all_have_voted_and_reported_at_the_next_vote() {
     let mut member = trained_with_b();
-    member.handle(Event::Gradients { is_whole: true }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 2, sums: vec![7] }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![7] }).unwrap();
     let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
     assert_eq!(commands, [Command::Take { vote, is_recalled: false }]);
     assert_eq!(member.handle(Event::Look { until: 9 }).unwrap(), [Command::Step { number: 1 }]);
-    member.handle(Event::Gradients { is_whole: true }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 2, sums: vec![8] }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![8] }).unwrap();
     assert!(matches!(commands[..], [Command::Commit { step: 0 }, Command::Take { .. }]));
 }
 
 #[test]
 fn a_step_that_some_did_not_vote_for_is_not_taken() {
     let mut member = trained_with_b();
-    member.handle(Event::Gradients { is_whole: true }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 1, sums: vec![] }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 1, leaving: 0, sums: vec![] }).unwrap();
     assert!(matches!(&commands[..], [Command::Drop { reason }] if reason.starts_with("1 of 2")));
     assert_eq!(member.version(), version_of(1, 0));
 }
@@ -86,7 +86,7 @@ fn a_step_that_some_did_not_vote_for_is_not_taken() {
 fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen_pass() {
     for has_passed in [false, true] {
         let mut member = trained_with_b();
-        member.handle(Event::Gradients { is_whole: true }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
         member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
         let commands = member.handle(Event::Look { until: 9 }).unwrap();
         let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
@@ -112,8 +112,8 @@ fn steps_that_others_took_while_a_member_was_away_are_theirs_to_report() {
         [(version_of(2, 4), vec![]), (version_of(1, 1), vec![Command::Commit { step: 0 }])]
     {
         let mut member = trained_with_b();
-        member.handle(Event::Gradients { is_whole: true }).unwrap();
-        member.handle(Event::Tally { votes: 2, sums: vec![7] }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+        member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![7] }).unwrap();
         member.handle(Event::Lost { reason: "it was asleep".into() }).unwrap();
         let commands = member.handle(Event::Look { until: 9 }).unwrap();
         let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
@@ -212,4 +212,37 @@ fn replica_nodes_have_the_last_ranks_and_keys_come_before_names() {
     members[2].rank_key = "0".into();
     let Verdict::New(agreement) = judge(1, &members, NEED, None) else { panic!("two members train") };
     assert_eq!((agreement.members, agreement.num_trainers), (vec!["c".into(), "b".into(), "a".into()], 2));
+}
+
+#[test]
+fn a_member_leaves_when_the_copies_of_its_last_step_are_whole() {
+    for (leaves, leaving) in [(true, 1), (true, 2), (false, 1)] {
+        let mut member = trained_with_b();
+        member.handle(Event::Gradients { is_whole: true, leaves }).unwrap();
+        let commands = member.handle(Event::Tally { votes: 2, leaving, sums: vec![7] }).unwrap();
+        assert!(matches!(commands[..], [Command::Take { .. }, Command::Settle]), "{commands:?}");
+        let commands = member.handle(Event::Settled { is_whole: true }).unwrap();
+        let [Command::Commit { step: 0 }, last] = &commands[..] else { panic!("{commands:?}") };
+        if leaves {
+            assert_eq!(*last, Command::Leave);
+            assert!(member.is_over());
+        } else {
+            assert_eq!(*last, Command::Drop { reason: "1 members have left the job".into() });
+            let commands = member.handle(Event::Look { until: 9 }).unwrap();
+            assert!(matches!(commands[..], [Command::Ask { is_intact: false, .. }]));
+        }
+    }
+}
+
+#[test]
+fn nobody_leaves_before_the_end_of_the_last_step() {
+    let mut member = trained_with_b();
+    for leaves in [false, true] {
+        member.handle(Event::Gradients { is_whole: true, leaves }).unwrap();
+        let leaving = usize::from(leaves);
+        let commands = member.handle(Event::Tally { votes: 2, leaving, sums: vec![7] }).unwrap();
+        assert!(matches!(commands.last(), Some(Command::Take { .. })));
+        let commands = member.handle(Event::Look { until: 2 }).unwrap();
+        assert_eq!(commands, [if leaves { Command::Settle } else { Command::Step { number: 1 } }]);
+    }
 }

@@ -49,7 +49,7 @@ fn is_sampled(world: &World) -> bool {
 }
 
 fn setting(members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
-    Setting { members, joiners: 0, steps, faults, silences: 0, cuts: 0, keeper, mistake: None }
+    Setting { members, joiners: 0, steps, faults, silences: 0, leaves: 0, cuts: 0, keeper, mistake: None }
 }
 
 /// Explores everything within the bounds, and says how much that was.
@@ -98,6 +98,13 @@ fn two_members_that_do_not_reach_each_other() {
 }
 
 #[test]
+fn two_members_that_leave_on_notice() {
+    for keeper in KEEPERS {
+        explore(&Setting { leaves: 2, ..setting(2, 3, 1, keeper) });
+    }
+}
+
+#[test]
 fn two_members_and_a_newcomer() {
     for keeper in KEEPERS {
         explore(&Setting { joiners: 1, ..setting(2, 2, 1, keeper) });
@@ -116,7 +123,7 @@ fn three_members_to_two_versions() {
 /// Runs of three members with two faults and a newcomer, chosen at random; in `make test-long` many more.
 fn walk(seconds: u64, seed: u64) {
     for keeper in KEEPERS {
-        let setting = Setting { joiners: 1, silences: 1, cuts: 1, ..setting(3, 2, 2, keeper) };
+        let setting = Setting { joiners: 1, silences: 1, leaves: 1, cuts: 1, ..setting(3, 2, 2, keeper) };
         let checker = Job(setting.clone()).checker().timeout(Duration::from_secs(seconds));
         let checker = checker.spawn_simulation(seed, UniformChooser).join();
         println!("{setting:?}: {} states in random runs from seed {seed}", checker.state_count());

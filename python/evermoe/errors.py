@@ -1,5 +1,8 @@
 """Exceptions of evermoe, by what the caller can do about them."""
 
+LEFT_CODE = 143
+"""Exit code of a process that has left its job on SIGTERM: 128 and the number of that signal."""
+
 
 class EvermoeError(Exception):
     """Base of everything that evermoe raises on its own account."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from evermoe.errors import LEFT_CODE
 from evermoe.memory_folder import DEFAULT, job_folder, make_private, node_name, open_lock
 from evermoe.options import check_name
 
-STOP_SECONDS = 10.0
-"""Time that workers get between SIGTERM and SIGKILL."""
+STOP_SECONDS = 35.0
+"""Time that workers get between SIGTERM and SIGKILL: longer than their `leave_limit`, in which they leave the job."""
 
 
 @dataclass
@@ -160,10 +161,11 @@ def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0) -> int:
                     running.append(again)
                 else:
                     codes.append(code)
-    lost = [code for code in codes if code < 0]
-    failed = [code for code in codes if code > 0]
+    lost = [code for code in codes if code < 0 or code == LEFT_CODE]
+    failed = [code for code in codes if code > 0 and code != LEFT_CODE]
     if lost:
-        print(f"evermoe run: {len(lost)} of {workers + replicas} processes were killed", file=sys.stderr)
+        total = workers + replicas
+        print(f"evermoe run: {len(lost)} of {total} processes were killed, or left on SIGTERM", file=sys.stderr)
     if not failed and 0 in codes:
         job.forget()
         return 0

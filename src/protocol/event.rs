@@ -117,11 +117,15 @@ pub enum Event {
     Gradients {
         /// Whether its gradients, and the copies that must be safe before the step, are whole.
         is_whole: bool,
+        /// Whether it wants to leave the job after the step.
+        leaves: bool,
     },
     /// Answers `Vote`.
     Tally {
         /// Members whose ballot was whole.
         votes: usize,
+        /// Members that want to leave after the step.
+        leaving: usize,
         /// See [`Passed::sums`].
         sums: Vec<i64>,
     },
@@ -282,6 +286,8 @@ pub enum Command {
     },
     /// Wait until holders of missing units may have come back; `Look` again then.
     Pause,
+    /// Leave the job, which is not over: the steps so far are committed, and their copies are whole on the others.
+    Leave,
     /// Leave the job: it is over.
     Close,
     /// Give up.

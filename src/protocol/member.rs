@@ -103,6 +103,9 @@ pub struct Protocol {
     /// Whether the group was intact when this member asked.
     was_intact: bool,
     recoveries: u32,
+    /// Whether this member leaves after the step that is under way, and how many do.
+    leaves: bool,
+    leaving: usize,
     /// Whether all steps are committed here: units that left with members who have heard this one's farewell are not
     /// missed.
     is_done: bool,
@@ -129,6 +132,8 @@ impl Protocol {
             is_stale: false,
             was_intact: false,
             recoveries: 0,
+            leaves: false,
+            leaving: 0,
             is_done: false,
             failure: String::new(),
         }
@@ -187,8 +192,8 @@ impl Protocol {
             (Phase::Restoring, Event::Unrecoverable) => self.stop(Stop::UnitsLost),
             (Phase::Counting, Event::Counted) => self.protect(),
             (Phase::Protecting, Event::Protected) => self.resume(),
-            (Phase::Stepping, Event::Gradients { is_whole }) => self.vote(is_whole),
-            (Phase::Voting, Event::Tally { votes, sums }) => self.count(votes, sums),
+            (Phase::Stepping, Event::Gradients { is_whole, leaves }) => self.vote(is_whole, leaves),
+            (Phase::Voting, Event::Tally { votes, leaving, sums }) => self.count(votes, leaving, sums),
             (Phase::Settling, Event::Settled { is_whole }) => self.settled(is_whole),
             (Phase::Parting, Event::Parted) => self.close(),
             (phase, event) => {
@@ -296,6 +301,7 @@ impl Protocol {
         let counts = !matches!(self.phase, Phase::Apart | Phase::Asking | Phase::Waiting | Phase::Connecting);
         self.recoveries += u32::from(counts);
         self.group = None;
+        self.leaving = 0;
         self.phase = Phase::Apart;
         self.failure.clone_from(&reason);
         vec![Command::Drop { reason }]
@@ -403,13 +409,14 @@ impl Protocol {
         Command::Farewell { version: self.version }
     }
 
-    fn vote(&mut self, is_whole: bool) -> Vec<Command> {
+    fn vote(&mut self, is_whole: bool, leaves: bool) -> Vec<Command> {
+        self.leaves = leaves;
         self.pending = is_whole.then_some(self.version);
         self.phase = Phase::Voting;
         vec![Command::Vote { version: self.version }]
     }
 
-    fn count(&mut self, votes: usize, sums: Vec<i64>) -> Vec<Command> {
+    fn count(&mut self, votes: usize, leaving: usize, sums: Vec<i64>) -> Vec<Command> {
         let size = self.group.as_ref().map_or(0, |group| group.members.len());
         if votes != size {
             self.pending = None;
@@ -422,6 +429,12 @@ impl Protocol {
         commands.push(Command::Take { vote, is_recalled: false });
         self.recoveries = 0;
         self.phase = Phase::Ready;
+        if leaving > 0 && step + 1 < self.until {
+            // Those who stay will have what the others hold: nothing has to be repeated.
+            self.leaving = leaving;
+            self.phase = Phase::Settling;
+            commands.push(Command::Settle);
+        }
         commands
     }
 
@@ -444,7 +457,14 @@ impl Protocol {
             return self.lose("the copies of the last step are not whole".into());
         }
         let mut commands = self.confirm();
-        commands.push(self.go_on());
+        if self.leaving == 0 {
+            commands.push(self.go_on());
+        } else if self.leaves {
+            self.phase = Phase::Over;
+            commands.push(Command::Leave);
+        } else {
+            commands.extend(self.lose(format!("{} members have left the job", self.leaving)));
+        }
         commands
     }
 }

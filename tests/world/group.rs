@@ -15,7 +15,7 @@ pub(crate) enum Part {
     Fetch,
     Copies(Snapshot),
     Protect,
-    Vote { is_whole: bool },
+    Vote { is_whole: bool, leaves: bool },
     Settle { is_whole: bool },
     Farewell,
 }

@@ -28,6 +28,8 @@ pub(crate) struct Setting {
     pub faults: u8,
     /// Times that the Lighthouse does not answer.
     pub silences: u8,
+    /// Members that leave the job on notice.
+    pub leaves: u8,
     /// Cuts of the network between two members, both of which the Lighthouse hears.
     pub cuts: u8,
     /// How copies are kept.
@@ -57,6 +59,7 @@ pub(crate) struct World {
     pub lighthouse: Lighthouse,
     pub faults_left: u8,
     pub silences_left: u8,
+    pub leaves_left: u8,
     pub cuts_left: u8,
     /// Pairs of members that do not reach each other, the lower number first.
     cuts: BTreeSet<(usize, usize)>,
@@ -103,7 +106,12 @@ impl Action {
     fn is_mishap(self) -> bool {
         matches!(
             self,
-            Self::Crash(_) | Self::Freeze(_) | Self::VoteAgainst(_) | Self::Silence(_) | Self::Cut(..)
+            Self::Crash(_)
+                | Self::Freeze(_)
+                | Self::VoteAgainst(_)
+                | Self::VoteLeaving(_)
+                | Self::Silence(_)
+                | Self::Cut(..)
         )
     }
 }
@@ -134,6 +142,8 @@ pub(crate) enum Action {
     Vote(usize),
     /// They are not whole, and it votes so.
     VoteAgainst(usize),
+    /// They are whole, and it votes so and leaves after the step.
+    VoteLeaving(usize),
     /// A member's collective is through.
     Complete(usize),
     /// A member's collective fails.
@@ -149,6 +159,7 @@ impl World {
             lighthouse: Lighthouse::default(),
             faults_left: setting.faults,
             silences_left: setting.silences,
+            leaves_left: setting.leaves,
             cuts_left: setting.cuts,
             cuts: BTreeSet::new(),
             has_come_in_vain: false,
@@ -219,9 +230,12 @@ impl World {
                     found.push(Action::Waited(number));
                 }
             }
-            Task::Copying { epoch, .. } => {
+            Task::Copying { epoch, is_last } => {
                 if self.copies_are_whole(number, setting.keeper) {
                     found.push(Action::Vote(number));
+                    if self.leaves_left > 0 && !is_last {
+                        found.push(Action::VoteLeaving(number));
+                    }
                 }
                 if self.faults_left > 0 {
                     found.push(Action::VoteAgainst(number));
@@ -308,6 +322,11 @@ impl World {
                 world.feed(number, event, setting);
             }
             Action::Vote(number) => world.vote(number, true, setting),
+            Action::VoteLeaving(number) => {
+                world.leaves_left -= 1;
+                world.nodes[number].leaves = true;
+                world.vote(number, true, setting);
+            }
             Action::VoteAgainst(number) => {
                 world.faults_left -= 1;
                 world.vote(number, false, setting);
@@ -335,7 +354,7 @@ impl World {
         self.nodes[number].life = Life::Frozen;
     }
 
-    fn count_loss(&mut self, number: usize) {
+    pub(crate) fn count_loss(&mut self, number: usize) {
         self.promise.lost += usize::from(self.promise.members.contains(&number));
     }
 
@@ -377,11 +396,11 @@ impl World {
         self.feed(number, Event::Quorum { id, participants }, setting);
     }
 
-    /// Whether a step was committed, more than half of the members whose copies were whole last can talk to each other,
-    /// and nothing that they were promised is lost.
+    /// Whether a step was committed, more than half of the members whose copies were whole last stay and can talk to each
+    /// other, and nothing that they were promised is lost.
     pub(crate) fn can_go_on(&self) -> bool {
         let members = &self.promise.members;
-        let is_up = |number: usize| self.nodes[number].life == Life::Up;
+        let is_up = |number: usize| self.nodes[number].life == Life::Up && !self.nodes[number].leaves;
         let in_reach = |number: usize| {
             members.iter().filter(|&&other| is_up(other) && !self.are_cut(number, other)).count()
         };

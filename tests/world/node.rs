@@ -59,6 +59,8 @@ pub(crate) struct Node {
     pub copies: Copies,
     /// The group that it is connected in.
     pub group: Option<u64>,
+    /// Whether it has been told to leave: it says so in each vote.
+    pub leaves: bool,
     /// What a recovery brings it to.
     target: Option<(u64, Content)>,
 }
@@ -86,6 +88,7 @@ impl Node {
             active: (1 << (setting.members + 1)) - 1,
             copies: Copies::default(),
             group: None,
+            leaves: false,
             target: None,
         }
     }
@@ -170,6 +173,11 @@ impl World {
                 self.end(number);
             }
             Command::Stop(_) => self.end(number),
+            Command::Leave => {
+                self.count_loss(number);
+                self.end(number);
+                self.nodes[number].die();
+            }
             Command::Follow { .. } | Command::Weigh => unreachable!("not in this job"),
         }
     }
@@ -247,10 +255,11 @@ impl World {
     }
 
     fn feed_vote(&mut self, number: usize, is_whole: bool) {
-        let commands =
-            self.nodes[number].protocol.handle(Event::Gradients { is_whole }).expect("a step is under way");
+        let leaves = self.nodes[number].leaves;
+        let event = Event::Gradients { is_whole, leaves };
+        let commands = self.nodes[number].protocol.handle(event).expect("a step is under way");
         assert!(matches!(commands[..], [Command::Vote { .. }]));
-        self.enter_now(number, Part::Vote { is_whole });
+        self.enter_now(number, Part::Vote { is_whole, leaves });
     }
 
     fn take(&mut self, number: usize, vote: &Passed, _is_recalled: bool, setting: &Setting) {
@@ -314,11 +323,13 @@ impl World {
             Part::Copies(_) => self.copied(number, &parts, setting),
             Part::Protect => self.protected(number, setting),
             Part::Vote { .. } => {
-                let is_for = |part: &&Part| matches!(part, Part::Vote { is_whole: true });
+                let is_for = |part: &&Part| matches!(part, Part::Vote { is_whole: true, .. });
+                let is_leaving = |part: &&Part| matches!(part, Part::Vote { leaves: true, .. });
+                let leaving = parts.iter().filter(is_leaving).count();
                 let is_skipped = setting.mistake == Some(Mistake::VoteSkipped);
                 let votes = if is_skipped { parts.len() } else { parts.iter().filter(is_for).count() };
                 let tag = i64::from(self.groups.get(epoch).tag);
-                self.feed(number, Event::Tally { votes, sums: vec![tag] }, setting);
+                self.feed(number, Event::Tally { votes, leaving, sums: vec![tag] }, setting);
             }
             Part::Settle { .. } => {
                 let is_whole = parts.iter().all(|part| matches!(part, Part::Settle { is_whole: true }));

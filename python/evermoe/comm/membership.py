@@ -67,6 +67,8 @@ class MembershipOptions(Options):
     """Seconds that agreement on the members may take, the Lighthouse being away included."""
     rejoin_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
     """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
+    leave_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
+    """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM."""
     join_every: int = option(5, shared=True, least=1)
     """Steps between looks for new members."""
 

@@ -28,6 +28,8 @@ class Ballot(NamedTuple):
     """Units of which a replica needs the state anew."""
     capture_seconds: float = 0.0
     step_seconds: float = 0.0
+    leaving: float = 0.0
+    """1 from a member that leaves the job after the step."""
 
     @property
     def is_finite(self) -> bool:

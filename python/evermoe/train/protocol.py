@@ -215,6 +215,9 @@ class CommitProtocol:
         self._driver, self._membership, self._on_record = driver, membership, on_record
         self._rendezvous = Rendezvous(driver, membership)
         self._ballot = Ballot(0.0)
+        self._leaves = False
+        self.has_left = False
+        """Whether this member has left a job that is not over."""
         self._tell_membership()
         on_record(settings, "[]")
 
@@ -249,8 +252,11 @@ class CommitProtocol:
 
     def vote(self, ballot: Ballot) -> None:
         """Votes on a step, and takes it if all members do."""
-        self._ballot = ballot
-        self._advance({"event": "gradients", "is_whole": bool(ballot.votes)})
+        self._advance(self._say(ballot))
+
+    def leave(self) -> None:
+        """Leaves the job after the step that is under way, unless it is the last one."""
+        self._leaves = True
 
     def lose(self, reason: str) -> None:
         """A peer was lost, or the group was dropped."""
@@ -295,13 +301,19 @@ class CommitProtocol:
 
     def _follow(self, number: int) -> Event:
         self._membership.end_agreement()
-        self._ballot = self._driver.follow(number)
-        return {"event": "gradients", "is_whole": bool(self._ballot.votes)}
+        return self._say(self._driver.follow(number))
+
+    def _say(self, ballot: Ballot) -> Event:
+        self._ballot = ballot._replace(leaving=float(self._leaves))
+        return {"event": "gradients", "is_whole": bool(ballot.votes), "leaves": bool(self._ballot.leaving)}
 
     def _vote(self, version: int) -> Event:
         sums = cast(self._membership.everyone, self._ballot)
         self._driver.tallied(self.step, sums)
-        return {"event": "tally", "votes": int(sums.votes), "sums": sums.to_bits()}
+        return {"event": "tally", "votes": int(sums.votes), "leaving": int(sums.leaving), "sums": sums.to_bits()}
+
+    def _leave(self) -> None:
+        self.has_left = True
 
     def _farewell(self, version: int) -> Event:
         self._membership.watch.end()  # the first to be done leaves

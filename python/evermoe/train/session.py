@@ -24,7 +24,7 @@ from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import Identity, Membership
 from evermoe.config import SessionConfig, with_environment
-from evermoe.errors import JobFinished, PeerLost
+from evermoe.errors import LEFT_CODE, JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.planning.windows import Windows
@@ -33,6 +33,7 @@ from evermoe.replay.replicas import find_arithmetic
 from evermoe.sampler import ElasticSampler
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
+from evermoe.train.notice import Notice
 from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import Script
 from evermoe.train.session_driver import SessionDriver
@@ -106,6 +107,7 @@ class Session:
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: on_event(Protocol(said, commands)),
         )
+        self._notice = Notice(self.leave, self.config.leave_limit)
         self.has_left = False
 
     def _new_membership(self, identity: Identity, node: str) -> Membership:
@@ -170,8 +172,10 @@ class Session:
         """Yields steps until `until` are taken, and again the one that a failure interrupted.
 
         On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done.
+        It returns earlier after `leave`; SIGTERM does the same, and ends the process then, with the code 143.
 
         Raises:
+            SystemExit: this member has left on SIGTERM.
             LostExperts: more copies were lost than are kept, and no checkpoint is left.
             JoinTimeout: no Lighthouse, or too few members at the start.
             LeftBehind: the others went on without this member, and none of them is left.
@@ -179,22 +183,39 @@ class Session:
             PersistFailed: all steps are taken, and the last checkpoint could not be written.
         """
         try:
-            while True:
-                self._check_open()
-                self._protocol.look(until)
-                if self._protocol.is_over:
-                    break
-                if self._driver.has_step:
-                    step = self._next_step()
-                    yield step
-                    if not step.is_entered:
-                        raise RuntimeError("each step of session.steps() must be used as `with step:`")
-            self.close()
+            with self._notice.expected():
+                yield from self._steps(until)
+            if not self._protocol.has_left:
+                self.close()
         except JobFinished:
             self.close()
         except BaseException as failure:  # GeneratorExit, too: the caller left the loop
             self._fail(failure)
             raise
+        if self._protocol.has_left:
+            self._leave()  # its memory stays for a process that comes back
+            if self._notice.has_come:
+                raise SystemExit(LEFT_CODE)
+
+    def _steps(self, until: int) -> Iterator[Step]:
+        while not self._protocol.has_left:
+            self._check_open()
+            self._protocol.look(until)
+            if self._protocol.is_over:
+                break
+            if self._driver.has_step:
+                step = self._next_step()
+                yield step
+                if not step.is_entered:
+                    raise RuntimeError("each step of session.steps() must be used as `with step:`")
+
+    def leave(self) -> None:
+        """Leaves the job after the step that is under way: the loop of `steps` ends, and the others go on without it.
+
+        The others repeat no step. What they have no copies of is written to a checkpoint first, if there is a folder.
+        Does nothing in the last step. Any thread may call it, and a signal handler.
+        """
+        self._protocol.leave()
 
     def _next_step(self) -> Step:
         share = self.sampler.share(self.group.rank, self.group.size)

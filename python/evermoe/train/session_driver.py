@@ -36,6 +36,9 @@ class SessionDriver(RecoveryDriver):
         """Whether the optimizer may step: not while the script computes a step."""
         self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
         self._has_seen_loss = False
+        self._version = 0
+        self._leaving = 0
+        """Members that leave after the step."""
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         if self._trains:
@@ -133,6 +136,7 @@ class SessionDriver(RecoveryDriver):
         Raises:
             NonFiniteLoss: names the step and the member.
         """
+        self._leaving = int(sums.leaving)
         if sums.votes == self._membership.everyone.size and self._config.on_nonfinite == "error":
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
 
@@ -156,7 +160,7 @@ class SessionDriver(RecoveryDriver):
         self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation)
 
     def _update(self, version: int, sums: Ballot) -> None:
-        self.loss, self._step = sums.loss, step_of(version)
+        self.loss, self._version, self._step = sums.loss, version, step_of(version)
         clip = gradients.clip_factor(sums.squares, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()
         self.skipped += clip is None
@@ -196,8 +200,10 @@ class SessionDriver(RecoveryDriver):
 
     def checkpoint_if_due(self, version: int) -> None:
         """Writes a checkpoint of `version` if its step is due."""
-        if not self._checkpointer.is_due(step_of(version)):
-            return
+        if self._checkpointer.is_due(step_of(version)) and not self._checkpointer.has(version):
+            self._try_checkpoint(version)
+
+    def _try_checkpoint(self, version: int) -> None:
         try:
             self._checkpoint(version)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
@@ -214,8 +220,13 @@ class SessionDriver(RecoveryDriver):
         self._emit(Checkpoint(step_of(version), str(path)))
 
     def settle(self) -> Event:
-        """Waits for the copies of the last step, which no vote follows."""
+        """Waits for the copies of the last step, which no vote follows or after which members leave.
+
+        What those that leave would take with them is written to a checkpoint.
+        """
         everyone = self._membership.everyone
+        if self._trains and self._leaving and (self._leaving == everyone.size or self._config.copies < 2):
+            self._try_checkpoint(self._version)
         whole = everyone.all_reduce(torch.tensor([int(self._protection.settle())]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
 

@@ -1,0 +1,51 @@
+"""Leaving on notice: what SIGTERM means to a member of a job; schedulers and clouds send it before they take a node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from evermoe.errors import LEFT_CODE
+
+logger = logging.getLogger(__name__)
+
+
+class Notice:
+    """Asks to leave when SIGTERM comes, and ends the process if that takes too long."""
+
+    def __init__(self, leave: Callable[[], None], limit: float) -> None:
+        self._leave, self._limit = leave, limit
+        self.has_come = False
+        self._timer: threading.Timer | None = None
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Listens meanwhile, unless this is not the main thread or the script has a handler of its own."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or self._limit == 0 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            yield
+            return
+        signal.signal(signal.SIGTERM, self._comes)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _comes(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process
+        self.has_come = True
+        self._leave()
+        self._timer = threading.Timer(self._limit, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _give_up(self) -> None:
+        logger.warning("SIGTERM came %g s ago (leave_limit), and the step is not over: this process ends", self._limit)
+        os._exit(LEFT_CODE)

@@ -1,0 +1,83 @@
+"""Members that leave on notice: their step is completed, the others repeat none, and nothing goes with them."""
+
+import signal
+
+import pytest
+
+from evermoe.persist.checkpoint_folder import find
+from support.history import check_history
+from support.worker import Fault
+
+STEPS = 30
+GATE = 6
+
+
+def check_left(workers, leaving):
+    """Exit codes are right, and no step was undone or repeated by those who stay."""
+    assert [each.join() for each in leaving] == [143] * len(leaving)
+    staying = [each for each in workers if each not in leaving]
+    assert [each.join() for each in staying] == [0] * len(staying)
+    check_history(workers)
+    for each in staying:
+        recovered = each.events("recovered")[1]
+        assert (recovered["steps_lost"], recovered["stale"], recovered["members"]) == (0, {}, len(staying))
+        assert recovered["step"] == leaving[0].events("commit")[-1]["step"] + 1
+        reduced = [event["step"] for event in each.events("reduce")]
+        assert reduced == sorted(set(reduced))  # no gradient was computed twice
+
+
+@pytest.mark.parametrize("name", "ab")
+def test_member_leaves_on_sigterm(start_job, name):
+    job = start_job()
+    job.open_gate(GATE)
+    workers = job.start_all({}, steps=STEPS, gated=True)
+    for each in workers:
+        each.wait_for("gate", step=GATE)
+    leaving = workers["abc".index(name)]
+    leaving.signal(signal.SIGTERM)
+    job.open_gate(STEPS)
+    check_left(workers, [leaving])
+    assert leaving.events("commit")[-1]["step"] == GATE
+
+
+def test_experts_without_a_copy_go_to_a_checkpoint_first(start_job, tmp_path):
+    job = start_job(copies=1, checkpoint_dir=str(tmp_path / "saved"))
+    job.open_gate(GATE)
+    workers = job.start_all({}, steps=STEPS, gated=True)
+    for each in workers:
+        each.wait_for("gate", step=GATE)
+    workers[1].signal(signal.SIGTERM)
+    job.open_gate(STEPS)
+    check_left(workers, [workers[1]])
+
+
+def test_all_members_leave(start_job, tmp_path):
+    """As at the end of an allocation: the state is in a checkpoint, and the job resumes where it was."""
+    saved = tmp_path / "saved"
+    job = start_job(checkpoint_dir=str(saved))
+    job.open_gate(GATE)
+    workers = job.start_all({}, steps=STEPS, gated=True)
+    for each in workers:
+        each.wait_for("gate", step=GATE)
+        each.signal(signal.SIGTERM)
+    job.open_gate(STEPS)
+    assert [each.join() for each in workers] == [143] * 3
+    reached = {each.events("commit")[-1]["step"] + 1 for each in workers}
+    assert reached == {GATE + 1}
+    assert [version % 2**40 for version in find(saved)] == [GATE + 1]
+    for name in "abc":
+        job.lose_node(name)
+    again = job.start_all({}, steps=STEPS)
+    assert [each.join() for each in again] == [0, 0, 0]
+    assert again[0].events("recovered")[0]["step"] == GATE + 1
+    check_history([*workers, *again])
+
+
+def test_member_that_hangs_leaves_in_time_all_the_same(start_job):
+    job = start_job(leave_limit=1.0, hang_limit=30.0)
+    workers = a, b, c = job.start_all({"b": [Fault("forward", GATE, "hang")]}, steps=STEPS)
+    b.wait_for("fault")
+    b.signal(signal.SIGTERM)
+    assert b.join() == 143
+    assert [each.join() for each in (a, c)] == [0, 0]
+    check_history(workers)
