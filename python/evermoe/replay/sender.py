@@ -62,6 +62,8 @@ class GradientSender:
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
+        self._turn, self._due = 0, 0.0
+        """Of `take_digests`: whose it is, and the elements that are due."""
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step)] if is_hooked else []
 
@@ -112,7 +114,8 @@ class GradientSender:
         """Messages for `Replica.receive(hold=True)` of the next step, with the current gradients.
 
         The gradients may still be clipped before the optimizer sees them: `Replica.release` takes the factor. A unit
-        that replicas cannot follow is preceded by its full state, which is that of the step before.
+        that replicas cannot follow is preceded by its full state, which is that of the step before; one whose digest
+        was taken since then, by a proof.
 
         Args:
             step: number of the next step.
@@ -131,12 +134,40 @@ class GradientSender:
                 source.draft = None
                 if source.sent is None or source.sent != source.stamp(self._optimizer):
                     yield unit, source.full_state(self._optimizer, step - 1)
+                elif (proof := source.proof(step - 1)) is not None:
+                    yield unit, proof
                 if source.rule is not None:
                     self._draft(source, numbers, 1.0)
                     if source.sent is not None:
                         source.is_told = True
                         source.pending, source.draft = source.draft, None
                         yield unit, source.record(step, source.pending, source.count(self._optimizer))
+
+    def take_digests(self, steps: int) -> None:
+        """Reads some of the state, and remembers digests: the next messages have them, for replicas to compare.
+
+        Nothing may write the state meanwhile. All that replicas follow takes its turn once in so many calls.
+        """
+        followed = [source for source in self._sources if source.sent]
+        self._due += sum(source.elements for source in followed) / steps
+        for _ in followed:
+            source = followed[self._turn % len(followed)]
+            if source.elements > self._due:
+                break
+            source.take_digest(self._optimizer)
+            self._due -= source.elements
+            self._turn += 1
+
+    def proofs(self, step: int) -> list[Bytes]:
+        """Messages with digests of the state as it is now, after the step of the latest `messages`, for all parameters.
+
+        A replica that has another state then asks for the full one. They are 104 bytes each, and cost the sender a
+        look at the whole state.
+        """
+        followed = [source for source in self._sources if source.sent and source.sent == source.stamp(self._optimizer)]
+        for source in followed:
+            source.take_digest(self._optimizer)
+        return [proof for proof in (source.proof(step) for source in followed) if proof is not None]
 
     def full_state_messages(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, Bytes]]:
         """Units and messages with their full state as it is now, after a step.
@@ -154,6 +185,7 @@ class GradientSender:
         What those left out is sent in full next: torch's fused SGD does not count up the versions of what it writes.
         """
         for source in self._sources:
+            source.digest = None
             if not source.is_told:
                 source.sent = None
             elif source.pending is not None:

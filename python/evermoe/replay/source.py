@@ -10,12 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record
+from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, state_digest
 from evermoe.errors import UnsupportedState
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.state.unit import TensorSpec
 
 Bytes = NDArray[np.uint8]
+PROOF_BYTES = 8
+"""Bytes of a proof after its header."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class Source:
         """Whether replicas were sent a record of the next step."""
         self.sent: tuple[Any, ...] | None = None
         """Stamp of the state that replicas can follow; None: the full state comes next."""
+        self.digest: int | None = None
+        """That of the state after the newest step, if replicas are to compare theirs with it."""
         self._num_steps = 0
         self._record = np.empty(0, np.uint8)
 
@@ -143,7 +147,7 @@ class Source:
         size = seal_record(self._record, kind="step", t=draft.t, numbers=draft.numbers, payload=payload, **about)
         return self._record[:size]
 
-    # ---- the full state
+    # ---- the state
 
     def specs(self, optimizer: torch.optim.Optimizer) -> list[TensorSpec]:
         """Name, shape and dtype of the parameter and its optimizer state."""
@@ -171,6 +175,22 @@ class Source:
                     "tensors of the parameter's shape and scalar tensors. Use evermoe.optim.AdamW, for example."
                 )
         return {self.name: own} | {f"{self.name}/{key}": self._own(value) for key, value in sorted(kept.items())}
+
+    def take_digest(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reads the state as it is now, and remembers its digest."""
+        tensors = self._tensors(optimizer).values()
+        self.digest = state_digest([tensor.reshape(-1).view(torch.uint8).cpu().numpy() for tensor in tensors])
+
+    def proof(self, step: int) -> Bytes | None:
+        """The record with the digest that was taken after a step; once."""
+        digest, self.digest = self.digest, None
+        if digest is None:
+            return None
+        record = np.empty(RECORD_HEADER_BYTES + PROOF_BYTES, np.uint8)
+        record[RECORD_HEADER_BYTES:] = np.array([digest], "<u8").view(np.uint8)
+        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
+        seal_record(record, kind="proof", t=0, numbers=[], payload=None, **about)
+        return record
 
     def full_state(self, optimizer: torch.optim.Optimizer, step: int) -> Bytes:
         """Everything, as of after a step."""
