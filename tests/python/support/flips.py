@@ -1,4 +1,4 @@
-"""Flips single bits in the memory of this process: in the copies that it keeps for others."""
+"""Flips single bits: in the copies that this process keeps for others, in what it trains, in files."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import evermoe
 from evermoe._native import RECORD_HEADER_BYTES
+from evermoe.state.unit import expert_unit
 
 BIT = 0x10
 NEEDLE_BYTES = 64
 
 
 class Flipper:
-    """Flips bits in the replicas of a session, wherever they have their bytes.
+    """Flips bits in the copies of a session, wherever they have their bytes.
 
-    `where`: "state": the state itself; "log": the newest gradient that waits in the log; "step": the state, as a step
-    that was repeated wrongly leaves it: what the replica knows of its own bytes knows no better.
+    `where`: of replicas "state": the state itself; "log": the newest gradient that waits in the log; "step": the state,
+    as a step that was repeated wrongly leaves it: what the replica knows of its own bytes knows no better. "arena": the
+    newest snapshots that came from others. "active": the experts that are trained here.
     """
 
     def __init__(self, session: evermoe.Session) -> None:
@@ -50,6 +53,10 @@ class Flipper:
 
     def flip(self, where: str) -> list[str]:
         """Flips one bit of each unit that is kept here; the units."""
+        if where == "arena":
+            return self._flip_arenas()
+        if where == "active":
+            return self._flip_trained()
         if where == "log":
             return [unit for unit, payload in self._payloads.items() if flip_in_memory(payload)]
         units = []
@@ -62,6 +69,29 @@ class Flipper:
                     part.seal()
             units.append(part.unit.name)
         return units
+
+    def _flip_arenas(self) -> list[str]:
+        units = []
+        for kept in self._session._store.peers:
+            (index, _), *_ = kept.arena.versions()
+            for name, offset, nbytes in kept.arena.units():
+                kept.arena.buffer(index)[offset + nbytes // 2] ^= BIT
+                units.append(name)
+        return units
+
+    def _flip_trained(self) -> list[str]:
+        layers = self._session._state.layers
+        for layer in layers.values():
+            layer.weights.data.view(torch.uint8)[:, 2] ^= BIT
+        return [expert_unit(path, expert) for path, layer in layers.items() for expert in layer.experts]
+
+
+def flip_file(path: Path) -> None:
+    """Flips bits all over the tensors of a file of safetensors, and none of its header."""
+    data = bytearray(path.read_bytes())
+    for place in range(8 + int.from_bytes(data[:8], "little"), len(data), 16):
+        data[place] ^= BIT
+    path.write_bytes(data)
 
 
 def flip_in_memory(needle: bytes) -> int:
