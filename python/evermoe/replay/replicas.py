@@ -122,7 +122,7 @@ class Replicas(Keeper):
                 self._drop_older()
                 self._older = self._now
             else:  # it never was: what was before it still is what there is
-                self._now.copies.close()
+                _close(self._now.copies, self._emit)
         self._is_whole, self.asked = False, set()
         self.is_early = all(len(assignment.active[each.unit]) == 1 for each in kept if each.primary == rank)
         copies = ReplayExchange(
@@ -143,7 +143,7 @@ class Replicas(Keeper):
 
     def _drop_older(self) -> None:
         if self._older is not None:
-            self._older.copies.close()
+            _close(self._older.copies, self._emit)
             self._older = None
 
     # ---- a step
@@ -248,7 +248,7 @@ class Replicas(Keeper):
         """Ends all threads. Nothing may be under way."""
         self.courier.close()
         if self._now is not None:
-            self._now.copies.close()
+            _close(self._now.copies, self._emit)
         self._drop_older()
         self._now = None
 
@@ -257,3 +257,8 @@ def _tell(emit: Listener, damages: Iterable[Damage]) -> None:
     for each in damages:
         logger.warning("a copy here is damaged, and is not used any more: %s", each.reason)
         emit(Damaged(each.unit, each.step, each.reason))
+
+
+def _close(copies: ReplayExchange, emit: Listener) -> None:
+    copies.close()
+    _tell(emit, copies.replica.take_damages())

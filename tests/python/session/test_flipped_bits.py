@@ -44,12 +44,26 @@ def test_flip_in_a_replica_is_found_and_healed_while_its_trainer_lives(start_job
     assert recovered["digests_mismatched"] == 0
 
 
+TIMES = {
+    "begin": Fault("begin", 7, "flip"),
+    "held": Fault("held", 7, "flip"),
+    "vote": Fault("vote", 6, "flip"),
+    "update": Fault("update", 6, "flip"),
+    "update, log": Fault("update", 6, "flip", where="log"),
+    "copy": Fault("copy", 7, "flip"),
+    "agree": Fault("phase agree", action="flip", nth=2),
+    "agree, log": Fault("phase agree", action="flip", nth=2, where="log"),
+    "fetch": Fault("phase fetch", action="flip", nth=2),
+}
+"""In the step before the death, in the step of it, and in the recovery: before copies are looked at, and after that."""
+
+
 @pytest.mark.parametrize("preset", REPLAYED)
-@pytest.mark.parametrize("where", ["state", "log"])
-def test_flip_right_before_the_only_trainer_dies_is_never_adopted(start_job, tmp_path, preset, where):
+@pytest.mark.parametrize("time", TIMES)
+def test_flip_right_before_the_only_trainer_dies_is_never_adopted(start_job, tmp_path, preset, time):
     """What is lost is said: the job goes back to a checkpoint."""
     job = start(start_job, preset, tmp_path)
-    faults = {"a": [Fault("update", 6, "flip", where=where)], "b": [Fault("forward", 7)]}
+    faults = {"a": [TIMES[time]], "b": [Fault("forward", 7)]}
     workers = a, _ = job.start_all(faults, "ab", steps=10)
     assert [each.join() for each in workers] == [0, -9]
     flipped = set(a.events("flipped")[0]["units"])
