@@ -3,9 +3,10 @@
     python benches/bench_replica.py [--json PATH] [--elements 8388608] [--threads 1 2] [--seconds 5]
 
 "bytes" counts the record, for each parameter of one step. "encode" is the trainer's work on a gradient, "receive" the
-replica's until a record is in its log, "apply" the repeating of 8 steps, for each of them. Ratios are to a copy of the
-float32 gradient; "of_step" is all of the sender's work (both hooks and `messages`) beside the `step()` of evermoe's
-AdamW. The candidates take turns.
+replica's until a record is in its log, "apply" the repeating of 8 steps, for each of them. "checks" is the time to
+compare the state and the gradients with digests of what was written, and to digest the new state; "apply" has that of
+the state. Ratios are to a copy of the float32 gradient; "of_step" is all of the sender's work (both hooks and
+`messages`) beside the `step()` of evermoe's AdamW. The candidates take turns.
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from common import Table, medians, parse, parser, ratio, take_turns
 from evermoe import optim
-from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, encode_gradient, seal_record
+from evermoe._native import RECORD_HEADER_BYTES, ReplayLog, encode_gradient, seal_record, state_digest
 from evermoe.replay.replica import Replica
 from evermoe.replay.sender import GradientSender
 
@@ -80,7 +81,8 @@ def measure(table, arguments, name, gradient, threads):
     plain.grad = gradient
     messages = [trainer.step().copy() for _ in range(BATCH)]
     receiver = Receiver(messages, elements)
-    _, _, t, numbers, gradients, _ = receiver.receive().take(0, BATCH, 1 << 60) or (None,) * 6
+    _, _, t, numbers, gradients, *_ = receiver.receive().take(0, BATCH, 1 << 60) or (None,) * 7
+    payloads = [each.view(np.uint8) for each in gradients or () if each is not None]
     source, target = torch.ones(elements), torch.empty(elements)
     part = Replica(trainer.sender.layouts())._parts[0]
     part.install(np.zeros(part.layout.nbytes // 4, np.float32))
@@ -90,6 +92,7 @@ def measure(table, arguments, name, gradient, threads):
         "step and messages": trainer.step,
         "receive": receiver.receive,
         "apply": lambda: part.apply(numbers, gradients, t),
+        "checks": lambda: (part.check(), part.seal(), [state_digest([each]) for each in payloads]),
     }
     if gradient is not None:
         record, values = np.empty(RECORD_HEADER_BYTES + 4 * elements, np.uint8), gradient.numpy()
@@ -105,6 +108,7 @@ def measure(table, arguments, name, gradient, threads):
         encode=ratio(times, "encode", "memcpy") if has_work else None,
         receive=ratio(times, "receive", "memcpy") / BATCH,
         apply=ratio(times, "apply", "memcpy") / BATCH if has_work else None,
+        checks=ratio(times, "checks", "memcpy") / BATCH if has_work else None,
         of_step=ratio(times, "step and messages", "step") - 1 if has_work else None,
     )
 
@@ -114,7 +118,7 @@ def main():
     made.add_argument("--elements", type=int, default=1 << 23)
     arguments = parse(made)
     columns = {"gradient": ">10s", "threads": "7d", "bytes": "8.3f", "full": "6.1f", "memcpy_ms": "9.2f"}
-    columns |= {"encode": "7.2f", "receive": "8.2f", "apply": "7.2f", "of_step": "8.2f"}
+    columns |= {"encode": "7.2f", "receive": "8.2f", "apply": "7.2f", "checks": "7.2f", "of_step": "8.2f"}
     table = Table(f"Replica of {arguments.elements} parameters; bytes for each, times as ratios", columns)
     for threads in arguments.threads:
         for name, gradient in gradients(arguments.elements).items():

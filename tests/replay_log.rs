@@ -122,7 +122,7 @@ proptest! {
         prop_assert!(payload <= fewest * 16 / 15 + len.div_ceil(4 * BLOCK), "{payload} for {fewest}");
         let mut log = log_of(len, 1 << 20);
         prop_assert_eq!(log.accept(&bytes, &Backwards), Ok(Accepted::Logged { unit: 0 }));
-        let batch = log.take(0, 8, 9).unwrap();
+        let batch = log.take(0, 8, 9, &Serial).unwrap();
         let mut got = widen(&batch.gradients[0], len);
         let mut expected = bits(&values);
         if any_zero {
@@ -143,7 +143,7 @@ proptest! {
         prop_assert_eq!(&bytes, &step_record(1, &wide));
         let mut log = log_of(wide.len(), 1 << 20);
         log.accept(&bytes, &Serial).unwrap();
-        prop_assert_eq!(widen(&log.take(0, 1, 1).unwrap().gradients[0], wide.len()), bits(&wide));
+        prop_assert_eq!(widen(&log.take(0, 1, 1, &Serial).unwrap().gradients[0], wide.len()), bits(&wide));
     }
 
     #[test]
@@ -188,7 +188,7 @@ fn header_is_as_described() {
     let header = Header { unit: 0x0102, t: 2, elements: 0, ..header(Kind::NoStep, 3, 0) };
     let bytes = header.seal(Header::digest(&[], &Serial));
     let words = [0x0102_u64, 3, 2, 0, 0].map(u64::to_le_bytes).concat();
-    let start = [b"EVMR\x01\x01\x00\x00".as_slice(), &words, &[0; 40]].concat();
+    let start = [b"EVMR\x02\x01\x00\x00".as_slice(), &words, &[0; 40]].concat();
     assert_eq!(bytes[..88], start[..]);
     let record = Record::parse(&bytes).unwrap();
     record.verify(&Serial).unwrap();
@@ -215,7 +215,7 @@ fn gap_breaks_the_unit_until_its_state_comes() {
     assert_eq!(log.accept(&step(3), &Serial), Err((Some(0), Fault::Gap { expected: 2, got: 3 })));
     assert_eq!(log.accept(&step(2), &Serial), Err((Some(0), Fault::NoState { step: 2 })));
     assert_eq!(log.newest(0), Some(1), "what was logged holds");
-    assert_eq!(log.take(0, 8, 9).unwrap().version, 1);
+    assert_eq!(log.take(0, 8, 9, &Serial).unwrap().version, 1);
     log.accept(&state_record(3, 3, &[1; 36]), &Serial).unwrap();
     log.installed(0);
     assert_eq!(log.accept(&step(4), &Serial), Ok(Accepted::Logged { unit: 0 }));
@@ -258,7 +258,7 @@ fn bound_holds_and_says_apply_now() {
             Accepted::Logged { .. } => step += 1,
             Accepted::ApplyNow { unit } => {
                 refused += 1;
-                let batch = log.take(unit, 8, u64::MAX).unwrap();
+                let batch = log.take(unit, 8, u64::MAX, &Serial).unwrap();
                 let before = log.bytes();
                 assert!(log.applied(unit, batch.epoch, batch.version, batch.bytes));
                 assert!(log.bytes() < before);
@@ -278,10 +278,10 @@ fn runs_of_nothing_take_no_memory() {
         assert_eq!(log.accept(&plain_record(kind, step, 1000), &Serial), Ok(Accepted::Logged { unit: 0 }));
     }
     assert!(log.bytes() < 200);
-    let batch = log.take(0, 8, 70_000).unwrap();
+    let batch = log.take(0, 8, 70_000, &Serial).unwrap();
     assert_eq!((batch.version, batch.gradients.len()), (70_000, 0));
     assert!(log.applied(0, batch.epoch, batch.version, batch.bytes));
-    assert_eq!(log.take(0, 8, u64::MAX).unwrap().version, 99_999);
+    assert_eq!(log.take(0, 8, u64::MAX, &Serial).unwrap().version, 99_999);
 }
 
 #[test]
@@ -297,7 +297,7 @@ fn batches_are_cut_by_steps_and_by_version() {
     }
     let mut seen = Vec::new();
     for (most, until) in [(2, 99), (8, 5), (8, 5), (8, 99), (8, 99), (8, 99)] {
-        let Some(batch) = log.take(0, most, until) else {
+        let Some(batch) = log.take(0, most, until, &Serial) else {
             seen.push((0, 0, None));
             continue;
         };
@@ -315,7 +315,7 @@ fn batches_are_cut_by_steps_and_by_version() {
 fn full_state_makes_a_batch_that_is_under_way_void() {
     let mut log = log_of(1, 4000);
     log.accept(&step_record(1, &[0.1]), &Serial).unwrap();
-    let batch = log.take(0, 8, 9).unwrap();
+    let batch = log.take(0, 8, 9, &Serial).unwrap();
     log.accept(&state_record(7, 1, &[0; 12]), &Serial).unwrap();
     assert!(!log.applied(0, batch.epoch, batch.version, batch.bytes));
     log.installed(0);
@@ -368,7 +368,7 @@ fn sign_of_zero_is_dropped_only_where_it_makes_no_difference() {
 
 fn newest_values(log: &mut Log, until: u64) -> Vec<(Vec<f32>, Option<Stored>)> {
     let mut found = Vec::new();
-    while let Some(batch) = log.take(0, 1, until) {
+    while let Some(batch) = log.take(0, 1, until, &Serial) {
         assert!(log.applied(0, batch.epoch, batch.version, batch.bytes));
         found.extend(batch.gradients.into_iter().map(|gradient| (batch.numbers.clone(), gradient)));
     }
@@ -382,7 +382,7 @@ fn a_held_step_counts_only_when_it_is_released_and_with_its_clipping() {
     assert_eq!(log.hold(&step_record(1, &[1.0, 2.0, 3.0, 4.0]), &Serial), Ok(Accepted::Logged { unit: 0 }));
     assert!(log.bytes() > before);
     assert_eq!(log.newest(0), Some(0));
-    assert!(log.take(0, 8, 9).is_none());
+    assert!(log.take(0, 8, 9, &Serial).is_none());
     log.discard();
     assert_eq!((log.bytes(), log.newest(0)), (before, Some(0)));
     log.release(1.0); // of nothing
@@ -412,7 +412,7 @@ fn a_held_step_that_the_trainers_leave_out_counts_and_changes_nothing() {
     let next = step_record(2, &[0.1, 0.2, 0.3, 0.7]);
     assert_eq!(log.hold(&next, &Serial), Ok(Accepted::Logged { unit: 0 }));
     log.release(1.0);
-    let batch = log.take(0, 8, 9).expect("both steps");
+    let batch = log.take(0, 8, 9, &Serial).expect("both steps");
     assert_eq!((batch.version, batch.gradients.len()), (2, 1));
     assert!(log.applied(0, batch.epoch, batch.version, batch.bytes));
     assert_eq!(log.bytes(), before);
@@ -431,4 +431,57 @@ fn a_held_step_takes_room_and_a_full_state_ends_it() {
     assert_eq!(log.bytes(), 0);
     log.release(1.0);
     assert_eq!(log.newest(0), Some(1));
+}
+
+fn proof_record(step: u64, elements: usize, digest: u64) -> Vec<u8> {
+    let payload = digest.to_le_bytes();
+    let header = Header { payload_bytes: payload.len(), ..header(Kind::Proof, step, elements) };
+    [&header.seal(Header::digest(&payload, &Serial))[..], &payload].concat()
+}
+
+/// A proof cuts a batch at its step, is handed out there once, and changes nothing else.
+#[test]
+fn batch_ends_where_the_trainer_has_sent_its_digest() {
+    let mut log = log_of(1, 100_000);
+    for step in 1..=6 {
+        assert_eq!(log.hold(&step_record(step, &[1.0]), &Serial), Ok(Accepted::Logged { unit: 0 }));
+        log.release(1.0);
+        if step == 3 {
+            let proof = proof_record(step, 1, 77);
+            assert_eq!(log.hold(&proof, &Serial), Ok(Accepted::Proof { unit: 0 }));
+            assert_eq!(log.hold(&proof, &Serial), Ok(Accepted::Proof { unit: 0 }), "once is enough");
+        }
+    }
+    assert_eq!(log.proof(0), None, "the state is not at that step yet");
+    let batch = log.take(0, 8, 5, &Serial).unwrap();
+    assert_eq!((batch.version, batch.is_intact(&Serial)), (3, true));
+    assert!(log.applied(0, batch.epoch, batch.version, batch.bytes));
+    assert_eq!((log.proof(0), log.proof(0)), (Some(77), None));
+    assert_eq!(log.take(0, 8, 5, &Serial).unwrap().version, 5);
+}
+
+#[test]
+fn proof_of_a_state_that_is_not_there_or_comes_anew_is_left_out() {
+    let mut log = Log::new(&[(UNIT, 1, 12)], 100_000).unwrap();
+    log.accept(&proof_record(0, 1, 7), &Serial).unwrap();
+    log.accept(&state_record(0, 1, &[0; 12]), &Serial).unwrap();
+    log.installed(0);
+    assert_eq!(log.proof(0), None);
+    log.accept(&proof_record(1, 1, 7), &Serial).unwrap();
+    assert_eq!(log.proof(0), None, "of a step that has not come");
+    log.accept(&proof_record(0, 1, 7), &Serial).unwrap();
+    log.accept(&state_record(0, 1, &[1; 12]), &Serial).unwrap();
+    log.installed(0);
+    assert_eq!(log.proof(0), None, "of the state before");
+    log.accept(&proof_record(0, 1, 8), &Serial).unwrap();
+    assert_eq!(log.proof(0), Some(8));
+}
+
+#[test]
+fn damaged_proof_asks_for_the_state() {
+    let mut log = log_of(1, 100_000);
+    let mut proof = proof_record(0, 1, 7);
+    *proof.last_mut().unwrap() ^= 1;
+    assert!(matches!(log.accept(&proof, &Serial), Err((Some(0), Fault::Corrupt(_)))));
+    assert!(log.needs_state(0));
 }

@@ -429,8 +429,8 @@ RECORD_HEADER_BYTES: int
 
 _Payload = tuple[int, int, int]
 _Gradients = list[NDArray[np.float32] | NDArray[np.uint16] | None]
-# epoch, version, the unit's own count of steps, numbers, gradients, bytes
-_Batch = tuple[int, int, int | None, NDArray[np.float32], _Gradients, int]
+# epoch, version, the unit's own count of steps, numbers, gradients, bytes, whether all is what came
+_Batch = tuple[int, int, int | None, NDArray[np.float32], _Gradients, int, bool]
 
 def encode_gradient(
     gradient: NDArray[np.float32] | NDArray[np.uint16], numbers: list[float], record: NDArray[np.uint8]
@@ -448,7 +448,10 @@ def seal_record(
     numbers: list[float],
     payload: _Payload | None,
 ) -> int:
-    """Write the header of "step", "no_step", "skip_all" or "full_state"; returns the record's bytes."""
+    """Write the header of "step", "no_step", "skip_all", "full_state" or "proof"; returns the record's bytes."""
+
+def state_digest(parts: list[NDArray[np.uint8]]) -> int:
+    """Digest of a state that lies in parts: XXH3-64 of the XXH3-64 of each 4096 bytes; proofs have it."""
 
 def version_of(generation: int, step: int) -> int:
     """The version after `step` steps, the last of them taken by the members of `generation`.
@@ -588,6 +591,8 @@ class ReplayLog:
     def forget(self, unit: int) -> None: ...
     def newest(self, unit: int) -> int | None: ...
     def version(self, unit: int) -> int | None: ...
+    def proof(self, unit: int) -> int | None:
+        """The trainer's digest of the unit's state at its version; once, and None where the trainer sent none."""
     def needs_state(self, unit: int) -> bool: ...
     def fullest(self) -> int | None: ...
     @property

@@ -36,14 +36,12 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
     @property
     def replicas(self) -> int:
         """Active replicas of each expert that are wanted."""
-        if self.min_replicas is None and self.choices.active_copies:
-            return max(1, self.copies)
-        return super().replicas
+        return self.choices.replicas(self.copies, self.min_replicas)
 
     @property
     def placement_policy(self) -> PlacementPolicy:
         """Policy for which rank holds which expert."""
-        return self.placement or self.choices.placement or super().placement_policy
+        return self.placement or self.choices.placement
 
 
 def with_environment(config: SessionConfig) -> SessionConfig:

@@ -221,6 +221,18 @@ class Published(Event):
 
 
 @dataclass(frozen=True)
+class Damaged(Event):
+    """A copy that this member keeps by repeating steps is not what its trainer has: a bit has flipped, or a step was
+    not repeated exactly. It is not used; its full state is asked for. From the thread `evermoe-gradients`, or in a
+    recovery from the training thread."""
+
+    unit: str
+    step: int
+    """Steps taken in the state that it should have been."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Held(Event):
     """The gradients of others for the next step are in this member's log, where they count once the vote has passed.
     From the thread `evermoe-gradients`."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -141,6 +141,8 @@ class Protection:
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late)
         for keeper in self.keepers:
             keeper.replan(assignment)
+        if self.snapshots.missing:
+            self.plan = _without(self.plan, self.snapshots.missing)
         if group.rank == 0:
             logger.info("%s", self.plan.summary)
         self._emit(Arranged(self.plan.summary))
@@ -322,6 +324,17 @@ class Protection:
         self.settle()
         for keeper in self.keepers:
             keeper.close()
+
+
+def _without(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> ProtectionPlan:
+    """The plan when some ranks have no room for the snapshots of some units."""
+    kept = [
+        replace(each, holders=tuple(rank for rank in each.holders if rank not in missing.get(each.unit, ())))
+        if each.kind == "snapshot"
+        else each
+        for each in plan.units
+    ]
+    return ProtectionPlan(kept, f"{plan.summary}; fewer copies of {len(missing)}, as memory_dir is full")
 
 
 # ---- what members tell each other for a plan

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from evermoe import planning
 from evermoe.keeper import CopyOptions
-from evermoe.planning import TokenLedger
+from evermoe.planning import TokenLedger, presets
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 
@@ -24,8 +24,6 @@ MOST_MARKS = 32
 """Latest copies of a unit that are remembered."""
 BOOST = 1.1
 """What the load of experts that lost tokens counts for, until they have got as many again (MoEtion)."""
-PART = 8
-"""Fraction of all experts' bytes that is copied in a step where no budget is given: one in so many."""
 
 
 class LossLedger:
@@ -54,7 +52,7 @@ class LossLedger:
         most = max(self._layers.values(), default=0)
         if not most:
             return None
-        each = max(1, most // 4) if experts_per_copy is None else experts_per_copy
+        each = presets.experts_per_copy(most) if experts_per_copy is None else experts_per_copy
         return TokenLedger(len(self._layers), most, experts_per_layer=each, plt_limit=plt_limit)
 
     def counts(self) -> NDArray[np.int64]:
@@ -229,7 +227,7 @@ class ExpertSelector:
         )
 
     def _by_budget(self, at_risk: np.ndarray, budget: int | None) -> set[str]:
-        budget = max(self._expert_bytes, self._all_bytes // PART) if budget is None else budget
+        budget = presets.remote_bytes_per_step(self._expert_bytes, self._all_bytes) if budget is None else budget
         chosen = planning.select_experts("budget", at_risk, budget_bytes=budget, expert_bytes=self._expert_bytes)
         return self._names(chosen)
 

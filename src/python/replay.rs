@@ -14,6 +14,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("RECORD_HEADER_BYTES", HEADER_BYTES)?;
     module.add_function(wrap_pyfunction!(encode_gradient, module)?)?;
     module.add_function(wrap_pyfunction!(seal_record, module)?)?;
+    module.add_function(wrap_pyfunction!(state_digest, module)?)?;
     module.add_class::<ReplayLog>()
 }
 
@@ -88,6 +89,7 @@ fn seal_record(
         "no_step" => Kind::NoStep,
         "skip_all" => Kind::SkipAll,
         "full_state" => Kind::FullState,
+        "proof" => Kind::Proof,
         _ => return Err(Error::Invalid(format!("kind: got {kind:?}")).into()),
     };
     let bytes = record.as_slice_mut().map_err(|_| contiguous())?;
@@ -104,6 +106,14 @@ fn seal_record(
     let header = Header { kind, encoding, rule, unit: id(name), step, t, elements, payload_bytes };
     head.copy_from_slice(&header.seal(digest));
     Ok(HEADER_BYTES + payload_bytes)
+}
+
+/// The digest of a state that lies in parts, as proofs have it.
+#[pyfunction]
+fn state_digest(py: Python<'_>, parts: Vec<PyReadonlyArray1<'_, u8>>) -> PyResult<u64> {
+    let parts = parts.iter().map(|part| part.as_slice().map_err(|_| contiguous()));
+    let parts = parts.collect::<Result<Vec<&[u8]>>>()?;
+    Ok(py.detach(|| replay::state_digest(&parts, &TorchPool)))
 }
 
 /// The number that stands for a unit in records.
@@ -129,8 +139,9 @@ struct ReplayLog(Mutex<replay::Log>);
 
 /// Fate of a record: code, unit, message, the state's bytes as words.
 type Received<'py> = (&'static str, Option<usize>, String, Option<Bound<'py, PyArray1<f32>>>);
-/// Epoch, version, steps of the unit, numbers, gradients, bytes.
-type Taken<'py> = (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize);
+/// Epoch, version, steps of the unit, numbers, gradients, bytes, whether all is what came.
+type Taken<'py> =
+    (u64, u64, Option<u64>, Bound<'py, PyArray1<f32>>, Vec<Option<Bound<'py, PyAny>>>, usize, bool);
 
 impl ReplayLog {
     /// A panic in another thread leaves the log as it was between two calls, or with one record less.
@@ -181,6 +192,7 @@ impl ReplayLog {
             Ok(Accepted::Logged { unit }) => ("ok", Some(unit), String::new(), None),
             Ok(Accepted::Duplicate { unit }) => ("duplicate", Some(unit), String::new(), None),
             Ok(Accepted::ApplyNow { unit }) => ("apply_now", Some(unit), String::new(), None),
+            Ok(Accepted::Proof { unit }) => ("proof", Some(unit), String::new(), None),
             Ok(Accepted::State { unit, words }) => {
                 ("state", Some(unit), String::new(), Some(words.into_pyarray(py)))
             }
@@ -195,9 +207,10 @@ impl ReplayLog {
         max_steps: usize,
         until: u64,
     ) -> PyResult<Option<Taken<'py>>> {
-        let Some(batch) = self.with(py, unit, |log| log.take(unit, max_steps, until))? else {
+        let Some(batch) = self.with(py, unit, |log| log.take(unit, max_steps, until, &TorchPool))? else {
             return Ok(None);
         };
+        let is_intact = py.detach(|| batch.is_intact(&TorchPool));
         let gradients = batch.gradients.into_iter().map(|gradient| match gradient {
             None => None,
             Some(Stored::F32(values)) => Some(values.into_pyarray(py).into_any()),
@@ -207,7 +220,7 @@ impl ReplayLog {
             }
         });
         let numbers = batch.numbers.into_pyarray(py);
-        Ok(Some((batch.epoch, batch.version, batch.t, numbers, gradients.collect(), batch.bytes)))
+        Ok(Some((batch.epoch, batch.version, batch.t, numbers, gradients.collect(), batch.bytes, is_intact)))
     }
 
     fn applied(
@@ -246,6 +259,10 @@ impl ReplayLog {
 
     fn version(&self, py: Python<'_>, unit: usize) -> PyResult<Option<u64>> {
         self.with(py, unit, |log| log.version(unit))
+    }
+
+    fn proof(&self, py: Python<'_>, unit: usize) -> PyResult<Option<u64>> {
+        self.with(py, unit, |log| log.proof(unit))
     }
 
     fn needs_state(&self, py: Python<'_>, unit: usize) -> PyResult<bool> {

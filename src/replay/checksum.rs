@@ -1,4 +1,4 @@
-//! XXH3-64 of a payload, piece by piece, while it is in the cache.
+//! XXH3-64 of a payload or a state, piece by piece, while it is in the cache.
 
 use crate::cpu::{Disjoint, Parallel};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -45,4 +45,65 @@ pub(super) fn digest(payload: &[u8], pool: &dyn Parallel) -> u64 {
         }
     });
     of_hashes(&hashes)
+}
+
+/// The digest of a state that lies in parts: [`digest`] of their bytes one after the other.
+///
+/// ```
+/// use evermoe::cpu::Serial;
+/// use evermoe::replay::state_digest;
+/// let bytes = vec![7; 10_000];
+/// assert_eq!(state_digest(&[&bytes[..1], &bytes[1..]], &Serial), state_digest(&[&bytes], &Serial));
+/// ```
+pub fn state_digest(parts: &[&[u8]], pool: &dyn Parallel) -> u64 {
+    if let [whole] = parts {
+        return digest(whole, pool);
+    }
+    let (mut hashes, mut piece, mut filled) = (Vec::new(), Xxh3::new(), 0);
+    for mut part in parts.iter().copied() {
+        while !part.is_empty() {
+            if filled == 0 && part.len() >= PIECE_BYTES {
+                let (whole, rest) = part.split_at(PIECE_BYTES);
+                hashes.push(xxh3_64(whole));
+                part = rest;
+                continue;
+            }
+            let (next, rest) = part.split_at(part.len().min(PIECE_BYTES - filled));
+            piece.update(next);
+            (filled, part) = (filled + next.len(), rest);
+            if filled == PIECE_BYTES {
+                hashes.push(piece.digest());
+                piece.reset();
+                filled = 0;
+            }
+        }
+    }
+    if filled > 0 {
+        hashes.push(piece.digest());
+    }
+    of_hashes(&hashes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PIECE_BYTES, digest, state_digest};
+    use crate::cpu::Serial;
+
+    #[test]
+    fn parts_count_like_their_bytes_in_one_piece() {
+        let bytes: Vec<u8> = (0..20_000_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+        for cuts in [&[0][..], &[1, 2], &[PIECE_BYTES], &[PIECE_BYTES - 1, PIECE_BYTES + 1], &[7, 7, 9000]] {
+            let mut parts = Vec::new();
+            let mut rest = &bytes[..];
+            let mut at = 0;
+            for cut in cuts {
+                let (part, other) = rest.split_at(cut - at);
+                parts.push(part);
+                (rest, at) = (other, *cut);
+            }
+            parts.push(rest);
+            assert_eq!(state_digest(&parts, &Serial), digest(&bytes, &Serial), "{cuts:?}");
+        }
+        assert_eq!(state_digest(&[], &Serial), digest(&[], &Serial));
+    }
 }

@@ -8,15 +8,15 @@
 //! Steps of zero gradients, and steps in which nothing happened, take no memory but for their numbers; those in a row that
 //! are the same are one entry.
 
-use super::gradient::{Encoding, bytes_of_mut, expand};
-use super::record::{Fault, Header, Kind, Record, Rule};
+use super::entry::{self, Entry, Gradient, cost};
+use super::gradient::bytes_of_mut;
+use super::record::{Fault, Header, Kind, PROOF_BYTES, Record, Rule};
 use crate::cpu::Parallel;
 use crate::ensure;
 use crate::error::Result;
-use half::bf16;
 use std::collections::{BTreeMap, VecDeque};
 
-pub use super::gradient::Dense as Stored;
+pub use super::entry::Stored;
 
 /// Function that keeps the step of a record: unit, header, checksum, gradient.
 type Keep = fn(&mut Log, usize, &Header, u64, Gradient);
@@ -46,6 +46,8 @@ struct Unit {
     entries: VecDeque<Entry>,
     /// The step after the newest, which the trainers have not agreed on yet.
     held: Option<Held>,
+    /// Steps that are not behind the state's, and the trainer's digests of the state after them.
+    proofs: VecDeque<(u64, u64)>,
     bytes: usize,
 }
 
@@ -55,25 +57,6 @@ struct Held {
     header: Header,
     checksum: u64,
     gradient: Gradient,
-}
-
-#[derive(Debug)]
-struct Entry {
-    /// The trainer's steps that it stands for.
-    count: u64,
-    /// The unit's own count of steps after the last of them.
-    t: u64,
-    rule: Rule,
-    gradient: Gradient,
-    /// Bytes that it counts for.
-    bytes: usize,
-}
-
-#[derive(Debug)]
-enum Gradient {
-    Zero,
-    Dense(Stored),
-    Blocks(Vec<u8>),
 }
 
 /// Fate of a record.
@@ -91,6 +74,11 @@ pub enum Accepted {
     },
     /// There is no room for it: apply some of what is logged, then offer it again.
     ApplyNow {
+        /// Place of the record's unit.
+        unit: usize,
+    },
+    /// It has the trainer's digest of the state after the newest step; see [`Log::proof`].
+    Proof {
         /// Place of the record's unit.
         unit: usize,
     },
@@ -118,6 +106,26 @@ pub struct Batch {
     pub gradients: Vec<Option<Stored>>,
     /// Bytes that the log counts until [`Log::applied`].
     pub bytes: usize,
+    /// The digest that each gradient had when it came; none where there is nothing to compare any more.
+    digests: Vec<Option<u64>>,
+    /// Whether the counts and numbers are those that came.
+    are_numbers_intact: bool,
+}
+
+impl Batch {
+    fn from(version: u64, epoch: u64) -> Self {
+        let (t, numbers, gradients, digests) = (None, Vec::new(), Vec::new(), Vec::new());
+        Self { epoch, version, t, numbers, gradients, bytes: 0, digests, are_numbers_intact: true }
+    }
+
+    /// Whether all that was logged is what came: no bit has flipped meanwhile.
+    pub fn is_intact(&self, pool: &dyn Parallel) -> bool {
+        let is_same = |(stored, digest): (&Option<Stored>, &Option<u64>)| match (stored, digest) {
+            (Some(stored), Some(digest)) => entry::digest_of(stored, pool) == *digest,
+            _ => true,
+        };
+        self.are_numbers_intact && self.gradients.iter().zip(&self.digests).all(is_same)
+    }
 }
 
 impl Log {
@@ -240,7 +248,7 @@ impl Log {
     pub fn skip(&mut self) {
         self.count_held(|held| {
             (held.header.rule, held.header.payload_bytes) = (Rule::None, 0);
-            held.gradient = Gradient::Zero;
+            held.gradient = Gradient::nothing();
         });
     }
 
@@ -309,6 +317,9 @@ impl Log {
         if kind == Kind::FullState {
             return self.accept_state(unit, record, pool);
         }
+        if kind == Kind::Proof {
+            return self.accept_proof(unit, record, pool);
+        }
         let follows = own.version.is_some() && !own.broken;
         let next = own.newest.saturating_add(1);
         if !follows || step != next {
@@ -325,7 +336,7 @@ impl Log {
         if self.bytes + cost(payload_bytes) > self.limit_bytes {
             return Ok(Accepted::ApplyNow { unit });
         }
-        let gradient = store(record, pool)?;
+        let gradient = Gradient::store(record, pool)?;
         keep(self, unit, &record.header, record.checksum(), gradient);
         Ok(Accepted::Logged { unit })
     }
@@ -345,15 +356,54 @@ impl Log {
         Ok(Accepted::State { unit, words })
     }
 
+    fn accept_proof(
+        &mut self,
+        unit: usize,
+        record: &Record<'_>,
+        pool: &dyn Parallel,
+    ) -> std::result::Result<Accepted, Fault> {
+        record.verify(pool)?;
+        let digest = record.payload.first_chunk::<PROOF_BYTES>().map(|bytes| u64::from_le_bytes(*bytes));
+        let own = &mut self.units[unit];
+        let step = record.header.step;
+        let is_new = own.proofs.back().is_none_or(|&(last, _)| last < step);
+        // Where a record is missing the state comes anew, which proves itself.
+        if let Some(digest) = digest.filter(|_| own.version.is_some() && step == own.newest && is_new) {
+            own.proofs.push_back((step, digest));
+        }
+        Ok(Accepted::Proof { unit })
+    }
+
+    /// The trainer's digest of a unit's state as it is now, at its version; once, and where the trainer sent one.
+    pub fn proof(&mut self, unit: usize) -> Option<u64> {
+        let own = &mut self.units[unit];
+        let version = own.version?;
+        while own.proofs.front().is_some_and(|&(step, _)| step < version) {
+            own.proofs.pop_front();
+        }
+        let is_due = own.proofs.front().is_some_and(|&(step, _)| step == version);
+        is_due.then(|| own.proofs.pop_front()).flatten().map(|(_, digest)| digest)
+    }
+
     /// Records that the state that came last is in its place: the log continues from it.
     pub fn installed(&mut self, unit: usize) {
         let own = &mut self.units[unit];
         (own.version, own.broken) = (Some(own.newest), false);
     }
 
+    /// A log whose first unit has a state, and one logged step after it.
+    #[cfg(test)]
+    pub(super) fn start_with(&mut self, entry: Entry) {
+        let own = &mut self.units[0];
+        (own.version, own.newest, own.bytes) = (Some(0), 1, entry.bytes());
+        self.bytes = own.bytes;
+        own.entries.push_back(entry);
+    }
+
     fn clear(&mut self, unit: usize) {
         let own = &mut self.units[unit];
         own.entries.clear();
+        own.proofs.clear();
         own.held = None;
         own.epoch += 1;
         self.bytes -= own.bytes;
@@ -361,55 +411,54 @@ impl Log {
     }
 
     fn push(&mut self, unit: usize, header: &Header, checksum: u64, gradient: Gradient) {
-        let Header { rule, step, t, payload_bytes, .. } = *header;
         let own = &mut self.units[unit];
-        (own.newest, own.checksum) = (step, checksum);
-        let same = own.entries.back_mut().filter(|last| {
-            matches!((&last.gradient, &gradient), (Gradient::Zero, Gradient::Zero)) && last.rule.same(&rule)
-        });
-        if let Some(last) = same {
-            (last.count, last.t) = (last.count + 1, t);
+        (own.newest, own.checksum) = (header.step, checksum);
+        if own.entries.back_mut().is_some_and(|last| last.counts(header, &gradient)) {
             return;
         }
-        let bytes = cost(payload_bytes);
-        own.entries.push_back(Entry { count: 1, t, rule, gradient, bytes });
+        let entry = Entry::new(header, gradient);
+        let bytes = entry.bytes();
+        own.entries.push_back(entry);
         own.bytes += bytes;
         self.bytes += bytes;
     }
 
     /// Takes steps of a unit from the front: at most `max_steps` that change something, none after the trainer's step
-    /// `until`. None where there are none. One batch of a unit at a time, until [`Log::applied`].
-    pub fn take(&mut self, unit: usize, max_steps: usize, until: u64) -> Option<Batch> {
+    /// `until`, and none after one of which the trainer sent a digest. None where there are none. One batch of a unit at a
+    /// time, until [`Log::applied`]; [`Batch::is_intact`] says whether it may be used.
+    pub fn take(&mut self, unit: usize, max_steps: usize, until: u64, pool: &dyn Parallel) -> Option<Batch> {
         let own = &mut self.units[unit];
         let start = own.version?;
-        let mut batch =
-            Batch { epoch: own.epoch, version: start, t: None, numbers: vec![], gradients: vec![], bytes: 0 };
+        let proven = own.proofs.iter().map(|&(step, _)| step).find(|&step| step > start);
+        let until = until.min(proven.unwrap_or(u64::MAX));
+        let mut batch = Batch::from(start, own.epoch);
         while let Some(entry) = own.entries.front_mut() {
-            let row = entry.rule.as_slice();
+            batch.are_numbers_intact &= entry.is_intact();
+            let rule = *entry.rule();
+            let row = rule.as_slice();
             let room = if row.is_empty() { u64::MAX } else { (max_steps - batch.gradients.len()) as u64 };
             let other_rule = !row.is_empty()
                 && !batch.numbers.is_empty()
                 && batch.numbers.len() != row.len() * batch.gradients.len();
-            let count = entry.count.min(room).min(until.saturating_sub(batch.version));
+            let count = entry.count().min(room).min(until.saturating_sub(batch.version));
             if count == 0 || other_rule {
                 break;
             }
             batch.version += count;
+            let bytes = entry.bytes();
+            let t = entry.advance(count);
             if !row.is_empty() {
-                batch.t = Some(entry.t - (entry.count - count));
+                batch.t = Some(t);
             }
             for _ in 0..if row.is_empty() { 0 } else { count } {
+                let taken = entry.take(own.elements, pool);
                 batch.numbers.extend_from_slice(row);
-                batch.gradients.push(match &mut entry.gradient {
-                    Gradient::Zero => None,
-                    Gradient::Blocks(payload) => Some(expand(payload, own.elements)),
-                    Gradient::Dense(stored) => Some(std::mem::replace(stored, Stored::F32(Vec::new()))),
-                });
+                batch.gradients.push(taken.gradient);
+                batch.digests.push(taken.digest);
             }
-            entry.count -= count;
-            if entry.count == 0 {
-                batch.bytes += entry.bytes;
-                own.bytes -= entry.bytes;
+            if entry.count() == 0 {
+                batch.bytes += bytes;
+                own.bytes -= bytes;
                 own.entries.pop_front();
             }
         }
@@ -426,34 +475,5 @@ impl Log {
         }
         own.version = Some(version);
         true
-    }
-}
-
-/// Bytes that an entry counts for.
-fn cost(payload_bytes: usize) -> usize {
-    payload_bytes + size_of::<Entry>()
-}
-
-/// A record's gradient in memory of its own.
-fn store(record: &Record<'_>, pool: &dyn Parallel) -> std::result::Result<Gradient, Fault> {
-    let elements = record.header.elements;
-    match record.header.encoding {
-        _ if record.header.kind != Kind::Step => record.verify(pool).map(|()| Gradient::Zero),
-        Encoding::Zero => record.verify(pool).map(|()| Gradient::Zero),
-        Encoding::F32 => {
-            let mut values = vec![0.0_f32; elements];
-            record.copy_payload(bytes_of_mut(&mut values), pool)?;
-            Ok(Gradient::Dense(Stored::F32(values)))
-        }
-        Encoding::Bf16 => {
-            let mut values = vec![bf16::ZERO; elements];
-            record.copy_payload(bytes_of_mut(&mut values), pool)?;
-            Ok(Gradient::Dense(Stored::Bf16(values)))
-        }
-        Encoding::Blocks => {
-            let mut payload = vec![0; record.payload.len()];
-            record.copy_payload(&mut payload, pool)?;
-            Ok(Gradient::Blocks(payload))
-        }
     }
 }

@@ -5,18 +5,25 @@
 //! replica   state ◄─ repeat the steps (cpu, cuda) ◄─ take ─ log ◄─ accept ◄───────┘   a fault asks for the full state
 //! ```
 //!
+//! A flipped bit is found before it is used: on the way by the record's checksum; in the log by that of the entry, which
+//! [`Log::take`] and [`Batch::is_intact`] compare; in the state by its digest, which the replica keeps. A record that is a
+//! proof has the trainer's own digest after a step: what steps made of the state elsewhere is compared with that.
+//!
 //! | file | what |
 //! |---|---|
 //! | `record` | one step, or one full state, as bytes; what can be wrong with them |
 //! | `gradient` | a gradient in the fewest bytes that give back its bits |
-//! | `checksum` | XXH3-64 of a payload, made while it is copied |
+//! | `checksum` | XXH3-64 of a payload, made while it is copied, and of a state |
+//! | `entry` | one logged step, and whether its bytes are those that came |
 //! | `log` | accepted records, in order, in bounded memory; batches of them |
 
 mod checksum;
+mod entry;
 mod gradient;
 mod log;
 mod record;
 
+pub use checksum::state_digest;
 pub use gradient::{BLOCK, Encoded, Encoding, encode_gradient, most_payload_bytes};
 pub use log::{Accepted, Batch, Log, Stored};
-pub use record::{Fault, HEADER_BYTES, Header, Kind, Record, Rule, ignores_sign_of_zero};
+pub use record::{Fault, HEADER_BYTES, Header, Kind, PROOF_BYTES, Record, Rule, ignores_sign_of_zero};

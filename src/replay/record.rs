@@ -3,16 +3,17 @@
 //! A record is a header of 96 bytes and a payload, all little-endian:
 //!
 //! ```text
-//! 0   "EVMR"    4  format, 1    5  kind    6  encoding of the gradient    7  how many numbers: 10 AdamW, 9 SGD, 0 none
+//! 0   "EVMR"    4  format, 2    5  kind    6  encoding of the gradient    7  how many numbers: 10 AdamW, 9 SGD, 0 none
 //! 8   unit      16 step         24 t       32 elements of the gradient    40 bytes of the payload
 //! 48  the step's numbers, 10 × float32, zeros after the last one           88 checksum
 //! ```
 //!
 //! `unit` is a digest of the unit's name. `step` is the trainer's: the version that the unit has afterwards. `t` is how
 //! many steps the unit itself has taken by then, which stays where its gradient was None. The checksum is XXH3-64 of bytes
-//! 0 to 88 and the payload's digest, which is XXH3-64 of the XXH3-64 of each 4096 bytes of it.
+//! 0 to 88 and the payload's digest, which is XXH3-64 of the XXH3-64 of each 4096 bytes of it. The payload of a proof is such
+//! a digest, of the trainer's state after the step.
 //!
-//! Example: unit 0x0102 takes no step in the trainer's step 3, and has taken 2 before. `45 56 4d 52  01 01 00 00
+//! Example: unit 0x0102 takes no step in the trainer's step 3, and has taken 2 before. `45 56 4d 52  02 01 00 00
 //! 02 01 00 00 00 00 00 00  03 00 00 00 00 00 00 00  02 00 00 00 00 00 00 00`, 56 zeros, and the checksum.
 
 use super::checksum;
@@ -21,9 +22,11 @@ use crate::cpu::{AdamWStep, Arithmetic, Parallel, SgdStep};
 use xxhash_rust::xxh3::Xxh3;
 
 const MAGIC: [u8; 4] = *b"EVMR";
-const FORMAT: u8 = 1;
+const FORMAT: u8 = 2;
 /// Bytes before the payload.
 pub const HEADER_BYTES: usize = 96;
+/// Bytes of the payload of a proof.
+pub const PROOF_BYTES: usize = 8;
 const CHECKSUM_AT: usize = HEADER_BYTES - 8;
 const NUMBERS_AT: usize = 48;
 /// Place of the factor of gradients among the numbers of either optimizer.
@@ -41,11 +44,13 @@ pub enum Kind {
     SkipAll,
     /// Whatever happened: the payload is the state afterwards.
     FullState,
+    /// It says nothing of a step: the payload is the digest of the trainer's state after the step, to compare with.
+    Proof,
 }
 
 impl Kind {
     fn numbered(number: u8) -> Option<Self> {
-        [Self::Step, Self::NoStep, Self::SkipAll, Self::FullState]
+        [Self::Step, Self::NoStep, Self::SkipAll, Self::FullState, Self::Proof]
             .into_iter()
             .find(|each| *each as u8 == number)
     }
@@ -200,7 +205,7 @@ impl Header {
     ///     unit: 0x0102, step: 3, t: 2, elements: 0, payload_bytes: 0,
     /// };
     /// let bytes = header.seal(Header::digest(&[], &evermoe::cpu::Serial));
-    /// assert_eq!(bytes[..12], [b'E', b'V', b'M', b'R', 1, 1, 0, 0, 2, 1, 0, 0]);
+    /// assert_eq!(bytes[..12], [b'E', b'V', b'M', b'R', 2, 1, 0, 0, 2, 1, 0, 0]);
     /// assert_eq!((bytes[16], bytes[24]), (3, 2));
     /// ```
     pub fn seal(&self, digest: u64) -> [u8; HEADER_BYTES] {
@@ -268,6 +273,7 @@ impl Header {
             Kind::Step => self.rule != Rule::None && is_payload(self.encoding, payload, self.elements),
             Kind::NoStep | Kind::SkipAll => self.rule == Rule::None && payload.is_empty(),
             Kind::FullState => self.rule == Rule::None,
+            Kind::Proof => self.rule == Rule::None && payload.len() == PROOF_BYTES,
         };
         if !fits || !self.rule.is_known() {
             return corrupt("numbers or payload are not those of its kind, or the arithmetic is not known");
@@ -305,29 +311,29 @@ impl<'a> Record<'a> {
         self.checksum
     }
 
-    /// Copies the payload, and compares its checksum on the way.
+    /// Copies the payload, and compares its checksum on the way; returns the payload's digest.
     ///
     /// # Errors
     /// [`Fault::Corrupt`] when the checksum is another one; what was copied is worth nothing then.
     ///
     /// # Panics
     /// When `into` is not as long as the payload.
-    pub fn copy_payload(&self, into: &mut [u8], pool: &dyn Parallel) -> Result<(), Fault> {
+    pub fn copy_payload(&self, into: &mut [u8], pool: &dyn Parallel) -> Result<u64, Fault> {
         self.compare(checksum::copy(self.payload, into, pool))
     }
 
-    /// Compares the checksum.
+    /// Compares the checksum; returns the payload's digest.
     ///
     /// # Errors
     /// [`Fault::Corrupt`] when it is another one.
-    pub fn verify(&self, pool: &dyn Parallel) -> Result<(), Fault> {
+    pub fn verify(&self, pool: &dyn Parallel) -> Result<u64, Fault> {
         self.compare(checksum::digest(self.payload, pool))
     }
 
-    fn compare(&self, digest: u64) -> Result<(), Fault> {
+    fn compare(&self, digest: u64) -> Result<u64, Fault> {
         if Header::checksum(self.bytes, digest) != self.checksum {
             return corrupt("it does not match its checksum");
         }
-        Ok(())
+        Ok(digest)
     }
 }

@@ -1,4 +1,4 @@
-"""Five papers and ours, as choices of one engine."""
+"""Five papers and ours, as choices of one engine: what a session does and what `evermoe plan` says of it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Preset(NamedTuple):
     """Kinds of copies that protect a unit, in addition to the node that trains on it."""
     copy_placement: CopyPlacement
     """Place of the copies."""
-    placement: PlacementPolicy | None
-    """Policy for where experts train; None for one replica each."""
+    placement: PlacementPolicy
+    """Policy for where experts train, unless another one is asked for; on as many nodes as slots allow."""
     summary: str
     """One line."""
     lagging: Lagging = "never"
@@ -44,6 +44,12 @@ class Preset(NamedTuple):
     """Whether copies go to the folder that all members share, and none stay in the members' memory."""
     active_copies: bool = False
     """Whether `copies` counts the ranks that train each expert."""
+
+    def replicas(self, copies: int, min_replicas: int | None) -> int:
+        """Active replicas of each expert that are wanted; `min_replicas`: as asked for, if so."""
+        if min_replicas is not None:
+            return min_replicas
+        return max(1, copies) if self.active_copies else 1
 
     @property
     def chooses_copies(self) -> bool:
@@ -68,22 +74,22 @@ class Preset(NamedTuple):
 
 PRESETS: Mapping[PresetName, Preset] = {
     "gemini": Preset(
-        "all", "gemini", ("snapshot", "persisted"), "mixed", None,
+        "all", "gemini", ("snapshot", "persisted"), "mixed", "balanced",
         "everything to host memory of a group of peers after each step, in chunks in idle network time (SOSP'23)",
         copies_late=True,
     ),
     "pec": Preset(
-        "load-aware", None, ("snapshot", "persisted"), "none", None,
-        "some experts of each layer to local memory and on to the store, the rest sharded; a bounded portion is lost",
+        "load-aware", None, ("persisted",), "none", "balanced",
+        "some experts of each layer, and all else, to the store; a bounded portion of the tokens is lost",
         lagging="always", needs_checkpoint_dir=True,
     ),
     "baft": Preset(
-        "all", "baft", ("snapshot",), "previous", None,
+        "all", "baft", ("snapshot",), "previous", "balanced",
         "whole units to the node before in the pipeline, packed into bubbles that both ends have",
         copies_late=True,
     ),
     "moetion": Preset(
-        "budget", "moetion", ("replayed", "snapshot"), "training", None,
+        "budget", "moetion", ("replayed", "snapshot"), "training", "balanced",
         "the experts with the most tokens at risk, their optimizer replayed from gradients; split by bubbles",
         lagging="always", per_expert_versions=True,
     ),
@@ -99,3 +105,18 @@ PRESETS: Mapping[PresetName, Preset] = {
     ),
 }  # fmt: skip
 """The presets by name, as `--preset` selects them."""
+
+
+def experts_per_copy(experts: int) -> int:
+    """Experts of a layer of so many that `pec` saves at a time, if nothing else is asked for."""
+    return max(1, experts // 4)
+
+
+def remote_bytes_per_step(expert_bytes: int, all_bytes: int) -> int:
+    """Bytes to peers that `moetion` may send in a step, if nothing else is asked for: an eighth of all, or one expert.
+
+    Args:
+        expert_bytes: state of the largest expert.
+        all_bytes: state of all experts.
+    """
+    return max(expert_bytes, all_bytes // 8)

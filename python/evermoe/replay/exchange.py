@@ -22,6 +22,7 @@ from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.errors import ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.repeater import Damage
 from evermoe.replay.replica import CaughtUp, Replica
 from evermoe.replay.sender import FUSED_ROW, GradientSender, Row
 from evermoe.state.training_state import TrainingState
@@ -30,7 +31,9 @@ from evermoe.state.unit import TensorSpec
 HEAD_BYTES = 32 << 20
 """Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
 MOST_MESSAGES = 2
-"""Messages of a parameter in a step: its full state, and its gradient."""
+"""Messages of a parameter in a step: its full state or a proof, and its gradient."""
+PROOF_STEPS = 32
+"""Steps in which each replica is compared with its trainer once, or fewer: one digest of the state in so many steps."""
 LOG_STEPS = 12
 """Gradients that a replica has room for: a batch, the newest steps, and one that is on its way."""
 
@@ -53,9 +56,11 @@ class ExchangeResult:
     held: int = 0
     """Messages of others that are in the log now."""
     needs_full_state: set[str] = field(default_factory=set)
-    """Units of which a message was damaged or missing, or found no room."""
+    """Units of which a message was damaged or missing, or found no room, or whose state here is damaged."""
     problem: str = ""
     """What was wrong with the first of them."""
+    damages: list[Damage] = field(default_factory=list)
+    """Units whose state here was found to be damaged."""
 
 
 class ReplayExchange:
@@ -115,6 +120,10 @@ class ReplayExchange:
         """Units that are kept here for others."""
         return [unit for units in self._from.values() for unit in units]
 
+    def take_digests(self) -> None:
+        """Reads some of the state that is trained here, for replicas to compare. Nothing may write it meanwhile."""
+        self.sender.take_digests(PROOF_STEPS)
+
     def exchange(
         self, courier: Courier, step: int, selected: Collection[str] | None = None, *, only_states: bool = False
     ) -> ExchangeResult:
@@ -149,6 +158,10 @@ class ReplayExchange:
         for peer, frame in self._incoming_frames.items():
             for message in frame.messages(arriving.get(peer)):
                 self._take(message, result)
+        result.damages = self.replica.take_damages()
+        for each in result.damages:
+            result.problem = result.problem or each.reason
+            result.needs_full_state.add(each.unit)
         return result
 
     def committed(self, clip: float | None) -> None:

@@ -13,29 +13,31 @@ that give back its bits) is enough. It logs them within bounded memory and appli
             sender.request_full_state(received.unit)                # comes with the next step
 
     state = replica.catch_up("layers.0.experts.3", step)            # bit for bit what the trainer had after the step
+
+A bit that flips in the memory of a replica is found before it is used: what is logged and the state itself are compared
+with digests of what came and what was written, and now and then the state with a digest of the trainer's
+(`GradientSender.proofs`). The unit then waits for its full state, and `take_damages` says so.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe import ops
 from evermoe._native import ReplayLog, digest
 from evermoe.errors import ReplicaBehind
-from evermoe.state.unit import TensorSpec, Unit, digests_of
+from evermoe.replay.part import Part, parts_of
+from evermoe.replay.repeater import BATCH_STEPS, Damage, Repeater
+from evermoe.state.unit import Unit, digests_of
 
-BATCH_STEPS = 8
-"""Steps that are applied in one pass over the memory."""
 KEPT_STEPS = 1
 """Newest steps that wait: members that survive a failure may differ by one, and a step is not undone."""
 
@@ -76,79 +78,6 @@ class CaughtUp:
     digest: int
 
 
-class _Part:
-    """One parameter of a unit (or a row of one), with its optimizer state: what one record is about."""
-
-    def __init__(self, unit: Unit, specs: Sequence[TensorSpec], device: torch.device) -> None:
-        self.unit, self.device = unit, device
-        self.layout = Unit(part_name(unit.name, specs[0].name), tuple(specs))
-        self.elements = int(np.prod(specs[0].shape, dtype=np.int64))
-        self.lock = threading.Lock()
-        self.state: Tensor | None = None
-        """uint8 `[nbytes]` on the device."""
-
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    def install(self, words: NDArray[np.float32]) -> None:
-        self.state = torch.from_numpy(words).view(torch.uint8)[: self.layout.nbytes].to(self.device)
-        self._finish()
-
-    def _finish(self) -> None:
-        """Waits for the GPU: who holds the lock next may be another thread, which uses another stream."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def apply(self, numbers: NDArray[np.float32], gradients: list[Any], t: int | None) -> None:
-        """Repeats steps in place.
-
-        Raises:
-            RuntimeError: the state is not that of the numbers' optimizer.
-        """
-        if self.state is None or not gradients:
-            return
-        steps = torch.from_numpy(numbers).view(len(gradients), -1)
-        views = {name.rpartition("/")[2]: view for name, view in self.layout.tensors(self.state).items()}
-        p = views.pop(self.layout.specs[0].name.rpartition("/")[2]).view(-1)
-        flat = {name: view.view(-1) for name, view in views.items()}
-        received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
-        try:
-            if steps.shape[1] == 9:
-                ops.sgd_(p, flat.get("momentum_buffer"), received, steps)
-            else:
-                ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], received, steps)
-        except KeyError as error:
-            raise RuntimeError(f"{self.name}: a step of AdamW came for a state without {error}") from None
-        if "step" in flat and t is not None:
-            flat["step"].fill_(t)
-        self._finish()
-
-    def _gradient(self, gradient: NDArray[Any]) -> Tensor:
-        if gradient.dtype == np.uint16:
-            return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16).to(self.device)
-        return torch.from_numpy(gradient).to(self.device)
-
-
-def part_name(unit: str, parameter: str) -> str:
-    """What a record calls a parameter of a unit."""
-    return f"{unit}/{parameter}"
-
-
-def _parts(unit: Unit) -> list[list[TensorSpec]]:
-    """A unit's tensors by parameter: `weight`, then those named `weight/…`.
-
-    Example: weight, weight/exp_avg, bias: `[[weight, weight/exp_avg], [bias]]`.
-    """
-    parts: list[list[TensorSpec]] = []
-    for spec in unit.specs:
-        if parts and spec.name.startswith(parts[-1][0].name + "/"):
-            parts[-1].append(spec)
-        else:
-            parts.append([spec])
-    return parts
-
-
 class Replica:
     """Keeps the state of units current from the messages of a `GradientSender`.
 
@@ -176,15 +105,15 @@ class Replica:
     ) -> None:
         self._kept_steps = kept_steps
         self._units: dict[str, list[int]] = {}
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
         for unit in units:
             if unit.name in self._units:
                 raise ValueError(f"units: {unit.name!r} is there twice; names must be unique")
             first = len(self._parts)
-            self._parts += [_Part(unit, specs, torch.device(device)) for specs in _parts(unit)]
+            self._parts += [Part(unit, specs, torch.device(device)) for specs in parts_of(unit)]
             self._units[unit.name] = list(range(first, len(self._parts)))
         self._log = ReplayLog([(part.name, part.elements, part.layout.nbytes) for part in self._parts], log_bytes)
-        self._failures: dict[int, str] = {}
+        self._repeater = Repeater(self._parts, self._log)
         self._waiting = threading.Condition()
         self._work: dict[int, None] = {}
         self._closed = False
@@ -218,13 +147,16 @@ class Replica:
                 code, reason = "log_full", f"held steps leave no room for {record.nbytes} more bytes: raise log_bytes"
                 break
         name = None if index is None else self._parts[index].unit.name
-        if index is not None and index in self._failures and code != "state":
-            return Received(name, "failed", self._failures[index])
+        if index is not None and index in self._repeater.failures and code != "state":
+            return Received(name, "failed", self._repeater.failures[index])
         if code == "state" and index is not None and state is not None:
             self._install(index, state)
         elif code == "ok" and index is not None and not hold:
             self._wake(index)
-        return Received(name, "ok" if code in ("ok", "state", "duplicate") else code, reason)
+        elif code == "proof" and index is not None and self._log.version(index) == self._log.newest(index):
+            with self._parts[index].lock:
+                self._repeater.prove_locked(index)
+        return Received(name, "ok" if code in ("ok", "state", "duplicate", "proof") else code, reason)
 
     def release(self, *, clip: float | None = 1.0) -> None:
         """The held steps count from now on, with gradients multiplied by `clip` before the optimizer saw them.
@@ -247,6 +179,10 @@ class Replica:
     def needs_full_state(self) -> list[str]:
         """Units that follow no more steps until their full state comes."""
         return [name for name, parts in self._units.items() if any(self._log.needs_state(part) for part in parts)]
+
+    def take_damages(self) -> list[Damage]:
+        """What was found to be damaged since this was called last; each unit waits for its full state."""
+        return self._repeater.take_damages()
 
     @property
     def log_nbytes(self) -> int:
@@ -279,7 +215,7 @@ class Replica:
         parts = []
         for index in self._units[unit]:
             with self._parts[index].lock:
-                parts.append(self._state_locked(index, step).to("cpu", copy=True))
+                parts.append(self._repeater.state_locked(index, step).to("cpu", copy=True))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def survey(self) -> list[tuple[str, int, int]]:
@@ -294,24 +230,11 @@ class Replica:
                 for index in indices:
                     locks.enter_context(self._parts[index].lock)
                 try:
-                    states.append([self._state_locked(index, step) for index in indices])
+                    states.append([self._repeater.state_locked(index, step) for index in indices])
                 except ReplicaBehind:
                     continue
                 found.append((unit, step))
             return [(*each, value) for each, value in zip(found, digests_of(states), strict=True)]
-
-    def _state_locked(self, index: int, step: int) -> Tensor:
-        """A part's state after a step. Its lock is the caller's."""
-        part = self._parts[index]
-        while self._apply_locked(index, step):
-            pass
-        version = self._log.version(index)
-        if version != step or part.state is None:
-            raise ReplicaBehind(
-                f"{part.name}: it is at step {version}, and cannot go to {step}; "
-                f"{self._failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
-            )
-        return part.state
 
     def close(self) -> None:
         """Ends the thread after the batch that it is at; what is logged stays and `catch_up` works. Twice is fine."""
@@ -334,7 +257,7 @@ class Replica:
         with self._parts[index].lock:
             self._parts[index].install(words)
             self._log.installed(index)
-            self._failures.pop(index, None)
+            self._repeater.failures.pop(index, None)
 
     def _wake(self, index: int) -> None:
         newest, version = self._log.newest(index), self._log.version(index)
@@ -355,7 +278,7 @@ class Replica:
             newest = self._log.newest(index)
             if newest is not None:
                 with self._parts[index].lock:
-                    self._apply_locked(index, newest - self._kept_steps)
+                    self._repeater.apply_locked(index, newest - self._kept_steps)
 
     def _apply_some(self, index: int | None, before: int) -> None:
         """Makes room in the log: a batch of the unit that takes most of it, or of another that has older steps.
@@ -370,23 +293,9 @@ class Replica:
         for each in (index, *range(len(self._parts))):
             with self._parts[each].lock:
                 newest = self._log.newest(each)
-                if newest is not None and self._apply_locked(each, newest - self._kept_steps):
+                if newest is not None and self._repeater.apply_locked(each, newest - self._kept_steps):
                     return
         with self._parts[index].lock:  # nothing but steps that should wait
             newest = self._log.newest(index)
             if newest is not None and self._log.nbytes >= before:
-                self._apply_locked(index, newest)
-
-    def _apply_locked(self, index: int, until: int) -> bool:
-        """Applies one batch up to a step; whether there was one. The part's lock is the caller's."""
-        taken = self._log.take(index, BATCH_STEPS, max(until, 0))
-        if taken is None:
-            return False
-        epoch, version, t, numbers, gradients, nbytes = taken
-        try:
-            self._parts[index].apply(numbers, gradients, t)
-        except RuntimeError as error:
-            self._failures[index] = f"{self._parts[index].name}: {error}"
-            self._log.forget(index)
-        self._log.applied(index, epoch, version, nbytes)
-        return True
+                self._repeater.apply_locked(index, newest)

@@ -9,7 +9,7 @@ The replicas of the previous plan are kept until all of the latest one are compl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +20,11 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.comm.task import Task
 from evermoe.errors import NotReplayable
-from evermoe.events import Held, Listener
+from evermoe.events import Damaged, Held, Listener
 from evermoe.keeper import Assignment, CopyOptions, Keeper
 from evermoe.replay.calibrate import Arithmetic, calibrate
 from evermoe.replay.exchange import ExchangeResult, ReplayExchange, can_replay
+from evermoe.replay.repeater import Damage
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of, version_of
 
@@ -97,6 +98,8 @@ class Replicas(Keeper):
         self._is_whole = False
         """Whether all copies of the latest plan were complete once."""
         self._exchange: Task[ExchangeResult] | None = None
+        self._digests: Task[None] | None = None
+        """Reads the state of some units; the exchange comes after it."""
         self.is_early = False
         """True if no other rank contributes to these gradients, so they can be sent before reduction."""
         self.asked: set[str] = set()
@@ -119,7 +122,7 @@ class Replicas(Keeper):
                 self._drop_older()
                 self._older = self._now
             else:  # it never was: what was before it still is what there is
-                self._now.copies.close()
+                _close(self._now.copies, self._emit)
         self._is_whole, self.asked = False, set()
         self.is_early = all(len(assignment.active[each.unit]) == 1 for each in kept if each.primary == rank)
         copies = ReplayExchange(
@@ -140,14 +143,16 @@ class Replicas(Keeper):
 
     def _drop_older(self) -> None:
         if self._older is not None:
-            self._older.copies.close()
+            _close(self._older.copies, self._emit)
             self._older = None
 
     # ---- a step
 
     def begin_step(self) -> None:
-        """A step begins; nothing of it was sent yet."""
+        """A step begins, in which nothing writes the state until its messages are through."""
         self._exchange = None
+        if self._now is not None:
+            self._digests = self.courier.submit(self._now.copies.take_digests)
 
     @property
     def has_begun(self) -> bool:
@@ -170,6 +175,7 @@ class Replicas(Keeper):
 
         def exchange() -> ExchangeResult:
             exchanged = copies.exchange(self.courier, step, selected, only_states=only_states)
+            _tell(self._emit, exchanged.damages)
             if exchanged.held and not only_states:
                 self._emit(Held(step))
             return exchanged
@@ -180,7 +186,7 @@ class Replicas(Keeper):
         """Waits until all messages that were begun are through; False if a member was `lost`."""
         if self._exchange is None:
             return True
-        is_done = self._exchange.wait()
+        is_done = (self._digests is None or self._digests.wait()) and self._exchange.wait()
         if self._exchange.result is not None:
             self._note(self._exchange.result)
         return is_done
@@ -227,8 +233,8 @@ class Replicas(Keeper):
 
     def settle(self) -> bool:
         """Waits until nothing is under way; whether all that was is through."""
-        is_whole = self._exchange is None or self._exchange.wait()
-        self._exchange = None
+        is_whole = all([task is None or task.wait() for task in (self._digests, self._exchange)])
+        self._digests = self._exchange = None
         return is_whole
 
     def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
@@ -236,11 +242,23 @@ class Replicas(Keeper):
         for replicas in filter(None, (self._now, self._older)):
             for unit in replicas.stored():
                 yield unit, "replayed"
+            _tell(self._emit, replicas.copies.replica.take_damages())
 
     def close(self) -> None:
         """Ends all threads. Nothing may be under way."""
         self.courier.close()
         if self._now is not None:
-            self._now.copies.close()
+            _close(self._now.copies, self._emit)
         self._drop_older()
         self._now = None
+
+
+def _tell(emit: Listener, damages: Iterable[Damage]) -> None:
+    for each in damages:
+        logger.warning("a copy here is damaged, and is not used any more: %s", each.reason)
+        emit(Damaged(each.unit, each.step, each.reason))
+
+
+def _close(copies: ReplayExchange, emit: Listener) -> None:
+    copies.close()
+    _tell(emit, copies.replica.take_damages())

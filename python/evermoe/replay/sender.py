@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record
-from evermoe.errors import NotReplayable, UnsupportedState
+from evermoe.errors import NotReplayable
 from evermoe.replay.calibrate import Arithmetic, calibrate
-from evermoe.state.unit import TensorSpec, Unit
+from evermoe.replay.source import Bytes, Row, Rule, Source
+from evermoe.state.unit import Unit
 
-Bytes = NDArray[np.uint8]
+__all__ = ["FUSED_ROW", "GradientSender", "Row"]
+
 FUSED_ROW = 8
 """Torch's fused optimizers on CPUs step the last `numel % 8` elements of a parameter in another way."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a parameter: one expert of a stack of them."""
-
-    parameter: Tensor
-    index: int
 
 
 class GradientSender:
@@ -61,7 +51,7 @@ class GradientSender:
     ) -> None:
         self._optimizer = optimizer
         self._arithmetic = self._calibrate() if arithmetic is None and is_hooked else arithmetic
-        self._units = {unit: [_Source(unit, name, of) for name, of in named.items()] for unit, named in units.items()}
+        self._units = {unit: [Source(unit, name, of) for name, of in named.items()] for unit, named in units.items()}
         self._sources = [source for sources in self._units.values() for source in sources]
         names = {source.record_name for source in self._sources}
         if len(names) < len(self._sources):
@@ -72,6 +62,8 @@ class GradientSender:
         self._last_step: int | None = None
         self._num_steps = 0
         self._was_skipped = False
+        self._turn, self._due = 0, 0.0
+        """Of `take_digests`: whose it is, and the elements that are due."""
         before, after = optimizer.register_step_pre_hook, optimizer.register_step_post_hook
         self._hooks = [before(self._before_step), after(self._after_step)] if is_hooked else []
 
@@ -122,7 +114,8 @@ class GradientSender:
         """Messages for `Replica.receive(hold=True)` of the next step, with the current gradients.
 
         The gradients may still be clipped before the optimizer sees them: `Replica.release` takes the factor. A unit
-        that replicas cannot follow is preceded by its full state, which is that of the step before.
+        that replicas cannot follow is preceded by its full state, which is that of the step before; one whose digest
+        was taken since then, by a proof.
 
         Args:
             step: number of the next step.
@@ -141,12 +134,40 @@ class GradientSender:
                 source.draft = None
                 if source.sent is None or source.sent != source.stamp(self._optimizer):
                     yield unit, source.full_state(self._optimizer, step - 1)
+                elif (proof := source.proof(step - 1)) is not None:
+                    yield unit, proof
                 if source.rule is not None:
                     self._draft(source, numbers, 1.0)
                     if source.sent is not None:
                         source.is_told = True
                         source.pending, source.draft = source.draft, None
                         yield unit, source.record(step, source.pending, source.count(self._optimizer))
+
+    def take_digests(self, steps: int) -> None:
+        """Reads some of the state, and remembers digests: the next messages have them, for replicas to compare.
+
+        Nothing may write the state meanwhile. All that replicas follow takes its turn once in so many calls.
+        """
+        followed = [source for source in self._sources if source.sent]
+        self._due += sum(source.elements for source in followed) / steps
+        for _ in followed:
+            source = followed[self._turn % len(followed)]
+            if source.elements > self._due:
+                break
+            source.take_digest(self._optimizer)
+            self._due -= source.elements
+            self._turn += 1
+
+    def proofs(self, step: int) -> list[Bytes]:
+        """Messages with digests of the state as it is now, after the step of the latest `messages`, for all parameters.
+
+        A replica that has another state then asks for the full one. They are 104 bytes each, and cost the sender a
+        look at the whole state.
+        """
+        followed = [source for source in self._sources if source.sent and source.sent == source.stamp(self._optimizer)]
+        for source in followed:
+            source.take_digest(self._optimizer)
+        return [proof for proof in (source.proof(step) for source in followed) if proof is not None]
 
     def full_state_messages(self, step: int, units: Iterable[str] | None = None) -> Iterator[tuple[str, Bytes]]:
         """Units and messages with their full state as it is now, after a step.
@@ -164,6 +185,7 @@ class GradientSender:
         What those left out is sent in full next: torch's fused SGD does not count up the versions of what it writes.
         """
         for source in self._sources:
+            source.digest = None
             if not source.is_told:
                 source.sent = None
             elif source.pending is not None:
@@ -194,7 +216,7 @@ class GradientSender:
             else:
                 self._draft(source, numbers, loss_scale)
 
-    def _draft(self, source: _Source, numbers: dict[tuple[int, int], list[float]], loss_scale: float) -> None:
+    def _draft(self, source: Source, numbers: dict[tuple[int, int], list[float]], loss_scale: float) -> None:
         if source.rule is None or source.parameter.grad is None:
             return
         t = source.next_step(self._optimizer)
@@ -225,7 +247,7 @@ class GradientSender:
             warnings.warn(f"replicas get the full state after each step, not gradients: {error}", stacklevel=3)
             return None
 
-    def _set_rule(self, source: _Source, group: int | None) -> None:
+    def _set_rule(self, source: Source, group: int | None) -> None:
         if self._arithmetic is None or group is None or source.parameter.dtype != torch.float32:
             return
         if source.row is not None and self._arithmetic.variant == "torch_cpu_fused" and source.elements % FUSED_ROW:
@@ -236,164 +258,4 @@ class GradientSender:
                 stacklevel=3,
             )
             return
-        source.rule = _Rule(self._arithmetic, group)
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """How to repeat the steps of a parameter."""
-
-    arithmetic: Arithmetic
-    group: int
-    """Its place: `load_state_dict` replaces the groups themselves."""
-
-    def state_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """What the optimizer keeps of the parameter."""
-        if self.arithmetic.rule == "adamw":
-            return ["exp_avg", "exp_avg_sq", "step"]
-        return ["momentum_buffer"] if optimizer.param_groups[self.group]["momentum"] else []
-
-
-@dataclass
-class _Draft:
-    """The encoded gradient of a step that the optimizer is about to take."""
-
-    t: int
-    numbers: list[float]
-    payload: tuple[int, int, int]
-
-
-class _Source:
-    """One parameter of a unit, or a row of one, on the trainer."""
-
-    def __init__(self, unit: str, name: str, of: Tensor | Row) -> None:
-        self.name = name
-        self.record_name = f"{unit}/{name}"
-        self.parameter = of.parameter if isinstance(of, Row) else of
-        self.row = of.index if isinstance(of, Row) else None
-        if self.row is not None and not (self.parameter.dim() > 0 and 0 <= self.row < len(self.parameter)):
-            raise ValueError(
-                f"units: {self.record_name} is row {self.row} of a tensor of shape {tuple(self.parameter.shape)}"
-            )
-        self.elements = self._own(self.parameter).numel()
-        self.rule: _Rule | None = None
-        self.draft: _Draft | None = None
-        self.pending: _Draft | None = None
-        """Draft of the next step, sent by `GradientSender.next_step_messages` but not taken yet."""
-        self.is_told = False
-        """Whether replicas were sent a record of the next step."""
-        self.sent: tuple[Any, ...] | None = None
-        """Stamp of the state that replicas can follow; None: the full state comes next."""
-        self._num_steps = 0
-        self._record = np.empty(0, np.uint8)
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        """The row of a tensor that has the parameter's shape."""
-        is_stack = self.row is not None and tensor.shape == self.parameter.shape
-        return tensor.detach()[self.row] if is_stack else tensor.detach()
-
-    def _kept(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        return optimizer.state.get(self.parameter, {})
-
-    def stamp(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-        """Changes when the parameter or its state is written or replaced."""
-        tensors = [self.parameter, *(v for v in self._kept(optimizer).values() if isinstance(v, Tensor))]
-        return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
-
-    def count(self, optimizer: torch.optim.Optimizer) -> int:
-        """Steps that the parameter has taken."""
-        step = self._kept(optimizer).get("step")
-        return self._num_steps if step is None else int(step)
-
-    def next_step(self, optimizer: torch.optim.Optimizer) -> int:
-        """The step that it takes next, from 1, as far as its numbers depend on it."""
-        if self.rule is not None and self.rule.arithmetic.rule == "sgd":
-            return 1 if self._kept(optimizer).get("momentum_buffer") is None else 2
-        return self.count(optimizer) + 1
-
-    def encode(self, t: int, numbers: list[float]) -> None:
-        """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
-        gradient = self.parameter.grad
-        if gradient is None or gradient.is_sparse or gradient.dtype not in (torch.float32, torch.bfloat16):
-            self.sent = None
-            return
-        if not len(self._record):
-            self._record = np.empty(RECORD_HEADER_BYTES + 4 * self.elements, np.uint8)
-        values = self._own(gradient).reshape(-1).to("cpu", non_blocking=True)  # to page-locked memory
-        if gradient.is_cuda:
-            torch.cuda.current_stream(gradient.device).synchronize()
-        bits = values.view(torch.int16).numpy().view(np.uint16) if values.dtype == torch.bfloat16 else values.numpy()
-        self.draft = _Draft(t, numbers, encode_gradient(bits, numbers, self._record))
-
-    def check_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
-        """After the optimizer's step: counts it; where the optimizer's count is another one, the full state is next."""
-        took = self.draft is not None and not was_skipped
-        if took:
-            self._num_steps += 1
-        step = self._kept(optimizer).get("step")
-        if took and self.draft is not None and step is not None and int(step) != self.draft.t:
-            self.sent = None
-
-    def message(self, optimizer: torch.optim.Optimizer, step: int, was_skipped: bool) -> Bytes:
-        """The record of a step, or the full state."""
-        draft, self.draft = self.draft, None
-        if self.rule is None and self.sent != self.stamp(optimizer):
-            self.sent = None
-        if self.sent is None:
-            return self.full_state(optimizer, step)
-        if was_skipped or self.rule is None:
-            draft = None
-        return self.record(step, draft, self.count(optimizer), "skip_all" if was_skipped else "no_step")
-
-    def record(self, step: int, draft: _Draft | None, count: int, otherwise: str = "no_step") -> Bytes:
-        """The record of a step; where nothing was drafted, of this other kind, after `count` steps."""
-        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
-        if draft is None:
-            record = np.empty(RECORD_HEADER_BYTES, np.uint8)
-            seal_record(record, kind=otherwise, t=count, numbers=[], payload=None, **about)
-            return record
-        payload = draft.payload
-        size = seal_record(self._record, kind="step", t=draft.t, numbers=draft.numbers, payload=payload, **about)
-        return self._record[:size]
-
-    # ---- the full state
-
-    def specs(self, optimizer: torch.optim.Optimizer) -> list[TensorSpec]:
-        """Name, shape and dtype of the parameter and its optimizer state."""
-        return [
-            TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors(optimizer).items()
-        ]
-
-    def _tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        own = self._own(self.parameter)
-        kept = self._kept(optimizer)
-        if self.rule is not None:
-            # What the optimizer has not made yet starts from zeros.
-            empty = {
-                name: torch.zeros(()) if name == "step" else torch.zeros_like(own)
-                for name in self.rule.state_names(optimizer)
-            }
-            kept = {name: zeros if kept.get(name) is None else kept[name] for name, zeros in empty.items()}
-        kept = {name: value for name, value in kept.items() if value is not None}
-        for name, value in kept.items():
-            if not isinstance(value, Tensor) or (
-                value.dim() > 0 and value.shape not in (own.shape, self.parameter.shape)
-            ):
-                raise UnsupportedState(
-                    f"the optimizer keeps {name!r} of {self.record_name} as {type(value).__name__}; replicas hold "
-                    "tensors of the parameter's shape and scalar tensors. Use evermoe.optim.AdamW, for example."
-                )
-        return {self.name: own} | {f"{self.name}/{key}": self._own(value) for key, value in sorted(kept.items())}
-
-    def full_state(self, optimizer: torch.optim.Optimizer, step: int) -> Bytes:
-        """Everything, as of after a step."""
-        self.sent = self.stamp(optimizer)
-        tensors = list(self._tensors(optimizer).values())
-        sizes = [tensor.nbytes for tensor in tensors]
-        record = np.empty(RECORD_HEADER_BYTES + sum(sizes), np.uint8)
-        parts = torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes)
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor.reshape(-1).view(torch.uint8))
-        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
-        seal_record(record, kind="full_state", t=self.count(optimizer), numbers=[], payload=None, **about)
-        return record
+        source.rule = Rule(self._arithmetic, group)

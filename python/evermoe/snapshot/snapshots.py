@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
+import torch
+
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
@@ -96,6 +98,8 @@ class Snapshots(StateKeeper):
         """Units of the bundles that only their primaries keep, by the bundle's number."""
         self._sent: dict[int, tuple[tuple[str, ...], int]] = {}
         """Units and period of the bundles that others keep, too."""
+        self.missing: dict[str, set[int]] = {}
+        """Per unit, the ranks that should keep a snapshot of it and have no room; empty if all have."""
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
 
@@ -104,9 +108,12 @@ class Snapshots(StateKeeper):
     def replan(self, assignment: Assignment) -> None:
         """Makes the arenas of a plan; `protect_all` and `restart` must follow.
 
+        Where a running job has no room for all of them, `missing` says which holders have none.
+
         Raises:
-            OSError: the shared memory is too small, even without the arenas that are there.
+            OSError: a job starts, and the shared memory is too small.
         """
+        self.missing = {}
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self._local_steps = self._options.local_every or 1
         if not self._options.copies:
@@ -117,11 +124,18 @@ class Snapshots(StateKeeper):
         for period in sorted({kept.period for kept in snapshots}):
             some = [kept for kept in snapshots if kept.period == period]
             found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
-        local = local_bundles(assignment, self._membership.nodes, self._options)
-        self._local = {len(found) + place: bundle.units for place, bundle in enumerate(local)}
-        self._sent = {number: (bundle.units, by_unit[bundle.units[0]].period) for number, bundle in enumerate(found)}
+        planned = [*found, *local_bundles(assignment, self._membership.nodes, self._options)]
         everyone = self._membership.everyone
-        self._store.replace_arenas([*found, *local], assignment.generation, assignment.member, everyone)
+        is_running = bool(everyone.all_reduce(torch.tensor([int(self._membership.established)])))
+        kept = self._store.replace_arenas(
+            planned, assignment.generation, assignment.member, everyone, all_must_fit=not is_running
+        )
+        left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
+        self._local = {number: units for number, units in left.items() if number >= len(found)}
+        self._sent = {n: (units, by_unit[units[0]].period) for n, units in left.items() if n < len(found)}
+        for bundle, now in zip(planned, kept, strict=True):
+            lacking = set(bundle.holders) - set(now.holders)
+            self.missing |= dict.fromkeys(bundle.units, lacking) if lacking else {}
 
     @property
     def local_units(self) -> list[str]:

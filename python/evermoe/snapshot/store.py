@@ -8,10 +8,11 @@ courier's thread, beside training.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from evermoe._native import Arena, Capture, CopyEngine
+from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
@@ -31,6 +33,8 @@ MOST_TRIES = 3
 """Send attempts before `CorruptCopy`."""
 STAGING_CHUNKS = 4
 """Page-locked chunks that a capture from a GPU goes through."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+"""Errors of a file system that has too little room."""
 _FILE = re.compile(r"^(\d{10})-.*\.arena$")
 
 
@@ -40,6 +44,12 @@ class Bundle:
 
     holders: tuple[int, ...]
     units: tuple[str, ...]
+
+    def without(self, ranks: Collection[int]) -> Bundle:
+        """The bundle when these ranks do not keep it; nobody does where the primary is one of them."""
+        if not self.holders or self.holders[0] in ranks:
+            return Bundle((), self.units)
+        return Bundle(tuple(rank for rank in self.holders if rank not in ranks), self.units)
 
 
 def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bundle]:
@@ -146,13 +156,18 @@ class SnapshotStore:
             if match:
                 yield int(match[1]), path
 
-    def replace_arenas(self, planned: Sequence[Bundle], generation: int, member: str, everyone: Group) -> None:
+    def replace_arenas(
+        self, planned: Sequence[Bundle], generation: int, member: str, everyone: Group, *, all_must_fit: bool
+    ) -> list[Bundle]:
         """Makes new arenas beside those of earlier generations; in their place, if there is no room for both.
 
         Collective. In place of them, nothing but the members' own state survives a failure until the copies are made.
 
+        Returns:
+            The bundles with the holders that have room for them; without any where the primary has none.
+
         Raises:
-            OSError: the shared memory is too small, even without the arenas that are there.
+            OSError: `all_must_fit`, and the shared memory is too small, even without the arenas that are there.
         """
         problem = ""
         try:
@@ -160,13 +175,50 @@ class SnapshotStore:
         except OSError as error:
             problem = str(error)  # the error itself would keep arenas mapped
         if everyone.all_reduce(torch.tensor([int(not problem)])) == everyone.size:
-            return
+            return list(planned)
         if problem:
             warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
             self.prune(generation)
         everyone.all_reduce(torch.zeros(1))  # all have let go of what they had, and it is gone
-        if problem:
+        full: list[int] = []
+        if problem and all_must_fit:
             self.create_arenas(planned, generation, member, everyone.rank)
+        elif problem:
+            full = self._create_fitting(planned, generation, member, everyone.rank)
+        kept = [
+            bundle.without({rank for rank, numbers in enumerate(everyone_full) if number in numbers})
+            for everyone_full in [gather_json(everyone, full)]
+            for number, bundle in enumerate(planned)
+        ]
+        self._keep_only(kept)
+        return kept
+
+    def _create_fitting(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> list[int]:
+        """Makes the arenas that have room, those first that this rank fills; returns the numbers of the others."""
+        self.release()
+        full, problem = [], ""
+        mine = [(number, bundle) for number, bundle in enumerate(planned) if rank in bundle.holders]
+        for number, bundle in sorted(mine, key=lambda each: each[1].holders[0] != rank):
+            try:
+                self._create_arena(number, bundle, generation, member, rank)
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                full.append(number)
+                problem = problem or str(error)
+        if full:
+            units = sum(len(planned[number].units) for number in full)
+            warnings.warn(f"{problem}. {units} units are kept with fewer copies, until members change", stacklevel=6)
+        return full
+
+    def _keep_only(self, kept: Sequence[Bundle]) -> None:
+        """Follows the bundles as they are kept: gives up arenas of those whose primary has no room."""
+        for each in (*self.own, *self.peers):
+            each.bundle = kept[each.number]
+            if not each.bundle.holders:
+                each.arena.unlink()
+        self.own = [each for each in self.own if each.bundle.holders]
+        self.peers = [each for each in self.peers if each.bundle.holders]
 
     def create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
         """Makes new, empty arenas for what this rank is primary for and what it keeps for peers.
@@ -194,13 +246,15 @@ class SnapshotStore:
         make_private(self.directory.parent)
         make_private(self.directory)
         for number, bundle in enumerate(planned):
-            if rank not in bundle.holders:
-                continue
-            path = self.directory / f"{generation:010d}-{number}-{member}.arena"
-            meta = json.dumps({"generation": generation, "member": member, "layout": self.state.catalog.layout})
-            units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
-            kept = BundleArena(number, bundle, Arena.create(str(path), meta, units))
-            (self.own if bundle.holders[0] == rank else self.peers).append(kept)
+            if rank in bundle.holders:
+                self._create_arena(number, bundle, generation, member, rank)
+
+    def _create_arena(self, number: int, bundle: Bundle, generation: int, member: str, rank: int) -> None:
+        path = self.directory / f"{generation:010d}-{number}-{member}.arena"
+        meta = json.dumps({"generation": generation, "member": member, "layout": self.state.catalog.layout})
+        units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
+        kept = BundleArena(number, bundle, Arena.create(str(path), meta, units))
+        (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
     def capture(self, kept: BundleArena, version: int) -> Capture | None:
         """Begins to capture a bundle's units as they are now; None if they are on several devices or not contiguous."""

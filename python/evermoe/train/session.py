@@ -55,7 +55,7 @@ class Session:
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.
         on_event: called with each event, a dataclass of `evermoe.events`, for progress displays and tests. It must not
-            block or raise. `Chunk`, `Published` and `Held` come from other threads.
+            block or raise. `Chunk`, `Published`, `Held` and `Damaged` come from other threads.
         options: fields of `SessionConfig`.
 
     Raises:

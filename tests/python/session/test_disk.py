@@ -17,7 +17,7 @@ from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
-from support.harness import wait_until
+from support.harness import FEWEST, wait_until
 from support.history import check_history
 from support.worker import SAMPLES, Model, dataset
 
@@ -255,24 +255,36 @@ def newest_saved(folder):
 # ---- shared memory
 
 
-def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):
-    job = start_job(2, preset="gemini", memory_dir=str(small_disk), join_every=1)
-    nodes = [job_folder(small_disk, job.name) / name for name in "abc"]
+@contextlib.contextmanager
+def small_memories(job, folder, names):
+    """A file system of 64 MiB for the memory of each node."""
+    nodes = [job_folder(folder, job.name) / name for name in names]
     with contextlib.ExitStack() as stack:
         for node in nodes:
             node.mkdir(parents=True, mode=0o700)
             node.parent.chmod(0o700)
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", node], check=True)
             stack.callback(subprocess.run, ["umount", "-l", node], check=True)
+        yield nodes
+
+
+def shrink(node, part):
+    """Leaves this part of what is used now."""
+    stats = os.statvfs(node)
+    used = (stats.f_blocks - stats.f_bfree) * stats.f_frsize
+    assert used > 1 << 16
+    subprocess.run(["mount", "-o", f"remount,size={int(used * part)}", node], check=True)
+
+
+def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):
+    job = start_job(2, preset="gemini", memory_dir=str(small_disk), join_every=1)
+    with small_memories(job, small_disk, "abc") as nodes:
         job.open_gate(3)
         workers = job.start_all({}, "ab", gated=True)
         for each in workers:
             each.wait_for("gate", step=3)
         for node in nodes[:2]:
-            stats = os.statvfs(node)
-            used = (stats.f_blocks - stats.f_bfree) * stats.f_frsize
-            assert used > 1 << 17
-            subprocess.run(["mount", "-o", f"remount,size={used * 3 // 2}", node], check=True)
+            shrink(node, 1.5)
         workers.append(job.start("c"))
         workers[-1].wait_for("phase", phase="agree")
         job.open_gate(1 << 60)
@@ -280,3 +292,38 @@ def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_j
     check_history(workers)
     assert all(each.events("recovered")[-1]["members"] == 3 for each in workers)
     assert all("Earlier copies make room" in each.log() for each in workers[:2])
+
+
+@pytest.mark.parametrize("preset", ["gemini", "baft", "auto", "moetion"])
+def test_memory_without_room_for_the_copies_of_fewer_members_takes_fewer_copies(start_job, small_disk, preset):
+    """And the next death costs no more than what had no copy."""
+    job = start_job(3, preset=preset, memory_dir=str(small_disk), join_every=50, **FEWEST)
+    with small_memories(job, small_disk, "abc") as nodes:
+        job.open_gate(3)
+        workers = job.start_all({}, "abc", gated=True, steps=8)
+        for each in workers:
+            each.wait_for("gate", step=3)
+        for node in nodes[:2]:
+            shrink(node, 1.02)
+        workers[2].process.kill()
+        job.open_gate(1 << 60)
+        assert [each.join() for each in workers] == [0, 0, -9]
+    check_history(workers)
+    for each in workers[:2]:
+        recovered = each.events("recovered")[-1]
+        assert (recovered["members"], recovered["steps_lost"], recovered["lost_units"]) == (2, 0, [])
+        assert "are kept with fewer copies" in each.log()
+        assert "fewer copies" in each.events("arranged")[-1]["summary"]
+        assert each.events("verified")[0]["digests_mismatched"] == 0
+
+
+def test_memory_that_is_too_small_at_the_start_is_said_at_once(start_job, small_disk):
+    job = start_job(2, preset="gemini", memory_dir=str(small_disk))
+    with small_memories(job, small_disk, "ab") as nodes:
+        for node in nodes:
+            subprocess.run(["mount", "-o", "remount,size=64k", node], check=True)
+        workers = job.start_all({}, "ab")
+        assert [each.join() for each in workers] == [1, 1]
+    for each in workers:
+        assert each.events("failed")[0]["error"] in ("OSError", "JoinTimeout")
+    assert any(each.events("failed")[0]["error"] == "OSError" for each in workers)

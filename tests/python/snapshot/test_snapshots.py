@@ -30,7 +30,12 @@ def make(group, folder):
     state.adopt({path: [0, 1] if group.rank == 0 else [2]}, {})
     found, background = members(group, folder, PATIENCE)
     membership = SimpleNamespace(
-        trainer_group=found, everyone=found, background=background, nodes=["a", "b"], device=torch.device("cpu")
+        trainer_group=found,
+        everyone=found,
+        background=background,
+        nodes=["a", "b"],
+        device=torch.device("cpu"),
+        established=False,
     )
     store, options = SnapshotStore(Path(folder) / str(group.rank), state), CopyOptions(local_every=1)
     snapshots = Snapshots(state, store, membership, options, WindowOptions(), lambda event: None)

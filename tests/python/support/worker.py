@@ -37,7 +37,8 @@ class Fault:
     """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
 
     `point`: an event of the session, "phase <name>", or "forward" (between forward and backward).
-    `action`: kill, stop (until someone continues it), hang (until the job wakes it) or raise.
+    `action`: kill, stop (until someone continues it), hang (until the job wakes it), raise, or flip (a bit of each copy
+    that it keeps; `where` is that of `support.flips`).
     """
 
     point: str
@@ -46,6 +47,7 @@ class Fault:
     nth: int = 1
     part: float = 0.0
     """At `chunk`: of the bytes, that must have been sent."""
+    where: str = "state"
 
 
 @dataclass
@@ -145,6 +147,7 @@ class Recorder:
         self._copied_step = -1
         self._has_copied = threading.Condition()
         self.session: evermoe.Session | None = None
+        self._flips: Any = None
 
     def __call__(self, event: Event) -> None:
         name, fields = event.name, event.fields()
@@ -194,8 +197,24 @@ class Recorder:
             if fault.action == "hang":
                 while not (Path(self._options.folder) / "wake").exists():
                     time.sleep(0.01)
-                return
+                continue
+            if fault.action == "flip":
+                self.write("flipped", units=self._flipper().flip(fault.where), at=step)
+                continue
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+
+    def _flipper(self) -> Any:
+        if self._flips is None:
+            from support.flips import Flipper  # this file also runs by itself, without the others
+
+            assert self.session is not None
+            self._flips = Flipper(self.session)
+        return self._flips
+
+    def watch(self) -> None:
+        """The copies of this session's plan are there: what arrives for them is watched, if it will be flipped."""
+        if any(fault.where == "log" for fault in self._options.faults):
+            self._flipper().watch()
 
     def wait_at_gate(self, step: int) -> None:
         if not self._options.gated:
@@ -263,6 +282,8 @@ def _train(options: Options, record: Recorder) -> None:
         profiler.attach()
     for step in profiler.steps(session.steps(options.steps)):
         record.wait_at_gate(step.number)
+        if step.number == 0:
+            record.watch()
         generation, indices = session.generation, step.indices.tolist() if step.weight else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
         tokens = data[step.indices]

@@ -152,7 +152,7 @@ class AutoReport:
 def make_layout(load_LE: NDArray[np.float64], comparison: Comparison, setting: CopySetting) -> tuple[Layout, Result]:
     """The model on the placement that `auto` takes where it is compared, else on the recommended one."""
     results = {result.policy: result for result in comparison.results}
-    chosen = results.get(PRESETS["auto"].placement or "balanced") or best(comparison)[0]
+    chosen = results.get(PRESETS["auto"].placement) or best(comparison)[0]
     total = load_LE.sum(1, keepdims=True)
     share_LE = np.divide(load_LE, total, out=np.zeros_like(load_LE), where=total > 0)
     parts = shard_modules([setting.dense_parameters], comparison.cluster.nodes, alignment=1)

@@ -1,14 +1,16 @@
-"""What the presets would send and lose for the same model, each with its own planners. N nodes of one rank each.
+"""What the presets would send and lose for the same model, as their sessions do. N nodes of one rank each.
 
-Experts of a preset that names no placement train on one node each. In all of them, as in `choose_copies`, a transfer
-takes the network of both its ends, versions n steps apart lose (n - 1) / 2 steps on average, and a step in which a node
-fails is repeated anyway. Where no copy is left, all go back to a full checkpoint in the store (`pec`: to its own).
+Experts train where `place` puts them, as many replicas as there are slots, in every preset; who keeps copies of what is
+`plan_protection`'s answer, as in a session. In all of them, as in `choose_copies`, a transfer takes the network of both
+its ends, versions n steps apart lose (n - 1) / 2 steps on average, and a step in which a node fails is repeated anyway.
+Where no copy is left, all go back to a full checkpoint in the store (`pec`: to its own).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,30 +19,32 @@ from evermoe.cli.plan.auto_plan import AutoReport, Layout
 from evermoe.planning import (
     PRESET_NAMES,
     PRESETS,
+    CopyUnit,
     ModelSize,
     PresetName,
     TokenLedger,
     checkpoint_bytes,
-    copy_holders,
     copy_recovery_probability,
     place,
-    recovery_probability,
     select_experts,
-    training_copy_holders,
 )
+from evermoe.planning.presets import experts_per_copy, remote_bytes_per_step
+from evermoe.planning.protection import RankInfo, UnitInfo, UnitProtection, plan_protection
 from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Memory, Receiver, plan_chunks
 
 BUFFERS = 4
 BUFFER_BYTES = 32 << 20
 """A chunk at most, unless there would be more than `MOST_CHUNKS`."""
 MOST_CHUNKS = 1 << 17
+MOST_MODULES, MOST_ACTIVE = 64, 1 << 20
+"""Units that are no experts, at most, and ranks that train them, all counted."""
 LEDGER_TOKENS = 1 << 24
 """Tokens of a layer in a step: the ledger counts integers."""
 ROUNDS = 64
 """Selections over which means are taken, and in which every expert has its turn."""
 
-Sizes = list[list[int]]
-"""For each node the bytes of each unit that it sends to each of its holders in a step."""
+Sends = list[tuple[int, int, int]]
+"""Sender, receiver and bytes of what is sent in a step."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +77,9 @@ def compare_presets(layout: Layout, auto: AutoReport) -> list[PresetRow]:
         ValueError: from a planner: what cannot be planned.
     """
     rows = {
-        "gemini": _snapshots(layout, "gemini", _group_holders(layout)),
+        "gemini": _snapshots(layout, "gemini"),
         "pec": _pec(layout),
-        "baft": _snapshots(layout, "baft", _previous_stage(layout)),
+        "baft": _snapshots(layout, "baft"),
         "moetion": _moetion(layout),
         "lazarus": _lazarus(layout),
         "auto": _auto(auto),
@@ -86,25 +90,51 @@ def compare_presets(layout: Layout, auto: AutoReport) -> list[PresetRow]:
 # ---- who has what
 
 
-def single_nodes(layout: Layout) -> NDArray[np.int64]:
-    """[L, E] the node of each expert's only replica: blocks of consecutive experts, shifted by one node a layer."""
-    layers, experts = layout.share_LE.shape
-    blocks_E = np.arange(experts) * layout.cluster.nodes // experts
-    return (blocks_E + np.arange(layers)[:, None]) % layout.cluster.nodes
+@dataclass(frozen=True)
+class _Kept:
+    """The units of a model, and how a session of a preset would keep them."""
+
+    layout: Layout
+    units: list[CopyUnit]
+    plans: list[UnitProtection]
+
+    @property
+    def survives(self) -> float:
+        """Probability that one lost domain leaves a holder of everything in memory."""
+        sets = {frozenset([*unit.active, *kept.holders]) for unit, kept in zip(self.units, self.plans, strict=True)}
+        holders = sorted(sorted(nodes) for nodes in sets)
+        return float(copy_recovery_probability(holders, 1, nodes=self.layout.domains))
+
+    def is_dense_active(self) -> bool:
+        """Whether one lost domain leaves an active holder of all that is no expert."""
+        return all(self._num_domains(unit) > 1 for unit in self.units[self.layout.share_LE.size :])
+
+    def single_LE(self) -> NDArray[np.bool_]:
+        """[L, E] experts that one domain alone trains."""
+        experts = self.units[: self.layout.share_LE.size]
+        found = np.array([self._num_domains(unit) == 1 for unit in experts])
+        return found.reshape(self.layout.share_LE.shape)
+
+    def _num_domains(self, unit: CopyUnit) -> int:
+        return len({node // self.layout.cluster.domain_size for node in unit.active})
 
 
-def _group_holders(layout: Layout) -> list[list[int]]:
-    return copy_holders([f"node{node:07}" for node in range(layout.cluster.nodes)], layout.setting.copies_wanted)
-
-
-def _previous_stage(layout: Layout) -> list[list[int]]:
-    nodes = layout.cluster.nodes
-    return [[node, (node - 1) % nodes][: min(nodes, 2)] for node in range(nodes)]
-
-
-def _kept_by_one(layout: Layout, holders: Sequence[Sequence[int]]) -> float:
-    """Probability that one lost domain leaves a holder of everything."""
-    return float(copy_recovery_probability(holders, 1, nodes=layout.domains))
+def _keep(layout: Layout, name: PresetName) -> _Kept:
+    """As a session whose nodes have room for everything; the rest is as many units as there are nodes."""
+    nodes, setting, experts = layout.cluster.nodes, layout.setting, layout.share_LE.size
+    units = layout.units()
+    if setting.dense == "replicated" and len(units) > experts:
+        active, number = units[-1].active, max(1, min(nodes, MOST_MODULES, MOST_ACTIVE // nodes))
+        parts = [each - before for before, each in pairwise(sum(layout.dense) * n // number for n in range(number + 1))]
+        sizes = [(part * setting.state_bytes, part * setting.gradient_bytes) for part in parts if part]
+        units[experts:] = [CopyUnit(*each, active, units[-1].tokens, units[-1].replayable) for each in sizes]
+    infos = [
+        UnitInfo(str(number), unit.state_bytes, unit.gradient_bytes, tuple(unit.active), unit.tokens, unit.replayable)
+        for number, unit in enumerate(units)
+    ]
+    ranks = [RankInfo(f"node{node:07}", 1 << 62) for node in range(nodes)]
+    plan = plan_protection(name, infos, ranks, copies=setting.copies_wanted, budget=setting.budget)
+    return _Kept(layout, units, plan.units)
 
 
 def _stored(layout: Layout) -> float:
@@ -115,23 +145,22 @@ def _stored(layout: Layout) -> float:
 # ---- the presets
 
 
-def _snapshots(layout: Layout, name: PresetName, holders: list[list[int]]) -> PresetRow:
+def _snapshots(layout: Layout, name: PresetName) -> PresetRow:
     """Everything, once in all, after each step."""
-    setting, nodes_LE = layout.setting, single_nodes(layout)
-    expert = setting.expert_parameters * setting.state_bytes
-    counts_N = np.bincount(nodes_LE.ravel(), minlength=layout.cluster.nodes)
-    sizes = [
-        [expert] * int(count) + [size * setting.state_bytes] * int(size > 0)
-        for count, size in zip(counts_N, layout.dense, strict=True)
+    kept = _keep(layout, name)
+    sends = [
+        (each.primary, holder, unit.state_bytes)
+        for unit, each in zip(kept.units, kept.plans, strict=True)
+        for holder in each.holders
     ]
-    reason = _schedule(layout, PRESETS[name].schedule or "gemini", sizes, holders)
-    survives = _kept_by_one(layout, holders)
+    reason = _schedule(layout, PRESETS[name].schedule or "gemini", sends)
+    survives = kept.survives
     lag = ((reason.steps_per_version if reason else 1) - 1) / 2
     return PresetRow(
         name,
-        _sent(sizes, holders) / layout.parameters,
+        _sent(sends) / layout.parameters,
         _full_store_bytes(layout),
-        _version(reason, sizes, holders),
+        float(reason.steps_per_version) if reason else None,
         _delay(layout, reason),
         reason.steps_in_windows if reason else 1,
         survives,
@@ -140,19 +169,14 @@ def _snapshots(layout: Layout, name: PresetName, holders: list[list[int]]) -> Pr
     )
 
 
-def _version(reason: ChunkReason | None, sizes: Sizes, holders: Sequence[Sequence[int]]) -> float | None:
-    if not _sent(sizes, holders):
-        return None
-    return float(reason.steps_per_version) if reason else 1.0
-
-
 def _pec(layout: Layout) -> PresetRow:
-    """K experts of each layer by load and all of the rest each `persist_steps`; only a lost node's go back further."""
-    setting, (layers, experts) = layout.setting, layout.share_LE.shape
-    each = setting.pec_experts or -(-experts // 8)
+    """K experts of each layer by load and all of the rest each `persist_steps`; only a lost node's go back to those."""
+    setting, (layers, experts), kept = layout.setting, layout.share_LE.shape, _keep(layout, "pec")
+    each = setting.pec_experts or experts_per_copy(experts)
     tokens_LE = _tokens(layout) * setting.persist_steps
     ledger, turns = TokenLedger(layers, experts), -(-experts // each)
     at_risk, oldest = [], 0
+    single_LE = kept.single_LE()
     for number in range(4 * turns):
         ledger.add(tokens_LE)
         chosen = select_experts(
@@ -160,8 +184,11 @@ def _pec(layout: Layout) -> PresetRow:
         )
         ledger.copied(chosen)
         if number >= 3 * turns:  # by then each had its turn
-            at_risk.append(_in_steps(layout, ledger.at_risk))
+            at_risk.append(_in_steps(layout, np.where(single_LE, ledger.at_risk, 0)))
             oldest = max(oldest, int(ledger.waiting.max()) + 1)
+    # What no other node trains goes back alone; if that is not an expert, all go back with it.
+    alone = kept.is_dense_active()
+    since = _in_steps(layout, np.where(single_LE, _tokens(layout), 0)) * _stored(layout) if alone else 0.0
     stored = checkpoint_bytes(_model_size(layout), "pec", experts_per_layer=each).total_bytes
     return PresetRow(
         "pec",
@@ -170,38 +197,34 @@ def _pec(layout: Layout) -> PresetRow:
         float(oldest * setting.persist_steps),
         None,
         None,
-        0.0,
-        _stored(layout),
-        float(np.mean(at_risk)) / len(layout.cluster.domains),
+        kept.survives,
+        0.0 if alone else _stored(layout),
+        (float(np.mean(at_risk)) + since) / len(layout.cluster.domains),
     )
 
 
 def _moetion(layout: Layout) -> PresetRow:
-    """The experts with the most tokens at risk that links have time for; gradients where the copy is one step old."""
-    setting, cluster = layout.setting, layout.cluster
-    ranks = [f"node{node:07}" for node in range(cluster.nodes)]
-    copies = min(setting.copies_wanted, cluster.nodes)
-    holders = training_copy_holders(ranks, [0] * cluster.nodes, range(cluster.nodes), copies).parameters
-    shared = training_copy_holders(ranks, range(cluster.nodes), [0] * cluster.nodes, copies, zero_stage=0).parameters
-    survives = _kept_by_one(layout, holders)
-    if setting.dense == "replicated" and any(layout.dense):
-        survives = min(survives, _kept_by_one(layout, shared))
-    run = _run_budget(layout, holders)
-    dense = [0] * cluster.nodes
-    if setting.dense == "sharded":
-        dense = [size * (setting.state_bytes if setting.no_replay else setting.gradient_bytes) for size in layout.dense]
-    sizes = [[size for size in (round(expert), rest) if size] for expert, rest in zip(run.sent_N, dense, strict=True)]
-    reason = _schedule(layout, PRESETS["moetion"].schedule or "moetion", sizes, holders)
+    """Of the experts that one node alone trains those with the most tokens at risk, as many as the budget allows.
+
+    Their gradients where the copy is one step old.
+    """
+    setting, kept = layout.setting, _keep(layout, "moetion")
+    survives, run = kept.survives, _run_budget(kept)
+    experts, sends = layout.share_LE.size, run.sends
+    for unit, each in zip(kept.units[experts:], kept.plans[experts:], strict=True):
+        size = unit.state_bytes if setting.no_replay else unit.gradient_bytes
+        sends += [(each.primary, holder, size) for holder in each.holders]
+    reason = _schedule(layout, PRESETS["moetion"].schedule or "moetion", sends)
     return PresetRow(
         "moetion",
-        _sent(sizes, holders) / layout.parameters,
+        _sent(sends) / layout.parameters,
         _full_store_bytes(layout),
         run.oldest,
         _delay(layout, reason),
         reason.steps_in_windows if reason else 1,
         survives,
         (1 - survives) * _stored(layout),
-        survives * run.at_risk / len(cluster.domains),
+        survives * run.at_risk / len(layout.cluster.domains),
     )
 
 
@@ -209,31 +232,35 @@ def _moetion(layout: Layout) -> PresetRow:
 class _BudgetRun:
     """What selection by budget comes to, on average over its last rounds."""
 
-    sent_N: NDArray[np.float64]
-    """Bytes of experts that each node sends to each of its holders in a step."""
+    sends: Sends
+    """What each node sends to each other one in a step."""
     at_risk: float
     """Tokens at risk, in steps of the whole model."""
     oldest: float | None
     """Steps from one copy of an expert to the next, the worst of those with tokens; None if none is copied."""
 
 
-def _run_budget(layout: Layout, holders: Sequence[Sequence[int]]) -> _BudgetRun:
+def _run_budget(kept: _Kept) -> _BudgetRun:
     """Runs the selection until all had their turn; where that takes many steps, several steps are one round."""
-    setting, cluster, nodes_LE = layout.setting, layout.cluster, single_nodes(layout)
+    layout = kept.layout
+    setting, shape = layout.setting, layout.share_LE.shape
     state, gradient = (setting.expert_parameters * each for each in (setting.state_bytes, setting.gradient_bytes))
-    receivers = max(1, max(len(ranks) for ranks in holders) - 1)
-    seconds = (setting.network_idle + setting.budget) * setting.step_seconds
-    budget = int(cluster.nodes * seconds * setting.network.beta / 2 / receivers) if cluster.nodes > 1 else 0
-    per_round = max(-(-nodes_LE.size * state // ROUNDS), state)
-    steps = max(1, -(-per_round // max(budget, 1)))
-    if budget == 0 or steps > setting.persist_steps:  # the store is sooner
-        return _BudgetRun(np.zeros(cluster.nodes), _stored(layout), None)
-    tokens_LE, ledger = _tokens(layout) * steps, TokenLedger(*nodes_LE.shape)
-    before_LE, age_LE = np.zeros(nodes_LE.shape, bool), np.zeros(nodes_LE.shape)
-    sent_N, at_risk, oldest = np.zeros(cluster.nodes), [], 0
+    plans = kept.plans[: layout.share_LE.size]
+    followed_LE = np.array([bool(each.holders) for each in plans]).reshape(shape)
+    budget = setting.remote_bytes_per_step
+    if budget is None:
+        budget = remote_bytes_per_step(state, layout.share_LE.size * state)
+    followed = _in_steps(layout, np.where(followed_LE, _tokens(layout), 0))
+    if budget < state:  # not one of them fits
+        return _BudgetRun([], _stored(layout) * followed, None)
+    steps = max(1, math.ceil(int(followed_LE.sum()) * state / ROUNDS / budget))
+    tokens_LE = np.where(followed_LE, _tokens(layout) * steps, 0)
+    ledger = TokenLedger(*shape)
+    before_LE, age_LE = np.zeros(shape, bool), np.zeros(shape)
+    sent_LE, at_risk, oldest = np.zeros(shape), [], 0
     for number in range(3 * ROUNDS):
         ledger.add(tokens_LE)
-        chosen_LE = np.zeros(nodes_LE.shape, bool)
+        chosen_LE = np.zeros(shape, bool)
         selected = select_experts("budget", ledger.at_risk, budget_bytes=budget * steps, expert_bytes=state)
         for chosen_E, experts in zip(chosen_LE, selected, strict=True):
             chosen_E[experts] = True
@@ -241,26 +268,25 @@ def _run_budget(layout: Layout, holders: Sequence[Sequence[int]]) -> _BudgetRun:
         age_LE = np.where(chosen_LE, 0, age_LE + (tokens_LE > 0))
         if number >= 2 * ROUNDS:
             by_gradient_LE = chosen_LE & before_LE if steps == 1 and not setting.no_replay else np.zeros_like(chosen_LE)
-            bytes_LE = np.where(by_gradient_LE, gradient, np.where(chosen_LE, state, 0))
-            sent_N += np.bincount(nodes_LE.ravel(), weights=bytes_LE.ravel(), minlength=cluster.nodes)
+            sent_LE += np.where(by_gradient_LE, gradient, np.where(chosen_LE, state, 0))
             at_risk.append(_in_steps(layout, ledger.at_risk))
             oldest = max(oldest, int(age_LE.max()) + 1)
         before_LE = chosen_LE
-    mean = float(np.mean(at_risk)) + (steps - 1) / 2
-    return _BudgetRun(sent_N / (ROUNDS * steps), min(mean, _stored(layout)), float(oldest * steps))
+    sizes = np.rint(sent_LE / (ROUNDS * steps)).astype(int).ravel().tolist()
+    sends = [(each.primary, holder, size) for each, size in zip(plans, sizes, strict=True) for holder in each.holders]
+    mean = min(float(np.mean(at_risk)) + (steps - 1) / 2 * followed, _stored(layout) * followed)
+    return _BudgetRun(sends, mean, float(oldest * steps) if sends else None)
 
 
 def _lazarus(layout: Layout) -> PresetRow:
     """Active replicas alone, and the store."""
     cluster, setting = layout.cluster, layout.setting
-    policy = PRESETS["lazarus"].placement or "balanced"
-    matrices = [
+    policy = PRESETS["lazarus"].placement
+    matrices = tuple(
         place(matrix.sum(0), cluster.nodes, cluster.slots, policy, load=share_E, domains=cluster.domains).matrix
         for share_E, matrix in zip(layout.share_LE, layout.matrices, strict=True)
-    ]
-    if setting.dense == "sharded" and any(layout.dense):
-        matrices.append(np.diag([int(size > 0) for size in layout.dense])[:, [size > 0 for size in layout.dense]])
-    survives = float(recovery_probability(np.hstack(matrices), 1, domains=cluster.domains))
+    )
+    survives = _keep(replace(layout, matrices=matrices), "lazarus").survives
     return PresetRow(
         "lazarus",
         0.0,
@@ -298,36 +324,34 @@ def _auto(auto: AutoReport) -> PresetRow:
 # ---- shared
 
 
-def _schedule(
-    layout: Layout, policy: ChunkPolicy, sizes: Sizes, holders: Sequence[Sequence[int]]
-) -> ChunkReason | None:
+def _schedule(layout: Layout, policy: ChunkPolicy, sends: Sends) -> ChunkReason | None:
     """Chunks of the node whose network has the most to do, sending and receiving; None if there is nothing to send."""
-    nodes = range(layout.cluster.nodes)
-    totals = [sum(size) for size in sizes]
-    sources = [[rank for rank in nodes if rank != node and node in holders[rank]] for node in nodes]
-    traffic = [totals[n] * (len(holders[n]) - 1) + sum(totals[rank] for rank in sources[n]) for n in nodes]
-    node = max(nodes, key=lambda each: traffic[each])
+    traffic = np.zeros(layout.cluster.nodes, np.int64)
+    for sender, receiver, size in sends:
+        traffic[[sender, receiver]] += size
+    node = int(traffic.argmax())
     if traffic[node] == 0:
         return None
-    peers = [rank for rank in holders[node] if rank != node]
     pieces = [
-        CopyItem(f"to {peer}: {number}", size, [peer]) for peer in peers for number, size in enumerate(sizes[node])
+        CopyItem(f"to {receiver}: {number}", size, [receiver])
+        for number, (sender, receiver, size) in enumerate(sends)
+        if sender == node and size
     ]
     pieces += [
-        CopyItem(f"from {rank}: {number}", size, [rank])
-        for rank in sources[node]
-        for number, size in enumerate(sizes[rank])
+        CopyItem(f"from {sender}: {number}", size, [sender])
+        for number, (sender, receiver, size) in enumerate(sends)
+        if receiver == node and size
     ]
     windows = layout.setting.windows(len(layout.share_LE))
-    buffer = max(BUFFER_BYTES, -(-traffic[node] // MOST_CHUNKS))
-    receivers = [Receiver(rank, windows) for rank in sorted({*peers, *sources[node]})]
+    buffer = max(BUFFER_BYTES, -(-int(traffic[node]) // MOST_CHUNKS))
+    receivers = [Receiver(rank, windows) for rank in sorted({peer for piece in pieces for peer in piece.destinations})]
     memory = Memory(BUFFERS * buffer, BUFFERS)
     return plan_chunks(pieces, windows, layout.setting.network, memory, policy=policy, receivers=receivers).reason
 
 
-def _sent(sizes: Sizes, holders: Sequence[Sequence[int]]) -> int:
+def _sent(sends: Sends) -> int:
     """Over all nodes in a step."""
-    return sum(sum(size) * (len(ranks) - 1) for size, ranks in zip(sizes, holders, strict=True))
+    return sum(size for _, _, size in sends)
 
 
 def _delay(layout: Layout, reason: ChunkReason | None) -> float:

@@ -59,7 +59,9 @@ class CopySetting:
     persist_steps: int = 1000
     """Steps from one version in the store to the next."""
     pec_experts: int | None = None
-    """Experts of a layer that pec saves at a time; None for an eighth."""
+    """Experts of a layer that pec saves at a time; None for a session's default."""
+    remote_bytes_per_step: int | None = None
+    """Bytes to peers that moetion may send in a step, of all nodes together; None for a session's default."""
     no_replay: bool = False
     """The optimizer's steps cannot be repeated elsewhere."""
 
@@ -115,7 +117,11 @@ HELP = {
     "copies_wanted": ("COPIES", "domains that are to hold each unit, those that train on it included"),
     "budget": ("SHARE", "of a step by which copies may delay it, 0 to 1"),
     "persist_steps": ("STEPS", "from one version in the store to the next"),
-    "pec_experts": ("EXPERTS", "of each layer that pec saves at a time; default: an eighth of them"),
+    "pec_experts": ("EXPERTS", "of each layer that pec saves at a time; default: a quarter of them"),
+    "remote_bytes_per_step": (
+        "BYTES",
+        "to peers that moetion may send in a step, all nodes together; default: an eighth of all experts' state",
+    ),
     "no_replay": (None, "the optimizer's steps cannot be repeated elsewhere: copies need the state"),
 }
 """For each flag what its value is called, and what it is."""
@@ -137,6 +143,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "budget": (0, 1),
     "persist_steps": (2, 1e6),
     "pec_experts": (1, 1 << 24),
+    "remote_bytes_per_step": (0, MOST_BYTES),
 }
 
 

@@ -1,0 +1,141 @@
+"""One parameter of a unit on its replica: its state, and whether that is still what was written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evermoe import ops
+from evermoe._native import state_digest
+from evermoe.errors import CorruptCopy
+from evermoe.state.unit import TensorSpec, Unit
+
+
+class Part:
+    """One parameter of a unit (or a row of one), with its optimizer state: what one record is about.
+
+    Whoever writes the state seals it, and whoever uses it checks the seal first: a bit that has flipped in between is
+    found. `lock` is held for all of that.
+    """
+
+    def __init__(self, unit: Unit, specs: Sequence[TensorSpec], device: torch.device) -> None:
+        self.unit, self.device = unit, device
+        self.layout = Unit(part_name(unit.name, specs[0].name), tuple(specs))
+        self.elements = int(np.prod(specs[0].shape, dtype=np.int64))
+        self.lock = threading.Lock()
+        self.state: Tensor | None = None
+        """uint8 `[nbytes]` on the device."""
+        self._seal: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The unit's and the parameter's."""
+        return self.layout.name
+
+    def install(self, words: NDArray[np.float32]) -> None:
+        """Takes over a full state, padded to whole words."""
+        self.state = torch.from_numpy(words).view(torch.uint8)[: self.layout.nbytes].to(self.device)
+        self._finish()
+        self.seal()
+
+    def seal(self) -> None:
+        """The state is as it should be."""
+        self._seal = self._sum()
+
+    def check(self) -> None:
+        """Compares the state with what was written.
+
+        Raises:
+            CorruptCopy: a bit has flipped.
+        """
+        if self._seal != self._sum():
+            raise CorruptCopy(f"{self.name}: the state is not what was written; a bit has flipped in memory")
+
+    def prove(self, digest: int) -> None:
+        """Compares the state with the trainer's digest of it, that of `state_digest`.
+
+        Raises:
+            CorruptCopy: it is not the trainer's.
+        """
+        own = self._seal if self.device.type == "cpu" else self._digest()
+        if own != digest:
+            raise CorruptCopy(
+                f"{self.name}: the state is not the trainer's; a step was not repeated exactly, or a bit has flipped"
+            )
+
+    def _digest(self) -> int | None:
+        return None if self.state is None else state_digest([self.state.cpu().numpy()])
+
+    def _sum(self) -> int | None:
+        """The digest on a CPU. A GPU adds up its words, which any flipped bit changes, without a copy to the host."""
+        if self.state is None or self.device.type == "cpu":
+            return self._digest()
+        return sum_of_words(self.state)
+
+    def _finish(self) -> None:
+        """Waits for the GPU: who holds the lock next may be another thread, which uses another stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def apply(self, numbers: NDArray[np.float32], gradients: list[Any], t: int | None) -> None:
+        """Repeats steps in place.
+
+        Raises:
+            RuntimeError: the state is not that of the numbers' optimizer.
+            CorruptCopy: the state is not what was written.
+        """
+        if self.state is None or not gradients:
+            return
+        self.check()
+        steps = torch.from_numpy(numbers).view(len(gradients), -1)
+        views = {name.rpartition("/")[2]: view for name, view in self.layout.tensors(self.state).items()}
+        p = views.pop(self.layout.specs[0].name.rpartition("/")[2]).view(-1)
+        flat = {name: view.view(-1) for name, view in views.items()}
+        received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
+        try:
+            if steps.shape[1] == 9:
+                ops.sgd_(p, flat.get("momentum_buffer"), received, steps)
+            else:
+                ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], received, steps)
+        except KeyError as error:
+            raise RuntimeError(f"{self.name}: a step of AdamW came for a state without {error}") from None
+        if "step" in flat and t is not None:
+            flat["step"].fill_(t)
+        self._finish()
+        self.seal()
+
+    def _gradient(self, gradient: NDArray[Any]) -> Tensor:
+        if gradient.dtype == np.uint16:
+            return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16).to(self.device)
+        return torch.from_numpy(gradient).to(self.device)
+
+
+def part_name(unit: str, parameter: str) -> str:
+    """What a record calls a parameter of a unit."""
+    return f"{unit}/{parameter}"
+
+
+def parts_of(unit: Unit) -> list[list[TensorSpec]]:
+    """A unit's tensors by parameter: `weight`, then those named `weight/…`.
+
+    Example: weight, weight/exp_avg, bias: `[[weight, weight/exp_avg], [bias]]`.
+    """
+    parts: list[list[TensorSpec]] = []
+    for spec in unit.specs:
+        if parts and spec.name.startswith(parts[-1][0].name + "/"):
+            parts[-1].append(spec)
+        else:
+            parts.append([spec])
+    return parts
+
+
+def sum_of_words(state: Tensor) -> int:
+    """Sum of the words of a state, uint8 `[nbytes]`; a flipped bit changes it."""
+    words = state.view(torch.int32) if len(state) % 4 == 0 else state
+    return int(words.sum(dtype=torch.int64))

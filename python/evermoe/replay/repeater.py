@@ -1,0 +1,105 @@
+"""Repeats logged steps on the states of a replica, and finds the states that are not the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from evermoe._native import ReplayLog
+from evermoe.errors import CorruptCopy, ReplicaBehind
+from evermoe.replay.part import Part
+
+BATCH_STEPS = 8
+"""Steps that are applied in one pass over the memory."""
+
+
+class Damage(NamedTuple):
+    """A unit whose state here was found not to be the trainer's, and is not used any more."""
+
+    unit: str
+    step: int
+    """The trainer's step that its state should have been of."""
+    reason: str
+
+
+class Repeater:
+    """The states of a replica, which logged steps lead on. What is called `locked` needs the part's lock.
+
+    Before a state or a logged step is used, it is compared with what was written. Where the trainer has sent its digest
+    of a state, that is compared, too. A part that differs has no state any more until its full state comes.
+
+    Args:
+        parts: by their places in the log.
+        log: of their steps.
+    """
+
+    def __init__(self, parts: Sequence[Part], log: ReplayLog) -> None:
+        self._parts, self._log = parts, log
+        self.failures: dict[int, str] = {}
+        """Why parts have no state, by place."""
+        self._damages: list[Damage] = []
+
+    def apply_locked(self, index: int, until: int) -> bool:
+        """Applies one batch up to a step; whether there was one."""
+        taken = self._log.take(index, BATCH_STEPS, max(until, 0))
+        if taken is None:
+            return False
+        epoch, version, t, numbers, gradients, nbytes, is_intact = taken
+        part = self._parts[index]
+        try:
+            if not is_intact:
+                raise CorruptCopy(f"{part.name}: a logged step is not what came; a bit has flipped in memory")
+            part.apply(numbers, gradients, t)
+        except CorruptCopy as error:
+            self._refuse(index, version, error)
+        except RuntimeError as error:
+            self.failures[index] = f"{part.name}: {error}"
+            self._log.forget(index)
+        self._log.applied(index, epoch, version, nbytes)
+        self.prove_locked(index)
+        return True
+
+    def prove_locked(self, index: int) -> None:
+        """Compares the state with the trainer's digest, if there is one of its version."""
+        expected, version = self._log.proof(index), self._log.version(index)
+        if expected is not None and version is not None:
+            try:
+                self._parts[index].prove(expected)
+            except CorruptCopy as error:
+                self._refuse(index, version, error)
+
+    def state_locked(self, index: int, step: int) -> Tensor:
+        """A part's state after a step.
+
+        Raises:
+            ReplicaBehind: the step has not come, or steps after it were applied already, or the state is damaged.
+        """
+        part, is_fresh = self._parts[index], False
+        while self.apply_locked(index, step):
+            is_fresh = True
+        version = self._log.version(index)
+        if version is not None and not is_fresh:
+            try:
+                part.check()
+            except CorruptCopy as error:
+                self._refuse(index, version, error)
+                version = None
+        if version != step or part.state is None:
+            raise ReplicaBehind(
+                f"{part.name}: it is at step {version}, and cannot go to {step}; "
+                f"{self.failures.get(index, 'steps are not undone: keep more of them with kept_steps')}"
+            )
+        return part.state
+
+    def take_damages(self) -> list[Damage]:
+        """What was found to be damaged since this was called last."""
+        found, self._damages = self._damages, []
+        return found
+
+    def _refuse(self, index: int, step: int, error: CorruptCopy) -> None:
+        """The state is not to be used: it waits for the full one."""
+        self.failures[index] = str(error)
+        self._log.forget(index)
+        self._damages.append(Damage(self._parts[index].unit.name, step, str(error)))

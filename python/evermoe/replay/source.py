@@ -1,0 +1,206 @@
+"""One parameter of a unit on its trainer, as its replicas are told of it: its gradients, or its full state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, state_digest
+from evermoe.errors import UnsupportedState
+from evermoe.replay.calibrate import Arithmetic
+from evermoe.state.unit import TensorSpec
+
+Bytes = NDArray[np.uint8]
+PROOF_BYTES = 8
+"""Bytes of a proof after its header."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a parameter: one expert of a stack of them."""
+
+    parameter: Tensor
+    index: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How to repeat the steps of a parameter."""
+
+    arithmetic: Arithmetic
+    group: int
+    """Its place: `load_state_dict` replaces the groups themselves."""
+
+    def state_names(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """What the optimizer keeps of the parameter."""
+        if self.arithmetic.rule == "adamw":
+            return ["exp_avg", "exp_avg_sq", "step"]
+        return ["momentum_buffer"] if optimizer.param_groups[self.group]["momentum"] else []
+
+
+@dataclass
+class Draft:
+    """The encoded gradient of a step that the optimizer is about to take."""
+
+    t: int
+    numbers: list[float]
+    payload: tuple[int, int, int]
+
+
+class Source:
+    """One parameter of a unit, or a row of one, on the trainer."""
+
+    def __init__(self, unit: str, name: str, of: Tensor | Row) -> None:
+        self.name = name
+        self.record_name = f"{unit}/{name}"
+        self.parameter = of.parameter if isinstance(of, Row) else of
+        self.row = of.index if isinstance(of, Row) else None
+        if self.row is not None and not (self.parameter.dim() > 0 and 0 <= self.row < len(self.parameter)):
+            raise ValueError(
+                f"units: {self.record_name} is row {self.row} of a tensor of shape {tuple(self.parameter.shape)}"
+            )
+        self.elements = self._own(self.parameter).numel()
+        self.rule: Rule | None = None
+        self.draft: Draft | None = None
+        self.pending: Draft | None = None
+        """Draft of the next step, sent by `GradientSender.next_step_messages` but not taken yet."""
+        self.is_told = False
+        """Whether replicas were sent a record of the next step."""
+        self.sent: tuple[Any, ...] | None = None
+        """Stamp of the state that replicas can follow; None: the full state comes next."""
+        self.digest: int | None = None
+        """That of the state after the newest step, if replicas are to compare theirs with it."""
+        self._num_steps = 0
+        self._record = np.empty(0, np.uint8)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """The row of a tensor that has the parameter's shape."""
+        is_stack = self.row is not None and tensor.shape == self.parameter.shape
+        return tensor.detach()[self.row] if is_stack else tensor.detach()
+
+    def _kept(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return optimizer.state.get(self.parameter, {})
+
+    def stamp(self, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+        """Changes when the parameter or its state is written or replaced."""
+        tensors = [self.parameter, *(v for v in self._kept(optimizer).values() if isinstance(v, Tensor))]
+        return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+
+    def count(self, optimizer: torch.optim.Optimizer) -> int:
+        """Steps that the parameter has taken."""
+        step = self._kept(optimizer).get("step")
+        return self._num_steps if step is None else int(step)
+
+    def next_step(self, optimizer: torch.optim.Optimizer) -> int:
+        """The step that it takes next, from 1, as far as its numbers depend on it."""
+        if self.rule is not None and self.rule.arithmetic.rule == "sgd":
+            return 1 if self._kept(optimizer).get("momentum_buffer") is None else 2
+        return self.count(optimizer) + 1
+
+    def encode(self, t: int, numbers: list[float]) -> None:
+        """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
+        gradient = self.parameter.grad
+        if gradient is None or gradient.is_sparse or gradient.dtype not in (torch.float32, torch.bfloat16):
+            self.sent = None
+            return
+        if not len(self._record):
+            self._record = np.empty(RECORD_HEADER_BYTES + 4 * self.elements, np.uint8)
+        values = self._own(gradient).reshape(-1).to("cpu", non_blocking=True)  # to page-locked memory
+        if gradient.is_cuda:
+            torch.cuda.current_stream(gradient.device).synchronize()
+        bits = values.view(torch.int16).numpy().view(np.uint16) if values.dtype == torch.bfloat16 else values.numpy()
+        self.draft = Draft(t, numbers, encode_gradient(bits, numbers, self._record))
+
+    def check_step(self, optimizer: torch.optim.Optimizer, was_skipped: bool) -> None:
+        """After the optimizer's step: counts it; where the optimizer's count is another one, the full state is next."""
+        took = self.draft is not None and not was_skipped
+        if took:
+            self._num_steps += 1
+        step = self._kept(optimizer).get("step")
+        if took and self.draft is not None and step is not None and int(step) != self.draft.t:
+            self.sent = None
+
+    def message(self, optimizer: torch.optim.Optimizer, step: int, was_skipped: bool) -> Bytes:
+        """The record of a step, or the full state."""
+        draft, self.draft = self.draft, None
+        if self.rule is None and self.sent != self.stamp(optimizer):
+            self.sent = None
+        if self.sent is None:
+            return self.full_state(optimizer, step)
+        if was_skipped or self.rule is None:
+            draft = None
+        return self.record(step, draft, self.count(optimizer), "skip_all" if was_skipped else "no_step")
+
+    def record(self, step: int, draft: Draft | None, count: int, otherwise: str = "no_step") -> Bytes:
+        """The record of a step; where nothing was drafted, of this other kind, after `count` steps."""
+        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
+        if draft is None:
+            record = np.empty(RECORD_HEADER_BYTES, np.uint8)
+            seal_record(record, kind=otherwise, t=count, numbers=[], payload=None, **about)
+            return record
+        payload = draft.payload
+        size = seal_record(self._record, kind="step", t=draft.t, numbers=draft.numbers, payload=payload, **about)
+        return self._record[:size]
+
+    # ---- the state
+
+    def specs(self, optimizer: torch.optim.Optimizer) -> list[TensorSpec]:
+        """Name, shape and dtype of the parameter and its optimizer state."""
+        return [
+            TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors(optimizer).items()
+        ]
+
+    def _tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        own = self._own(self.parameter)
+        kept = self._kept(optimizer)
+        if self.rule is not None:
+            # What the optimizer has not made yet starts from zeros.
+            empty = {
+                name: torch.zeros(()) if name == "step" else torch.zeros_like(own)
+                for name in self.rule.state_names(optimizer)
+            }
+            kept = {name: zeros if kept.get(name) is None else kept[name] for name, zeros in empty.items()}
+        kept = {name: value for name, value in kept.items() if value is not None}
+        for name, value in kept.items():
+            if not isinstance(value, Tensor) or (
+                value.dim() > 0 and value.shape not in (own.shape, self.parameter.shape)
+            ):
+                raise UnsupportedState(
+                    f"the optimizer keeps {name!r} of {self.record_name} as {type(value).__name__}; replicas hold "
+                    "tensors of the parameter's shape and scalar tensors. Use evermoe.optim.AdamW, for example."
+                )
+        return {self.name: own} | {f"{self.name}/{key}": self._own(value) for key, value in sorted(kept.items())}
+
+    def take_digest(self, optimizer: torch.optim.Optimizer) -> None:
+        """Reads the state as it is now, and remembers its digest."""
+        tensors = self._tensors(optimizer).values()
+        self.digest = state_digest([tensor.reshape(-1).view(torch.uint8).cpu().numpy() for tensor in tensors])
+
+    def proof(self, step: int) -> Bytes | None:
+        """The record with the digest that was taken after a step; once."""
+        digest, self.digest = self.digest, None
+        if digest is None:
+            return None
+        record = np.empty(RECORD_HEADER_BYTES + PROOF_BYTES, np.uint8)
+        record[RECORD_HEADER_BYTES:] = np.array([digest], "<u8").view(np.uint8)
+        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
+        seal_record(record, kind="proof", t=0, numbers=[], payload=None, **about)
+        return record
+
+    def full_state(self, optimizer: torch.optim.Optimizer, step: int) -> Bytes:
+        """Everything, as of after a step."""
+        self.sent = self.stamp(optimizer)
+        tensors = list(self._tensors(optimizer).values())
+        sizes = [tensor.nbytes for tensor in tensors]
+        record = np.empty(RECORD_HEADER_BYTES + sum(sizes), np.uint8)
+        parts = torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes)
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor.reshape(-1).view(torch.uint8))
+        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
+        seal_record(record, kind="full_state", t=self.count(optimizer), numbers=[], payload=None, **about)
+        return record

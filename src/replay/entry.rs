@@ -1,0 +1,241 @@
+//! One logged step, whose bytes are known to be those that came.
+
+use super::checksum;
+use super::gradient::{Encoding, bytes_of, bytes_of_mut, expand};
+use super::record::{Fault, Header, Kind, Record, Rule};
+use crate::cpu::Parallel;
+use half::bf16;
+use xxhash_rust::xxh3::Xxh3;
+
+pub use super::gradient::Dense as Stored;
+
+/// Steps in a row that are the same; more than one only without a gradient.
+#[derive(Debug)]
+pub(super) struct Entry {
+    /// The trainer's steps that it stands for.
+    count: u64,
+    /// The unit's own count of steps after the last of them.
+    t: u64,
+    rule: Rule,
+    gradient: Gradient,
+    /// Of all of the above.
+    seal: u64,
+}
+
+/// A gradient in the log.
+#[derive(Debug)]
+pub(super) struct Gradient {
+    bytes: Bytes,
+    /// Digest of the payload that it came as.
+    digest: u64,
+}
+
+#[derive(Debug)]
+enum Bytes {
+    Zero,
+    Dense(Stored),
+    Blocks(Vec<u8>),
+}
+
+impl Gradient {
+    /// That of a step which changes nothing.
+    pub(super) fn nothing() -> Self {
+        Self { bytes: Bytes::Zero, digest: checksum::of_hashes(&[]) }
+    }
+
+    /// A record's gradient in memory of its own.
+    pub(super) fn store(record: &Record<'_>, pool: &dyn Parallel) -> Result<Self, Fault> {
+        let elements = record.header.elements;
+        let (bytes, digest) = match record.header.encoding {
+            _ if record.header.kind != Kind::Step => (Bytes::Zero, record.verify(pool)?),
+            Encoding::Zero => (Bytes::Zero, record.verify(pool)?),
+            Encoding::F32 => {
+                let mut values = vec![0.0_f32; elements];
+                let digest = record.copy_payload(bytes_of_mut(&mut values), pool)?;
+                (Bytes::Dense(Stored::F32(values)), digest)
+            }
+            Encoding::Bf16 => {
+                let mut values = vec![bf16::ZERO; elements];
+                let digest = record.copy_payload(bytes_of_mut(&mut values), pool)?;
+                (Bytes::Dense(Stored::Bf16(values)), digest)
+            }
+            Encoding::Blocks => {
+                let mut payload = vec![0; record.payload.len()];
+                let digest = record.copy_payload(&mut payload, pool)?;
+                (Bytes::Blocks(payload), digest)
+            }
+        };
+        Ok(Self { bytes, digest })
+    }
+}
+
+/// The digest of a gradient as it is now.
+pub(super) fn digest_of(stored: &Stored, pool: &dyn Parallel) -> u64 {
+    match stored {
+        Stored::F32(values) => checksum::digest(bytes_of(values), pool),
+        Stored::Bf16(values) => checksum::digest(bytes_of(values), pool),
+    }
+}
+
+/// What a batch gets of an entry.
+pub(super) struct Taken {
+    /// The gradient; none for zeros.
+    pub(super) gradient: Option<Stored>,
+    /// What [`digest_of`] it should be; none where it was compared already.
+    pub(super) digest: Option<u64>,
+}
+
+impl Entry {
+    /// One step.
+    pub(super) fn new(header: &Header, gradient: Gradient) -> Self {
+        Self { count: 1, t: header.t, rule: header.rule, gradient, seal: 0 }.sealed()
+    }
+
+    fn sealed(mut self) -> Self {
+        self.seal = self.sum();
+        self
+    }
+
+    fn sum(&self) -> u64 {
+        let mut state = Xxh3::new();
+        for word in [self.count, self.t, self.gradient.digest] {
+            state.update(&word.to_le_bytes());
+        }
+        self.rule.as_slice().iter().for_each(|number| state.update(&number.to_le_bytes()));
+        state.digest()
+    }
+
+    /// Whether its counts and numbers are those that came.
+    pub(super) fn is_intact(&self) -> bool {
+        self.seal == self.sum()
+    }
+
+    /// The trainer's steps that it stands for.
+    pub(super) fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The numbers of each of them.
+    pub(super) fn rule(&self) -> &Rule {
+        &self.rule
+    }
+
+    /// Bytes that it counts for.
+    pub(super) fn bytes(&self) -> usize {
+        cost(match &self.gradient.bytes {
+            Bytes::Zero => 0,
+            Bytes::Dense(Stored::F32(values)) => size_of_val(&values[..]),
+            Bytes::Dense(Stored::Bf16(values)) => size_of_val(&values[..]),
+            Bytes::Blocks(payload) => payload.len(),
+        })
+    }
+
+    /// Whether the step of a header without a gradient is one more of the same; it is counted then.
+    pub(super) fn counts(&mut self, header: &Header, gradient: &Gradient) -> bool {
+        let are_zero = matches!((&self.gradient.bytes, &gradient.bytes), (Bytes::Zero, Bytes::Zero));
+        let same = are_zero && self.rule.same(&header.rule) && self.is_intact();
+        if same {
+            (self.count, self.t) = (self.count + 1, header.t);
+            self.seal = self.sum();
+        }
+        same
+    }
+
+    /// Takes steps from its front; the unit's own count of steps after them. Its count may be 0 then.
+    pub(super) fn advance(&mut self, count: u64) -> u64 {
+        self.count -= count;
+        self.seal = self.sum();
+        self.t - self.count
+    }
+
+    /// Takes its gradient, the only one of its steps that has one.
+    pub(super) fn take(&mut self, elements: usize, pool: &dyn Parallel) -> Taken {
+        let digest = self.gradient.digest;
+        match &mut self.gradient.bytes {
+            Bytes::Zero => Taken { gradient: None, digest: None },
+            Bytes::Blocks(payload) => {
+                let found = checksum::digest(payload, pool);
+                if found != digest {
+                    // Its table may be what has changed.
+                    return Taken { gradient: Some(Stored::F32(vec![0.0; elements])), digest: Some(!found) };
+                }
+                Taken { gradient: Some(expand(payload, elements)), digest: None }
+            }
+            Bytes::Dense(stored) => {
+                let stored = std::mem::replace(stored, Stored::F32(Vec::new()));
+                Taken { gradient: Some(stored), digest: Some(digest) }
+            }
+        }
+    }
+}
+
+/// Bytes that an entry counts for.
+pub(super) fn cost(payload_bytes: usize) -> usize {
+    payload_bytes + size_of::<Entry>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::gradient::{encode_gradient, most_payload_bytes};
+    use super::super::log::Log;
+    use super::super::record::HEADER_BYTES;
+    use super::*;
+    use crate::cpu::{self, Serial, SgdStep};
+
+    const LEN: usize = 4096;
+
+    fn record(values: &[f32]) -> Vec<u8> {
+        let mut bytes = vec![0; HEADER_BYTES + most_payload_bytes(LEN)];
+        let gradient = cpu::Gradient::F32(values);
+        let encoded = encode_gradient(gradient, LEN, false, &mut bytes[HEADER_BYTES..], &Serial);
+        let rule = Rule::Sgd([0.0; SgdStep::LEN]);
+        let header = Header {
+            kind: Kind::Step,
+            encoding: encoded.encoding,
+            rule,
+            unit: 1,
+            step: 1,
+            t: 1,
+            elements: LEN,
+            payload_bytes: encoded.payload_bytes,
+        };
+        bytes.truncate(HEADER_BYTES + encoded.payload_bytes);
+        bytes[..HEADER_BYTES].copy_from_slice(&header.seal(encoded.digest));
+        bytes
+    }
+
+    fn flip(entry: &mut Entry, place: usize) {
+        match (&mut entry.gradient.bytes, place) {
+            (_, 0) => entry.t ^= 4,
+            (_, 1) => entry.rule = Rule::Sgd([0.25; SgdStep::LEN]),
+            (_, 2) => entry.gradient.digest ^= 1,
+            (Bytes::Dense(Stored::F32(values)), _) => values[77] = -values[77],
+            (Bytes::Dense(Stored::Bf16(values)), _) => values[77] = -values[77],
+            // The table, then a block.
+            (Bytes::Blocks(payload), 3) => payload[0] ^= 1,
+            (Bytes::Blocks(payload), _) => payload[99] ^= 1,
+            (Bytes::Zero, _) => entry.count ^= 2,
+        }
+    }
+
+    #[test]
+    fn flipped_bit_of_an_entry_is_found_when_it_is_taken() {
+        let narrow: Vec<f32> = (0..LEN).map(|i| 1.0 + (i % 64) as f32).collect();
+        let wide: Vec<f32> = narrow.iter().map(|value| value * 1.000_01).collect();
+        let mixed = [&wide[..LEN / 2], &[0.0; LEN / 2]].concat();
+        for values in [&narrow, &wide, &mixed, &vec![0.0; LEN]] {
+            for place in [None, Some(0), Some(1), Some(2), Some(3), Some(4)] {
+                let mut log = Log::new(&[(1, LEN, 8)], 1 << 20).unwrap();
+                let bytes = record(values);
+                let record = Record::parse(&bytes).unwrap();
+                let mut entry = Entry::new(&record.header, Gradient::store(&record, &Serial).unwrap());
+                if let Some(place) = place {
+                    flip(&mut entry, place);
+                }
+                log.start_with(entry);
+                let batch = log.take(0, 8, 9, &Serial).unwrap();
+                assert_eq!(batch.is_intact(&Serial), place.is_none(), "{place:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,64 @@
+"""What `evermoe plan --copies` says of a preset is what a session of this preset does when a node is lost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from evermoe.cli.plan.auto_plan import make_layout, plan_auto
+from evermoe.cli.plan.compare import Cluster, compare
+from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
+from evermoe.cli.plan.setting import CopySetting
+from evermoe.config import SessionConfig
+from evermoe.planning import PRESET_NAMES, PRESETS
+from support.worker import Fault
+
+WORKERS = 3
+EXPERTS = {"first": 6, "second": 4}
+"""Of the workers' model."""
+FEWEST = 2
+"""Slots for single replicas."""
+LITTLE = 0.01
+"""Steps of loss that several failures at once cost on average, which one failure does not."""
+
+
+def planned(preset: str, slots: int | None) -> tuple[PresetRow, Counter[int]]:
+    """What the plan says of the larger layer, and how many experts train on how many nodes."""
+    load_LE = np.ones((1, EXPERTS["first"]))
+    config = SessionConfig(preset=preset, checkpoint_dir="anywhere")
+    slots = slots or max(FEWEST + 1, FEWEST * config.replicas)  # the default of a session
+    policies = tuple(dict.fromkeys(choices.placement for choices in PRESETS.values()))
+    comparison = compare(load_LE, Cluster(WORKERS, slots, config.replicas, 1, (1,)), policies)
+    layout, _ = make_layout(load_LE, comparison, CopySetting(expert_parameters=1000, dense_parameters=1000))
+    rows = {row.preset: row for row in compare_presets(layout, plan_auto(layout, "balanced"))}
+    (matrix,) = next(each for each in comparison.results if each.policy == config.placement_policy).matrices
+    return rows[preset], Counter((matrix > 0).sum(0).tolist())
+
+
+@pytest.mark.parametrize("slots", [FEWEST, None])
+@pytest.mark.parametrize("preset", PRESET_NAMES)
+def test_session_loses_what_the_plan_says(start_job, tmp_path, preset, slots):
+    row, replicas = planned(preset, slots)
+    job = start_job(
+        WORKERS,
+        preset=preset,
+        slots=slots,
+        rebalance_every=0,
+        join_every=50,
+        checkpoint_dir=str(tmp_path / "saved"),
+        checkpoint_every=4,
+    )
+    workers = a, _, c = job.start_all({"b": [Fault("vote", 6)]}, steps=8)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    trained = Counter(unit for each in workers for unit in each.events("copy")[0]["digests"])
+    assert Counter(trained[f"first.experts.{expert}"] for expert in range(EXPERTS["first"])) == replicas
+    for each in (a, c):
+        recovered = each.events("recovered")[-1]
+        assert (recovered["steps_lost"] > 0) == (row.repeated_steps > 0)
+        assert bool(recovered["lost_units"]) == (row.repeated_steps > 0)
+        if row.lost_steps < LITTLE:
+            assert not recovered["stale"]
+        elif slots:
+            assert recovered["stale"], "each expert of the lost node had no other replica"

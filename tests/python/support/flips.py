@@ -1,0 +1,119 @@
+"""Flips single bits: in the copies that this process keeps for others, in what it trains, in files."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import evermoe
+from evermoe._native import RECORD_HEADER_BYTES
+from evermoe.state.unit import expert_unit
+
+BIT = 0x10
+NEEDLE_BYTES = 64
+
+
+class Flipper:
+    """Flips bits in the copies of a session, wherever they have their bytes.
+
+    `where`: of replicas "state": the state itself; "log": the newest gradient that waits in the log; "step": the state,
+    as a step that was repeated wrongly leaves it: what the replica knows of its own bytes knows no better. "arena": the
+    newest snapshots that came from others. "active": the experts that are trained here.
+    """
+
+    def __init__(self, session: evermoe.Session) -> None:
+        self._session = session
+        self._payloads: dict[str, bytes] = {}
+        """Per unit, how the newest gradient begins that came here."""
+
+    def watch(self) -> None:
+        """Remembers gradients that arrive from now on."""
+        replica = self._replica
+        receive = replica.receive
+
+        def watched(message: Any, **options: Any) -> Any:
+            received, bytes_now = receive(message, **options), bytes(message)
+            payload = bytes_now[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + NEEDLE_BYTES]
+            if received.unit is not None and bytes_now[5] == 0 and len(payload) == NEEDLE_BYTES:
+                self._payloads[received.unit] = payload
+            return received
+
+        replica.receive = watched  # type: ignore[method-assign]
+
+    @property
+    def _replica(self) -> Any:
+        replicas = self._session._protection.replicas._now
+        assert replicas is not None
+        return replicas.copies.replica
+
+    def flip(self, where: str) -> list[str]:
+        """Flips one bit of each unit that is kept here; the units."""
+        if where == "arena":
+            return self._flip_arenas()
+        if where == "active":
+            return self._flip_trained()
+        if where == "log":
+            return [unit for unit, payload in self._payloads.items() if flip_in_memory(payload)]
+        units = []
+        for part in self._replica._parts:
+            with part.lock:
+                if part.state is None:
+                    continue
+                part.state[part.layout.specs[0].nbytes // 8 * 4 + 2] ^= BIT  # a weight: it remembers
+                if where == "step":
+                    part.seal()
+            units.append(part.unit.name)
+        return units
+
+    def _flip_arenas(self) -> list[str]:
+        units = []
+        for kept in self._session._store.peers:
+            (index, _), *_ = kept.arena.versions()
+            for name, offset, nbytes in kept.arena.units():
+                kept.arena.buffer(index)[offset + nbytes // 2] ^= BIT
+                units.append(name)
+        return units
+
+    def _flip_trained(self) -> list[str]:
+        layers = self._session._state.layers
+        for layer in layers.values():
+            layer.weights.data.view(torch.uint8)[:, 2] ^= BIT
+        return [expert_unit(path, expert) for path, layer in layers.items() for expert in layer.experts]
+
+
+def flip_file(path: Path) -> None:
+    """Flips bits all over the tensors of a file of safetensors, and none of its header."""
+    data = bytearray(path.read_bytes())
+    for place in range(8 + int.from_bytes(data[:8], "little"), len(data), 16):
+        data[place] ^= BIT
+    path.write_bytes(data)
+
+
+def flip_in_memory(needle: bytes) -> int:
+    """Flips a bit of each place where this process has these bytes in memory of its own; how many there were."""
+    found = 0
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    places = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0\s*(\[heap\])?$", line) for line in maps]
+    held = id(needle) + bytes.__basicsize__ - 1
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        for start, end in ((int(place[1], 16), int(place[2], 16)) for place in places if place):
+            for address in _addresses(start, end, needle):
+                if address != held:
+                    memory.seek(address)
+                    memory.write(bytes([needle[0] ^ BIT]))
+                    found += 1
+    return found
+
+
+def _addresses(start: int, end: int, needle: bytes) -> list[int]:
+    """Where the bytes are between two addresses, aligned to words."""
+    region = (ctypes.c_char * (end - start)).from_address(start)
+    words = np.frombuffer(region, np.uint64)
+    first = np.frombuffer(needle[:8], np.uint64)[0]
+    candidates = (start + 8 * int(at) for at in np.flatnonzero(words == first))
+    return [at for at in candidates if ctypes.string_at(at, min(len(needle), end - at)) == needle]
