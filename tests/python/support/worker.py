@@ -66,6 +66,8 @@ class Options:
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
+    compiled: bool = False
+    """Its model is one graph."""
     work: int = 0
     """Multiplications of matrices between forward and backward."""
     forwards: list[list[int]] = field(default_factory=list)
@@ -251,6 +253,8 @@ def _train(options: Options, record: Recorder) -> None:
         lighthouse=options.lighthouse,
         **options.session,
     )
+    if options.compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
     profiler = Profiler(model, keep=options.steps)
     if options.trace:
         profiler.attach()
