@@ -462,6 +462,19 @@ def step_of(version: int) -> int:
 def generation_of(version: int) -> int:
     """The membership that made a version."""
 
+PROTOCOL: int
+"""Number of the protocol of what members tell each other."""
+
+def tell(job: str, message: str) -> str:
+    """The JSON by which a member tells the others about itself, from that of a `protocol::Message`.
+
+    Raises:
+        ValueError: the message is not one.
+    """
+
+def hear(text: str) -> str:
+    """JSON of a `protocol::Heard`: what to make of something that the Lighthouse has passed on. Fails for no text."""
+
 class Protocol:
     """The commit protocol of one member as a state machine: `src/protocol/`, driven by `evermoe.train.protocol`.
 

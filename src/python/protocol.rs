@@ -9,6 +9,9 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(version_of, module)?)?;
     module.add_function(wrap_pyfunction!(step_of, module)?)?;
     module.add_function(wrap_pyfunction!(generation_of, module)?)?;
+    module.add_function(wrap_pyfunction!(tell, module)?)?;
+    module.add_function(wrap_pyfunction!(hear, module)?)?;
+    module.add("PROTOCOL", protocol::PROTOCOL)?;
     module.add_class::<Protocol>()
 }
 
@@ -25,6 +28,18 @@ fn step_of(version: u64) -> u64 {
 #[pyfunction]
 fn generation_of(version: u64) -> u64 {
     protocol::generation_of(version)
+}
+
+#[pyfunction]
+fn tell(job: &str, message: &str) -> PyResult<String> {
+    let wrong = |why: String| Error::Invalid(format!("what this member tells others: {why}"));
+    Ok(protocol::tell(job, &read(message)?).map_err(wrong)?)
+}
+
+#[pyfunction]
+fn hear(text: &str) -> PyResult<String> {
+    let heard = protocol::hear(text);
+    serde_json::to_string(&heard).map_err(|error| Error::Runtime(format!("protocol: {error}")).into())
 }
 
 /// The state machine of one member.
