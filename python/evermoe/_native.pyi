@@ -508,14 +508,19 @@ class Protocol:
 class Door:
     """A port that answers for one member from a thread of its own: `src/reach/`.
 
+    Args:
+        member: id of the member.
+        address: numeric address to listen on; None for all.
+
     Raises:
-        OSError: the system has no port or no thread left.
+        OSError: the system has no port or no thread left, or the address is not this machine's.
+        ValueError: the address is a name.
     """
 
-    def __init__(self, member: str) -> None: ...
+    def __init__(self, member: str, address: str | None = None) -> None: ...
     @property
     def port(self) -> int:
-        """Its port, on all interfaces."""
+        """Its port."""
 
 def reachable(members: Sequence[tuple[str, str]], milliseconds: int) -> list[bool]:
     """Which members, by id and address of the door (`host:port`), answer within so many milliseconds."""

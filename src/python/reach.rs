@@ -1,7 +1,9 @@
 //! [`crate::reach`] for Python.
 
+use crate::error::Error;
 use crate::reach;
 use pyo3::prelude::*;
+use std::net::IpAddr;
 use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -16,8 +18,12 @@ struct Door(reach::Door);
 #[pymethods]
 impl Door {
     #[new]
-    fn new(member: &str) -> PyResult<Self> {
-        Ok(Self(reach::Door::open(member)?))
+    #[pyo3(signature = (member, address=None))]
+    fn new(member: &str, address: Option<&str>) -> PyResult<Self> {
+        let wrong =
+            |error| Error::Invalid(format!("Door: expected a numeric address, got {address:?}: {error}"));
+        let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
+        Ok(Self(reach::Door::open(member, address)?))
     }
 
     #[getter]

@@ -18,32 +18,37 @@ const STACK_BYTES: usize = 64 << 10;
 /// A port that answers for one member, until it is dropped.
 #[derive(Debug)]
 pub struct Door {
-    port: u16,
+    address: SocketAddr,
     is_closed: Arc<AtomicBool>,
 }
 
 impl Door {
-    /// A door of the member with this id, on a free port of all interfaces.
+    /// A door of the member with this id, on a free port of an address, or of all.
     ///
     /// # Errors
-    /// [`Error::Io`] when the system has no port or no thread.
-    pub fn open(member: &str) -> Result<Self> {
+    /// [`Error::Io`] when the system has no port or no thread, or the address is not this machine's.
+    pub fn open(member: &str, address: Option<IpAddr>) -> Result<Self> {
         let failed = |error| Error::io("opening a port that answers other members", error);
-        let both = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)); // IPv4, too, unless the system has no IPv6
-        let listener = both.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))).map_err(failed)?;
-        let port = listener.local_addr().map_err(failed)?.port();
+        let listener = match address {
+            Some(address) => TcpListener::bind((address, 0)),
+            // IPv4, too, unless the system has no IPv6
+            None => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
+                .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))),
+        };
+        let listener = listener.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
         let is_closed = Arc::new(AtomicBool::new(false));
         let (closed, member): (_, Arc<str>) = (is_closed.clone(), member.into());
         thread::Builder::new()
             .name("evermoe-door".into())
             .spawn(move || serve(&listener, &member, &closed))
             .map_err(failed)?;
-        Ok(Self { port, is_closed })
+        Ok(Self { address, is_closed })
     }
 
     /// Its port.
     pub fn port(&self) -> u16 {
-        self.port
+        self.address.port()
     }
 }
 
@@ -51,7 +56,9 @@ impl Drop for Door {
     fn drop(&mut self) {
         self.is_closed.store(true, Ordering::SeqCst);
         // Its thread waits for a connection; without one it stays until the next comes, which is refused.
-        let own = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), self.port);
+        let all = self.address.ip().is_unspecified();
+        let host = if all { Ipv4Addr::LOCALHOST.into() } else { self.address.ip() };
+        let own = SocketAddr::new(host, self.address.port());
         drop(TcpStream::connect_timeout(&own, Duration::from_millis(100)));
     }
 }

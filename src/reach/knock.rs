@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 /// ```
 /// use evermoe::reach::{Door, reachable};
 /// use std::time::Duration;
-/// let door = Door::open("a")?;
+/// let door = Door::open("a", None)?;
 /// let address = format!("127.0.0.1:{}", door.port());
 /// let members = [("a".to_owned(), address.clone()), ("b".to_owned(), address)]; // that port is not b's
 /// assert_eq!(reachable(&members, Duration::from_secs(5)), [true, false]);

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import uuid
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.messages import Identity, Messages
-from evermoe.comm.reach import Reach, Stores
+from evermoe.comm.reach import Reach, Stores, find_place
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 
@@ -49,8 +48,8 @@ class MembershipOptions(Options):
     node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
     address: str | None = None
-    """Name or address by which other members reach this process, and whose interface it uses (EVERMOE_ADDRESS;
-    default: the host's name)."""
+    """Name or address by which other members reach this process, and on which it listens (EVERMOE_ADDRESS; default:
+    loopback if the Lighthouse's address is, else the host's name, listening on all addresses)."""
     members: int | None = option(None, least=1)
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
     role: Role = "train"
@@ -97,12 +96,13 @@ class Membership:
         self.node = node
         self.identity, self._messages = identity, Messages(identity, lighthouse)
         self.role = options.role
-        address = options.address or _hostname()
-        self.trainer_group = Group(options.address)
+        self._place = place = find_place(options.address, lighthouse)
+        interface = place.address or options.address
+        self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
-        self.background = Group(options.address, is_shared=True)
+        self.background = Group(interface, is_shared=True)
         """Group of all members, replica nodes included, for the transfers of other threads."""
-        self._with_replicas = Group(options.address)
+        self._with_replicas = Group(interface)
         self.trainer_group.linked = [self._with_replicas, self.background]
         self._with_replicas.linked = [self.trainer_group, self.background]
         self.rank_key = rank_key
@@ -132,7 +132,7 @@ class Membership:
         """What each member of the latest set has told, by id."""
         self._client: Any = None
         self._heart: Any = None
-        self._stores, self._reach = Stores(address, self._hang_limit), Reach(self.id, address)
+        self._stores, self._reach = Stores(place, self._hang_limit), Reach(self.id, place)
 
     @property
     def everyone(self) -> Group:
@@ -199,8 +199,8 @@ class Membership:
             self._heart = self._coordination.ManagerServer(
                 self.id,
                 self._lighthouse,
-                socket.gethostname(),
-                "0.0.0.0:0",
+                self._place.host,
+                self._place.manager,
                 "",
                 1,
                 timedelta(seconds=HEARTBEAT_SECONDS),
@@ -303,12 +303,3 @@ def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
         "unreachable": data["unreachable"],
         "standing": data["standing"],
     }
-
-
-def _hostname() -> str:
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return "127.0.0.1"
-    return name

@@ -1,21 +1,90 @@
-"""Which members this one can reach, and the stores of those that it no longer can."""
+"""Where members listen, which of them this one can reach, and the stores of those that it no longer can."""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import os
 import socket
 import threading
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from evermoe._native import Door, reachable
 from evermoe.comm.group import connect_limit
 
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 2048
+"""Connections that wait to be accepted, as torch has it."""
 REACH_SECONDS = 1.0
 """Time that a member gets to answer a knock: its door answers at once, also while it computes."""
+
+
+class Place(NamedTuple):
+    """Where a member is reached, and where it listens."""
+
+    host: str
+    """Name or address by which others reach this machine."""
+    address: str | None
+    """Numeric address on which this member listens; None for all."""
+
+    @property
+    def manager(self) -> str:
+        """Address for torchft's server, with any port."""
+        if self.address is None:
+            return "0.0.0.0:0"
+        return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
+
+
+def find_place(given: str | None, lighthouse: str) -> Place:
+    """The address that a member was given, else loopback if the Lighthouse is there, else all addresses.
+
+    An address that is none of this machine's, as behind a translation of addresses, says nothing about where to listen.
+
+    Args:
+        given: name or address by which others reach this process.
+        lighthouse: address of the Lighthouse.
+    """
+    if given is not None:
+        return Place(given, _own_address(given))
+    if _is_loopback(urlsplit(lighthouse).hostname or ""):
+        return Place(LOOPBACK, LOOPBACK)
+    return Place(_hostname(), None)
+
+
+def _is_loopback(host: str) -> bool:
+    """Only if it says so: a host's own name may mean loopback on that host alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _own_address(host: str) -> str | None:
+    """The address of this machine that a name stands for; None if it stands for none."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return str(address[0])
+    logger.info("%s is no address of this machine: listening on all", host)
+    return None
+
+
+def _hostname() -> str:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return LOOPBACK
+    return name
 
 
 class Reach:
@@ -26,12 +95,12 @@ class Reach:
 
     Args:
         member: this member's id.
-        host: name or address by which others reach this machine.
+        place: where it listens.
     """
 
-    def __init__(self, member: str, host: str) -> None:
-        self._door: Door | None = Door(member)
-        self.address = f"{host}:{self._door.port}"
+    def __init__(self, member: str, place: Place) -> None:
+        self._door: Door | None = Door(member, place.address)
+        self.address = f"{place.host}:{self._door.port}"
         """Where others knock."""
         self.unreachable: dict[str, str] = {}
         """Members that did not answer, by id, with the addresses of their doors."""
@@ -73,12 +142,15 @@ class Stores:
     A client costs a reverse look-up of its host's name, so it is kept until it fails.
 
     Args:
-        host: name or address by which others reach this machine.
+        place: where this member's own store listens.
         limit: how long this member's own store waits for a key.
     """
 
-    def __init__(self, host: str, limit: timedelta) -> None:
-        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+    def __init__(self, place: Place, limit: timedelta) -> None:
+        listening, port = (None, 0) if place.address is None else _listen(place.address)
+        own = dist.TCPStore(
+            place.host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening
+        )
         self.address = f"{own.host}:{own.port}"
         """Address of this member's own store."""
         self._stores = {self.address: own}
@@ -116,6 +188,14 @@ class Stores:
             raise
         finally:
             timer.cancel()
+
+
+def _listen(address: str) -> tuple[int, int]:
+    """A socket that listens on a free port of an address, for torch's store to close; and the port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+    port = listening.getsockname()[1]
+    return listening.detach(), port
 
 
 def end_connections(address: str) -> None:
