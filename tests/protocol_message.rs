@@ -1,6 +1,7 @@
 //! What strangers tell the Lighthouse never does more than to be called a stranger's; what members tell is understood.
 
 use evermoe::protocol::{Heard, Message, PROTOCOL, Role, Standing, hear, tell};
+use evermoe::secret::Secret;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -70,7 +71,7 @@ fn fields(value: &Value, path: &str, found: &mut Vec<String>) {
 }
 
 fn told(message: &Message) -> (Value, Value) {
-    let envelope: Value = serde_json::from_str(&tell("j", message).unwrap()).unwrap();
+    let envelope: Value = serde_json::from_str(&tell("a", "j", message, None).unwrap()).unwrap();
     let inner = serde_json::from_str(envelope["message"].as_str().unwrap()).unwrap();
     (envelope, inner)
 }
@@ -82,7 +83,7 @@ fn with(mut envelope: Value, inner: &Value) -> String {
 }
 
 fn is_stranger(text: &str) -> bool {
-    matches!(hear(text), Heard::Stranger { .. })
+    matches!(hear("a", text, None), Heard::Stranger { .. })
 }
 
 fn example() -> Message {
@@ -113,8 +114,8 @@ fn example() -> Message {
 proptest! {
     #[test]
     fn what_is_told_is_heard(message in messages(), job in ".*") {
-        let text = tell(&job, &message).unwrap();
-        prop_assert_eq!(hear(&text), Heard::Member { job, message: Box::new(message) });
+        let text = tell("a", &job, &message, None).unwrap();
+        prop_assert_eq!(hear("a", &text, None), Heard::Member { job, message: Box::new(message) });
     }
 
     #[test]
@@ -130,7 +131,7 @@ proptest! {
 
     #[test]
     fn a_cut_message_is_a_strangers(message in messages(), at in any::<prop::sample::Index>()) {
-        let text = tell("j", &message).unwrap();
+        let text = tell("a", "j", &message, None).unwrap();
         let cut: String = text.chars().take(at.index(text.chars().count())).collect();
         prop_assert!(is_stranger(&cut));
     }
@@ -194,8 +195,8 @@ fn what_the_types_do_not_say_is_checked() {
         *inner.pointer_mut(place).unwrap() = value;
         assert!(is_stranger(&with(envelope, &inner)), "{place}");
     }
-    assert!(tell("j", &Message { store: "host".into(), ..example() }).is_err());
-    assert!(tell("j", &Message { patience: f64::NAN, ..example() }).is_err());
+    assert!(tell("a", "j", &Message { store: "host".into(), ..example() }, None).is_err());
+    assert!(tell("a", "j", &Message { patience: f64::NAN, ..example() }, None).is_err());
 }
 
 #[test]
@@ -203,17 +204,67 @@ fn members_of_other_protocols_are_known_whatever_else_they_tell() {
     for (protocol, more) in
         [(0, json!(null)), (PROTOCOL + 1, json!({"any": ["thing"]})), (u64::MAX, json!(1))]
     {
-        let text = json!({"evermoe": protocol, "job": "j", "established": true, "message": more, "new": 1})
-            .to_string();
-        assert_eq!(hear(&text), Heard::OtherProtocol { protocol, job: "j".into(), established: true });
+        let text = json!({"evermoe": protocol, "job": "j", "established": true, "new": more}).to_string();
+        assert_eq!(
+            hear("a", &text, None),
+            Heard::OtherProtocol { protocol, job: "j".into(), established: true }
+        );
     }
 }
 
 #[test]
 fn long_and_deep_texts_are_refused_at_once() {
     assert!(is_stranger(&"[".repeat(1 << 19)));
-    let Heard::Stranger { why } = hear(&" ".repeat((1 << 20) + 1)) else { panic!("it is taken") };
+    let Heard::Stranger { why } = hear("a", &" ".repeat((1 << 20) + 1), None) else { panic!("it is taken") };
     assert!(why.contains("1048577 bytes"));
+}
+
+fn secrets() -> (Secret, Secret) {
+    (Secret::new("correct horse battery").unwrap(), Secret::new("another horse battery").unwrap())
+}
+
+/// Whether what was heard is from one that does not have the secret, and why that is said.
+fn why(heard: Heard) -> String {
+    let Heard::OtherSecret { job, why } = heard else { panic!("{heard:?}") };
+    assert_eq!(job, "j");
+    why
+}
+
+#[test]
+fn only_members_with_the_same_secret_are_heard() {
+    let (secret, other) = secrets();
+    let sealed = tell("a", "j", &example(), Some(&secret)).unwrap();
+    let open = tell("a", "j", &example(), None).unwrap();
+    let message = Box::new(example());
+    assert_eq!(hear("a", &sealed, Some(&secret)), Heard::Member { job: "j".into(), message });
+    assert_eq!(why(hear("a", &sealed, Some(&other))), "its EVERMOE_SECRET is another one than this worker's");
+    assert_eq!(why(hear("a", &sealed, None)), "it has an EVERMOE_SECRET, this worker has none");
+    assert_eq!(why(hear("a", &open, Some(&secret))), "it has no EVERMOE_SECRET, this worker has one");
+}
+
+#[test]
+fn a_seal_is_of_the_sender_and_of_every_field() {
+    let (secret, _) = secrets();
+    let text = tell("a", "j", &example(), Some(&secret)).unwrap();
+    assert!(
+        matches!(hear("b", &text, Some(&secret)), Heard::OtherSecret { .. }),
+        "told again under another name"
+    );
+    let values = [
+        ("evermoe", json!(PROTOCOL + 1)),
+        ("job", json!("k")),
+        ("established", json!(false)),
+        ("message", json!("{}")),
+        ("seal", json!("5e")),
+        ("seal", json!("")),
+        ("seal", json!("\u{e9}x")),
+    ];
+    for (name, value) in values {
+        let mut envelope: Value = serde_json::from_str(&text).unwrap();
+        envelope[name] = value;
+        let heard = hear("a", &envelope.to_string(), Some(&secret));
+        assert!(matches!(heard, Heard::OtherSecret { .. }), "{name} is changed: {heard:?}");
+    }
 }
 
 #[test]
@@ -222,4 +273,11 @@ fn values_without_names_are_no_message() {
     let (envelope, inner) = told(&example());
     let values: Vec<&Value> = inner.as_object().unwrap().values().collect();
     assert!(is_stranger(&with(envelope, &json!(values))));
+}
+
+#[test]
+fn a_short_secret_is_refused() {
+    let error = Secret::new("hunter2").unwrap_err().to_string();
+    assert!(error.contains("16 characters or more, got 7") && !error.contains("hunter2"), "{error}");
+    assert_eq!(format!("{:?}", secrets().0), "Secret(…)");
 }

@@ -465,14 +465,28 @@ def generation_of(version: int) -> int:
 PROTOCOL: int
 """Number of the protocol of what members tell each other."""
 
-def tell(job: str, message: str) -> str:
+class Secret:
+    """What the members of a job know, and nobody else: `src/secret.rs`.
+
+    Raises:
+        ValueError: the text has fewer than 16 characters.
+    """
+
+    def __init__(self, text: str) -> None: ...
+    def tag(self, purpose: str, parts: Sequence[bytes]) -> bytes:
+        """HMAC-SHA-256 of the parts for a purpose: 32 bytes."""
+
+    def is_tag(self, tag: bytes, purpose: str, parts: Sequence[bytes]) -> bool:
+        """Whether it is the tag of the parts, compared in constant time."""
+
+def tell(id: str, job: str, message: str, secret: Secret | None = None) -> str:
     """The JSON by which a member tells the others about itself, from that of a `protocol::Message`.
 
     Raises:
         ValueError: the message is not one.
     """
 
-def hear(text: str) -> str:
+def hear(id: str, text: str, secret: Secret | None = None) -> str:
     """JSON of a `protocol::Heard`: what to make of something that the Lighthouse has passed on. Fails for no text."""
 
 class Protocol:
@@ -511,18 +525,19 @@ class Door:
     Args:
         member: id of the member.
         address: numeric address to listen on; None for all.
+        secret: that of the job; it answers those alone that have it.
 
     Raises:
         OSError: the system has no port or no thread left, or the address is not this machine's.
         ValueError: the address is a name.
     """
 
-    def __init__(self, member: str, address: str | None = None) -> None: ...
+    def __init__(self, member: str, address: str | None = None, secret: Secret | None = None) -> None: ...
     @property
     def port(self) -> int:
         """Its port."""
 
-def reachable(members: Sequence[tuple[str, str]], milliseconds: int) -> list[bool]:
+def reachable(members: Sequence[tuple[str, str]], milliseconds: int, secret: Secret | None = None) -> list[bool]:
     """Which members, by id and address of the door (`host:port`), answer within so many milliseconds."""
 
 class TripleBuffer:

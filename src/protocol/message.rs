@@ -1,19 +1,23 @@
 //! What a member tells the others through the Lighthouse: a strict schema, with the number of the protocol.
 //!
 //! ```text
-//! {"evermoe":1,"job":"j","established":false,"message":"{\"layout\":…,\"standing\":{…},…}"}
+//! {"evermoe":1,"job":"j","established":false,"message":"{\"layout\":…,\"standing\":{…},…}","seal":"5e…"}
 //! ```
 //!
-//! The first three fields stay in every protocol, so that members of different ones can tell that they are of one job.
-//! Anybody can tell the Lighthouse something: what does not parse is a stranger's, and no reason to fail.
+//! These fields stay in every protocol, so that members of different ones can tell that they are of one job. The seal is
+//! there if the job has a secret: a tag of the sender's id and of the other fields. Anybody can tell the Lighthouse
+//! something: what does not parse is a stranger's, and no reason to fail.
 
 use super::event::Standing;
 use super::version::STEP_BITS;
+use crate::secret::Secret;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
 pub const PROTOCOL: u64 = 1;
+/// Purpose of the tags of messages.
+const SEAL: &str = "message";
 /// Bytes of the longest message that is read.
 const MOST_BYTES: usize = 1 << 20;
 
@@ -75,6 +79,13 @@ pub enum Heard {
         /// Whether it has state of the running job.
         established: bool,
     },
+    /// Something that says to be of some job, and is not from a member that has this one's secret.
+    OtherSecret {
+        /// Its job, as it says.
+        job: String,
+        /// How the two differ, for people.
+        why: String,
+    },
     /// No member of any job.
     Stranger {
         /// What is wrong with it, for people.
@@ -89,6 +100,8 @@ struct Envelope {
     job: String,
     established: bool,
     message: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    seal: Option<String>,
 }
 
 /// What all protocols have in common.
@@ -97,39 +110,88 @@ struct AnyProtocol {
     evermoe: u64,
     job: String,
     established: bool,
+    #[serde(default)]
+    message: String,
+    #[serde(default)]
+    seal: Option<String>,
 }
 
-/// The JSON that tells others about this member.
+impl AnyProtocol {
+    /// Why it is not from a member with the same secret, or with none like this one.
+    fn problem(&self, id: &str, secret: Option<&Secret>) -> Option<&'static str> {
+        match (secret, &self.seal) {
+            (None, None) => None,
+            (None, Some(_)) => Some("it has an EVERMOE_SECRET, this worker has none"),
+            (Some(_), None) => Some("it has no EVERMOE_SECRET, this worker has one"),
+            (Some(secret), Some(seal)) => {
+                let tag = from_hex(seal).unwrap_or_default();
+                let (protocol, established) = (self.evermoe.to_le_bytes(), [u8::from(self.established)]);
+                let parts = sealed(id, &protocol, &self.job, &established, &self.message);
+                let is_same = secret.is_tag(&tag, SEAL, &parts);
+                if is_same { None } else { Some("its EVERMOE_SECRET is another one than this worker's") }
+            }
+        }
+    }
+}
+
+/// What a seal is a tag of.
+fn sealed<'a>(
+    id: &'a str,
+    protocol: &'a [u8],
+    job: &'a str,
+    established: &'a [u8],
+    message: &'a str,
+) -> [&'a [u8]; 5] {
+    [id.as_bytes(), protocol, job.as_bytes(), established, message.as_bytes()]
+}
+
+fn to_hex(tag: &[u8]) -> String {
+    tag.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<Vec<u8>> {
+    let digits = |pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+    text.as_bytes().chunks(2).map(digits).collect()
+}
+
+/// The JSON by which the member `id` tells others about itself.
 ///
 /// # Errors
 /// The reason why [`hear`] would not take it.
-pub fn tell(job: &str, message: &Message) -> Result<String, String> {
+pub fn tell(id: &str, job: &str, message: &Message, secret: Option<&Secret>) -> Result<String, String> {
     check(message)?;
     let established = message.standing.established;
     let text = |error: serde_json::Error| error.to_string();
     let message = serde_json::to_string(message).map_err(text)?;
-    serde_json::to_string(&Envelope { evermoe: PROTOCOL, job: job.into(), established, message })
+    let seal = secret.map(|secret| {
+        let parts = (PROTOCOL.to_le_bytes(), [u8::from(established)]);
+        to_hex(&secret.tag(SEAL, &sealed(id, &parts.0, job, &parts.1, &message)))
+    });
+    serde_json::to_string(&Envelope { evermoe: PROTOCOL, job: job.into(), established, message, seal })
         .map_err(text)
 }
 
-/// Reads what was told, of which nothing is taken for granted.
+/// Reads what was told under the name `id`, of which nothing is taken for granted.
 ///
 /// ```
 /// use evermoe::protocol::{Heard, hear};
 /// let newer = r#"{"evermoe":7,"job":"j","established":true,"more":[]}"#;
-/// assert_eq!(hear(newer), Heard::OtherProtocol { protocol: 7, job: "j".into(), established: true });
-/// assert!(matches!(hear("{}"), Heard::Stranger { .. }));
+/// assert_eq!(hear("a", newer, None), Heard::OtherProtocol { protocol: 7, job: "j".into(), established: true });
+/// assert!(matches!(hear("a", "{}", None), Heard::Stranger { .. }));
 /// ```
 #[must_use]
-pub fn hear(text: &str) -> Heard {
-    read(text).unwrap_or_else(|why| Heard::Stranger { why })
+pub fn hear(id: &str, text: &str, secret: Option<&Secret>) -> Heard {
+    read(id, text, secret).unwrap_or_else(|why| Heard::Stranger { why })
 }
 
-fn read(text: &str) -> Result<Heard, String> {
+fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> {
     if text.len() > MOST_BYTES {
         return Err(format!("it has {} bytes, more than {MOST_BYTES}", text.len()));
     }
     let any: AnyProtocol = parse(text)?;
+    if let Some(why) = any.problem(id, secret) {
+        return Ok(Heard::OtherSecret { job: any.job, why: why.into() });
+    }
     if any.evermoe != PROTOCOL {
         return Ok(Heard::OtherProtocol {
             protocol: any.evermoe,

@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::protocol::{self, Event, Settings};
+use crate::python::secret::Secret;
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -31,14 +32,16 @@ fn generation_of(version: u64) -> u64 {
 }
 
 #[pyfunction]
-fn tell(job: &str, message: &str) -> PyResult<String> {
+#[pyo3(signature = (id, job, message, secret=None))]
+fn tell(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult<String> {
     let wrong = |why: String| Error::Invalid(format!("what this member tells others: {why}"));
-    Ok(protocol::tell(job, &read(message)?).map_err(wrong)?)
+    Ok(protocol::tell(id, job, &read(message)?, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]
-fn hear(text: &str) -> PyResult<String> {
-    let heard = protocol::hear(text);
+#[pyo3(signature = (id, text, secret=None))]
+fn hear(id: &str, text: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let heard = protocol::hear(id, text, secret.map(Secret::get));
     serde_json::to_string(&heard).map_err(|error| Error::Runtime(format!("protocol: {error}")).into())
 }
 

@@ -1,7 +1,9 @@
 //! The side that answers.
 
-use super::{answer, read, write};
+use super::{answer, read_knock};
 use crate::error::{Error, Result};
+use crate::secret::Secret;
+use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -23,11 +25,12 @@ pub struct Door {
 }
 
 impl Door {
-    /// A door of the member with this id, on a free port of an address, or of all.
+    /// A door of the member with this id, on a free port of an address, or of all. With a secret it answers those alone
+    /// that have it.
     ///
     /// # Errors
     /// [`Error::Io`] when the system has no port or no thread, or the address is not this machine's.
-    pub fn open(member: &str, address: Option<IpAddr>) -> Result<Self> {
+    pub fn open(member: &str, address: Option<IpAddr>, secret: Option<&Secret>) -> Result<Self> {
         let failed = |error| Error::io("opening a port that answers other members", error);
         let listener = match address {
             Some(address) => TcpListener::bind((address, 0)),
@@ -38,10 +41,10 @@ impl Door {
         let listener = listener.map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let is_closed = Arc::new(AtomicBool::new(false));
-        let (closed, member): (_, Arc<str>) = (is_closed.clone(), member.into());
+        let (closed, keeper) = (is_closed.clone(), Arc::new((member.to_owned(), secret.cloned())));
         thread::Builder::new()
             .name("evermoe-door".into())
-            .spawn(move || serve(&listener, &member, &closed))
+            .spawn(move || serve(&listener, &keeper, &closed))
             .map_err(failed)?;
         Ok(Self { address, is_closed })
     }
@@ -63,7 +66,10 @@ impl Drop for Door {
     }
 }
 
-fn serve(listener: &TcpListener, member: &Arc<str>, is_closed: &AtomicBool) {
+/// Whose door it is, and the secret of its job.
+type Keeper = (String, Option<Secret>);
+
+fn serve(listener: &TcpListener, keeper: &Arc<Keeper>, is_closed: &AtomicBool) {
     let open = Arc::new(AtomicUsize::new(0));
     for stream in listener.incoming() {
         if is_closed.load(Ordering::SeqCst) {
@@ -77,10 +83,10 @@ fn serve(listener: &TcpListener, member: &Arc<str>, is_closed: &AtomicBool) {
             open.fetch_sub(1, Ordering::SeqCst);
             continue;
         }
-        let (member, done) = (member.clone(), open.clone());
+        let (keeper, done) = (keeper.clone(), open.clone());
         let answering = thread::Builder::new().stack_size(STACK_BYTES).spawn(move || {
             // An error ends the connection, and nothing else.
-            let _ended = talk(stream, &member);
+            let _ended = talk(stream, &keeper);
             done.fetch_sub(1, Ordering::SeqCst);
         });
         if answering.is_err() {
@@ -89,12 +95,12 @@ fn serve(listener: &TcpListener, member: &Arc<str>, is_closed: &AtomicBool) {
     }
 }
 
-fn talk(mut stream: TcpStream, member: &str) -> std::io::Result<()> {
+fn talk(mut stream: TcpStream, (member, secret): &Keeper) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     loop {
-        let knock = read(&mut stream)?;
-        write(&mut stream, answer(member, knock))?;
+        let number = read_knock(&mut stream, member, secret.as_ref())?;
+        stream.write_all(&answer(member, number, secret.as_ref()))?;
     }
 }

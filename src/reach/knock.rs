@@ -1,7 +1,9 @@
 //! The side that asks.
 
-use super::{answer, read, write};
-use std::io::{Error, ErrorKind};
+use super::{Number, answer, write_knock};
+use crate::secret::Secret;
+use std::hash::{BuildHasher, RandomState};
+use std::io::{Error, ErrorKind, Read};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::thread;
@@ -9,26 +11,27 @@ use std::time::{Duration, Instant};
 
 /// Which members answer within `limit`, all asked at once.
 ///
-/// A member is its id and the address of its door, `host:port`. Names are looked up within the limit, too.
+/// A member is its id and the address of its door, `host:port`. Names are looked up within the limit, too. With a secret
+/// both sides must have it.
 ///
 /// ```
 /// use evermoe::reach::{Door, reachable};
 /// use std::time::Duration;
-/// let door = Door::open("a", None)?;
+/// let door = Door::open("a", None, None)?;
 /// let address = format!("127.0.0.1:{}", door.port());
 /// let members = [("a".to_owned(), address.clone()), ("b".to_owned(), address)]; // that port is not b's
-/// assert_eq!(reachable(&members, Duration::from_secs(5)), [true, false]);
+/// assert_eq!(reachable(&members, Duration::from_secs(5), None), [true, false]);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
-pub fn reachable(members: &[(String, String)], limit: Duration) -> Vec<bool> {
+pub fn reachable(members: &[(String, String)], limit: Duration, secret: Option<&Secret>) -> Vec<bool> {
     let deadline = Instant::now() + limit;
     let (report, reports) = mpsc::channel();
     for (index, (member, address)) in members.iter().cloned().enumerate() {
-        let report = report.clone();
+        let (report, secret) = (report.clone(), secret.cloned());
         // A thread that cannot be started reports nothing, as one whose member does not answer. One that looks up a
         // name for longer than the limit is left behind: it ends by itself.
         let _started = thread::Builder::new().name("evermoe-knock".into()).spawn(move || {
-            if ask(&member, &address, deadline).is_ok() {
+            if ask(&member, &address, deadline, secret.as_ref()).is_ok() {
                 // All answers may be in already that somebody waits for.
                 let _heard = report.send(index);
             }
@@ -42,12 +45,12 @@ pub fn reachable(members: &[(String, String)], limit: Duration) -> Vec<bool> {
     found
 }
 
-fn ask(member: &str, address: &str, deadline: Instant) -> std::io::Result<()> {
+fn ask(member: &str, address: &str, deadline: Instant, secret: Option<&Secret>) -> std::io::Result<()> {
     let mut result = Err(Error::new(ErrorKind::NotFound, "the name has no address"));
     for socket in address.to_socket_addrs()? {
         result = left(deadline)
             .and_then(|limit| TcpStream::connect_timeout(&socket, limit))
-            .and_then(|stream| knock(stream, member, deadline));
+            .and_then(|stream| knock(stream, member, deadline, secret));
         if result.is_ok() {
             break;
         }
@@ -55,17 +58,30 @@ fn ask(member: &str, address: &str, deadline: Instant) -> std::io::Result<()> {
     result
 }
 
-fn knock(mut stream: TcpStream, member: &str, deadline: Instant) -> std::io::Result<()> {
+fn knock(
+    mut stream: TcpStream,
+    member: &str,
+    deadline: Instant,
+    secret: Option<&Secret>,
+) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(left(deadline)?))?;
     stream.set_write_timeout(Some(left(deadline)?))?;
-    let knock = u64::from(stream.local_addr()?.port()) << 48 | u64::from(std::process::id());
-    write(&mut stream, knock)?;
-    if read(&mut stream)? == answer(member, knock) {
+    let number = unforeseen();
+    write_knock(&mut stream, member, number, secret)?;
+    let expected = answer(member, number, secret);
+    let mut found = vec![0; expected.len()];
+    stream.read_exact(&mut found)?;
+    if found == expected {
         Ok(())
     } else {
         Err(Error::new(ErrorKind::InvalidData, "another process has that port"))
     }
+}
+
+/// A number that nobody has seen: the keys of maps are drawn from the system's random numbers.
+fn unforeseen() -> Number {
+    RandomState::new().hash_one(Instant::now()).to_le_bytes()
 }
 
 /// Time until the deadline: never zero, which would mean for ever.

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from evermoe._native import Secret
 from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.messages import Identity, Messages
@@ -27,6 +28,8 @@ from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 
 logger = logging.getLogger(__name__)
 
+SECRET_VARIABLE = "EVERMOE_SECRET"
+"""Environment variable of the job's secret: no option, so that it is in no script and in nothing that is printed."""
 HEARTBEAT_SECONDS = 0.1
 """How often a member tells the Lighthouse that it lives."""
 RETRY_SECONDS = 0.1
@@ -93,8 +96,9 @@ class Membership:
         rank_key: str = "",
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
+        secret = Secret(os.environ[SECRET_VARIABLE]) if os.environ.get(SECRET_VARIABLE) else None
         self.node = node
-        self.identity, self._messages = identity, Messages(identity, lighthouse)
+        self.identity, self._messages = identity, Messages(self.id, identity, lighthouse, secret)
         self.role = options.role
         self._place = place = find_place(options.address, lighthouse)
         interface = place.address or options.address
@@ -132,7 +136,7 @@ class Membership:
         """What each member of the latest set has told, by id."""
         self._client: Any = None
         self._heart: Any = None
-        self._stores, self._reach = Stores(place, self._hang_limit), Reach(self.id, place)
+        self._stores, self._reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
 
     @property
     def everyone(self) -> Group:
@@ -159,6 +163,8 @@ class Membership:
 
     def timeout(self, problem: str) -> JoinTimeout:
         """The error of an agreement that took too long."""
+        doubt = self._messages.doubt
+        problem += f"; {doubt}" if doubt and doubt != problem else ""
         return JoinTimeout(
             f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}. "
             "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
@@ -171,7 +177,7 @@ class Membership:
             standing: what this member tells the others, as the protocol has it.
 
         Raises:
-            ConnectionError: no Lighthouse answers; ask again.
+            ConnectionError: no Lighthouse answers, or not with what can be believed; ask again.
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
         """
         assert self._deadline is not None

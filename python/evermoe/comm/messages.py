@@ -72,17 +72,32 @@ class Identity:
         return (self.job, self.layout) == (other.job, other.data["layout"]) and not self.differences(other)
 
 
+class Heard(NamedTuple):
+    """What a set of the Lighthouse holds."""
+
+    told: list[Told]
+    """Members of any job, whose secret is this member's."""
+    others: list[Other]
+    """Members of this job that speak another protocol."""
+    secretless: dict[str, str]
+    """Those that say to be of this job and do not have its secret: by id, how they differ."""
+
+
 class Messages:
     """Writes this member's messages and reads the others'.
 
     Args:
+        id: this member's.
         identity: what this member must have in common with the others of its job.
         lighthouse: its address, for errors.
+        secret: the job's, if it has one.
     """
 
-    def __init__(self, identity: Identity, lighthouse: str) -> None:
-        self._identity, self._lighthouse = identity, lighthouse
+    def __init__(self, id: str, identity: Identity, lighthouse: str, secret: _native.Secret | None) -> None:
+        self._id, self._identity, self._lighthouse, self._secret = id, identity, lighthouse, secret
         self._warned: set[str] = set()
+        self.doubt = ""
+        """Why it waits: as many differ from it in the secret as agree with it. Empty where that is not so."""
 
     def write(self, message: dict[str, Any]) -> dict[str, Any]:
         """What the Lighthouse is told.
@@ -92,7 +107,7 @@ class Messages:
         """
         shared = {name: getattr(self._identity, name) for name in ("layout", "arithmetic")}
         shared["options"] = dict(self._identity.options)
-        return json.loads(_native.tell(self._identity.job, json.dumps(shared | message)))
+        return json.loads(_native.tell(self._id, self._identity.job, json.dumps(shared | message), self._secret))
 
     def read(self, members: Iterable[Any], *, is_established: bool) -> list[Told]:
         """The members of this job by id: of the established ones' job, or else of the first member's by id.
@@ -103,9 +118,11 @@ class Messages:
 
         Raises:
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
+            ConnectionError: those with this job's name and without its secret may be right; ask again.
         """
-        told, others = self._hear(sorted(members, key=lambda member: member.replica_id))
+        told, others, secretless = self._hear(sorted(members, key=lambda member: member.replica_id))
         if told and not is_established:
+            self._check_same_secret(told, secretless)
             self._check_same_protocol(told, others)
             self._check_same_job(_reference(told))
         mine = [member for member in told if self._identity.is_same(member)]
@@ -116,27 +133,45 @@ class Messages:
         identity = Identity(reference.job, *shared)
         return [member for member in mine if identity.is_same(member)]
 
-    def _hear(self, members: list[Any]) -> tuple[list[Told], list[Other]]:
-        """What the members of any job have told, and the members of this job that speak another protocol."""
-        told, others = [], []
+    def _hear(self, members: list[Any]) -> Heard:
+        found = Heard([], [], {})
         for each in members:
-            heard = json.loads(_native.hear(json.dumps(each.data)))
+            heard = json.loads(_native.hear(each.replica_id, json.dumps(each.data), self._secret))
             if heard["kind"] == "member":
-                told.append(Told(each.replica_id, heard["job"], heard["message"]))
+                found.told.append(Told(each.replica_id, heard["job"], heard["message"]))
                 continue
             if heard["kind"] == "stranger":
                 self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")
                 continue
+            if heard["kind"] == "other_secret":
+                self._warn(each.replica_id, heard["why"])
+                if heard["job"] == self._identity.job:
+                    found.secretless[each.replica_id] = heard["why"]
+                continue
             protocol = heard["protocol"]
             self._warn(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
             if heard["job"] == self._identity.job:
-                others.append(Other(each.replica_id, heard["established"], protocol))
-        return told, others
+                found.others.append(Other(each.replica_id, heard["established"], protocol))
+        return found
 
     def _warn(self, sender: str, why: str) -> None:
         if sender not in self._warned and len(self._warned) < MOST_WARNED:
             self._warned.add(sender)
             logger.warning("ignoring %r at the Lighthouse: %s", sender, why)
+
+    def _check_same_secret(self, told: list[Told], secretless: dict[str, str]) -> None:
+        """Lets a member go on with an established one, or where more agree with it on the secret than do not.
+
+        Else it might start the job anew beside those that run it. They may be strangers, so this is no error yet: it
+        asks again, as long as an agreement may take.
+        """
+        same = [each for each in told if each.job == self._identity.job]
+        if len(secretless) < len(same) or any(each.established for each in same):
+            self.doubt = "" if secretless else self.doubt
+        elif secretless:
+            each, why = min(secretless.items())
+            self.doubt = f"{each} says to be of job {self._identity.job!r}, but {why}"
+            raise ConnectionError(self.doubt)
 
     def _check_same_protocol(self, told: list[Told], others: list[Other]) -> None:
         same: list[Told | Other] = [each for each in told if each.job == self._identity.job]

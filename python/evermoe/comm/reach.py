@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from evermoe._native import Door, reachable
+from evermoe._native import Door, Secret, reachable
 from evermoe.comm.group import connect_limit
+from evermoe.comm.sealed_store import SealedStore
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +97,12 @@ class Reach:
     Args:
         member: this member's id.
         place: where it listens.
+        secret: the job's, if it has one: only members that have it get an answer, and give one.
     """
 
-    def __init__(self, member: str, place: Place) -> None:
-        self._door: Door | None = Door(member, place.address)
+    def __init__(self, member: str, place: Place, secret: Secret | None = None) -> None:
+        self._secret = secret
+        self._door: Door | None = Door(member, place.address, secret)
         self.address = f"{place.host}:{self._door.port}"
         """Where others knock."""
         self.unreachable: dict[str, str] = {}
@@ -115,7 +118,7 @@ class Reach:
             The ids of those that did not answer within `REACH_SECONDS`.
         """
         asked = list(members.items())
-        answered = reachable(asked, round(1000 * REACH_SECONDS))
+        answered = reachable(asked, round(1000 * REACH_SECONDS), self._secret)
         missing = {member: address for (member, address), is_there in zip(asked, answered, strict=True) if not is_there}
         for member in members:
             self.unreachable.pop(member, None)
@@ -144,16 +147,18 @@ class Stores:
     Args:
         place: where this member's own store listens.
         limit: how long this member's own store waits for a key.
+        secret: the job's, if it has one: values that were stored without it are refused.
     """
 
-    def __init__(self, place: Place, limit: timedelta) -> None:
+    def __init__(self, place: Place, limit: timedelta, secret: Secret | None = None) -> None:
+        self._secret = secret
         listening, port = (None, 0) if place.address is None else _listen(place.address)
         own = dist.TCPStore(
             place.host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening
         )
         self.address = f"{own.host}:{own.port}"
         """Address of this member's own store."""
-        self._stores = {self.address: own}
+        self._stores = {self.address: self._sealed(own)}
 
     def get(self, address: str) -> dist.Store:
         """The store at an address.
@@ -163,10 +168,13 @@ class Stores:
         """
         if address not in self._stores:
             host, port = address.rsplit(":", 1)
-            self._stores[address] = dist.TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=connect_limit(1)
+            self._stores[address] = self._sealed(
+                dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=connect_limit(1))
             )
         return self._stores[address]
+
+    def _sealed(self, store: dist.Store) -> dist.Store:
+        return store if self._secret is None else SealedStore(store, self._secret)
 
     @contextmanager
     def within(self, address: str, seconds: float) -> Iterator[None]:

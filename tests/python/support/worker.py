@@ -66,6 +66,8 @@ class Options:
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
+    secret: str | None = None
+    """The job's secret, as it knows it."""
     compiled: bool = False
     """Its model is one graph."""
     work: int = 0
@@ -240,6 +242,8 @@ def train(options: Options) -> None:
 
 def _train(options: Options, record: Recorder) -> None:
     torch.set_num_threads(1)
+    if options.secret is not None:
+        os.environ["EVERMOE_SECRET"] = options.secret
     if options.metadata is not None:
         sys.path.insert(0, options.metadata)
     model, data = Model(), dataset()
