@@ -136,7 +136,7 @@ class Messages:
     def _hear(self, members: list[Any]) -> Heard:
         found = Heard([], [], {})
         for each in members:
-            heard = json.loads(_native.hear(each.replica_id, json.dumps(each.data), self._secret))
+            heard = json.loads(_native.hear(each.replica_id, _text(each.data), self._secret))
             if heard["kind"] == "member":
                 found.told.append(Told(each.replica_id, heard["job"], heard["message"]))
                 continue
@@ -200,6 +200,14 @@ class Messages:
                 f"this worker differs from those of job {first.job!r}: {differences}. Start it with the same "
                 "script, options and versions as the others."
             )
+
+
+def _text(data: Any) -> str:
+    """As JSON again; nothing where it is too deep for that."""
+    try:
+        return json.dumps(data)
+    except RecursionError:
+        return ""
 
 
 def _rank(member: Told | Other) -> tuple[bool, str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
 from evermoe._native import PROTOCOL
 from evermoe.comm._torchft import torchft
+from evermoe.comm.messages import Identity, Messages
 from support.history import check_history
 
 HALF = {"layout": "5e", "options": {}, "arithmetic": "", "job": "other", "standing": {}}
@@ -62,6 +64,20 @@ def test_strangers_message_is_ignored_with_one_warning(start_job, stranger, data
     check_history(workers)
     for each in workers:
         assert each.log().count("ignoring '0-stranger'") == 1, each.log()
+
+
+def test_deep_data_are_a_strangers(caplog):
+    deep = {}
+    for _ in range(100_000):
+        deep = {"message": deep}
+    messages = Messages("a", Identity("job", "layout"), "http://lighthouse", None)
+    members = [SimpleNamespace(replica_id="deep", data=deep), SimpleNamespace(replica_id="odd", data={"\ud800": 1})]
+    for _ in range(2):
+        assert messages.read(members, is_established=False) == []
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "ignoring 'deep' at the Lighthouse",
+        "ignoring 'odd' at the Lighthouse",
+    ]
 
 
 def test_member_of_another_protocol_is_refused_on_its_own_side(start_job, stranger):
