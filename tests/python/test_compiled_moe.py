@@ -82,6 +82,28 @@ def test_sizes_that_no_grouped_product_takes():
     compare(model, torch.compile(model, fullgraph=True, backend="aot_eager"), make_inputs(9), **SAME)
 
 
+def opcheck_cases():
+    layer, counts = MoE(WIDTH, 32, EXPERTS), torch.tensor([3, 1, 0, 4, 0])
+    rows, splits = torch.randn(8, WIDTH, requires_grad=True), torch.tensor([[8], [8]])
+    matrices, ends = torch.randn(EXPERTS, 32, WIDTH, requires_grad=True), counts.cumsum(0).int()
+    odd = [each.detach()[..., :7].requires_grad_() for each in (rows, matrices)]
+    return {
+        "plan_exchange": (layer._name, counts, EXPERTS),
+        "send_rows": (layer._name, rows, splits),
+        "exchange_rows": (layer._name, rows, splits, 8, True),
+        "multiply": (rows, matrices, ends),
+        "multiply of odd sizes": (*odd, ends),
+        "multiply_backward": (torch.randn(8, 32), rows.detach(), matrices.detach(), ends),
+    }, layer
+
+
+@pytest.mark.parametrize("name", list(opcheck_cases()[0]))
+def test_opcheck(name):
+    cases, _layer = opcheck_cases()
+    operator = getattr(torch.ops.evermoe, name.split()[0]).default
+    assert set(torch.library.opcheck(operator, cases[name]).values()) == {"SUCCESS"}
+
+
 def test_no_tokens():
     model = make()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
