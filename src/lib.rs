@@ -8,6 +8,7 @@
 //! | module | what |
 //! |---|---|
 //! | [`error`] | the one public error type, by what the caller can do |
+//! | [`secret`] | pure: tags by which members of a job know each other |
 //! | [`dispatch`] | pure: counts and replicas → which rank sends which tokens where |
 //! | [`placement`] | pure: load → replicas → which rank holds which expert; the holders of copies |
 //! | [`persist`] | pure: which version is written, persisted and recovered from; which durable versions stay |
@@ -42,6 +43,7 @@ pub mod reach;
 pub mod recovery;
 pub mod replay;
 pub mod schedule;
+pub mod secret;
 pub mod selection;
 pub mod snapshot;
 pub mod torch;

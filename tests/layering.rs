@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PLANNERS: [&str; 9] = [
+const PLANNERS: [&str; 10] = [
     "dispatch",
     "persist",
     "placement",
@@ -13,6 +13,7 @@ const PLANNERS: [&str; 9] = [
     "recovery",
     "replay",
     "schedule",
+    "secret",
     "selection",
 ];
 
@@ -38,13 +39,14 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 15] = [
+const LAYERS: [(&str, &[&str]); 16] = [
     ("error", &[]),
+    ("secret", &["error"]),
     ("dispatch", &["error"]),
     ("persist", &["error"]),
     ("placement", &["error", "dispatch"]),
-    ("protocol", &["error"]),
-    ("reach", &["error"]),
+    ("protocol", &["error", "secret"]),
+    ("reach", &["error", "secret"]),
     ("recovery", &["error", "protocol"]),
     ("schedule", &["error", "placement"]),
     ("protection", &["error", "placement", "schedule"]),

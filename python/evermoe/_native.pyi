@@ -465,6 +465,33 @@ def step_of(version: int) -> int:
 def generation_of(version: int) -> int:
     """The membership that made a version."""
 
+PROTOCOL: int
+"""Number of the protocol of what members tell each other."""
+
+class Secret:
+    """What the members of a job know, and nobody else: `src/secret.rs`.
+
+    Raises:
+        ValueError: the text has fewer than 16 characters.
+    """
+
+    def __init__(self, text: str) -> None: ...
+    def tag(self, purpose: str, parts: Sequence[bytes]) -> bytes:
+        """HMAC-SHA-256 of the parts for a purpose: 32 bytes."""
+
+    def is_tag(self, tag: bytes, purpose: str, parts: Sequence[bytes]) -> bool:
+        """Whether it is the tag of the parts, compared in constant time."""
+
+def tell(id: str, job: str, message: str, secret: Secret | None = None) -> str:
+    """The JSON by which a member tells the others about itself, from that of a `protocol::Message`.
+
+    Raises:
+        ValueError: the message is not one.
+    """
+
+def hear(id: str, text: str, secret: Secret | None = None) -> str:
+    """JSON of a `protocol::Heard`: what to make of something that the Lighthouse has passed on. Fails for no text."""
+
 class Protocol:
     """The commit protocol of one member as a state machine: `src/protocol/`, driven by `evermoe.train.protocol`.
 
@@ -498,14 +525,20 @@ class Protocol:
 class Door:
     """A port that answers for one member from a thread of its own: `src/reach/`.
 
+    Args:
+        member: id of the member.
+        address: numeric address to listen on; None for all.
+        secret: that of the job; it answers those alone that have it.
+
     Raises:
-        OSError: the system has no port or no thread left.
+        OSError: the system has no port or no thread left, or the address is not this machine's.
+        ValueError: the address is a name.
     """
 
-    def __init__(self, member: str) -> None: ...
+    def __init__(self, member: str, address: str | None = None, secret: Secret | None = None) -> None: ...
     @property
     def port(self) -> int:
-        """Its port, on all interfaces."""
+        """Its port."""
 
     def set_computes(self, group: int) -> None:
         """Says the group for whose next step the member computes; 0 for none."""
@@ -513,7 +546,9 @@ class Door:
     def set_gave_up(self, group: int) -> None:
         """Says the group in which the member has waited in vain; 0 for none."""
 
-def ask_all(members: Sequence[tuple[str, str]], milliseconds: int) -> list[tuple[int, int] | None]:
+def ask_all(
+    members: Sequence[tuple[str, str]], milliseconds: int, secret: Secret | None = None
+) -> list[tuple[int, int] | None]:
     """What members, by id and address of the door (`host:port`), answer within so many milliseconds.
 
     For each: the group for whose next step it computes and the one in which it has waited in vain, 0 for none. None
@@ -523,7 +558,9 @@ def ask_all(members: Sequence[tuple[str, str]], milliseconds: int) -> list[tuple
 class Watch:
     """Asks the members of a group, by id and address of the door (`host:port`), until there is something to see."""
 
-    def __init__(self, members: Sequence[tuple[str, str]], group: int, milliseconds: int) -> None: ...
+    def __init__(
+        self, members: Sequence[tuple[str, str]], group: int, milliseconds: int, secret: Secret | None = None
+    ) -> None: ...
     def wait(self) -> tuple[list[str], str | None]:
         """Waits until a member has not answered for so many milliseconds, or its process has ended: its id.
 

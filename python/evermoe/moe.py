@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from evermoe import ops
+from evermoe import moe_ops, ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
@@ -29,6 +30,8 @@ REENTRANT = "CheckpointFunction.backward"
 """What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
 
 Activation = Callable[[Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Each expert's rows `[N, C]` times its matrix of `[e, D, C]`, transposed: `[N, D]`."""
 
 
 class MoE(nn.Module):
@@ -98,7 +101,13 @@ class MoE(nn.Module):
         self.balance_loss: Tensor = torch.zeros((), device=device)
         self.tokens_E = np.zeros(num_experts, np.int64)
         self.load_E = np.zeros(num_experts, np.int64)
+        self._name = moe_ops.register(self)
         self.reset_parameters()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, also to compiled graphs."""
+        super().__setstate__(state)
+        self._name = moe_ops.register(self)
 
     def reset_parameters(self) -> None:
         """Draws the experts as `nn.Linear` draws its weights: uniform within 1/sqrt(fan in)."""
@@ -128,15 +137,40 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: expected [..., {self.hidden}], got {list(x.shape)}")
         x_TH = x.reshape(-1, self.hidden)
         ids_TK, weights_TK, mean_probability_E = self._route(x_TH)
-        tokens_ER = self._gather_load(ops.expert_histogram(ids_TK, self.num_experts))
-        self.balance_loss = self._balance_loss(mean_probability_E)
-        send_ER, receive_RE = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
+        counts_E = ops.expert_histogram(ids_TK, self.num_experts)
+        if torch.compiler.is_compiling():
+            return self._forward_in_graph(x, ids_TK, weights_TK, counts_E, mean_probability_E)
+        send_ER, receive_RE = self.plan_exchange(counts_E)
+        self.balance_loss = self._balance_loss(self.share(), mean_probability_E)
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, torch.from_numpy(send_ER).to(ids_TK.device))
         rows_NH = ops.permute(x_TH, row_ids, positions_TK)
         arrived_NH = all_to_all(rows_NH, send_ER.sum(0), receive_RE.sum(1), self.group)
         outputs_NH = self._run_experts(arrived_NH, receive_RE[:, self.experts])
         returned_NH = all_to_all(outputs_NH, receive_RE.sum(1), send_ER.sum(0), self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x.dtype).reshape(x.shape)
+
+    def _forward_in_graph(
+        self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, mean_probability_E: Tensor
+    ) -> Tensor:
+        """The rest of `forward`, as `torch.compile` traces it: what it cannot look into are opaque ops."""
+        num_local = self.weights.shape[0]
+        share_E, send_ER, receive_Re, splits_2R = moe_ops.plan_exchange(self._name, counts_E, num_local)
+        self.balance_loss = self._balance_loss(share_E, mean_probability_E)
+        row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
+        rows_NH = ops.permute(x.reshape(-1, self.hidden), row_ids, positions_TK)
+        ends_e = receive_Re.sum(0).cumsum(0).to(torch.int32)
+        product: Product = lambda rows_NC, matrices_eDC: moe_ops.multiply(rows_NC, matrices_eDC, ends_e)  # noqa: E731
+        if self.group.is_alone:
+            rows_NH = self._feed_forward(rows_NH, product)
+        else:
+            rows_NH = moe_ops.send_rows(self._name, rows_NH, splits_2R)
+            if num_local == 0:
+                rows_NH = self._take_part(rows_NH)
+            else:
+                rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product)
+                rows_NH = ops.regroup(rows_NH, receive_Re, inverse=True)
+            rows_NH = moe_ops.exchange_rows(self._name, rows_NH, splits_2R, row_ids.shape[0], True)
+        return ops.unpermute(rows_NH, positions_TK, weights_TK).to(x.dtype).reshape(x.shape)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = self.router(x_TH).float()
@@ -149,59 +183,63 @@ class MoE(nn.Module):
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return ids_TK, weights_TK, probabilities_TE.sum(0) / max(len(x_TH), 1)
 
-    def _gather_load(self, counts_E: Tensor) -> np.ndarray:
-        """int64 [E, R]: tokens of each expert on each rank, gathered on the host; the step's only extra exchange."""
+    def plan_exchange(self, counts_E: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Gathers and counts the load, and plans the exchange on the host: `send_ER` and `receive_RE`; collective.
+
+        It is the step's only extra exchange.
+        """
         tokens_RE = self.group.all_gather(counts_E.cpu())
         self.tokens_E = tokens_RE.sum(0).numpy()
         if self.training and not _is_recomputing():
             self.load_E = self.load_E + self.tokens_E
-        return np.ascontiguousarray(tokens_RE.numpy().T)
+        tokens_ER = np.ascontiguousarray(tokens_RE.numpy().T)
+        return split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
 
-    def _balance_loss(self, mean_probability_E: Tensor) -> Tensor:
-        share_E = torch.from_numpy(self.tokens_E / max(self.tokens_E.sum(), 1))
+    def share(self) -> Tensor:
+        """float64 `[E]`: parts of all ranks' tokens that went to each expert in the latest forward."""
+        return torch.from_numpy(self.tokens_E / max(self.tokens_E.sum(), 1))
+
+    def _balance_loss(self, share_E: Tensor, mean_probability_E: Tensor) -> Tensor:
         return self.num_experts * (share_E.to(mean_probability_E) * mean_probability_E).sum()
 
     def _run_experts(self, rows_NH: Tensor, counts_Re: np.ndarray) -> Tensor:
         """Rows ordered by (source rank, expert) → the experts' outputs in the same order."""
-        if len(self.experts) == 0:  # stays in the graph, so that this rank takes part in the backward exchange
-            return rows_NH + self.weights.sum().to(rows_NH.dtype)
+        if len(self.experts) == 0:
+            return self._take_part(rows_NH)
         counts = torch.from_numpy(counts_Re).to(rows_NH.device)
         is_mixed = min(counts.shape) > 1  # else both orders are the same
         if is_mixed:
             rows_NH = ops.regroup(rows_NH, counts)
-        outputs_NH = self._feed_forward(rows_NH, counts_Re.sum(0))
+        outputs_NH = self._feed_forward(rows_NH, self._product(counts_Re.sum(0), rows_NH.device))
         return ops.regroup(outputs_NH, counts, inverse=True) if is_mixed else outputs_NH
 
-    def _feed_forward(self, rows_NH: Tensor, counts_e: np.ndarray) -> Tensor:
+    def _take_part(self, rows_NH: Tensor) -> Tensor:
+        """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
+        return rows_NH + self.weights.sum().to(rows_NH.dtype)
+
+    def _feed_forward(self, rows_NH: Tensor, product: Product) -> Tensor:
         """Rows ordered by local expert → the experts' outputs in the same order."""
-        kind = rows_NH.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weights.dtype
+        dtype = self._compute_dtype(rows_NH.device)
         rows_NH = rows_NH.to(dtype)
         sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
         parts = self.weights.to(dtype).split(sizes, 1)
         matrices = [part.unflatten(1, shape) for part, shape in zip(parts, self.matrices, strict=False)]
-        multiply = self._multiply_at_once if self._is_aligned(dtype) else self._multiply_one_by_one
-        inner_NI = self.activation(multiply(rows_NH, matrices[0], counts_e))
+        inner_NI = self.activation(product(rows_NH, matrices[0]))
         if len(matrices) == 3:
-            inner_NI = inner_NI * multiply(rows_NH, matrices[1], counts_e)
-        return multiply(inner_NI, matrices[-1], counts_e)
+            inner_NI = inner_NI * product(rows_NH, matrices[1])
+        return product(inner_NI, matrices[-1])
 
-    def _is_aligned(self, dtype: torch.dtype) -> bool:
-        """Whether `grouped_mm` takes the matrices: of these types, with rows of whole 16 bytes."""
-        whole = all(columns * dtype.itemsize % 16 == 0 for _, columns in self.matrices)
-        return whole and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    def _compute_dtype(self, device: torch.device) -> torch.dtype:
+        kind = device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weights.dtype
 
-    @staticmethod
-    def _multiply_at_once(rows_NC: Tensor, matrices_eDC: Tensor, counts_e: np.ndarray) -> Tensor:
-        """Each expert's rows times its matrix, transposed: [N, D]."""
-        ends_e = torch.from_numpy(counts_e.cumsum().astype(np.int32)).to(rows_NC.device)
-        return F.grouped_mm(rows_NC, matrices_eDC.transpose(1, 2), offs=ends_e)
-
-    @staticmethod
-    def _multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, counts_e: np.ndarray) -> Tensor:
-        """The same for any types and sizes."""
-        blocks = rows_NC.split(counts_e.tolist())
-        return torch.cat([F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)])
+    def _product(self, counts_e: np.ndarray, device: torch.device) -> Product:
+        """The product for so many rows of each local expert."""
+        if not moe_ops.is_aligned(self._compute_dtype(device), [columns for _, columns in self.matrices]):
+            lengths = counts_e.tolist()
+            return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths)
+        ends_e = torch.from_numpy(counts_e.cumsum().astype(np.int32)).to(device)
+        return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
 
 
 def _is_recomputing() -> bool:

@@ -33,10 +33,12 @@ mod agreement;
 mod cut;
 mod event;
 mod member;
+mod message;
 mod version;
 
 pub use agreement::{Agreement, Need, Verdict, judge};
 pub use cut::reach_each_other;
 pub use event::{Command, Event, Participant, Passed, Standing, Stop, Wait};
 pub use member::{MOST_RECOVERIES, Protocol, Settings};
+pub use message::{Heard, Message, PROTOCOL, Role, hear, tell};
 pub use version::{STEP_BITS, generation_of, step_of, version_of};

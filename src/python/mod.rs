@@ -10,6 +10,7 @@ mod planning;
 mod protocol;
 mod reach;
 mod replay;
+mod secret;
 mod snapshot;
 
 use pyo3::prelude::*;
@@ -28,5 +29,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     protocol::register(module)?;
     reach::register(module)?;
     replay::register(module)?;
+    secret::register(module)?;
     snapshot::register(module)
 }

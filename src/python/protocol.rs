@@ -2,6 +2,7 @@
 
 use crate::error::Error;
 use crate::protocol::{self, Event, Settings};
+use crate::python::secret::Secret;
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -9,6 +10,9 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(version_of, module)?)?;
     module.add_function(wrap_pyfunction!(step_of, module)?)?;
     module.add_function(wrap_pyfunction!(generation_of, module)?)?;
+    module.add_function(wrap_pyfunction!(tell, module)?)?;
+    module.add_function(wrap_pyfunction!(hear, module)?)?;
+    module.add("PROTOCOL", protocol::PROTOCOL)?;
     module.add_class::<Protocol>()
 }
 
@@ -25,6 +29,20 @@ fn step_of(version: u64) -> u64 {
 #[pyfunction]
 fn generation_of(version: u64) -> u64 {
     protocol::generation_of(version)
+}
+
+#[pyfunction]
+#[pyo3(signature = (id, job, message, secret=None))]
+fn tell(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let wrong = |why: String| Error::Invalid(format!("what this member tells others: {why}"));
+    Ok(protocol::tell(id, job, &read(message)?, secret.map(Secret::get)).map_err(wrong)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (id, text, secret=None))]
+fn hear(id: &str, text: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let heard = protocol::hear(id, text, secret.map(Secret::get));
+    serde_json::to_string(&heard).map_err(|error| Error::Runtime(format!("protocol: {error}")).into())
 }
 
 /// The state machine of one member.

@@ -1,7 +1,10 @@
 //! [`crate::reach`] for Python.
 
+use crate::error::Error;
+use crate::python::secret::Secret;
 use crate::reach;
 use pyo3::prelude::*;
+use std::net::IpAddr;
 use std::time::Duration;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -17,8 +20,12 @@ struct Door(reach::Door);
 #[pymethods]
 impl Door {
     #[new]
-    fn new(member: &str) -> PyResult<Self> {
-        Ok(Self(reach::Door::open(member)?))
+    #[pyo3(signature = (member, address=None, secret=None))]
+    fn new(member: &str, address: Option<&str>, secret: Option<&Secret>) -> PyResult<Self> {
+        let wrong =
+            |error| Error::Invalid(format!("Door: expected a numeric address, got {address:?}: {error}"));
+        let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
+        Ok(Self(reach::Door::open(member, address, secret.map(Secret::get))?))
     }
 
     #[getter]
@@ -39,8 +46,15 @@ impl Door {
 type Said = (u64, u64);
 
 #[pyfunction]
-fn ask_all(py: Python<'_>, members: Vec<(String, String)>, milliseconds: u64) -> Vec<Option<Said>> {
-    let said = py.detach(|| reach::ask_all(&members, Duration::from_millis(milliseconds)));
+#[pyo3(signature = (members, milliseconds, secret=None))]
+fn ask_all(
+    py: Python<'_>,
+    members: Vec<(String, String)>,
+    milliseconds: u64,
+    secret: Option<&Secret>,
+) -> Vec<Option<Said>> {
+    let secret = secret.map(Secret::get);
+    let said = py.detach(|| reach::ask_all(&members, Duration::from_millis(milliseconds), secret));
     said.into_iter().map(|said| said.map(|said| (said.computes, said.gave_up))).collect()
 }
 
@@ -51,8 +65,10 @@ struct Watch(reach::Watch);
 #[pymethods]
 impl Watch {
     #[new]
-    fn new(members: Vec<(String, String)>, group: u64, milliseconds: u64) -> Self {
-        Self(reach::Watch::start(members, group, Duration::from_millis(milliseconds)))
+    #[pyo3(signature = (members, group, milliseconds, secret=None))]
+    fn new(members: Vec<(String, String)>, group: u64, milliseconds: u64, secret: Option<&Secret>) -> Self {
+        let limit = Duration::from_millis(milliseconds);
+        Self(reach::Watch::start(members, group, limit, secret.map(Secret::get)))
     }
 
     fn wait(&self, py: Python<'_>) -> (Vec<String>, Option<String>) {

@@ -1,7 +1,9 @@
 //! The side that answers.
 
-use super::{Said, answer, read, write};
+use super::{Said, proof, read_knock};
 use crate::error::{Error, Result};
+use crate::secret::Secret;
+use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -18,66 +20,83 @@ const STACK_BYTES: usize = 64 << 10;
 /// A port that answers for one member, until it is dropped.
 #[derive(Debug)]
 pub struct Door {
-    port: u16,
-    sign: Arc<Sign>,
+    address: SocketAddr,
+    keeper: Arc<Keeper>,
 }
 
 /// What the threads of a door know.
-#[derive(Debug, Default)]
-struct Sign {
+#[derive(Debug)]
+struct Keeper {
+    member: String,
+    /// That of the member's job.
+    secret: Option<Secret>,
     is_closed: AtomicBool,
     computes: AtomicU64,
     gave_up: AtomicU64,
 }
 
 impl Door {
-    /// A door of the member with this id, on a free port of all interfaces.
+    /// A door of the member with this id, on a free port of an address, or of all. With a secret it answers those alone
+    /// that have it.
     ///
     /// # Errors
-    /// [`Error::Io`] when the system has no port or no thread.
-    pub fn open(member: &str) -> Result<Self> {
+    /// [`Error::Io`] when the system has no port or no thread, or the address is not this machine's.
+    pub fn open(member: &str, address: Option<IpAddr>, secret: Option<&Secret>) -> Result<Self> {
         let failed = |error| Error::io("opening a port that answers other members", error);
-        let both = TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0)); // IPv4, too, unless the system has no IPv6
-        let listener = both.or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))).map_err(failed)?;
-        let port = listener.local_addr().map_err(failed)?.port();
-        let sign = Arc::new(Sign::default());
-        let (shown, member): (_, Arc<str>) = (sign.clone(), member.into());
+        let listener = match address {
+            Some(address) => TcpListener::bind((address, 0)),
+            // IPv4, too, unless the system has no IPv6
+            None => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
+                .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))),
+        };
+        let listener = listener.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let keeper = Arc::new(Keeper {
+            member: member.to_owned(),
+            secret: secret.cloned(),
+            is_closed: AtomicBool::new(false),
+            computes: AtomicU64::new(0),
+            gave_up: AtomicU64::new(0),
+        });
+        let inside = keeper.clone();
         thread::Builder::new()
             .name("evermoe-door".into())
-            .spawn(move || serve(&listener, &member, &shown))
+            .spawn(move || serve(&listener, &inside))
             .map_err(failed)?;
-        Ok(Self { port, sign })
+        Ok(Self { address, keeper })
     }
 
     /// Its port.
     pub fn port(&self) -> u16 {
-        self.port
+        self.address.port()
     }
 
     /// Says the group for whose next step the member computes; 0 for none.
     pub fn set_computes(&self, group: u64) {
-        self.sign.computes.store(group, Ordering::SeqCst);
+        self.keeper.computes.store(group, Ordering::SeqCst);
     }
 
     /// Says the group in which the member has waited in vain; 0 for none.
     pub fn set_gave_up(&self, group: u64) {
-        self.sign.gave_up.store(group, Ordering::SeqCst);
+        self.keeper.gave_up.store(group, Ordering::SeqCst);
     }
 }
 
 impl Drop for Door {
     fn drop(&mut self) {
-        self.sign.is_closed.store(true, Ordering::SeqCst);
+        self.keeper.is_closed.store(true, Ordering::SeqCst);
         // Its thread waits for a connection; without one it stays until the next comes, which is refused.
-        let own = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), self.port);
+        let all = self.address.ip().is_unspecified();
+        let host = if all { Ipv4Addr::LOCALHOST.into() } else { self.address.ip() };
+        let own = SocketAddr::new(host, self.address.port());
         drop(TcpStream::connect_timeout(&own, Duration::from_millis(100)));
     }
 }
 
-fn serve(listener: &TcpListener, member: &Arc<str>, sign: &Arc<Sign>) {
+fn serve(listener: &TcpListener, keeper: &Arc<Keeper>) {
     let open = Arc::new(AtomicUsize::new(0));
     for stream in listener.incoming() {
-        if sign.is_closed.load(Ordering::SeqCst) {
+        if keeper.is_closed.load(Ordering::SeqCst) {
             return;
         }
         let Ok(stream) = stream else {
@@ -88,10 +107,10 @@ fn serve(listener: &TcpListener, member: &Arc<str>, sign: &Arc<Sign>) {
             open.fetch_sub(1, Ordering::SeqCst);
             continue;
         }
-        let (member, done, sign) = (member.clone(), open.clone(), sign.clone());
+        let (keeper, done) = (keeper.clone(), open.clone());
         let answering = thread::Builder::new().stack_size(STACK_BYTES).spawn(move || {
             // An error ends the connection, and nothing else.
-            let _ended = talk(stream, &member, &sign);
+            let _ended = talk(stream, &keeper);
             done.fetch_sub(1, Ordering::SeqCst);
         });
         if answering.is_err() {
@@ -100,16 +119,19 @@ fn serve(listener: &TcpListener, member: &Arc<str>, sign: &Arc<Sign>) {
     }
 }
 
-fn talk(mut stream: TcpStream, member: &str, sign: &Sign) -> std::io::Result<()> {
+fn talk(mut stream: TcpStream, keeper: &Keeper) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
     loop {
-        let [knock] = read(&mut stream)?;
+        let (member, secret) = (&keeper.member, keeper.secret.as_ref());
+        let number = read_knock(&mut stream, member, secret)?;
         let said = Said {
-            computes: sign.computes.load(Ordering::SeqCst),
-            gave_up: sign.gave_up.load(Ordering::SeqCst),
+            computes: keeper.computes.load(Ordering::SeqCst),
+            gave_up: keeper.gave_up.load(Ordering::SeqCst),
         };
-        write(&mut stream, &[answer(member, knock), said.computes, said.gave_up])?;
+        let mut answer = said.to_bytes().to_vec();
+        answer.extend(proof(member, number, &said.to_bytes(), secret));
+        stream.write_all(&answer)?;
     }
 }

@@ -1,7 +1,9 @@
 //! The side that asks.
 
-use super::{Said, answer, read, write};
-use std::io::{Error, ErrorKind};
+use super::{Number, SAID_BYTES, Said, proof, write_knock};
+use crate::secret::Secret;
+use std::hash::{BuildHasher, RandomState};
+use std::io::{Error, ErrorKind, Read};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
 use std::thread;
@@ -9,26 +11,29 @@ use std::time::{Duration, Instant};
 
 /// What members answer within `limit`, all asked at once; none for those that do not.
 ///
-/// A member is its id and the address of its door, `host:port`. Names are looked up within the limit, too.
+/// A member is its id and the address of its door, `host:port`. Names are looked up within the limit, too. With a secret
+/// both sides must have it.
 ///
 /// ```
 /// use evermoe::reach::{Door, Said, ask_all};
 /// use std::time::Duration;
-/// let door = Door::open("a")?;
+/// let door = Door::open("a", None, None)?;
 /// let address = format!("127.0.0.1:{}", door.port());
 /// let members = [("a".to_owned(), address.clone()), ("b".to_owned(), address)]; // that port is not b's
-/// assert_eq!(ask_all(&members, Duration::from_secs(5)), [Some(Said::default()), None]);
+/// assert_eq!(ask_all(&members, Duration::from_secs(5), None), [Some(Said::default()), None]);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
-pub fn ask_all(members: &[(String, String)], limit: Duration) -> Vec<Option<Said>> {
+pub fn ask_all(members: &[(String, String)], limit: Duration, secret: Option<&Secret>) -> Vec<Option<Said>> {
     let deadline = Instant::now() + limit;
     let (report, reports) = mpsc::channel();
     for (index, (member, address)) in members.iter().cloned().enumerate() {
-        let report = report.clone();
+        let (report, secret) = (report.clone(), secret.cloned());
         // A thread that cannot be started reports nothing, as one whose member does not answer. One that looks up a
         // name for longer than the limit is left behind: it ends by itself.
         let _started = thread::Builder::new().name("evermoe-knock".into()).spawn(move || {
-            if let Ok(said) = ask(&member, &address, deadline) {
+            let said = Visit::begin(&address, deadline)
+                .and_then(|mut visit| visit.knock(&member, deadline, secret.as_ref()));
+            if let Ok(said) = said {
                 // All answers may be in already that somebody waits for.
                 let _heard = report.send((index, said));
             }
@@ -40,10 +45,6 @@ pub fn ask_all(members: &[(String, String)], limit: Duration) -> Vec<Option<Said
         found[index] = Some(said);
     }
     found
-}
-
-fn ask(member: &str, address: &str, deadline: Instant) -> std::io::Result<Said> {
-    Visit::begin(address, deadline)?.knock(member, deadline)
 }
 
 /// A connection to a door.
@@ -64,20 +65,34 @@ impl Visit {
         Ok(Self(stream))
     }
 
-    /// Returns once the member has answered.
-    pub(super) fn knock(&mut self, member: &str, deadline: Instant) -> std::io::Result<Said> {
+    /// What the member answers.
+    pub(super) fn knock(
+        &mut self,
+        member: &str,
+        deadline: Instant,
+        secret: Option<&Secret>,
+    ) -> std::io::Result<Said> {
         let stream = &mut self.0;
         stream.set_read_timeout(Some(left(deadline)?))?;
         stream.set_write_timeout(Some(left(deadline)?))?;
-        let knock = u64::from(stream.local_addr()?.port()) << 48 | u64::from(std::process::id());
-        write(stream, &[knock])?;
-        let [own, computes, gave_up] = read(stream)?;
-        if own == answer(member, knock) {
-            Ok(Said { computes, gave_up })
+        let number = unforeseen();
+        write_knock(stream, member, number, secret)?;
+        let mut said = [0; SAID_BYTES];
+        stream.read_exact(&mut said)?;
+        let expected = proof(member, number, &said, secret);
+        let mut found = vec![0; expected.len()];
+        stream.read_exact(&mut found)?;
+        if found == expected {
+            Ok(Said::from_bytes(said))
         } else {
             Err(Error::new(ErrorKind::InvalidData, "another process has that port"))
         }
     }
+}
+
+/// A number that nobody has seen: the keys of maps are drawn from the system's random numbers.
+fn unforeseen() -> Number {
+    RandomState::new().hash_one(Instant::now()).to_le_bytes()
 }
 
 /// Time until the deadline: never zero, which would mean for ever.

@@ -11,8 +11,12 @@ pub use door::Door;
 pub use knock::ask_all;
 pub use watch::{Seen, Watch};
 
-use std::io::{Read, Write};
+use crate::secret::{Secret, TAG_BYTES};
+use std::io::{Error, ErrorKind, Read, Write};
 use xxhash_rust::xxh3::xxh3_64;
+
+/// A number that is used once, by the side that asks.
+type Number = [u8; 8];
 
 /// What a member's door says about it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -23,22 +27,56 @@ pub struct Said {
     pub gave_up: u64,
 }
 
-/// The answer of a member's door to a knock: other processes that come to have its port answer otherwise.
-fn answer(member: &str, knock: u64) -> u64 {
-    xxh3_64(member.as_bytes()) ^ knock
-}
+/// Bytes of what a door says.
+const SAID_BYTES: usize = 16;
 
-fn read<const N: usize>(stream: &mut impl Read) -> std::io::Result<[u64; N]> {
-    let mut numbers = [0; N];
-    for number in &mut numbers {
-        let mut bytes = [0; 8];
-        stream.read_exact(&mut bytes)?;
-        *number = u64::from_le_bytes(bytes);
+impl Said {
+    fn to_bytes(self) -> [u8; SAID_BYTES] {
+        (u128::from(self.computes) | u128::from(self.gave_up) << 64).to_le_bytes()
     }
-    Ok(numbers)
+
+    fn from_bytes(bytes: [u8; SAID_BYTES]) -> Self {
+        let both = u128::from_le_bytes(bytes);
+        Self { computes: (both & u128::from(u64::MAX)) as u64, gave_up: (both >> 64) as u64 }
+    }
 }
 
-fn write(stream: &mut impl Write, numbers: &[u64]) -> std::io::Result<()> {
-    let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-    stream.write_all(&bytes)
+/// The proof that what a door says comes from the member: other processes that come to have its port answer otherwise.
+/// With a secret only a member of the job can give it.
+fn proof(member: &str, number: Number, said: &[u8], secret: Option<&Secret>) -> Vec<u8> {
+    match secret {
+        Some(secret) => secret.tag("answer", &[member.as_bytes(), &number, said]).to_vec(),
+        None => (xxh3_64(member.as_bytes()) ^ u64::from_le_bytes(number)).to_le_bytes().to_vec(),
+    }
+}
+
+/// Sends a number to the door, and with a secret the proof that the side that asks has it.
+fn write_knock(
+    stream: &mut impl Write,
+    member: &str,
+    number: Number,
+    secret: Option<&Secret>,
+) -> std::io::Result<()> {
+    let mut knock = number.to_vec();
+    if let Some(secret) = secret {
+        knock.extend(secret.tag("knock", &[member.as_bytes(), &number]));
+    }
+    stream.write_all(&knock)
+}
+
+/// The number of a knock.
+fn read_knock(stream: &mut impl Read, member: &str, secret: Option<&Secret>) -> std::io::Result<Number> {
+    let mut number = Number::default();
+    stream.read_exact(&mut number)?;
+    if let Some(secret) = secret {
+        let mut tag = [0; TAG_BYTES];
+        stream.read_exact(&mut tag)?;
+        if !secret.is_tag(&tag, "knock", &[member.as_bytes(), &number]) {
+            return Err(Error::new(
+                ErrorKind::PermissionDenied,
+                "the side that asks does not have the job's secret",
+            ));
+        }
+    }
+    Ok(number)
 }

@@ -1,6 +1,7 @@
 //! The side that keeps asking: whether members that were reached still answer.
 
 use super::knock::Visit;
+use crate::secret::Secret;
 use std::io::ErrorKind;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -32,6 +33,7 @@ struct Shared {
     members: Vec<(String, String)>,
     group: u64,
     limit: Duration,
+    secret: Option<Secret>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -48,11 +50,23 @@ impl Watch {
     /// Watches the other members of a group: their ids and the addresses of their doors, `host:port`.
     ///
     /// A thread that the system has no room for watches nobody: a collective waits longer for that member, no more.
-    pub fn start(members: Vec<(String, String)>, group: u64, limit: Duration) -> Self {
+    pub fn start(
+        members: Vec<(String, String)>,
+        group: u64,
+        limit: Duration,
+        secret: Option<&Secret>,
+    ) -> Self {
+        let secret = secret.cloned();
         let state =
             State { heard: vec![Instant::now(); members.len()], seen: Seen::default(), is_over: false };
-        let shared =
-            Arc::new(Shared { members, group, limit, state: Mutex::new(state), changed: Condvar::new() });
+        let shared = Arc::new(Shared {
+            members,
+            group,
+            limit,
+            secret,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
         for member in 0..shared.members.len() {
             let shared = shared.clone();
             let _started = thread::Builder::new()
@@ -68,8 +82,8 @@ impl Watch {
     /// ```
     /// use evermoe::reach::{Door, Watch};
     /// use std::time::Duration;
-    /// let door = Door::open("a")?;
-    /// let watch = Watch::start(vec![("a".into(), format!("127.0.0.1:{}", door.port()))], 1, Duration::from_secs(1));
+    /// let door = Door::open("a", None, None)?;
+    /// let watch = Watch::start(vec![("a".into(), format!("127.0.0.1:{}", door.port()))], 1, Duration::from_secs(1), None);
     /// drop(door);
     /// assert_eq!(watch.wait().silent, ["a"]);
     /// # Ok::<(), evermoe::error::Error>(())
@@ -132,7 +146,9 @@ fn ask(shared: &Shared, member: usize) {
         let deadline = shared.lock().heard[member] + shared.limit;
         let is_new = visit.is_none();
         let open = visit.take().map_or_else(|| Visit::begin(address, deadline), Ok);
-        match open.and_then(|mut open| open.knock(id, deadline).map(|said| (open, said))) {
+        match open
+            .and_then(|mut open| open.knock(id, deadline, shared.secret.as_ref()).map(|said| (open, said)))
+        {
             Ok((_, said)) if said.gave_up == shared.group => {
                 return shared.report(shared.lock(), Seen { silent: Vec::new(), gave_up: Some(id.clone()) });
             }

@@ -98,6 +98,8 @@ class Group:
         self._address = address
         self.rank = 0
         self.size = 1
+        self.is_alone = True
+        """Whether `size` is 1; compiled graphs depend on this alone."""
         self._groups: dict[str, Any] = {}
         self._timeout = timedelta(0)
         self._is_shared = is_shared
@@ -271,6 +273,7 @@ class Group:
                 torch.cuda.set_device(device)
                 self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=timeout)
         self.rank, self.size, self._timeout = rank, size, timeout
+        self.is_alone = size == 1
         if size > 1:
             self._groups["cpu"].set_timeout(min(connect_limit(size), timeout))
             for name, group in self._groups.items():

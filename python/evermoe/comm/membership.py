@@ -9,26 +9,28 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from evermoe._native import Secret
 from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
-from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, hostname
+from evermoe.comm.messages import Identity, Messages
+from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, find_place
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 
 logger = logging.getLogger(__name__)
 
+SECRET_VARIABLE = "EVERMOE_SECRET"
+"""Environment variable of the job's secret: no option, so that it is in no script and in nothing that is printed."""
 HEARTBEAT_SECONDS = 0.1
 """How often a member tells the Lighthouse that it lives."""
 RETRY_SECONDS = 0.1
@@ -50,8 +52,8 @@ class MembershipOptions(Options):
     node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
     address: str | None = None
-    """Name or address by which other members reach this process, and whose interface it uses (EVERMOE_ADDRESS;
-    default: the host's name)."""
+    """Name or address by which other members reach this process, and on which it listens (EVERMOE_ADDRESS; default:
+    loopback if the Lighthouse's address is, else the host's name, listening on all addresses)."""
     members: int | None = option(None, least=1)
     """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
     go_on_alone: bool = False
@@ -78,35 +80,6 @@ class MembershipOptions(Options):
             raise ValueError("lighthouse is set, so job must name the job, the same for all members")
 
 
-@dataclass(frozen=True)
-class Identity:
-    """What members of one job have in common; others may not join it."""
-
-    job: str
-    layout: str
-    """Digest of the model's and optimizer's units."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options, data, classes and versions that must be the same for all, as text by name."""
-    arithmetic: str = ""
-    """How replicas repeat this member's steps; empty where it sends no gradients, as on a replica node."""
-
-    def differences(self, other: Mapping[str, Any]) -> str:
-        """What differs from another member's data of the same job and layout, one after the other; empty for none."""
-        theirs, here = other["options"] | {"arithmetic": other["arithmetic"]}, {**self.options}
-        if self.arithmetic and other["arithmetic"]:
-            here["arithmetic"] = self.arithmetic
-        else:
-            theirs.pop("arithmetic")
-        names = [name for name in {**here, **theirs} if here.get(name) != theirs.get(name)]
-        return "; ".join(
-            f"{name} is {here.get(name, 'missing')} here, {theirs.get(name, 'missing')} there" for name in names
-        )
-
-    def is_same(self, other: Mapping[str, Any]) -> bool:
-        """Whether the member that has told this belongs to the same job."""
-        return (self.job, self.layout) == (other["job"], other["layout"]) and not self.differences(other)
-
-
 class Membership:
     """Asks the Lighthouse which members take part, and connects their groups.
 
@@ -130,15 +103,17 @@ class Membership:
         rank_key: str = "",
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
+        secret = Secret(os.environ[SECRET_VARIABLE]) if os.environ.get(SECRET_VARIABLE) else None
         self.node = node
-        self.identity = identity
+        self.identity, self._messages = identity, Messages(self.id, identity, lighthouse, secret)
         self.role, self.goes_on_alone = options.role, options.go_on_alone
-        address = options.address or hostname()
-        self.trainer_group = Group(options.address, is_shared=True)
+        self._place = place = find_place(options.address, lighthouse)
+        interface = place.address or options.address
+        self.trainer_group = Group(interface, is_shared=True)
         """Group of the members that train; on a replica node it has one member."""
-        self.background = Group(options.address, is_shared=True)
+        self.background = Group(interface, is_shared=True)
         """Group of all members, replica nodes included, for the transfers of other threads."""
-        self._with_replicas = Group(options.address, is_shared=True)
+        self._with_replicas = Group(interface, is_shared=True)
         self.trainer_group.linked = [self._with_replicas, self.background]
         self._with_replicas.linked = [self.trainer_group, self.background]
         self.rank_key = rank_key
@@ -168,7 +143,7 @@ class Membership:
         """What each member of the latest set has told, by id."""
         self._client: Any = None
         self._heart: Any = None
-        self._stores, self._reach = Stores(address, self._hang_limit), Reach(self.id, address)
+        self._stores, self._reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
         self.watch = Watch(
             self._reach,
             (self.trainer_group, self._with_replicas),
@@ -206,6 +181,8 @@ class Membership:
 
     def timeout(self, problem: str) -> JoinTimeout:
         """The error of an agreement that took too long."""
+        doubt = self._messages.doubt
+        problem += f"; {doubt}" if doubt and doubt != problem else ""
         return JoinTimeout(
             f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}. "
             "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
@@ -218,7 +195,7 @@ class Membership:
             standing: what this member tells the others, as the protocol has it.
 
         Raises:
-            ConnectionError: no Lighthouse answers; ask again.
+            ConnectionError: no Lighthouse answers, or not with what can be believed; ask again.
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
         """
         assert self._deadline is not None
@@ -229,12 +206,14 @@ class Membership:
             self._client = None
             self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
             raise ConnectionError(str(error).split("\n", 1)[0]) from None
-        asked = self._without_strangers(sorted(quorum.participants, key=lambda member: member.replica_id))
+        asked = self._messages.read(quorum.participants, is_established=self.established)
+        if self.id not in {member.id for member in asked}:
+            raise ConnectionError("the Lighthouse passes on another message than this member has told")
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
-        self._named = {member.replica_id: member.data for member in asked}
+        self._named = {member.id: member.data for member in asked}
         self._reach.forget_all_but(self._named)
-        return quorum.quorum_id, [_participant(member.replica_id, member.data) for member in asked]
+        return quorum.quorum_id, [_participant(member.id, member.data) for member in asked]
 
     def _quorum(self, deadline: float, standing: dict[str, Any]) -> Any:
         limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), self._quorum_limit)))
@@ -244,8 +223,8 @@ class Membership:
             self._heart = self._coordination.ManagerServer(
                 self.id,
                 self._lighthouse,
-                socket.gethostname(),
-                "0.0.0.0:0",
+                self._place.host,
+                self._place.manager,
                 "",
                 1,
                 timedelta(seconds=HEARTBEAT_SECONDS),
@@ -255,10 +234,6 @@ class Membership:
         data = {
             "standing": standing,
             "patience": self._patience,
-            "job": self.identity.job,
-            "layout": self.identity.layout,
-            "options": dict(self.identity.options),
-            "arithmetic": self.identity.arithmetic,
             "node": self.node,
             "role": self.role,
             "rank_key": self.rank_key,
@@ -266,35 +241,7 @@ class Membership:
             "door": self._reach.address,
             "unreachable": sorted(self._reach.unreachable),
         }
-        return self._client.quorum(self.id, limit, world_size=1, data=data)
-
-    def _without_strangers(self, asked: list[Any]) -> list[Any]:
-        """The members of this job: of the established ones' job, or else of the first member's by id."""
-        asked = [member for member in asked if "layout" in (member.data or {})]  # others use the Lighthouse otherwise
-        if not self.established:
-            self._check_same_job(_reference(asked))
-        mine = [member for member in asked if self.identity.is_same(member.data)]
-        reference = _reference(mine)  # has an arithmetic, as trainers have, so that all members leave out the same ones
-        identity = Identity(*(reference[key] for key in ("job", "layout", "options", "arithmetic")))
-        return [member for member in mine if identity.is_same(member.data)]
-
-    def _check_same_job(self, first: dict[str, Any]) -> None:
-        if first["job"] != self.identity.job:
-            raise ValueError(
-                f"the Lighthouse {self._lighthouse} serves job {first['job']!r}, this worker belongs to job "
-                f"{self.identity.job!r}: start one Lighthouse for each job"
-            )
-        if first["layout"] != self.identity.layout:
-            raise ValueError(
-                f"this worker's model or optimizer differs from that of job {first['job']!r}: their units have other "
-                "names, shapes or types. Start it with the same script and options as the others."
-            )
-        differences = self.identity.differences(first)
-        if differences:
-            raise ValueError(
-                f"this worker differs from those of job {first['job']!r}: {differences}. Start it with the same "
-                "script, options and versions as the others."
-            )
+        return self._client.quorum(self.id, limit, world_size=1, data=self._messages.write(data))
 
     def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
         """Connects the groups of an agreement.
@@ -383,12 +330,6 @@ class Membership:
             time.sleep(RETRY_SECONDS)
             if self._reach.unreachable and not self._reach.look_again():
                 return
-
-
-def _reference(asked: list[Any]) -> dict[str, Any]:
-    """What the member has told that others are compared with: an established one rather than another, a trainer."""
-    order = [(not each.data["standing"]["established"], each.data["role"] != "train") for each in asked]
-    return asked[order.index(min(order))].data
 
 
 def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Which members this one can reach, and the stores of those that it no longer can."""
+"""Where members listen, which of them this one can reach, and the stores of those that it no longer can."""
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import os
 import socket
 import threading
@@ -9,16 +11,85 @@ import time
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from evermoe._native import Door, ask_all
+from evermoe import _native
+from evermoe._native import Door, Secret, ask_all
 from evermoe.comm.group import connect_limit
+from evermoe.comm.sealed_store import SealedStore
 
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 2048
+"""Connections that wait to be accepted, as torch has it."""
 REACH_SECONDS = 1.0
 """Time that a member gets to answer a knock: its door answers at once, also while it computes."""
 LOOK_SECONDS = 3.0
 """Time between two looks whether silent members answer, of one that goes on without them."""
+
+
+class Place(NamedTuple):
+    """Where a member is reached, and where it listens."""
+
+    host: str
+    """Name or address by which others reach this machine."""
+    address: str | None
+    """Numeric address on which this member listens; None for all."""
+
+    @property
+    def manager(self) -> str:
+        """Address for torchft's server, with any port."""
+        if self.address is None:
+            return "0.0.0.0:0"
+        return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
+
+
+def find_place(given: str | None, lighthouse: str) -> Place:
+    """The address that a member was given, else loopback if the Lighthouse is there, else all addresses.
+
+    An address that is none of this machine's, as behind a translation of addresses, says nothing about where to listen.
+
+    Args:
+        given: name or address by which others reach this process.
+        lighthouse: address of the Lighthouse.
+    """
+    if given is not None:
+        return Place(given, _own_address(given))
+    if _is_loopback(urlsplit(lighthouse).hostname or ""):
+        return Place(LOOPBACK, LOOPBACK)
+    return Place(_hostname(), None)
+
+
+def _is_loopback(host: str) -> bool:
+    """Only if it says so: a host's own name may mean loopback on that host alone."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _own_address(host: str) -> str | None:
+    """The address of this machine that a name stands for; None if it stands for none."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return str(address[0])
+    logger.info("%s is no address of this machine: listening on all", host)
+    return None
+
+
+def _hostname() -> str:
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return LOOPBACK
+    return name
 
 
 class Reach:
@@ -29,12 +100,14 @@ class Reach:
 
     Args:
         member: this member's id.
-        host: name or address by which others reach this machine.
+        place: where it listens.
+        secret: the job's, if it has one: only members that have it get an answer, and give one.
     """
 
-    def __init__(self, member: str, host: str) -> None:
-        self._door: Door | None = Door(member)
-        self.address = f"{host}:{self._door.port}"
+    def __init__(self, member: str, place: Place, secret: Secret | None = None) -> None:
+        self._secret = secret
+        self._door: Door | None = Door(member, place.address, secret)
+        self.address = f"{place.host}:{self._door.port}"
         """Where others knock."""
         self.said: dict[str, tuple[int, int]] = {}
         """By id, what those answered that were asked last: see `_native.ask_all`."""
@@ -54,7 +127,7 @@ class Reach:
         """
         self._asked = time.monotonic()
         asked = list(members.items())
-        answers = ask_all(asked, round(1000 * REACH_SECONDS))
+        answers = ask_all(asked, round(1000 * REACH_SECONDS), self._secret)
         missing = {member: address for (member, address), said in zip(asked, answers, strict=True) if said is None}
         self.said = {member: said for member, said in zip(members, answers, strict=True) if said is not None}
         for member in members:
@@ -88,6 +161,10 @@ class Reach:
             self._door.set_computes(computes)
             self._door.set_gave_up(gave_up)
 
+    def watch(self, members: Mapping[str, str], epoch: int, seconds: float) -> _native.Watch:
+        """Begins to ask the other members of a group, until one does not answer for so long."""
+        return _native.Watch(list(members.items()), epoch, round(1000 * seconds), self._secret)
+
     def close(self) -> None:
         """Closes the door."""
         self._door = None
@@ -99,15 +176,20 @@ class Stores:
     A client costs a reverse look-up of its host's name, so it is kept until it fails.
 
     Args:
-        host: name or address by which others reach this machine.
+        place: where this member's own store listens.
         limit: how long this member's own store waits for a key.
+        secret: the job's, if it has one: values that were stored without it are refused.
     """
 
-    def __init__(self, host: str, limit: timedelta) -> None:
-        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+    def __init__(self, place: Place, limit: timedelta, secret: Secret | None = None) -> None:
+        self._secret = secret
+        listening, port = (None, 0) if place.address is None else _listen(place.address)
+        own = dist.TCPStore(
+            place.host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening
+        )
         self.address = f"{own.host}:{own.port}"
         """Address of this member's own store."""
-        self._stores = {self.address: own}
+        self._stores = {self.address: self._sealed(own)}
 
     def get(self, address: str) -> dist.Store:
         """The store at an address.
@@ -117,10 +199,13 @@ class Stores:
         """
         if address not in self._stores:
             host, port = address.rsplit(":", 1)
-            self._stores[address] = dist.TCPStore(
-                host, int(port), is_master=False, wait_for_workers=False, timeout=connect_limit(1)
+            self._stores[address] = self._sealed(
+                dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=connect_limit(1))
             )
         return self._stores[address]
+
+    def _sealed(self, store: dist.Store) -> dist.Store:
+        return store if self._secret is None else SealedStore(store, self._secret)
 
     @contextmanager
     def within(self, address: str, seconds: float) -> Iterator[None]:
@@ -147,6 +232,14 @@ class Stores:
             end_connections(address)
 
 
+def _listen(address: str) -> tuple[int, int]:
+    """A socket that listens on a free port of an address, for torch's store to close; and the port."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+    port = listening.getsockname()[1]
+    return listening.detach(), port
+
+
 def end_connections(address: str) -> None:
     """Shuts this process's connections to `host:port`; who waits for one gets an error."""
     port = int(address.rsplit(":", 1)[1])
@@ -158,13 +251,3 @@ def end_connections(address: str) -> None:
                 is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 if is_tcp and connection.getpeername()[1] == port and connection.getsockname()[1] != port:
                     connection.shutdown(socket.SHUT_RDWR)
-
-
-def hostname() -> str:
-    """This machine's name, if it has an address, or else that of the loopback interface."""
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return "127.0.0.1"
-    return name

@@ -74,7 +74,7 @@ class Watch:
         self._reach.say()
         following = list(members.items())
         following = (following[first:] + following[:first])[:MOST_WATCHED]
-        self._asking = _native.Watch(following, epoch, round(1000 * self._limit))
+        self._asking = self._reach.watch(dict(following), epoch, self._limit)
         self._thread = threading.Thread(target=self._wait, args=[self._asking], name="evermoe-watch", daemon=True)
         self._thread.start()
 

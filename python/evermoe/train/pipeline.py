@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from evermoe.comm.courier import UNLIMITED
-from evermoe.comm.membership import Identity, Membership
+from evermoe.comm.membership import Membership
+from evermoe.comm.messages import Identity
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups

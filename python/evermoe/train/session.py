@@ -22,7 +22,8 @@ from torch import nn
 from evermoe.comm.courier import Sent
 from evermoe.comm.group import Group
 from evermoe.comm.lighthouse import start_local_lighthouse
-from evermoe.comm.membership import Identity, Membership
+from evermoe.comm.membership import Membership
+from evermoe.comm.messages import Identity
 from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import LEFT_CODE, JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered

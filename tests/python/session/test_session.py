@@ -56,6 +56,16 @@ def test_killed_with_the_optimizer_of_evermoe(start_job):
         assert (recovered["members"], recovered["digests_mismatched"]) == (2, 0)
 
 
+def test_killed_with_a_compiled_model(start_job):
+    """Graphs stay in use while members and experts change; the layers' exchanges are within them."""
+    workers = start_job(hang_limit=30.0).start_all({"b": [at("forward")]}, compiled=True)
+    assert [each.join(100) for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for survivor in workers[::2]:
+        recovered = check_recovered(workers, survivor)
+        assert (recovered["members"], recovered["step"], recovered["digests_mismatched"]) == (2, FAULT, 0)
+
+
 def test_two_of_five_killed_at_once(start_job):
     job = start_job(5, copies=3)
     workers = job.start_all({"b": [at("vote")], "d": [at("vote")]}, "abcde")

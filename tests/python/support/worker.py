@@ -68,6 +68,10 @@ class Options:
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
+    secret: str | None = None
+    """The job's secret, as it knows it."""
+    compiled: bool = False
+    """Its model is one graph."""
     work: int = 0
     """Multiplications of matrices between forward and backward."""
     slow: float = 0.0
@@ -264,6 +268,8 @@ def train(options: Options) -> None:
 
 def _train(options: Options, record: Recorder) -> None:
     torch.set_num_threads(1)
+    if options.secret is not None:
+        os.environ["EVERMOE_SECRET"] = options.secret
     if options.metadata is not None:
         sys.path.insert(0, options.metadata)
     model, data = Model(), dataset()
@@ -277,6 +283,8 @@ def _train(options: Options, record: Recorder) -> None:
         lighthouse=options.lighthouse,
         **options.session,
     )
+    if options.compiled:
+        model.compile(fullgraph=True, backend="aot_eager")
     profiler = Profiler(model, keep=options.steps)
     if options.trace:
         profiler.attach()

@@ -1,0 +1,219 @@
+"""What members tell each other through the Lighthouse, and what becomes of what strangers tell it.
+
+The schema is `src/protocol/message.rs`. Whoever reaches the Lighthouse can tell it anything: what is not a message of
+a member is ignored, with one warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from evermoe import _native
+
+logger = logging.getLogger(__name__)
+
+MOST_WARNED = 1000
+"""Senders that are remembered as warned about."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a member has told, checked."""
+
+    id: str
+    job: str
+    data: dict[str, Any]
+    """The fields of `Message` in `src/protocol/message.rs`."""
+
+    @property
+    def established(self) -> bool:
+        """Whether it has state of the running job."""
+        return self.data["standing"]["established"]
+
+
+class Other(NamedTuple):
+    """A member of this job that speaks another protocol."""
+
+    id: str
+    established: bool
+    protocol: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What members of one job have in common; others may not join it."""
+
+    job: str
+    layout: str
+    """Digest of the model's and optimizer's units."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options, data, classes and versions that must be the same for all, as text by name."""
+    arithmetic: str = ""
+    """How replicas repeat this member's steps; empty where it sends no gradients, as on a replica node."""
+
+    def differences(self, other: Told) -> str:
+        """What differs from another member of the same job and layout, one after the other; empty for none."""
+        theirs, here = other.data["options"] | {"arithmetic": other.data["arithmetic"]}, {**self.options}
+        if self.arithmetic and other.data["arithmetic"]:
+            here["arithmetic"] = self.arithmetic
+        else:
+            theirs.pop("arithmetic")
+        names = [name for name in {**here, **theirs} if here.get(name) != theirs.get(name)]
+        return "; ".join(
+            f"{name} is {here.get(name, 'missing')} here, {theirs.get(name, 'missing')} there" for name in names
+        )
+
+    def is_same(self, other: Told) -> bool:
+        """Whether the member that has told this belongs to the same job."""
+        return (self.job, self.layout) == (other.job, other.data["layout"]) and not self.differences(other)
+
+
+class Heard(NamedTuple):
+    """What a set of the Lighthouse holds."""
+
+    told: list[Told]
+    """Members of any job, whose secret is this member's."""
+    others: list[Other]
+    """Members of this job that speak another protocol."""
+    secretless: dict[str, str]
+    """Those that say to be of this job and do not have its secret: by id, how they differ."""
+
+
+class Messages:
+    """Writes this member's messages and reads the others'.
+
+    Args:
+        id: this member's.
+        identity: what this member must have in common with the others of its job.
+        lighthouse: its address, for errors.
+        secret: the job's, if it has one.
+    """
+
+    def __init__(self, id: str, identity: Identity, lighthouse: str, secret: _native.Secret | None) -> None:
+        self._id, self._identity, self._lighthouse, self._secret = id, identity, lighthouse, secret
+        self._warned: set[str] = set()
+        self.doubt = ""
+        """Why it waits: as many differ from it in the secret as agree with it. Empty where that is not so."""
+
+    def write(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What the Lighthouse is told.
+
+        Args:
+            message: the fields of `Message` in `src/protocol/message.rs`, without those of the identity.
+        """
+        shared = {name: getattr(self._identity, name) for name in ("layout", "arithmetic")}
+        shared["options"] = dict(self._identity.options)
+        return json.loads(_native.tell(self._id, self._identity.job, json.dumps(shared | message), self._secret))
+
+    def read(self, members: Iterable[Any], *, is_established: bool) -> list[Told]:
+        """The members of this job by id: of the established ones' job, or else of the first member's by id.
+
+        Args:
+            members: with `replica_id` and `data`, as torchft has them.
+            is_established: whether this member has state of the running job; it is then right, and others differ.
+
+        Raises:
+            ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
+            ConnectionError: those with this job's name and without its secret may be right; ask again.
+        """
+        told, others, secretless = self._hear(sorted(members, key=lambda member: member.replica_id))
+        if told and not is_established:
+            self._check_same_secret(told, secretless)
+            self._check_same_protocol(told, others)
+            self._check_same_job(_reference(told))
+        mine = [member for member in told if self._identity.is_same(member)]
+        if not mine:
+            return []
+        reference = _reference(mine)  # has an arithmetic, as trainers have, so that all members leave out the same ones
+        shared = (reference.data[key] for key in ("layout", "options", "arithmetic"))
+        identity = Identity(reference.job, *shared)
+        return [member for member in mine if identity.is_same(member)]
+
+    def _hear(self, members: list[Any]) -> Heard:
+        found = Heard([], [], {})
+        for each in members:
+            heard = json.loads(_native.hear(each.replica_id, _text(each.data), self._secret))
+            if heard["kind"] == "member":
+                found.told.append(Told(each.replica_id, heard["job"], heard["message"]))
+                continue
+            if heard["kind"] == "stranger":
+                self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")
+                continue
+            if heard["kind"] == "other_secret":
+                self._warn(each.replica_id, heard["why"])
+                if heard["job"] == self._identity.job:
+                    found.secretless[each.replica_id] = heard["why"]
+                continue
+            protocol = heard["protocol"]
+            self._warn(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
+            if heard["job"] == self._identity.job:
+                found.others.append(Other(each.replica_id, heard["established"], protocol))
+        return found
+
+    def _warn(self, sender: str, why: str) -> None:
+        if sender not in self._warned and len(self._warned) < MOST_WARNED:
+            self._warned.add(sender)
+            logger.warning("ignoring %r at the Lighthouse: %s", sender, why)
+
+    def _check_same_secret(self, told: list[Told], secretless: dict[str, str]) -> None:
+        """Lets a member go on with an established one, or where more agree with it on the secret than do not.
+
+        Else it might start the job anew beside those that run it. They may be strangers, so this is no error yet: it
+        asks again, as long as an agreement may take.
+        """
+        same = [each for each in told if each.job == self._identity.job]
+        if len(secretless) < len(same) or any(each.established for each in same):
+            self.doubt = "" if secretless else self.doubt
+        elif secretless:
+            each, why = min(secretless.items())
+            self.doubt = f"{each} says to be of job {self._identity.job!r}, but {why}"
+            raise ConnectionError(self.doubt)
+
+    def _check_same_protocol(self, told: list[Told], others: list[Other]) -> None:
+        same: list[Told | Other] = [each for each in told if each.job == self._identity.job]
+        first = min([*same, *others], key=_rank)
+        for other in others:
+            if other is first:
+                raise ValueError(
+                    f"this worker's evermoe speaks protocol {_native.PROTOCOL} and that of {other.id} in job "
+                    f"{self._identity.job!r} protocol {other.protocol}: install the same evermoe on all machines"
+                )
+
+    def _check_same_job(self, first: Told) -> None:
+        if first.job != self._identity.job:
+            raise ValueError(
+                f"the Lighthouse {self._lighthouse} serves job {first.job!r}, this worker belongs to job "
+                f"{self._identity.job!r}: start one Lighthouse for each job"
+            )
+        if first.data["layout"] != self._identity.layout:
+            raise ValueError(
+                f"this worker's model or optimizer differs from that of job {first.job!r}: their units have other "
+                "names, shapes or types. Start it with the same script and options as the others."
+            )
+        differences = self._identity.differences(first)
+        if differences:
+            raise ValueError(
+                f"this worker differs from those of job {first.job!r}: {differences}. Start it with the same "
+                "script, options and versions as the others."
+            )
+
+
+def _text(data: Any) -> str:
+    """As JSON again; nothing where it is too deep for that."""
+    try:
+        return json.dumps(data)
+    except RecursionError:
+        return ""
+
+
+def _rank(member: Told | Other) -> tuple[bool, str]:
+    return not member.established, member.id
+
+
+def _reference(told: list[Told]) -> Told:
+    """The member that others are compared with: an established one rather than another, a trainer."""
+    return min(told, key=lambda each: (not each.established, each.data["role"] != "train"))

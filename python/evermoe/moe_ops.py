@@ -1,0 +1,201 @@
+"""Ops of `evermoe.MoE` inside `torch.compile`: host planning, exchanges and the experts' products, each opaque.
+
+A graph names its layer by a tensor: the value is read when the op runs, so that layers alike share one graph. Without
+`torch.compile` the layer does the same without these ops.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from evermoe.comm.group import Group
+
+
+class Layer(Protocol):
+    """What the ops use of a layer when they run."""
+
+    group: Group
+    experts: list[int]
+
+    def plan_exchange(self, counts_E: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """`send_ER` and `receive_RE` for this rank's tokens of each expert; collective."""
+        ...
+
+    def share(self) -> Tensor:
+        """float64 `[E]`: parts of all ranks' tokens that went to each expert, of the latest plan."""
+        ...
+
+
+_layers: WeakValueDictionary[int, Layer] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def register(layer: Layer) -> Tensor:
+    """A tensor on the CPU that names a layer in compiled graphs, as long as it lives."""
+    number = next(_numbers)
+    _layers[number] = layer
+    return torch.tensor(number, device="cpu")
+
+
+def is_aligned(dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Whether `grouped_mm` takes matrices of this type with rows of these many elements: whole 16 bytes each."""
+    whole = all(width * dtype.itemsize % 16 == 0 for width in widths)
+    return whole and dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+# ---- planning
+
+
+@torch.library.custom_op("evermoe::plan_exchange", mutates_args=())
+def plan_exchange(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gathers the load, counts it in the layer, and plans who sends which tokens where; collective.
+
+    Args:
+        layer: from `register`.
+        counts_E: int64, this rank's tokens of each expert.
+        num_local: e, experts of this rank.
+
+    Returns:
+        `share_E`, float32; `send_ER` and `receive_Re`, int64, on the device of the counts; `splits_2R`, int64 on the
+        CPU: rows to each rank, and from each rank.
+    """
+    owner = _layers[int(layer)]
+    send_ER, receive_RE = owner.plan_exchange(counts_E)
+    splits_2R = torch.from_numpy(np.stack([send_ER.sum(0), receive_RE.sum(1)]))
+    receive_Re = np.ascontiguousarray(receive_RE[:, owner.experts])
+    device = counts_E.device
+    share_E = owner.share().to(device, torch.float32)
+    return share_E, torch.from_numpy(send_ER).to(device), torch.from_numpy(receive_Re).to(device), splits_2R
+
+
+@plan_exchange.register_fake
+def _(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ranks, experts = torch.library.get_ctx().new_dynamic_size(min=1), counts_E.shape[0]
+    share_E = counts_E.new_empty((experts,), dtype=torch.float32)
+    send_ER, receive_Re = counts_E.new_empty((experts, ranks)), counts_E.new_empty((ranks, num_local))
+    return share_E, send_ER, receive_Re, layer.new_empty((2, ranks))
+
+
+# ---- exchanges
+
+
+def _exchange(layer: Tensor, rows: Tensor, splits_2R: Tensor, is_return: bool) -> Tensor:
+    send, receive = splits_2R.flip(0).tolist() if is_return else splits_2R.tolist()
+    return _layers[int(layer)].group.all_to_all(rows, send, receive)
+
+
+@torch.library.custom_op("evermoe::send_rows", mutates_args=())
+def send_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
+    """Sends rows to the experts' ranks: `[N, H]`, as many as come. Collective and differentiable."""
+    return _exchange(layer, rows, splits_2R, is_return=False)
+
+
+@send_rows.register_fake
+def _(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
+    return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), rows.shape[1]))
+
+
+@torch.library.custom_op("evermoe::exchange_rows", mutates_args=())
+def exchange_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor, num_rows: int, is_return: bool) -> Tensor:
+    """Sends rows to the experts' ranks or back: `[num_rows, H]`. Collective and differentiable."""
+    return _exchange(layer, rows, splits_2R, is_return)
+
+
+@exchange_rows.register_fake
+def _(layer: Tensor, rows: Tensor, splits_2R: Tensor, num_rows: int, is_return: bool) -> Tensor:
+    return rows.new_empty((num_rows, rows.shape[1]))
+
+
+def _keep_route(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    layer, rows, splits_2R = inputs[:3]
+    ctx.save_for_backward(layer, splits_2R)
+    ctx.num_rows, ctx.is_return = rows.shape[0], inputs[4] if len(inputs) > 3 else False
+
+
+def _send_back(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+    layer, splits_2R = ctx.saved_tensors
+    return None, exchange_rows(layer, gradient, splits_2R, ctx.num_rows, not ctx.is_return), None
+
+
+send_rows.register_autograd(_send_back, setup_context=_keep_route)
+exchange_rows.register_autograd(
+    lambda ctx, gradient: (*_send_back(ctx, gradient), None, None), setup_context=_keep_route
+)
+
+
+# ---- the experts' products
+
+
+def multiply_at_once(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
+    """`multiply` of matrices that `is_aligned` takes."""
+    return F.grouped_mm(rows_NC, matrices_eDC.transpose(1, 2), offs=ends_e)
+
+
+def multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, lengths_e: Sequence[int]) -> Tensor:
+    """`multiply` of any types and sizes."""
+    blocks = rows_NC.split(lengths_e)
+    return torch.cat([F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)])
+
+
+@torch.library.custom_op("evermoe::multiply", mutates_args=())
+def multiply(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
+    """Each expert's rows times its matrix, transposed: `[N, D]`. Differentiable.
+
+    torch's own `grouped_mm` cannot be traced with float32 or float16 before 2.12.
+
+    Args:
+        rows_NC: rows ordered by expert.
+        matrices_eDC: of the same type.
+        ends_e: int32, the end of each expert's rows.
+    """
+    if is_aligned(rows_NC.dtype, matrices_eDC.shape[1:]):
+        return multiply_at_once(rows_NC, matrices_eDC, ends_e)
+    return multiply_one_by_one(rows_NC, matrices_eDC, _lengths(ends_e))
+
+
+@multiply.register_fake
+def _(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
+    return rows_NC.new_empty((rows_NC.shape[0], matrices_eDC.shape[1]))
+
+
+@torch.library.custom_op("evermoe::multiply_backward", mutates_args=())
+def multiply_backward(
+    gradient_ND: Tensor, rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `multiply` for the rows and for the matrices."""
+    gradient_ND = gradient_ND.contiguous()
+    if is_aligned(rows_NC.dtype, matrices_eDC.shape[1:]):
+        rows = F.grouped_mm(gradient_ND, matrices_eDC, offs=ends_e)
+        return rows, F.grouped_mm(gradient_ND.t(), rows_NC, offs=ends_e)
+    lengths = _lengths(ends_e)
+    parts = list(zip(gradient_ND.split(lengths), rows_NC.split(lengths), matrices_eDC, strict=True))
+    rows = torch.cat([gradient @ matrix for gradient, _, matrix in parts])
+    return rows, torch.stack([gradient.t() @ block for gradient, block, _ in parts])
+
+
+@multiply_backward.register_fake
+def _(gradient_ND: Tensor, rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> tuple[Tensor, Tensor]:
+    return rows_NC.new_empty(rows_NC.shape), matrices_eDC.new_empty(matrices_eDC.shape)
+
+
+def _lengths(ends_e: Tensor) -> list[int]:
+    return ends_e.diff(prepend=ends_e.new_zeros(1)).tolist()
+
+
+def _keep_factors(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _multiply_gradients(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, Tensor, None]:
+    return *multiply_backward(gradient_ND, *ctx.saved_tensors), None
+
+
+multiply.register_autograd(_multiply_gradients, setup_context=_keep_factors)

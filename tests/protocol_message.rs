@@ -1,0 +1,283 @@
+//! What strangers tell the Lighthouse never does more than to be called a stranger's; what members tell is understood.
+
+use evermoe::protocol::{Heard, Message, PROTOCOL, Role, Standing, hear, tell};
+use evermoe::secret::Secret;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+fn messages() -> impl Strategy<Value = Message> {
+    let standing = (
+        any::<Option<u64>>(),
+        any::<bool>(),
+        0..9_usize,
+        0..1_u64 << 20,
+        0..1_u64 << 20,
+        any::<(u64, u64)>(),
+    )
+        .prop_map(|(epoch, established, size, generation, state, named)| Standing {
+            epoch,
+            established,
+            size,
+            generation,
+            state,
+            named,
+            adopted: named.0,
+        });
+    let options = prop::collection::btree_map(".*", ".*", 0..4);
+    let texts = (".*", options, ".*", ".*", ".*", prop::collection::vec(".*", 0..3));
+    (texts, any::<bool>(), 1..u16::MAX, 0.0..1e9_f64, standing).prop_map(
+        |(texts, trains, port, patience, standing)| {
+            let (layout, options, arithmetic, node, rank_key, unreachable) = texts;
+            let role = if trains { Role::Train } else { Role::Replica };
+            let (store, door) = (format!("host:{port}"), format!("127.0.0.1:{port}"));
+            Message {
+                layout,
+                options,
+                arithmetic,
+                node,
+                role,
+                rank_key,
+                store,
+                door,
+                unreachable,
+                patience,
+                standing,
+            }
+        },
+    )
+}
+
+fn values() -> impl Strategy<Value = Value> {
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i64>().prop_map(Value::from),
+        any::<f64>().prop_map(Value::from),
+        ".*".prop_map(Value::from),
+    ];
+    leaf.prop_recursive(3, 16, 4, |inner| {
+        let list = prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from);
+        prop_oneof![list, prop::collection::btree_map(".*", inner, 0..4).prop_map(|map| json!(map))]
+    })
+}
+
+/// Every place of an object, also within others.
+fn fields(value: &Value, path: &str, found: &mut Vec<String>) {
+    for (name, inner) in value.as_object().into_iter().flatten() {
+        let path = format!("{path}/{name}");
+        fields(inner, &path, found);
+        found.push(path);
+    }
+}
+
+fn told(message: &Message) -> (Value, Value) {
+    let envelope: Value = serde_json::from_str(&tell("a", "j", message, None).unwrap()).unwrap();
+    let inner = serde_json::from_str(envelope["message"].as_str().unwrap()).unwrap();
+    (envelope, inner)
+}
+
+/// The message with another inner part.
+fn with(mut envelope: Value, inner: &Value) -> String {
+    envelope["message"] = inner.to_string().into();
+    envelope.to_string()
+}
+
+fn is_stranger(text: &str) -> bool {
+    matches!(hear("a", text, None), Heard::Stranger { .. })
+}
+
+fn example() -> Message {
+    let standing = Standing {
+        epoch: None,
+        established: true,
+        size: 0,
+        generation: 1,
+        state: 0,
+        named: (0, 0),
+        adopted: 0,
+    };
+    Message {
+        layout: "5e".into(),
+        options: [("slots".into(), "None".into())].into(),
+        arithmetic: String::new(),
+        node: "a".into(),
+        role: Role::Train,
+        rank_key: String::new(),
+        store: "a:1".into(),
+        door: "a:2".into(),
+        unreachable: vec![],
+        patience: 0.0,
+        standing,
+    }
+}
+
+proptest! {
+    #[test]
+    fn what_is_told_is_heard(message in messages(), job in ".*") {
+        let text = tell("a", &job, &message, None).unwrap();
+        prop_assert_eq!(hear("a", &text, None), Heard::Member { job, message: Box::new(message) });
+    }
+
+    #[test]
+    fn any_text_is_a_strangers(text in ".*") {
+        prop_assert!(is_stranger(&text));
+    }
+
+    #[test]
+    fn any_json_is_a_strangers(value in values()) {
+        prop_assert!(is_stranger(&value.to_string()));
+        prop_assert!(is_stranger(&with(told(&example()).0, &value)));
+    }
+
+    #[test]
+    fn a_cut_message_is_a_strangers(message in messages(), at in any::<prop::sample::Index>()) {
+        let text = tell("a", "j", &message, None).unwrap();
+        let cut: String = text.chars().take(at.index(text.chars().count())).collect();
+        prop_assert!(is_stranger(&cut));
+    }
+
+    #[test]
+    fn a_field_of_another_type_is_noticed(value in values(), at in any::<prop::sample::Index>()) {
+        let (envelope, mut inner) = told(&example());
+        let mut places = Vec::new();
+        fields(&inner, "", &mut places);
+        let place = inner.pointer_mut(&places[at.index(places.len())]).unwrap();
+        let kind = |value: &Value| std::mem::discriminant(value);
+        prop_assume!(kind(place) != kind(&value) && !(place.is_null() && value.is_u64()));
+        *place = value;
+        prop_assert!(is_stranger(&with(envelope, &inner)));
+    }
+}
+
+#[test]
+fn a_missing_or_another_field_is_noticed_everywhere() {
+    let (envelope, inner) = told(&example());
+    let mut places = Vec::new();
+    fields(&inner, "", &mut places);
+    for place in
+        places.iter().filter(|place| !["/options/slots", "/standing/epoch"].contains(&place.as_str()))
+    {
+        let (parent, name) = place.rsplit_once('/').unwrap();
+        let mut less = inner.clone();
+        let object = less.pointer_mut(parent).and_then(Value::as_object_mut).unwrap();
+        let value = object.remove(name).unwrap();
+        assert!(is_stranger(&with(envelope.clone(), &less)), "{place} is not missed");
+        object_at(&mut less, parent).insert(name.into(), value);
+        object_at(&mut less, parent).insert("another".into(), Value::Null);
+        assert!(is_stranger(&with(envelope.clone(), &less)), "{parent} takes another field");
+    }
+    for name in ["evermoe", "job", "established", "message"] {
+        let mut less = envelope.clone();
+        less.as_object_mut().unwrap().remove(name);
+        assert!(is_stranger(&less.to_string()), "{name} is not missed");
+    }
+}
+
+fn object_at<'a>(value: &'a mut Value, path: &str) -> &'a mut serde_json::Map<String, Value> {
+    value.pointer_mut(path).and_then(Value::as_object_mut).unwrap()
+}
+
+#[test]
+fn what_the_types_do_not_say_is_checked() {
+    let wrong: [(&str, Value); 9] = [
+        ("/store", "host".into()),
+        ("/store", ":80".into()),
+        ("/door", "host:0".into()),
+        ("/door", "host:65536".into()),
+        ("/patience", (-1.0).into()),
+        ("/role", "chief".into()),
+        ("/standing/generation", (1_u64 << 24).into()),
+        ("/standing/state", u64::MAX.into()),
+        ("/standing/established", false.into()), // the envelope says true
+    ];
+    for (place, value) in wrong {
+        let (envelope, mut inner) = told(&example());
+        *inner.pointer_mut(place).unwrap() = value;
+        assert!(is_stranger(&with(envelope, &inner)), "{place}");
+    }
+    assert!(tell("a", "j", &Message { store: "host".into(), ..example() }, None).is_err());
+    assert!(tell("a", "j", &Message { patience: f64::NAN, ..example() }, None).is_err());
+}
+
+#[test]
+fn members_of_other_protocols_are_known_whatever_else_they_tell() {
+    for (protocol, more) in
+        [(0, json!(null)), (PROTOCOL + 1, json!({"any": ["thing"]})), (u64::MAX, json!(1))]
+    {
+        let text = json!({"evermoe": protocol, "job": "j", "established": true, "new": more}).to_string();
+        assert_eq!(
+            hear("a", &text, None),
+            Heard::OtherProtocol { protocol, job: "j".into(), established: true }
+        );
+    }
+}
+
+#[test]
+fn long_and_deep_texts_are_refused_at_once() {
+    assert!(is_stranger(&"[".repeat(1 << 19)));
+    let Heard::Stranger { why } = hear("a", &" ".repeat((1 << 20) + 1), None) else { panic!("it is taken") };
+    assert!(why.contains("1048577 bytes"));
+}
+
+fn secrets() -> (Secret, Secret) {
+    (Secret::new("correct horse battery").unwrap(), Secret::new("another horse battery").unwrap())
+}
+
+/// Whether what was heard is from one that does not have the secret, and why that is said.
+fn why(heard: Heard) -> String {
+    let Heard::OtherSecret { job, why } = heard else { panic!("{heard:?}") };
+    assert_eq!(job, "j");
+    why
+}
+
+#[test]
+fn only_members_with_the_same_secret_are_heard() {
+    let (secret, other) = secrets();
+    let sealed = tell("a", "j", &example(), Some(&secret)).unwrap();
+    let open = tell("a", "j", &example(), None).unwrap();
+    let message = Box::new(example());
+    assert_eq!(hear("a", &sealed, Some(&secret)), Heard::Member { job: "j".into(), message });
+    assert_eq!(why(hear("a", &sealed, Some(&other))), "its EVERMOE_SECRET is another one than this worker's");
+    assert_eq!(why(hear("a", &sealed, None)), "it has an EVERMOE_SECRET, this worker has none");
+    assert_eq!(why(hear("a", &open, Some(&secret))), "it has no EVERMOE_SECRET, this worker has one");
+}
+
+#[test]
+fn a_seal_is_of_the_sender_and_of_every_field() {
+    let (secret, _) = secrets();
+    let text = tell("a", "j", &example(), Some(&secret)).unwrap();
+    assert!(
+        matches!(hear("b", &text, Some(&secret)), Heard::OtherSecret { .. }),
+        "told again under another name"
+    );
+    let values = [
+        ("evermoe", json!(PROTOCOL + 1)),
+        ("job", json!("k")),
+        ("established", json!(false)),
+        ("message", json!("{}")),
+        ("seal", json!("5e")),
+        ("seal", json!("")),
+        ("seal", json!("\u{e9}x")),
+    ];
+    for (name, value) in values {
+        let mut envelope: Value = serde_json::from_str(&text).unwrap();
+        envelope[name] = value;
+        let heard = hear("a", &envelope.to_string(), Some(&secret));
+        assert!(matches!(heard, Heard::OtherSecret { .. }), "{name} is changed: {heard:?}");
+    }
+}
+
+#[test]
+fn values_without_names_are_no_message() {
+    assert!(is_stranger(r#"[2, "j", false]"#));
+    let (envelope, inner) = told(&example());
+    let values: Vec<&Value> = inner.as_object().unwrap().values().collect();
+    assert!(is_stranger(&with(envelope, &json!(values))));
+}
+
+#[test]
+fn a_short_secret_is_refused() {
+    let error = Secret::new("hunter2").unwrap_err().to_string();
+    assert!(error.contains("16 characters or more, got 7") && !error.contains("hunter2"), "{error}");
+    assert_eq!(format!("{:?}", secrets().0), "Secret(…)");
+}

@@ -1,0 +1,89 @@
+"""Workers listen where they are to be reached, and nowhere else: read from the kernel's tables."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+import pytest
+
+from evermoe.comm.lighthouse import start_local_lighthouse
+from evermoe.comm.reach import find_place
+from support.harness import HEARTBEAT_LIMIT
+from support.history import check_history
+
+LISTENING = "0A"
+
+
+def listening(pid):
+    """Addresses and ports of a process's sockets that accept connections."""
+    inodes = set()
+    for file in os.listdir(f"/proc/{pid}/fd"):
+        target = os.readlink(f"/proc/{pid}/fd/{file}")
+        if target.startswith("socket:["):
+            inodes.add(target[len("socket:[") : -1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == LISTENING and rest[5] in inodes:
+                address, port = local.split(":")
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
+    return found
+
+
+@pytest.fixture
+def local_lighthouse():
+    server, address = start_local_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=5)
+    yield address
+    server.shutdown()
+
+
+def addresses_of_workers(job):
+    job.open_gate(3)
+    workers = job.start_all({}, "ab", gated=True)
+    for each in workers:
+        each.wait_for("gate", step=3)
+    found = [listening(each.pid) for each in workers]
+    job.open_gate(10)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    assert all(len(each) >= 4 for each in found), "torchft's server, a store, a door, and gloo's groups"
+    return {address for each in found for address, _ in each}
+
+
+def test_beside_a_lighthouse_on_loopback_all_is_on_loopback(start_job, local_lighthouse):
+    assert addresses_of_workers(start_job(2, local_lighthouse)) == {"127.0.0.1"}
+
+
+def test_an_address_that_is_given_is_the_only_one(start_job):
+    assert addresses_of_workers(start_job(2, address="127.0.0.2")) == {"127.0.0.2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "lighthouse", "place"),
+    [
+        (None, "http://127.0.0.1:1", ("127.0.0.1", "127.0.0.1")),
+        (None, "http://localhost:1", ("127.0.0.1", "127.0.0.1")),
+        (None, "http://[::1]:1", ("127.0.0.1", "127.0.0.1")),
+        (None, "http://10.1.2.3:1", ("here", None)),
+        (None, "http://here:1", ("here", None)),  # its name may mean loopback here, and an address elsewhere
+        ("127.0.0.3", "http://127.0.0.1:1", ("127.0.0.3", "127.0.0.3")),
+        ("localhost", "http://10.1.2.3:1", ("localhost", "127.0.0.1")),
+        ("192.0.2.1", "http://10.1.2.3:1", ("192.0.2.1", None)),  # of no interface, as behind a translation
+        ("no-such-host.invalid", "http://10.1.2.3:1", ("no-such-host.invalid", None)),
+    ],
+)
+def test_place(monkeypatch, given, lighthouse, place):
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    known = {"here": "127.0.1.1", "localhost": "127.0.0.1"}
+
+    def look_up(host, port, *arguments, type=0):
+        if not host[0].isdigit() and host not in known:
+            raise OSError(f"{host} is not known")
+        return [(2, 1, 6, "", (known.get(host, host), port or 0))]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    assert find_place(given, lighthouse) == place

@@ -1,0 +1,142 @@
+"""Jobs with a secret: members that have it train, others are ignored, and are told why on their own side."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import socket
+import struct
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evermoe._native import Door, Secret, reachable
+from evermoe.comm.group import Group
+from evermoe.comm.sealed_store import SealedStore
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+RIGHT, WRONG = "correct horse battery", "another horse battery"
+WHY = {
+    WRONG: "its EVERMOE_SECRET is another one than this worker's",
+    None: "it has an EVERMOE_SECRET, this worker has none",
+}
+
+
+def test_job_with_a_secret_survives_a_death(start_job):
+    workers = start_job().start_all({"b": [Fault("vote", 5)]}, secret=RIGHT)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for survivor in workers[::2]:
+        assert check_recovered(workers, survivor)["members"] == 2
+
+
+@pytest.mark.parametrize("secret", [WRONG, None], ids=["wrong", "none"])
+def test_worker_without_the_secret_is_ignored_and_told_why(start_job, secret):
+    job = start_job(2)
+    workers = job.start_all({}, "ab", steps=100_000, secret=RIGHT)
+    workers[0].wait_for("commit", step=6)
+    outside = job.start("c", session={"members": 1, "agree_limit": 3.0}, secret=secret)
+    assert outside.join() == 1
+    failed = outside.events("failed")[0]
+    assert failed["error"] == "JoinTimeout"
+    assert f"says to be of job '{job.name}', but {WHY[secret]}" in failed["message"]
+    assert outside.events("commit") == [], "it does not start the job anew, although it waits for one member alone"
+    last = workers[0].events("commit")[-1]["step"]
+    workers[0].wait_for("commit", step=last + 20)
+    for each in workers:
+        each.process.kill()
+        assert each.join() == -9
+        assert each.log().count("ignoring 'c-") == 1, each.log()
+        assert len({event["pid"] for event in each.events()}) == 1
+    check_history(workers)
+
+
+def test_new_job_starts_beside_fewer_without_its_secret(start_job):
+    job = start_job(2)
+    outside = job.start("0", secret=WRONG)
+    outside.wait_for("phase", phase="agree")
+    workers = job.start_all({}, "ab", secret=RIGHT)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    outside.process.kill()
+    outside.join()
+    assert outside.events("commit") == []
+
+
+def test_short_secret_is_refused_and_not_repeated(start_job):
+    worker = start_job(1).start("a", secret="hunter2")
+    assert worker.join() == 1
+    failed = worker.events("failed")[0]
+    assert (failed["error"], "16 characters or more, got 7" in failed["message"]) == ("ValueError", True)
+    assert "hunter2" not in failed["message"]
+
+
+def expected_tag(secret, purpose, *parts):
+    """As `src/secret.rs` says, by Python's own HMAC."""
+    text = b"".join(struct.pack("<Q", len(part)) + part for part in (purpose.encode(), *parts))
+    return hmac.digest(secret.encode(), text, hashlib.sha256)
+
+
+def test_tags_are_those_of_pythons_hmac():
+    for parts in ([], [b""], [b"a", b"bc"], [bytes(1000)]):
+        tag = Secret(RIGHT).tag("a purpose", parts)
+        assert tag == expected_tag(RIGHT, "a purpose", *parts)
+        assert Secret(RIGHT).is_tag(tag, "a purpose", parts)
+        assert not Secret(WRONG).is_tag(tag, "a purpose", parts)
+
+
+def test_door_answers_those_alone_that_have_the_secret():
+    door = Door("a", "127.0.0.1", Secret(RIGHT))
+    members = [("a", f"127.0.0.1:{door.port}")]
+    assert reachable(members, 5000, Secret(RIGHT)) == [True]
+    assert reachable([("b", members[0][1])], 5000, Secret(RIGHT)) == [False]
+    assert reachable(members, 5000, Secret(WRONG)) == [False]
+    assert reachable(members, 300) == [False]
+    with socket.create_connection(("127.0.0.1", door.port), timeout=5) as stranger:
+        stranger.sendall(bytes(40))
+        assert stranger.recv(40) == b"", "it says nothing"
+    with socket.create_connection(("127.0.0.1", door.port), timeout=5) as member:
+        member.sendall(b"12345678" + expected_tag(RIGHT, "knock", b"a", b"12345678"))
+        assert member.recv(40) == expected_tag(RIGHT, "answer", b"a", b"12345678")
+
+
+def test_open_door_does_not_answer_for_one_with_a_secret():
+    door = Door("a", "127.0.0.1")
+    assert reachable([("a", f"127.0.0.1:{door.port}")], 5000, Secret(RIGHT)) == [False]
+
+
+def test_store_refuses_what_strangers_have_stored(tmp_path):
+    shared = dist.FileStore(str(tmp_path / uuid.uuid4().hex), 1)
+    shared.set_timeout(timedelta(seconds=5))
+    sealed = SealedStore(shared, Secret(RIGHT))
+    sealed.set("epoch/key", b"\x00\xffvalue")
+    sealed.wait(["epoch/key"], timedelta(seconds=1))
+    assert sealed.check(["epoch/key"])
+    assert (sealed.get("epoch/key"), sealed.add("count", 2)) == (b"\x00\xffvalue", 2)
+    copied = shared.get("epoch/key")
+    for key, value in {"epoch/plain": b"value", "epoch/other": copied, "epoch/empty": b""}.items():
+        shared.set(key, value)
+        with pytest.raises(RuntimeError, match=f"'{key}' .* is not from a member with this job's secret"):
+            sealed.get(key)
+    with pytest.raises(RuntimeError, match="is not from a member"):
+        SealedStore(shared, Secret(WRONG)).get("epoch/key")
+
+
+def test_group_whose_members_have_different_secrets_is_not_connected(tmp_path):
+    def connect(rank, secret):
+        shared = dist.FileStore(str(tmp_path / "store"), 2)
+        shared.set_timeout(timedelta(seconds=5))
+        store = SealedStore(shared, Secret(secret))
+        group = Group("127.0.0.1")
+        with pytest.raises(RuntimeError):
+            group.rebuild(store, rank, 2, torch.device("cpu"), timedelta(seconds=5))
+        group.drop("the test is over")
+
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(connect, rank, secret) for rank, secret in enumerate([RIGHT, WRONG])]:
+            each.result(30)
