@@ -200,12 +200,13 @@ class Session:
 
     def _steps(self, until: int) -> Iterator[Step]:
         while not self._protocol.has_left:
-            self._check_open()
+            _check_open(self)
             self._protocol.look(until)
             if self._protocol.is_over:
                 break
             if self._driver.has_step:
-                step = self._next_step()
+                share = self.sampler.share(self.group.rank, self.group.size)
+                step = Step(self.step, share, self._driver, self._commit, self._fail)
                 yield step
                 if not step.is_entered:
                     raise RuntimeError("each step of session.steps() must be used as `with step:`")
@@ -217,10 +218,6 @@ class Session:
         Does nothing in the last step. Any thread may call it, and a signal handler.
         """
         self._protocol.leave()
-
-    def _next_step(self) -> Step:
-        share = self.sampler.share(self.group.rank, self.group.size)
-        return Step(self.step, share, self._driver, self._commit, self._fail)
 
     def _commit(self, step: Step) -> bool:
         """Ends a step: reduces, votes and updates. Whether it was taken."""
@@ -251,7 +248,7 @@ class Session:
         Puts the model in evaluation mode without gradients. When a peer is lost meanwhile the block ends early
         without an exception, and the session recovers before the next step. Inside the loop of `steps` only.
         """
-        self._check_open()
+        _check_open(self)
         training = self.model.training
         self.model.eval()
         try:
@@ -261,12 +258,6 @@ class Session:
             self.group.drop(str(lost))
         finally:
             self.model.train(training)
-
-    def _check_open(self) -> None:
-        if self.has_left:
-            raise RuntimeError(
-                "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
-            )
 
     def write_trace(self, path: str | Path) -> None:
         """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.
@@ -298,3 +289,10 @@ class Session:
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
+
+
+def _check_open(session: Session) -> None:
+    if session.has_left:
+        raise RuntimeError(
+            "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
+        )

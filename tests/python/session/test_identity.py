@@ -327,7 +327,7 @@ def test_options_that_all_members_must_share_are_marked_so():
     shared = evermoe.SessionConfig(copies=3).shared()
     assert shared["copies"] == "3"
     own = {"lighthouse", "job", "node", "address", "members", "role", "memory_dir"}
-    own |= {"go_on_alone", "hang_limit", "heartbeat_limit", "agree_limit", "rejoin_limit"}
+    own |= {"go_on_alone", "leave_limit", "hang_limit", "heartbeat_limit", "agree_limit", "rejoin_limit"}
     own |= {"replay_log_bytes", "replica_device", "checkpoint_dir"}
     assert set(shared) == {each.name for each in fields(evermoe.SessionConfig)} - own
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evermoe._native import Door, Secret, reachable
+from evermoe._native import Door, Secret, ask_all
 from evermoe.comm.group import Group
 from evermoe.comm.sealed_store import SealedStore
 from support.history import check_history, check_recovered
@@ -93,10 +93,10 @@ def test_tags_are_those_of_pythons_hmac():
 def test_door_answers_those_alone_that_have_the_secret():
     door = Door("a", "127.0.0.1", Secret(RIGHT))
     members = [("a", f"127.0.0.1:{door.port}")]
-    assert reachable(members, 5000, Secret(RIGHT)) == [True]
-    assert reachable([("b", members[0][1])], 5000, Secret(RIGHT)) == [False]
-    assert reachable(members, 5000, Secret(WRONG)) == [False]
-    assert reachable(members, 300) == [False]
+    assert ask_all(members, 5000, Secret(RIGHT)) == [(0, 0)]
+    assert ask_all([("b", members[0][1])], 5000, Secret(RIGHT)) == [None]
+    assert ask_all(members, 5000, Secret(WRONG)) == [None]
+    assert ask_all(members, 300) == [None]
     with socket.create_connection(("127.0.0.1", door.port), timeout=5) as stranger:
         stranger.sendall(bytes(40))
         assert stranger.recv(40) == b"", "it says nothing"
@@ -107,7 +107,7 @@ def test_door_answers_those_alone_that_have_the_secret():
 
 def test_open_door_does_not_answer_for_one_with_a_secret():
     door = Door("a", "127.0.0.1")
-    assert reachable([("a", f"127.0.0.1:{door.port}")], 5000, Secret(RIGHT)) == [False]
+    assert ask_all([("a", f"127.0.0.1:{door.port}")], 5000, Secret(RIGHT)) == [None]
 
 
 def test_store_refuses_what_strangers_have_stored(tmp_path):
