@@ -167,6 +167,11 @@ class Rendezvous:
         self._membership.end_agreement()
         return {"event": "connected"}
 
+    def farewell(self, version: int) -> Event:
+        """Ends the job with all members: `parted`."""
+        self._membership.watch.end()  # the first to be done leaves
+        return self._driver.farewell(version)
+
     def recall(self, vote: dict[str, Any] | None) -> Event:
         """Gathers the latest passed vote of every member: `recalled`."""
         self._driver.interrupt()
@@ -314,10 +319,6 @@ class CommitProtocol:
 
     def _leave(self) -> None:
         self.has_left = True
-
-    def _farewell(self, version: int) -> Event:
-        self._membership.watch.end()  # the first to be done leaves
-        return self._driver.farewell(version)
 
     def _stop(self, why: str, **fields: Any) -> NoReturn:
         if why == "units_lost":

@@ -198,12 +198,10 @@ class SessionDriver(RecoveryDriver):
 
     # ---- checkpoints and the end
 
-    def checkpoint_if_due(self, version: int) -> None:
-        """Writes a checkpoint of `version` if its step is due."""
-        if self._checkpointer.is_due(step_of(version)) and not self._checkpointer.has(version):
-            self._try_checkpoint(version)
-
-    def _try_checkpoint(self, version: int) -> None:
+    def checkpoint_if_due(self, version: int, *, is_due: bool = False) -> None:
+        """Writes a checkpoint of `version` if its step is due, or the caller says so."""
+        if self._checkpointer.has(version) or not (is_due or self._checkpointer.is_due(step_of(version))):
+            return
         try:
             self._checkpoint(version)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
@@ -226,7 +224,7 @@ class SessionDriver(RecoveryDriver):
         """
         everyone = self._membership.everyone
         if self._trains and self._leaving and (self._leaving == everyone.size or self._config.copies < 2):
-            self._try_checkpoint(self._version)
+            self.checkpoint_if_due(self._version, is_due=True)
         whole = everyone.all_reduce(torch.tensor([int(self._protection.settle())]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
 
