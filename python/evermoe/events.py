@@ -160,6 +160,10 @@ class Arranged(Event):
 
     summary: str
     """One sentence that says how units are covered."""
+    survives_one: float
+    """Probability that every unit is left, in some version, when one node fails."""
+    survives_two: float
+    """The same when two nodes fail at once."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from evermoe.events import Arranged, Confirm, Listener, Send
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
 from evermoe.persist.checkpoint import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
-from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan_protection
+from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan_protection, survival
 from evermoe.planning.recovery import Lagging
 from evermoe.profile.memory import free_host_bytes
 from evermoe.replay.calibrate import Arithmetic
@@ -126,10 +126,11 @@ class Protection:
         everyone = gather_json(group, {"member": asdict(mine), "units": about_units})
         self.active = self.state.active(self._membership.num_trainers)
         infos = _unit_infos(self.state, self.active, everyone[0]["units"])
+        ranks = [RankInfo(**each["member"]) for each in everyone]
         self.plan = plan_protection(
             self.options.preset,
             infos,
-            [RankInfo(**each["member"]) for each in everyone],
+            ranks,
             copies=self.options.copies,
             budget=self.options.copy_budget,
         )
@@ -143,9 +144,11 @@ class Protection:
             keeper.replan(assignment)
         if self.snapshots.missing:
             self.plan = _without(self.plan, self.snapshots.missing)
+        survives_one, survives_two = survival(self.plan, self.active, ranks)
         if group.rank == 0:
-            logger.info("%s", self.plan.summary)
-        self._emit(Arranged(self.plan.summary))
+            odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
+            logger.info(f"%s; {odds}", self.plan.summary, survives_one, survives_two)
+        self._emit(Arranged(self.plan.summary, survives_one, survives_two))
 
     def protect(self, version: int) -> None:
         """Makes all copies of the plan as of `version`; returns when they are complete everywhere. Collective.
@@ -348,6 +351,7 @@ def _about_member(membership: Membership, planner: WindowPlanner, options: CopyO
         planner.step_seconds,
         planner.network_seconds,
         options.replay_log_bytes,
+        planner.link,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from evermoe import planning
-from evermoe.planning.schedule import DEFAULT_LINK
+from evermoe.planning.schedule import DEFAULT_LINK, Link
 
 Kind = Literal["active", "replayed", "snapshot"]
 """Copies in addition to the active holders: none; copies that repeat its steps; or copies of its state."""
@@ -51,6 +51,8 @@ class RankInfo:
     """Idle seconds of its network in a step."""
     log_bytes: int = 1 << 62
     """Capacity of its log of gradients, for the units that it keeps by repeating their steps."""
+    link: tuple[float, float] | None = None
+    """Measured latency of a message, in seconds, and bytes per second; None before there was enough to measure."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +234,7 @@ def _auto(request: _Request) -> ProtectionPlan:
     plan = planning.choose_copies(
         units,
         nodes,
-        network=DEFAULT_LINK,
+        network=_network(request.ranks),
         host_link=DEFAULT_LINK,
         step_seconds=step_seconds,
         copies=request.copies,
@@ -245,6 +247,38 @@ def _auto(request: _Request) -> ProtectionPlan:
         primary = choice.primary if kind != "active" else rank
         kept.append(UnitProtection(unit.name, kind, primary, others, choice.period))
     return ProtectionPlan(kept, f"auto: {plan.summary}")
+
+
+def survival(
+    plan: ProtectionPlan, active: Mapping[str, Sequence[int]], ranks: Sequence[RankInfo]
+) -> tuple[float, float]:
+    """Probabilities that every unit is left when one node fails, and when two fail at once; all nodes alike.
+
+    Args:
+        plan: with all its copies.
+        active: by unit, the ranks that train on it.
+        ranks: all ranks.
+
+    Example: three nodes, each unit on two of them: (1.0, 0.0) if each pair of nodes shares a unit.
+    """
+    held = {tuple(sorted({*active[each.unit], *each.holders})) for each in plan.units}
+    domains = _node_numbers(ranks)
+    nodes = [f"{domain:06d}" for domain in domains]
+    found = [
+        planning.copy_recovery_probability(sorted(held), failures, nodes=nodes).probability
+        if failures < len(set(domains))
+        else 0.0
+        for failures in (1, 2)
+    ]
+    return found[0], found[1]
+
+
+def _network(ranks: Sequence[RankInfo]) -> Link:
+    """The slowest link that was measured."""
+    links = [info.link for info in ranks if info.link is not None]
+    if not links:
+        return DEFAULT_LINK
+    return Link(max(alpha for alpha, _ in links), min(beta for _, beta in links))
 
 
 def _step_seconds(ranks: Sequence[RankInfo]) -> float:

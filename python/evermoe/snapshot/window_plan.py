@@ -245,6 +245,8 @@ class WindowPlanner:
         """Seconds of a step, from the latest profile, also one of earlier members."""
         self.network_seconds: float | None = None
         """Idle seconds of this member's network in a step, of the same profile."""
+        self.link: tuple[float, float] | None = None
+        """Measured latency and bytes per second of this member's link; None before there was enough to measure."""
         self.summary = ""
         """Summary of the plan of the slowest member."""
         self.plans = 0
@@ -311,6 +313,8 @@ class WindowPlanner:
         if self.windows is not None:
             change = has_changed(self.windows, steps, tolerance=TOLERANCE)
         link = measure_link(list(self._courier.sent), self._default)
+        if link != self._default:
+            self.link = link.alpha, link.beta
         mine = RankReport(
             find_windows(steps).to_json() if steps else "",
             [start + offset for start in starts],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from evermoe.planning.protection import LOGGED_STEPS, RECORD_BYTES, RankInfo, UnitInfo, plan_protection
+from evermoe.planning.protection import LOGGED_STEPS, RECORD_BYTES, RankInfo, UnitInfo, plan_protection, survival
 
 GRADIENT_BYTES = 1000
 
@@ -39,3 +41,33 @@ def test_units_that_do_not_fit_into_the_logs_are_followed_by_snapshots(fitting):
     assert len(kept) == (0, 3, 6)[fitting]
     assert {(each.kind, each.period) for each in plan.units if each not in kept} <= {("snapshot", 1)}
     assert ("too large for replay_log_bytes" in plan.summary) == (fitting < 2)
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini", "baft", "lazarus"])
+@pytest.mark.parametrize(
+    "trainers, copies, per_node", [(1, 2, 1), (2, 2, 1), (4, 2, 1), (4, 3, 1), (5, 2, 1), (6, 2, 2)]
+)
+def test_survival_counts_the_losses_that_leave_every_unit(preset, trainers, copies, per_node):
+    ranks = [RankInfo(f"node{rank // per_node}", 1 << 40) for rank in range(trainers)]
+    units = experts(6, trainers)
+    plan = plan_protection(preset, units, ranks, copies=copies, budget=0.01)
+    active = {unit.name: unit.active for unit in units}
+    held = [{ranks[rank].node for rank in (*active[each.unit], *each.holders)} for each in plan.units]
+    nodes = sorted({rank.node for rank in ranks})
+    for failures, found in zip((1, 2), survival(plan, active, ranks), strict=True):
+        losses = list(itertools.combinations(nodes, failures)) if failures < len(nodes) else [nodes]
+        survived = [all(each - {*lost} for each in held) for lost in losses]
+        assert found == pytest.approx(sum(survived) / len(losses)), failures
+
+
+def test_auto_computes_with_the_slowest_measured_link():
+    def planned(*links):
+        ranks = [RankInfo(f"node{rank}", 1 << 40, True, 0.1, 0.01, link=link) for rank, link in enumerate(links)]
+        units = [UnitInfo(f"e{e}", 30_000, 10_000, (e % 3,), 10.0, e % 2 == 0) for e in range(12)]
+        plan = plan_protection("auto", units, ranks, copies=2, budget=0.01)
+        return [(each.kind, each.period) for each in plan.units]
+
+    fast, slow = (1e-5, 1e9), (1e-4, 1e7)  # 30,000 bytes take 40 µs, or 3.1 ms
+    assert planned(fast, fast, fast) == planned(None, None, None)
+    assert max(period for _, period in planned(fast, fast, fast)) == 1
+    assert max(period for _, period in planned(fast, slow, None)) == 2
