@@ -15,7 +15,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-long test-torch check lint fmt kernels bench test-gpu bench-gpu wheel release coverage docs clean
+.PHONY: help setup demo test test-rust test-python test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel release coverage docs clean
 
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,7 +47,11 @@ test-long: setup ## Every test that needs no GPU, random kills, and the oldest a
 	cargo test --quiet --doc
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
 	$(BIN)/python tests/python/support/soak.py --runs 20
+	$(BIN)/python tests/python/support/schedules.py --runs 20 --first-seed 1000
 	$(MAKE) test-torch
+
+test-failures: setup ## 200 random schedules of failures over all presets, judged by what the workers record: an hour
+	$(BIN)/python tests/python/support/schedules.py --runs 200
 
 test-torch: setup ## This very build on the oldest and the newest supported torch, or TORCH_VERSIONS
 	for version in $(TORCH_VERSIONS); do tests/on_torch.sh $$version || exit 1; done
