@@ -126,6 +126,9 @@ fn talk(mut stream: TcpStream, keeper: &Keeper) -> std::io::Result<()> {
     loop {
         let (member, secret) = (&keeper.member, keeper.secret.as_ref());
         let number = read_knock(&mut stream, member, secret)?;
+        if keeper.is_closed.load(Ordering::SeqCst) {
+            return Ok(()); // who asks learns so, as no other connection is answered
+        }
         let said = Said {
             computes: keeper.computes.load(Ordering::SeqCst),
             gave_up: keeper.gave_up.load(Ordering::SeqCst),

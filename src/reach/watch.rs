@@ -143,7 +143,9 @@ fn ask(shared: &Shared, member: usize) {
     let (id, address) = &shared.members[member];
     let mut visit: Option<Visit> = None;
     loop {
-        let deadline = shared.lock().heard[member] + shared.limit;
+        // Who was stopped itself asks once more before it takes others for silent.
+        let deadline =
+            (shared.lock().heard[member] + shared.limit).max(Instant::now() + shared.limit / QUESTIONS);
         let is_new = visit.is_none();
         let open = visit.take().map_or_else(|| Visit::begin(address, deadline), Ok);
         match open

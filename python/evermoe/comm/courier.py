@@ -161,13 +161,18 @@ class Courier:
         Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer; hardly
         later, as members that wait for the same peer in a collective then agree, and resume without a late member.
         """
-        moved, since = self.progress, time.monotonic()
-        while not self._group.broken and not task.is_over_within(self._group.limit_seconds / PROGRESS_CHECKS):
-            if self.progress != moved:
-                moved, since = self.progress, time.monotonic()
-            elif time.monotonic() - since >= self._group.limit_seconds:
-                group.drop("copies have stopped: a peer is silent")
-        return task.wait()
+        group.on_wait(True)
+        try:
+            moved, since = self.progress, time.monotonic()
+            while not self._group.broken and not task.is_over_within(self._group.limit_seconds / PROGRESS_CHECKS):
+                if self.progress != moved:
+                    moved, since = self.progress, time.monotonic()
+                elif time.monotonic() - since >= self._group.limit_seconds:
+                    group.timed_out = True
+                    group.drop("copies have stopped: a peer is silent")
+            return task.wait()
+        finally:
+            group.on_wait(False)
 
     def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
         if self._pacer is None:

@@ -281,10 +281,11 @@ class Membership:
 
     def _member_is_silent(self, reason: str) -> None:
         """In the watch's thread: ends what this member may wait for."""
-        if self._meeting is None:
+        meeting = self._meeting
+        if meeting is None:
             self.trainer_group.drop(reason)
         else:
-            self._stores.end(self._meeting)
+            self._stores.end(meeting)
 
     def _knock(self, members: list[str]) -> None:
         """Asks all other members for an answer, so that nobody waits for the silent ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +56,7 @@ class Watch:
         self.late = ""
         """The members that the latest group was given up for, for people."""
         self._is_training = self._is_waiting = False
-        self._began = self._waited = 0.0
+        self._began, self._waited = 0.0, math.inf
         self._waited_for_me: str | None = None
         self._times_left_out = 0
         for group in self._groups:
@@ -70,6 +71,9 @@ class Watch:
             first: how many of them have lower ranks than this one.
         """
         self.end()
+        for group in self._groups:
+            group.timed_out = False
+        self._waited = math.inf
         self._epoch, self._members = epoch, dict(members)
         self._reach.say()
         following = list(members.items())
@@ -145,8 +149,11 @@ class Watch:
         if self.silent:
             who = f"{self.silent[0]} at {self._members[self.silent[0]]}"
             self._on_silent(f"{who} has ended, or has not answered for {self._limit:g} s")
-        # A collective that fails breaks its group before it ends, so who waited with the others is not taken for late.
-        elif gave_up and self._is_training and not self._is_waiting and self._groups[0].broken is None:
-            self._waited_for_me = gave_up
-            self._on_silent(f"{gave_up} has waited for this member longer than hang_limit = {self._hang_limit:g} s")
-            self._on_left_out()
+        elif gave_up is not None:
+            # A collective that fails breaks its group before it ends: who waited with the others is not late.
+            is_late = self._is_training and not self._is_waiting and self._groups[0].broken is None
+            who = "this member" if is_late else "another member"
+            self._waited_for_me = gave_up if is_late else None
+            self._on_silent(f"{gave_up} has waited for {who} longer than hang_limit = {self._hang_limit:g} s")
+            if is_late:
+                self._on_left_out()

@@ -194,7 +194,10 @@ class Session:
             self._fail(failure)
             raise
         if self._protocol.has_left:
-            self._leave()  # its memory stays for a process that comes back
+            if self.config.job is None:
+                self.close()
+            else:
+                self._leave()  # its memory stays for a process that comes back
             if self._notice.has_come:
                 raise SystemExit(LEFT_CODE)
 

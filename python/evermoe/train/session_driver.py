@@ -223,7 +223,7 @@ class SessionDriver(RecoveryDriver):
         What those that leave would take with them is written to a checkpoint.
         """
         everyone = self._membership.everyone
-        if self._trains and self._leaving and (self._leaving == everyone.size or self._config.copies < 2):
+        if self._trains and self._leaving and (self._leaving == everyone.size or self._leaving >= self._config.copies):
             self.checkpoint_if_due(self._version, is_due=True)
         whole = everyone.all_reduce(torch.tensor([int(self._protection.settle())]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.group import Group
 from evermoe.comm.pacer import Pacer
+from evermoe.comm.waits import Wait
 from evermoe.planning.schedule import Link
 from support.ranks import members, run_ranks
 
@@ -265,6 +267,16 @@ def test_messages_of_which_a_part_has_come_are_given_up(tmp_path):
     assert received == ("receive among 2 members failed: a test", False)
 
 
+def test_a_wait_that_is_ended_twice_is_not_done():
+    """Two threads may drop a group at once; the waiter that was left behind is not used again."""
+    never, done = threading.Event(), SimpleNamespace(wait=lambda limit: None)
+    wait = Wait(SimpleNamespace(wait=lambda limit: never.wait()))
+    threading.Timer(0.05, lambda: (wait.end(), wait.end())).start()
+    assert wait.run(timedelta(seconds=1)) == "the wait was ended"
+    never.set()
+    assert Wait(done).run(timedelta(seconds=1)) is None
+
+
 @pytest.mark.gpu
 def test_errands_read_what_was_launched_before_them_and_wait_for_nothing_after():
     values = torch.zeros(1 << 20, device="cuda")
@@ -293,13 +305,15 @@ def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
         dropped.append((reason, clock[0]))
         group.broken = reason
 
+    waiting = SimpleNamespace(drop=drop, timed_out=False, on_wait=lambda begins: None)
+
     def is_over_within(seconds):
         if clock[0] < 1.0:
             courier.progress += 1
         clock[0] += seconds
         return False
 
-    courier.wait(SimpleNamespace(is_over_within=is_over_within, wait=lambda: False), SimpleNamespace(drop=drop))
+    courier.wait(SimpleNamespace(is_over_within=is_over_within, wait=lambda: False), waiting)
     courier.close()
     ((reason, at),) = dropped
     assert reason == "copies have stopped: a peer is silent"
