@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import evermoe
 from evermoe._native import RECORD_HEADER_BYTES
@@ -16,6 +18,7 @@ from evermoe.state.unit import expert_unit
 
 BIT = 0x10
 NEEDLE_BYTES = 64
+CHUNK_BYTES = 1 << 20
 
 
 class Flipper:
@@ -95,25 +98,34 @@ def flip_file(path: Path) -> None:
 
 
 def flip_in_memory(needle: bytes) -> int:
-    """Flips a bit of each place where this process has these bytes in memory of its own; how many there were."""
+    """Flips a bit of each place where this process has these bytes in memory of its own; how many there were.
+
+    Other threads may give memory back meanwhile: it is read and written as a file, which then fails and harms nobody.
+    """
     found = 0
     maps = Path("/proc/self/maps").read_text().splitlines()
     places = [re.match(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0\s*(\[heap\])?$", line) for line in maps]
     held = id(needle) + bytes.__basicsize__ - 1
+    buffer = np.empty(CHUNK_BYTES + NEEDLE_BYTES, np.uint8)
     with open("/proc/self/mem", "r+b", buffering=0) as memory:
         for start, end in ((int(place[1], 16), int(place[2], 16)) for place in places if place):
-            for address in _addresses(start, end, needle):
-                if address != held:
-                    memory.seek(address)
-                    memory.write(bytes([needle[0] ^ BIT]))
-                    found += 1
+            chunks = range(start, end, CHUNK_BYTES)
+            for address in (at for chunk in chunks for at in _find(memory, chunk, end, needle, buffer)):
+                if address != held and not 0 <= address - buffer.ctypes.data < buffer.nbytes:
+                    with suppress(OSError):
+                        memory.seek(address)
+                        memory.write(bytes([needle[0] ^ BIT]))
+                        found += 1
     return found
 
 
-def _addresses(start: int, end: int, needle: bytes) -> list[int]:
-    """Where the bytes are between two addresses, aligned to words."""
-    region = (ctypes.c_char * (end - start)).from_address(start)
-    words = np.frombuffer(region, np.uint64)
+def _find(memory: FileIO, start: int, end: int, needle: bytes, buffer: NDArray[np.uint8]) -> list[int]:
+    """Where the bytes begin in a chunk of memory, aligned to words; nowhere if the chunk is gone."""
+    read = 0
+    with suppress(OSError):
+        memory.seek(start)
+        read = memory.readinto(buffer[: end - start].data) or 0
+    words = buffer[: min(read, CHUNK_BYTES) // 8 * 8].view(np.uint64)
     first = np.frombuffer(needle[:8], np.uint64)[0]
-    candidates = (start + 8 * int(at) for at in np.flatnonzero(words == first))
-    return [at for at in candidates if ctypes.string_at(at, min(len(needle), end - at)) == needle]
+    candidates = [8 * int(at) for at in np.flatnonzero(words == first)]
+    return [start + at for at in candidates if buffer[at : at + len(needle)].data == needle[: read - at]]
