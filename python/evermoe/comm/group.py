@@ -88,13 +88,14 @@ class Group:
     this member's own sockets are closed; from then on every call raises `PeerLost` until the group is rebuilt.
     Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
 
+    Threads may wait for it while another one drops it.
+
     Args:
         address: name or address whose interface gloo uses; None: as torch chooses, by GLOO_SOCKET_IFNAME or the host's
             name.
-        is_shared: threads may wait for transfers while another one drops the group.
     """
 
-    def __init__(self, address: str | None = None, *, is_shared: bool = False) -> None:
+    def __init__(self, address: str | None = None) -> None:
         self._address = address
         self.rank = 0
         self.size = 1
@@ -102,12 +103,11 @@ class Group:
         """Whether `size` is 1; compiled graphs depend on this alone."""
         self._groups: dict[str, Any] = {}
         self._timeout = timedelta(0)
-        self._is_shared = is_shared
         self._waits: set[Wait] = set()
         """For messages that are under way."""
         self.broken: str | None = None
         self.timed_out = False
-        """Whether the group was dropped as others did not come to a collective in time."""
+        """Whether others did not come to a collective in time; who watches the group resets it."""
         self.on_wait: Callable[[bool], None] = _ignore_wait
         """Callback before each collective, True, and after it, False."""
         self.linked: list[Group] = []
@@ -253,16 +253,12 @@ class Group:
 
     def _drop_alone(self, reason: str) -> None:
         self.broken = self.broken or reason
-        for group in self._groups.values():
-            if self._is_shared:
-                self._end_waiting(group)
+        for name, group in self._groups.items():
+            if name == "cpu" and self.size > 1 and group._pg is not None:  # NCCL's own abort ends its waits
+                end_waits(group, self.rank, self.size)
             group.abort(errored=False)
         for wait in list(self._waits):
             wait.end()
-
-    def _end_waiting(self, group: Any) -> None:
-        if self.size > 1 and group._pg is not None:
-            end_waits(group, self.rank, self.size)
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
@@ -279,7 +275,7 @@ class Group:
             for name, group in self._groups.items():
                 group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
             self._groups["cpu"]._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
-        self.broken, self.timed_out = None, False
+        self.broken = None
 
 
 class Transfer:

@@ -109,11 +109,11 @@ class Membership:
         self.role, self.goes_on_alone = options.role, options.go_on_alone
         self._place = place = find_place(options.address, lighthouse)
         interface = place.address or options.address
-        self.trainer_group = Group(interface, is_shared=True)
+        self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
-        self.background = Group(interface, is_shared=True)
+        self.background = Group(interface)
         """Group of all members, replica nodes included, for the transfers of other threads."""
-        self._with_replicas = Group(interface, is_shared=True)
+        self._with_replicas = Group(interface)
         self.trainer_group.linked = [self._with_replicas, self.background]
         self._with_replicas.linked = [self.trainer_group, self.background]
         self.rank_key = rank_key

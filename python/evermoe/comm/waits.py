@@ -53,7 +53,7 @@ class Wait:
         failure = None
         try:
             work.wait(limit)
-        except Exception as error:
+        except Exception as error:  # whatever it is: the thread that waits must go on, and its group is of no use
             failure = str(error).split("\n", 1)[0] or "the group was aborted"
         del work
         with self._lock:

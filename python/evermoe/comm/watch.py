@@ -110,10 +110,8 @@ class Watch:
                 f"{each} at {self._members[each]}" for each, (computes, _) in said.items() if computes == self._epoch
             ]
             self.late = ", ".join(late)
-            if late:
-                logger.warning(
-                    "waited %g s for %s: the others go on without it", self._hang_limit, self.late
-                )  # it learns so at this member's door
+            if late:  # it learns so at this member's door
+                logger.warning("waited %g s for %s: the others go on without it", self._hang_limit, self.late)
         elif self._waited < AT_ONCE and self._waited_for_me is None:
             self._waited_for_me = next((each for each, (_, epoch) in said.items() if epoch == self._epoch), None)
         self.end()

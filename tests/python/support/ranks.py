@@ -53,7 +53,7 @@ def _run(place: Path, size: int, rank: int, function: Callable[..., Any], argume
 
 def members(group: Group, folder: str, limit: float) -> tuple[Group, Group]:
     """Groups like a session's, for its own thread and for couriers; collectives wait for `limit` seconds."""
-    found, background = Group(), Group(is_shared=True)
+    found, background = Group(), Group()
     found.linked = [background]
     for each in (found, background):
         store = dist.FileStore(f"{folder}/couriers-{each is found}", group.size)

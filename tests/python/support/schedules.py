@@ -99,30 +99,25 @@ class Run:
         self.told.append(f"{name} is killed in the recovery's phase {phase}")
 
     def stop(self) -> None:
-        name, point, step = self.victim(), self.draw.choice(POINTS), self.step()
-        self.faults[name].append(Fault(point, step, "stop"))
-        self.codes[name] = LATE
-        self.away.add(name)
-        self.told.append(f"{name} is stopped at {point} of step {step}, and continues")
-
-        def act() -> None:
-            self.workers[name].wait_until_stopped()
-            self._wait_without(name)
-            self.workers[name].signal(signal.SIGCONT)
-
-        self.acts.append(act)
+        self._stop("and continues", self._wait_without)
 
     def stop_to_the_end(self) -> None:
+        def end(name: str) -> None:
+            for each in self.others(name):
+                each.join()
+
+        self._stop("until the job is over", end)
+
+    def _stop(self, how_long: str, wait: Callable[[str], None]) -> None:
         name, point, step = self.victim(), self.draw.choice(POINTS), self.step()
         self.faults[name].append(Fault(point, step, "stop"))
         self.codes[name] = LATE
         self.away.add(name)
-        self.told.append(f"{name} is stopped at {point} of step {step} until the job is over")
+        self.told.append(f"{name} is stopped at {point} of step {step} {how_long}")
 
         def act() -> None:
             self.workers[name].wait_until_stopped()
-            for each in self.others(name):
-                each.join()
+            wait(name)
             self.workers[name].signal(signal.SIGCONT)
 
         self.acts.append(act)
