@@ -52,6 +52,20 @@ fn trained_with_b() -> Protocol {
     member
 }
 
+/// A member that has lost its group meets "b" in the set `id`, and recalls these votes.
+fn regroup(member: &mut Protocol, id: u64, votes: Vec<Option<Passed>>) -> Vec<Command> {
+    let commands = member.handle(Event::Look { until: 9 }).unwrap();
+    let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+    let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
+    let commands = member.handle(Event::Quorum { id, participants }).unwrap();
+    assert!(
+        matches!(commands[..], [Command::Connect { generation, .. }] if generation == id),
+        "{commands:?}"
+    );
+    member.handle(Event::Connected).unwrap();
+    member.handle(Event::Recalled { votes }).unwrap()
+}
+
 #[test]
 fn a_member_that_was_left_behind_goes_on_if_its_operator_says_so() {
     let alone = [participant("a", Standing { adopted: 3, named: (1, 3), ..standing(true, 2) })];
@@ -88,15 +102,8 @@ fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen
         let mut member = trained_with_b();
         member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
         member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
-        let commands = member.handle(Event::Look { until: 9 }).unwrap();
-        let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
-        let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
-        let commands = member.handle(Event::Quorum { id: 2, participants }).unwrap();
-        assert!(matches!(commands[..], [Command::Connect { generation: 2, .. }]));
-        member.handle(Event::Connected).unwrap();
         let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
-        let votes = vec![None, has_passed.then(|| vote.clone())];
-        let commands = member.handle(Event::Recalled { votes }).unwrap();
+        let commands = regroup(&mut member, 2, vec![None, has_passed.then(|| vote.clone())]);
         let restore = |version| Command::Restore { version, established: true, saw_running: true };
         if has_passed {
             assert_eq!(commands, [Command::Take { vote, is_recalled: true }, restore(version_of(1, 1))]);
@@ -104,6 +111,27 @@ fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen
             assert_eq!(commands, [restore(version_of(1, 0))]);
         }
     }
+}
+
+/// "a" votes on a step with "b" and, after a failure, on the same step again: what a third member has seen pass in the
+/// first group was another update than the one that "a" has gradients for now.
+#[test]
+fn a_vote_of_an_earlier_group_does_not_pass_for_the_one_that_is_pending() {
+    let mut member = trained_with_b();
+    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![7] }).unwrap();
+    member.handle(Event::Look { until: 9 }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Lost { reason: "c is slow".into() }).unwrap();
+    regroup(&mut member, 2, vec![None, None]);
+    member.handle(Event::Restored { version: version_of(1, 1), is_stale: false }).unwrap();
+    member.handle(Event::Counted).unwrap();
+    member.handle(Event::Protected).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
+    let first = Passed { before: version_of(1, 1), after: version_of(1, 2), sums: vec![8] };
+    let restore = Command::Restore { version: version_of(1, 1), established: true, saw_running: true };
+    assert_eq!(regroup(&mut member, 3, vec![None, Some(first)]), [restore]);
 }
 
 #[test]
@@ -115,12 +143,7 @@ fn steps_that_others_took_while_a_member_was_away_are_theirs_to_report() {
         member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
         member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![7] }).unwrap();
         member.handle(Event::Lost { reason: "it was asleep".into() }).unwrap();
-        let commands = member.handle(Event::Look { until: 9 }).unwrap();
-        let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
-        let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
-        member.handle(Event::Quorum { id: 2, participants }).unwrap();
-        member.handle(Event::Connected).unwrap();
-        member.handle(Event::Recalled { votes: vec![None, None] }).unwrap();
+        regroup(&mut member, 2, vec![None, None]);
         member.handle(Event::Restored { version: restored, is_stale: false }).unwrap();
         member.handle(Event::Counted).unwrap();
         let mut commands = member.handle(Event::Protected).unwrap();

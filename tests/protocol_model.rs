@@ -116,7 +116,7 @@ fn two_members_and_a_newcomer() {
 #[ignore = "takes minutes and gigabytes"]
 fn three_members_to_two_versions() {
     for keeper in KEEPERS {
-        explore(&setting(3, 2, 1, keeper));
+        explore(&setting(3, 2, 2, keeper));
     }
 }
 

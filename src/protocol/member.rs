@@ -92,7 +92,8 @@ pub struct Protocol {
     saw_running: bool,
     /// The group that this member is connected in.
     group: Option<Agreement>,
-    /// The version from which this member has voted to step, while it does not know the result.
+    /// The version that the step makes for which this member has voted, while it does not know the result. It names the
+    /// group: members may vote on the same step again in the next one, with other gradients.
     pending: Option<u64>,
     /// The latest vote that passed here since the last recovery.
     last: Option<Passed>,
@@ -340,7 +341,7 @@ impl Protocol {
         let missed = votes
             .into_iter()
             .flatten()
-            .find(|vote| pending == Some(vote.before) && vote.before == self.version);
+            .find(|vote| pending == Some(vote.after) && vote.before == self.version);
         if let Some(vote) = missed {
             self.take(vote.clone());
             commands.push(Command::Take { vote, is_recalled: true });
@@ -411,7 +412,7 @@ impl Protocol {
 
     fn vote(&mut self, is_whole: bool, leaves: bool) -> Vec<Command> {
         self.leaves = leaves;
-        self.pending = is_whole.then_some(self.version);
+        self.pending = is_whole.then_some(self.stepped());
         self.phase = Phase::Voting;
         vec![Command::Vote { version: self.version }]
     }
@@ -424,7 +425,7 @@ impl Protocol {
         }
         let mut commands = self.confirm();
         let step = step_of(self.version);
-        let vote = Passed { before: self.version, after: version_of(self.generation, step + 1), sums };
+        let vote = Passed { before: self.version, after: self.stepped(), sums };
         self.take(vote.clone());
         commands.push(Command::Take { vote, is_recalled: false });
         self.recoveries = 0;
@@ -436,6 +437,11 @@ impl Protocol {
             commands.push(Command::Settle);
         }
         commands
+    }
+
+    /// The version after one more step in this group.
+    fn stepped(&self) -> u64 {
+        version_of(self.generation, step_of(self.version) + 1)
     }
 
     fn take(&mut self, vote: Passed) {
