@@ -25,6 +25,7 @@ fn participant(id: &str, standing: Standing) -> Participant {
         id: id.into(),
         rank_key: String::new(),
         trains: true,
+        waits: true,
         is_patient: false,
         unreachable: vec![],
         standing,
@@ -33,7 +34,16 @@ fn participant(id: &str, standing: Standing) -> Participant {
 
 fn standing(established: bool, size: usize) -> Standing {
     let adopted = u64::from(established);
-    Standing { epoch: None, established, size, generation: 1, state: 0, named: (adopted, adopted), adopted }
+    Standing {
+        epoch: None,
+        established,
+        size,
+        generation: 1,
+        state: 0,
+        named: vec![],
+        adopted,
+        inquires: false,
+    }
 }
 
 /// A member that has begun a job with "b", and computes step 0.
@@ -68,7 +78,7 @@ fn regroup(member: &mut Protocol, id: u64, votes: Vec<Option<Passed>>) -> Vec<Co
 
 #[test]
 fn a_member_that_was_left_behind_goes_on_if_its_operator_says_so() {
-    let alone = [participant("a", Standing { adopted: 3, named: (1, 3), ..standing(true, 2) })];
+    let alone = [participant("a", Standing { adopted: 3, named: vec![], ..standing(true, 2) })];
     assert_eq!(judge(5, &alone, NEED, None), Verdict::LeftBehind { adopted: 3 });
     let need = Need { goes_on_alone: true, ..NEED };
     assert!(matches!(judge(5, &alone, need, None), Verdict::New(agreement) if agreement.generation == 2));
@@ -78,12 +88,12 @@ fn a_member_that_was_left_behind_goes_on_if_its_operator_says_so() {
 fn a_step_is_taken_when_all_have_voted_and_reported_at_the_next_vote() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![7] }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
     let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
     assert_eq!(commands, [Command::Take { vote, is_recalled: false }]);
     assert_eq!(member.handle(Event::Look { until: 9 }).unwrap(), [Command::Step { number: 1 }]);
     member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![8] }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![8] }).unwrap();
     assert!(matches!(commands[..], [Command::Commit { step: 0 }, Command::Take { .. }]));
 }
 
@@ -91,7 +101,7 @@ fn a_step_is_taken_when_all_have_voted_and_reported_at_the_next_vote() {
 fn a_step_that_some_did_not_vote_for_is_not_taken() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
-    let commands = member.handle(Event::Tally { votes: 1, leaving: 0, sums: vec![] }).unwrap();
+    let commands = member.handle(Event::Tally { votes: 1, leaving: 0, calling: 0, sums: vec![] }).unwrap();
     assert!(matches!(&commands[..], [Command::Drop { reason }] if reason.starts_with("1 of 2")));
     assert_eq!(member.version(), version_of(1, 0));
 }
@@ -119,7 +129,7 @@ fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen
 fn a_vote_of_an_earlier_group_does_not_pass_for_the_one_that_is_pending() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
-    member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![7] }).unwrap();
+    member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
     member.handle(Event::Look { until: 9 }).unwrap();
     member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
     member.handle(Event::Lost { reason: "c is slow".into() }).unwrap();
@@ -141,7 +151,7 @@ fn steps_that_others_took_while_a_member_was_away_are_theirs_to_report() {
     {
         let mut member = trained_with_b();
         member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
-        member.handle(Event::Tally { votes: 2, leaving: 0, sums: vec![7] }).unwrap();
+        member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
         member.handle(Event::Lost { reason: "it was asleep".into() }).unwrap();
         regroup(&mut member, 2, vec![None, None]);
         member.handle(Event::Restored { version: restored, is_stale: false }).unwrap();
@@ -242,7 +252,7 @@ fn a_member_leaves_when_the_copies_of_its_last_step_are_whole() {
     for (leaves, leaving) in [(true, 1), (true, 2), (false, 1)] {
         let mut member = trained_with_b();
         member.handle(Event::Gradients { is_whole: true, leaves }).unwrap();
-        let commands = member.handle(Event::Tally { votes: 2, leaving, sums: vec![7] }).unwrap();
+        let commands = member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
         assert!(matches!(commands[..], [Command::Take { .. }, Command::Settle]), "{commands:?}");
         let commands = member.handle(Event::Settled { is_whole: true }).unwrap();
         let [Command::Commit { step: 0 }, last] = &commands[..] else { panic!("{commands:?}") };
@@ -263,7 +273,7 @@ fn nobody_leaves_before_the_end_of_the_last_step() {
     for leaves in [false, true] {
         member.handle(Event::Gradients { is_whole: true, leaves }).unwrap();
         let leaving = usize::from(leaves);
-        let commands = member.handle(Event::Tally { votes: 2, leaving, sums: vec![7] }).unwrap();
+        let commands = member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
         assert!(matches!(commands.last(), Some(Command::Take { .. })));
         let commands = member.handle(Event::Look { until: 2 }).unwrap();
         assert_eq!(commands, [if leaves { Command::Settle } else { Command::Step { number: 1 } }]);

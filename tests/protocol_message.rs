@@ -6,27 +6,22 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 fn messages() -> impl Strategy<Value = Message> {
-    let standing = (
-        any::<Option<u64>>(),
-        any::<bool>(),
-        0..9_usize,
-        0..1_u64 << 20,
-        0..1_u64 << 20,
-        any::<(u64, u64)>(),
-    )
-        .prop_map(|(epoch, established, size, generation, state, named)| Standing {
-            epoch,
-            established,
-            size,
-            generation,
-            state,
-            named,
-            adopted: named.0,
-        });
+    let standing =
+        (
+            any::<Option<u64>>(),
+            any::<bool>(),
+            0..9_usize,
+            0..1_u64 << 20,
+            0..1_u64 << 20,
+            (prop::collection::vec(any::<u64>(), 0..3), any::<u64>(), any::<bool>()),
+        )
+            .prop_map(|(epoch, established, size, generation, state, (named, adopted, inquires))| {
+                Standing { epoch, established, size, generation, state, named, adopted, inquires }
+            });
     let options = prop::collection::btree_map(".*", ".*", 0..4);
     let texts = (".*", options, ".*", ".*", ".*", prop::collection::vec(".*", 0..3));
-    (texts, any::<bool>(), 1..u16::MAX, 0.0..1e9_f64, standing).prop_map(
-        |(texts, trains, port, patience, standing)| {
+    (texts, any::<[bool; 2]>(), 1..u16::MAX, 0.0..1e9_f64, standing).prop_map(
+        |(texts, [trains, waits], port, patience, standing)| {
             let (layout, options, arithmetic, node, rank_key, unreachable) = texts;
             let role = if trains { Role::Train } else { Role::Replica };
             let (store, door) = (format!("host:{port}"), format!("127.0.0.1:{port}"));
@@ -40,6 +35,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 store,
                 door,
                 unreachable,
+                waits,
                 patience,
                 standing,
             }
@@ -93,8 +89,9 @@ fn example() -> Message {
         size: 0,
         generation: 1,
         state: 0,
-        named: (0, 0),
+        named: vec![],
         adopted: 0,
+        inquires: false,
     };
     Message {
         layout: "5e".into(),
@@ -106,6 +103,7 @@ fn example() -> Message {
         store: "a:1".into(),
         door: "a:2".into(),
         unreachable: vec![],
+        waits: true,
         patience: 0.0,
         standing,
     }

@@ -49,7 +49,18 @@ fn is_sampled(world: &World) -> bool {
 }
 
 fn setting(members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
-    Setting { members, joiners: 0, steps, faults, silences: 0, leaves: 0, cuts: 0, keeper, mistake: None }
+    Setting {
+        members,
+        joiners: 0,
+        steps,
+        faults,
+        silences: 0,
+        inquiries: 0,
+        leaves: 0,
+        cuts: 0,
+        keeper,
+        mistake: None,
+    }
 }
 
 /// Explores everything within the bounds, and says how much that was.
@@ -86,7 +97,7 @@ fn two_members_to_three_versions_with_two_faults() {
 #[test]
 fn two_members_whose_lighthouse_is_silent_at_times() {
     for keeper in KEEPERS {
-        explore(&Setting { silences: 1, ..setting(2, 2, 1, keeper) });
+        explore(&Setting { silences: 1, inquiries: 2, ..setting(2, 2, 1, keeper) });
     }
 }
 
@@ -107,7 +118,7 @@ fn two_members_that_leave_on_notice() {
 #[test]
 fn two_members_and_a_newcomer() {
     for keeper in KEEPERS {
-        explore(&Setting { joiners: 1, ..setting(2, 2, 1, keeper) });
+        explore(&Setting { joiners: 1, inquiries: 2, ..setting(2, 2, 1, keeper) });
     }
 }
 
@@ -116,14 +127,15 @@ fn two_members_and_a_newcomer() {
 #[ignore = "takes minutes and gigabytes"]
 fn three_members_to_two_versions() {
     for keeper in KEEPERS {
-        explore(&setting(3, 2, 2, keeper));
+        explore(&Setting { inquiries: 1, ..setting(3, 2, 2, keeper) });
     }
 }
 
 /// Runs of three members with two faults and a newcomer, chosen at random; in `make test-long` many more.
 fn walk(seconds: u64, seed: u64) {
     for keeper in KEEPERS {
-        let setting = Setting { joiners: 1, silences: 1, leaves: 1, cuts: 1, ..setting(3, 2, 2, keeper) };
+        let setting =
+            Setting { joiners: 1, inquiries: 4, silences: 1, leaves: 1, cuts: 1, ..setting(3, 2, 2, keeper) };
         let checker = Job(setting.clone()).checker().timeout(Duration::from_secs(seconds));
         let checker = checker.spawn_simulation(seed, UniformChooser).join();
         println!("{setting:?}: {} states in random runs from seed {seed}", checker.state_count());

@@ -148,7 +148,7 @@ class Lost(Event):
 
 @dataclass(frozen=True)
 class Phase(Event):
-    """A phase of a recovery begins; `agree` alone also at each look for new members."""
+    """A phase of a recovery begins; `agree` alone also where new members turn out to be gone."""
 
     phase: str
     """`agree`, `rebuild`, `fetch` or `verify`."""
@@ -181,7 +181,7 @@ class Recovered(Event):
     members: int
     """Workers that train now."""
     reason: str
-    """Why members agreed anew: the lost connection, `a look for new members`, `the load has shifted`."""
+    """Why members agreed: the lost connection, `new members`, `this process has started` or `the load has shifted`."""
     fetched_bytes: int
     """What this member received from peers, or read from its node's memory or from disk."""
     fetched_units: int

@@ -60,8 +60,12 @@ pub struct Need {
 /// Members "a" and "b" agreed in set 3. While "b" slept, "a" went on alone in set 4 and died. "b" wakes up in set 5:
 /// ```
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
-/// let standing = Standing { epoch: None, established: true, size: 2, generation: 3, state: 3, named: (1, 3), adopted: 3 };
-/// let b = Participant { id: "b".into(), rank_key: "".into(), trains: true, is_patient: false, unreachable: vec![], standing };
+/// let standing = Standing {
+///     epoch: None, established: true, size: 2, generation: 3, state: 3, named: vec![], adopted: 3, inquires: false,
+/// };
+/// let b = Participant {
+///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
+/// };
 /// let need = Need { members: 2, is_always: false, goes_on_alone: false };
 /// assert_eq!(judge(5, &[b.clone()], need, None), Verdict::LeftBehind { adopted: 3 });
 /// assert!(matches!(judge(4, &[b], need, None), Verdict::New(_))); // "a" is gone, and nothing has happened since
@@ -70,11 +74,15 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     let standings = || participants.iter().map(|participant| &participant.standing);
     // Before all else: who waits here is named in this set, and would pass for one who was not left behind in the next.
     if let Some(adopted) = slept(id, standings()).filter(|_| !need.goes_on_alone) {
-        return Verdict::LeftBehind { adopted };
+        let is_sure = !standings().any(|standing| standing.inquires);
+        return if is_sure { Verdict::LeftBehind { adopted } } else { Verdict::Wait(Wait::Unheard) };
     }
     let stay = reach_each_other(participants);
     if !participants.iter().all(|participant| stay.contains(participant.id.as_str())) {
         return Verdict::Cut(stay.into_iter().map(str::to_owned).collect());
+    }
+    if participants.iter().any(|participant| !participant.waits) {
+        return Verdict::Wait(Wait::Training);
     }
     let found = participants.iter().filter(|participant| participant.trains).count();
     let is_running = standings().any(|standing| standing.established);
@@ -109,9 +117,7 @@ fn awaits_absent(participants: &[Participant]) -> bool {
 fn slept<'a>(id: u64, standings: impl Iterator<Item = &'a Standing> + Clone) -> Option<u64> {
     let newest =
         standings.clone().filter(|standing| standing.adopted > 0).max_by_key(|standing| standing.adopted)?;
-    let is_known = |number: u64| {
-        standings.clone().any(|standing| (standing.named.0..=standing.named.1).contains(&number))
-    };
+    let is_known = |number: u64| standings.clone().any(|standing| standing.named.contains(&number));
     let is_whole =
         standings.clone().filter(|standing| standing.adopted == newest.adopted).count() >= newest.size;
     (!is_whole && !(newest.adopted + 1..id).all(is_known)).then_some(newest.adopted)

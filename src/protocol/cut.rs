@@ -16,9 +16,11 @@ const MOST_BRANCHES: usize = 20_000;
 /// "a" and "b" are cut off from "c" and "d", and no majority is left: the half with the lowest id goes on.
 /// ```
 /// use evermoe::protocol::{Participant, Standing, reach_each_other};
-/// let standing = Standing { epoch: None, established: true, size: 4, generation: 1, state: 1, named: (1, 1), adopted: 1 };
+/// let standing = Standing {
+///     epoch: None, established: true, size: 4, generation: 1, state: 1, named: vec![], adopted: 1, inquires: false,
+/// };
 /// let member = |id: &str, unreachable: &[&str]| Participant {
-///     id: id.into(), rank_key: "".into(), trains: true, is_patient: false,
+///     id: id.into(), rank_key: "".into(), trains: true, waits: true, is_patient: false,
 ///     unreachable: unreachable.iter().map(|&other| other.into()).collect(), standing: standing.clone(),
 /// };
 /// let table = [member("a", &["c", "d"]), member("b", &["c"]), member("c", &[]), member("d", &["b"])];

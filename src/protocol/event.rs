@@ -29,10 +29,12 @@ pub struct Standing {
     pub generation: u64,
     /// Generation that made its state; 0 for a newcomer.
     pub state: u64,
-    /// Numbers of the sets that named it in a row, as the Lighthouse counts: the first and the last; 0 for none.
-    pub named: (u64, u64),
+    /// Numbers of the sets after `adopted` that named it, as the Lighthouse counts; the latest at most 64.
+    pub named: Vec<u64>,
     /// Number of the newest set that it adopted; 0 for none.
     pub adopted: u64,
+    /// Whether it has asked beside training and not heard the answer: other sets than `named` may have named it.
+    pub inquires: bool,
 }
 
 /// One member of a set that the Lighthouse named.
@@ -45,6 +47,8 @@ pub struct Participant {
     pub rank_key: String,
     /// False for a replica node; replica nodes have the last ranks.
     pub trains: bool,
+    /// Whether it waits for the answer. One that trains asks on the side, to hear of newcomers.
+    pub waits: bool,
     /// Whether it still gives absent members time to reach a Lighthouse that has just come back.
     pub is_patient: bool,
     /// Members that it could not reach when it asked.
@@ -74,10 +78,22 @@ pub enum Event {
         /// The set, without members of other jobs.
         participants: Vec<Participant>,
     },
+    /// The Lighthouse has answered `Inquire`; at any time.
+    Overheard {
+        /// As in `Quorum`.
+        id: u64,
+        /// As in `Quorum`.
+        participants: Vec<Participant>,
+    },
     /// Answers `Ask`: no Lighthouse answered.
     Unanswered {
         /// Why, for people.
         reason: String,
+    },
+    /// Answers `Compare`: what each member of the group has heard, by rank.
+    Compared {
+        /// See `Compare`.
+        sets: Vec<Option<u64>>,
     },
     /// Answers `Ask` or `Wait`: the time for an agreement is used up.
     OutOfTime {
@@ -126,6 +142,8 @@ pub enum Event {
         votes: usize,
         /// Members that want to leave after the step.
         leaving: usize,
+        /// Members that have heard of newcomers.
+        calling: usize,
         /// See [`Passed::sums`].
         sums: Vec<i64>,
     },
@@ -180,11 +198,16 @@ pub enum Wait {
     Absent,
     /// Some members cannot reach each other: those that are to withdraw have not done so yet.
     Cut,
+    /// The members train. They have heard of this one now, and will ask once they are between two steps.
+    Training,
+    /// It cannot be told yet whether members were left behind: some have not heard an answer, or it was lost.
+    Unheard,
     /// The members here were left behind and stop; what this one has not got yet is not theirs to give.
     LeftBehind,
 }
 
-/// Something that the driver does. Of the commands of one event only the last is answered by an event.
+/// Something that the driver does. Of the commands of one event only the last is answered by an event; `Inquire` may be,
+/// later.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
@@ -197,8 +220,20 @@ pub enum Command {
     Ask {
         /// What to tell about this member.
         standing: Standing,
-        /// Whether the group is intact, so that an absent member may only be slow.
+        /// Whether the group is intact: an absent member may only be slow, and if no answer comes soon, `Unanswered` is
+        /// one.
         is_intact: bool,
+    },
+    /// Ask the Lighthouse beside training whether there are newcomers. Whatever comes of it, nobody waits: `Overheard`,
+    /// at any time or never.
+    Inquire {
+        /// What to tell about this member.
+        standing: Standing,
+    },
+    /// Gather what the members of the group have heard, as all must go on alike. Answer: `Compared` or `Lost`.
+    Compare {
+        /// A digest of the Lighthouse's answer; none if there was none.
+        set: Option<u64>,
     },
     /// Wait a little. Answer: `Waited` or `OutOfTime`.
     Wait(Wait),
@@ -271,6 +306,8 @@ pub enum Command {
     Vote {
         /// Version of the state before the step.
         version: u64,
+        /// Whether this member has heard of newcomers.
+        calls: bool,
     },
     /// Report a step as committed: no failure that the preset covers can undo it.
     Commit {

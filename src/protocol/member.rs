@@ -1,7 +1,9 @@
-//! The state machine of one member.
+//! The state machine of one member: steps, votes and recoveries. Who takes part is in `member/asking.rs`.
 
-use super::agreement::{Agreement, Need, Verdict, judge};
-use super::event::{Command, Event, Participant, Passed, Standing, Stop};
+mod asking;
+
+use super::agreement::Agreement;
+use super::event::{Command, Event, Participant, Passed, Stop};
 use super::version::{generation_of, step_of, version_of};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -39,6 +41,7 @@ enum Phase {
     /// In a group; the next `Look` goes on.
     Ready,
     Asking,
+    Comparing,
     Waiting,
     Connecting,
     Weighing,
@@ -65,7 +68,7 @@ enum Phase {
 /// let mut member = Protocol::new(settings);
 /// let [Command::Ask { standing, .. }] = &member.handle(Event::Look { until: 10 })?[..] else { panic!() };
 /// let me = Participant {
-///     id: "a".into(), rank_key: "".into(), trains: true, is_patient: false, unreachable: vec![],
+///     id: "a".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![],
 ///     standing: standing.clone(),
 /// };
 /// assert!(matches!(member.handle(Event::Quorum { id: 1, participants: vec![me] })?[..], [Command::Connect { .. }]));
@@ -84,8 +87,8 @@ pub struct Protocol {
     until: u64,
     version: u64,
     generation: u64,
-    /// Numbers of the Lighthouse's sets that named this member in a row: the first and the last.
-    named: (u64, u64),
+    /// Numbers of the Lighthouse's sets that named this member since the one that it adopted.
+    named: Vec<u64>,
     /// Number of the newest set that it adopted, and its size.
     adopted: (u64, usize),
     established: bool,
@@ -101,8 +104,13 @@ pub struct Protocol {
     /// taken them, and that the copies are whole.
     unconfirmed: Option<u64>,
     is_stale: bool,
-    /// Whether the group was intact when this member asked.
-    was_intact: bool,
+    /// What an intact group's member has heard: the number of the set, and who is in it.
+    heard: Option<(u64, Vec<Participant>)>,
+    /// Whether it has asked beside training and not heard the answer.
+    inquires: bool,
+    /// Whether this member has heard of newcomers, and whether any member of the group has, as the vote said.
+    calls: bool,
+    is_called: bool,
     recoveries: u32,
     /// Whether this member leaves after the step that is under way, and how many do.
     leaves: bool,
@@ -122,7 +130,7 @@ impl Protocol {
             version: 0,
             generation: settings.generation,
             settings,
-            named: (0, 0),
+            named: Vec::new(),
             adopted: (0, 0),
             established: false,
             saw_running: false,
@@ -131,7 +139,10 @@ impl Protocol {
             last: None,
             unconfirmed: None,
             is_stale: false,
-            was_intact: false,
+            heard: None,
+            inquires: false,
+            calls: false,
+            is_called: false,
             recoveries: 0,
             leaves: false,
             leaving: 0,
@@ -171,9 +182,15 @@ impl Protocol {
     /// [`Error::Invalid`] when the event answers another command than the one that is under way; nothing changes then.
     pub fn handle(&mut self, event: Event) -> Result<Vec<Command>> {
         Ok(match (self.phase, event) {
-            (Phase::Over, Event::Lost { .. }) => vec![],
+            (Phase::Over, Event::Lost { .. } | Event::Overheard { .. }) => vec![],
+            (_, Event::Overheard { id, participants }) => self.overhear(id, &participants),
             (_, Event::Lost { reason }) => self.lose(reason),
             (Phase::Apart | Phase::Ready, Event::Look { until }) => self.look(until),
+            (Phase::Asking, Event::Quorum { id, participants }) if self.group.is_some() => {
+                self.compare(Some((id, participants)))
+            }
+            (Phase::Asking, Event::Unanswered { .. }) if self.group.is_some() => self.compare(None),
+            (Phase::Comparing, Event::Compared { sets }) => self.compared(&sets),
             (Phase::Asking, Event::Quorum { id, participants }) => self.judge(id, &participants),
             (Phase::Asking, Event::Unanswered { reason }) => self.retry(reason),
             (Phase::Asking | Phase::Waiting, Event::OutOfTime { reason }) => {
@@ -194,7 +211,9 @@ impl Protocol {
             (Phase::Counting, Event::Counted) => self.protect(),
             (Phase::Protecting, Event::Protected) => self.resume(),
             (Phase::Stepping, Event::Gradients { is_whole, leaves }) => self.vote(is_whole, leaves),
-            (Phase::Voting, Event::Tally { votes, leaving, sums }) => self.count(votes, leaving, sums),
+            (Phase::Voting, Event::Tally { votes, leaving, calling, sums }) => {
+                self.count(votes, leaving, calling, sums)
+            }
             (Phase::Settling, Event::Settled { is_whole }) => self.settled(is_whole),
             (Phase::Parting, Event::Parted) => self.close(),
             (phase, event) => {
@@ -205,104 +224,13 @@ impl Protocol {
         })
     }
 
-    // ---- who takes part
-
-    fn look(&mut self, until: u64) -> Vec<Command> {
-        self.until = until;
-        let step = step_of(self.version);
-        let is_due = self.settings.join_every > 0 && step.is_multiple_of(self.settings.join_every);
-        if self.phase == Phase::Ready && !is_due && !self.is_time_to_move() {
-            return vec![self.go_on()];
-        }
-        if self.recoveries >= MOST_RECOVERIES {
-            let reason = self.failure.clone();
-            return self.stop(Stop::NoProgress { recoveries: self.recoveries, reason });
-        }
-        self.was_intact = self.phase == Phase::Ready;
-        vec![self.ask()]
-    }
-
-    fn is_time_to_move(&self) -> bool {
-        let step = step_of(self.version);
-        let every = self.settings.rebalance_every;
-        every > 0 && step > 0 && step < self.until && step.is_multiple_of(every)
-    }
-
-    fn ask(&mut self) -> Command {
-        self.phase = Phase::Asking;
-        Command::Ask { standing: self.standing(), is_intact: self.was_intact }
-    }
-
-    fn standing(&self) -> Standing {
-        Standing {
-            epoch: self.group.as_ref().map(|group| group.epoch),
-            established: self.established,
-            size: self.adopted.1,
-            generation: self.generation,
-            state: generation_of(self.version),
-            named: self.named,
-            adopted: self.adopted.0,
-        }
-    }
-
-    fn retry(&mut self, reason: String) -> Vec<Command> {
-        self.group = None;
-        vec![Command::Drop { reason }, self.ask()]
-    }
-
-    fn judge(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
-        self.saw_running |= participants.iter().any(|participant| participant.standing.established);
-        self.named = if id == self.named.1 || id == self.named.1 + 1 { (self.named.0, id) } else { (id, id) };
-        let need = Need {
-            members: self.settings.members,
-            is_always: self.settings.is_fixed,
-            goes_on_alone: self.settings.goes_on_alone,
-        };
-        let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
-        match judge(id, participants, need, group) {
-            Verdict::Wait(why) => self.wait(why),
-            Verdict::Cut(stay) if stay.contains(&self.settings.id) => self.wait(super::Wait::Cut),
-            Verdict::Cut(_) => {
-                self.phase = Phase::Waiting;
-                vec![Command::Withdraw]
-            }
-            Verdict::LeftBehind { adopted } if self.adopted.0 > 0 => {
-                self.stop(Stop::LeftBehind { adopted, id })
-            }
-            Verdict::LeftBehind { .. } => self.wait(super::Wait::LeftBehind),
-            Verdict::Unchanged if self.was_intact && self.is_time_to_move() => {
-                self.adopted.0 = id;
-                self.phase = Phase::Weighing;
-                vec![Command::Weigh]
-            }
-            Verdict::Unchanged => {
-                self.adopted.0 = id;
-                vec![self.go_on()]
-            }
-            Verdict::New(agreement) => self.adopt(id, agreement),
-        }
-    }
-
-    fn wait(&mut self, why: super::Wait) -> Vec<Command> {
-        self.phase = Phase::Waiting;
-        vec![Command::Wait(why)]
-    }
-
-    fn adopt(&mut self, id: u64, agreement: Agreement) -> Vec<Command> {
-        let Agreement { epoch, generation, members, num_trainers } = agreement.clone();
-        self.adopted = (id, members.len());
-        self.generation = generation;
-        self.group = Some(agreement);
-        self.phase = Phase::Connecting;
-        vec![Command::Connect { epoch, generation, members, num_trainers }]
-    }
-
     fn lose(&mut self, reason: String) -> Vec<Command> {
         // What was connected and got no further counts; what never connected is bounded by the time for an agreement.
         let counts = !matches!(self.phase, Phase::Apart | Phase::Asking | Phase::Waiting | Phase::Connecting);
         self.recoveries += u32::from(counts);
         self.group = None;
         self.leaving = 0;
+        (self.calls, self.is_called) = (false, false);
         self.phase = Phase::Apart;
         self.failure.clone_from(&reason);
         vec![Command::Drop { reason }]
@@ -414,10 +342,10 @@ impl Protocol {
         self.leaves = leaves;
         self.pending = is_whole.then_some(self.stepped());
         self.phase = Phase::Voting;
-        vec![Command::Vote { version: self.version }]
+        vec![Command::Vote { version: self.version, calls: self.calls }]
     }
 
-    fn count(&mut self, votes: usize, leaving: usize, sums: Vec<i64>) -> Vec<Command> {
+    fn count(&mut self, votes: usize, leaving: usize, calling: usize, sums: Vec<i64>) -> Vec<Command> {
         let size = self.group.as_ref().map_or(0, |group| group.members.len());
         if votes != size {
             self.pending = None;
@@ -430,6 +358,7 @@ impl Protocol {
         commands.push(Command::Take { vote, is_recalled: false });
         self.recoveries = 0;
         self.phase = Phase::Ready;
+        (self.calls, self.is_called) = (false, calling > 0 && step + 1 < self.until);
         if leaving > 0 && step + 1 < self.until {
             // Those who stay will have what the others hold: nothing has to be repeated.
             self.leaving = leaving;

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 1;
+pub const PROTOCOL: u64 = 2;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// Bytes of the longest message that is read.
@@ -43,6 +43,8 @@ pub struct Message {
     pub door: String,
     /// Members that it could not reach.
     pub unreachable: Vec<String>,
+    /// Whether it waits for the answer, or trains meanwhile.
+    pub waits: bool,
     /// Seconds for which it still gives absent members time to come back.
     pub patience: f64,
     /// What the protocol concludes from.

@@ -4,8 +4,9 @@
 //!              ┌──────────────── Lost, in any phase: Drop ◄─────────────────┐
 //!              ▼                                                            │
 //! Look ─ Ask ─ Quorum ─ Connect ─ Recall ─ (Take) ─ Restore ─ CountLosses ─ Protect ─ Resume
-//!  ▲            │ unchanged ─ (Weigh) ──────────────┐                                   │
-//!  │            └ Wait, Withdraw, Stop              ▼                                   ▼
+//!  ▲ │          └ Wait, Withdraw, Stop                                                  │
+//!  │ └ intact: (Inquire) ─ (Ask, Compare) ─ (Weigh) ────────────────────────────────┐   │
+//!  │                                                                                ▼   ▼
 //!  └──────────────────────────────── Commit ◄─ Take ◄─ Tally ◄─ Vote ◄─ Gradients ◄─ Step
 //! ```
 //!
@@ -24,6 +25,10 @@
 //! **Nobody goes on beside others.** Members that cannot reach each other tell so when they ask. All compute from that
 //! the same set that reaches itself and has the newest state; the others withdraw until they reach it, and it waits until the Lighthouse
 //! names it alone: nothing ever happens under a set without all of its members.
+//!
+//! **A group that is whole waits for nobody else.** Its members ask the Lighthouse beside training whether there are
+//! newcomers, and nobody acts on such an answer: the vote tells all that one of them has heard of some. Then they ask
+//! together, between two steps, and compare what they have heard: unless all have heard the same, they go on as they are.
 //!
 //! **Versions only grow.** A version is a generation and a step. Every agreement has a larger generation than any of its
 //! members had, and consecutive agreements share a member or hold all members of the last one (see [`judge`]), so no

@@ -10,12 +10,13 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Part {
     Connect,
+    Compare(Option<u64>),
     Recall(Option<Passed>),
     Survey { knowledge: Knowledge, holdings: Holdings },
     Fetch,
     Copies(Snapshot),
     Protect,
-    Vote { is_whole: bool, leaves: bool },
+    Vote { is_whole: bool, leaves: bool, calls: bool },
     Settle { is_whole: bool },
     Farewell,
 }

@@ -28,6 +28,8 @@ pub(crate) struct Setting {
     pub faults: u8,
     /// Times that the Lighthouse does not answer.
     pub silences: u8,
+    /// Questions about newcomers that reach the Lighthouse while a member trains.
+    pub inquiries: u8,
     /// Members that leave the job on notice.
     pub leaves: u8,
     /// Cuts of the network between two members, both of which the Lighthouse hears.
@@ -59,6 +61,7 @@ pub(crate) struct World {
     pub lighthouse: Lighthouse,
     pub faults_left: u8,
     pub silences_left: u8,
+    pub inquiries_left: u8,
     pub leaves_left: u8,
     pub cuts_left: u8,
     /// Pairs of members that do not reach each other, the lower number first.
@@ -134,7 +137,9 @@ pub(crate) enum Action {
     Answer(u8),
     /// The answer reaches a member.
     Deliver(usize),
-    /// The Lighthouse does not answer a member.
+    /// The answer reaches a member that trains.
+    Overhear(usize),
+    /// The Lighthouse does not answer a member in time; the question stays there.
     Silence(usize),
     /// A member has waited for others, or has withdrawn for long enough; it asks again.
     Waited(usize),
@@ -159,6 +164,7 @@ impl World {
             lighthouse: Lighthouse::default(),
             faults_left: setting.faults,
             silences_left: setting.silences,
+            inquiries_left: setting.inquiries,
             leaves_left: setting.leaves,
             cuts_left: setting.cuts,
             cuts: BTreeSet::new(),
@@ -214,6 +220,9 @@ impl World {
     fn own_actions(&self, number: usize, setting: &Setting, found: &mut Vec<Action>) {
         if self.faults_left > 0 {
             found.extend([Action::Crash(number), Action::Freeze(number)]);
+        }
+        if self.nodes[number].overheard.is_some() {
+            found.push(Action::Overhear(number));
         }
         match &self.nodes[number].task {
             Task::Asking if self.silences_left > 0 => found.push(Action::Silence(number)),
@@ -277,9 +286,14 @@ impl World {
         for left_out in (0..=doubtful).filter(|mask| mask & !doubtful == 0) {
             let named: Vec<usize> =
                 asking.iter().copied().filter(|number| left_out & (1 << number) == 0).collect();
+            // Where some only look for newcomers, all need not come in time: most of the healthy ones are named then.
+            let seems_healthy = |number: &usize| !sick(*number) || named.contains(number);
+            let healthy = (0..self.nodes.len()).filter(seems_healthy).count();
+            let is_at_leisure =
+                named.iter().any(|number| !self.lighthouse.asking[number].waits) && 2 * named.len() > healthy;
             let is_fast = !self.lighthouse.previous.is_empty()
                 && self.lighthouse.previous.iter().all(|number| named.contains(number));
-            if !named.is_empty() && (is_fast || all_healthy_ask) {
+            if !named.is_empty() && (is_fast || all_healthy_ask || is_at_leisure) {
                 found.push(Action::Answer(left_out));
             }
         }
@@ -308,9 +322,9 @@ impl World {
             }
             Action::Answer(left_out) => world.answer(left_out),
             Action::Deliver(number) => world.deliver(number, setting),
+            Action::Overhear(number) => world.overhear(number),
             Action::Silence(number) => {
                 world.silences_left -= 1;
-                world.lighthouse.asking.remove(&number);
                 world.feed(number, Event::Unanswered { reason: "silence".into() }, setting);
             }
             Action::Waited(number) => {
@@ -371,10 +385,16 @@ impl World {
             lighthouse.previous.clone_from(&numbers);
         }
         let participants: Vec<Participant> = named.into_values().collect();
-        for number in numbers {
-            if !matches!(self.nodes[number].life, Life::Dead | Life::Gone) {
-                let (id, participants) = (self.lighthouse.id, participants.clone());
-                self.nodes[number].task = Task::Answered { id, participants };
+        for (number, asked) in numbers.into_iter().zip(&participants) {
+            let (id, participants) = (self.lighthouse.id, participants.clone());
+            let node = &mut self.nodes[number];
+            if matches!(node.life, Life::Dead | Life::Gone) {
+                continue;
+            }
+            if !asked.waits {
+                node.overheard = Some((id, participants));
+            } else if node.task == Task::Asking {
+                node.task = Task::Answered { id, participants };
             }
         }
     }
@@ -385,6 +405,7 @@ impl World {
         else {
             unreachable!("only an answer is delivered");
         };
+        self.overhear(number);
         if setting.mistake == Some(Mistake::GenerationNotRaised) {
             for participant in &mut participants {
                 participant.standing.generation = participant.standing.generation.saturating_sub(1);
@@ -394,6 +415,15 @@ impl World {
             id = id.min(1 + participants.iter().map(|each| each.standing.adopted).max().unwrap_or(0));
         }
         self.feed(number, Event::Quorum { id, participants }, setting);
+    }
+
+    /// Whatever was answered before is heard before.
+    fn overhear(&mut self, number: usize) {
+        let node = &mut self.nodes[number];
+        if let Some((id, participants)) = node.overheard.take() {
+            let commands = node.protocol.handle(Event::Overheard { id, participants }).expect("at any time");
+            assert!(commands.is_empty(), "nobody acts on what is overheard");
+        }
     }
 
     /// Whether a step was committed, more than half of the members whose copies were whole last stay and can talk to each

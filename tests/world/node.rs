@@ -59,6 +59,8 @@ pub(crate) struct Node {
     pub copies: Copies,
     /// The group that it is connected in.
     pub group: Option<u64>,
+    /// What the Lighthouse has answered while it trains.
+    pub overheard: Option<(u64, Vec<Participant>)>,
     /// Whether it has been told to leave: it says so in each vote.
     pub leaves: bool,
     /// What a recovery brings it to.
@@ -88,6 +90,7 @@ impl Node {
             active: (1 << (setting.members + 1)) - 1,
             copies: Copies::default(),
             group: None,
+            overheard: None,
             leaves: false,
             target: None,
         }
@@ -134,6 +137,13 @@ impl World {
         match command {
             Command::Drop { .. } => self.drop_group(number),
             Command::Ask { standing, is_intact } => self.ask(number, standing, is_intact),
+            Command::Inquire { standing } => {
+                if self.inquiries_left > 0 {
+                    self.inquiries_left -= 1;
+                    self.ask_lighthouse(number, standing, false);
+                }
+            }
+            Command::Compare { set } => self.enter_now(number, Part::Compare(set)),
             Command::Wait(_) => self.nodes[number].task = Task::Waiting,
             Command::Withdraw => self.nodes[number].task = Task::Withdrawn,
             Command::Connect { epoch, members, .. } => {
@@ -163,7 +173,10 @@ impl World {
             Command::Farewell { .. } => self.enter_now(number, Part::Farewell),
             Command::Pause => self.nodes[number].task = Task::Pausing,
             Command::Stop(Stop::UnitsLost) => {
-                if self.promise.holds() && self.promise.committed.steps() > 0 && !self.promise.is_over {
+                // Others may have gone on meanwhile without this member: it may come back, with a new process.
+                let promise = &self.promise;
+                let is_promised = promise.holds() && promise.members.contains(&number);
+                if is_promised && promise.committed.steps() > 0 && !promise.is_over {
                     self.break_rule("units were lost although the copies that were promised are left");
                 }
                 self.end(number);
@@ -186,17 +199,21 @@ impl World {
         if let Some(epoch) = self.nodes[number].group.take() {
             self.groups.leave(epoch, number);
         }
-        self.lighthouse.asking.remove(&number);
     }
 
     fn ask(&mut self, number: usize, standing: Standing, is_intact: bool) {
-        let unreachable =
-            (0..self.nodes.len()).filter(|&other| self.are_cut(number, other)).map(name).collect();
         let node = &mut self.nodes[number];
         node.is_patient &= is_intact;
         node.task = Task::Asking;
-        let (id, rank_key, is_patient) = (name(number), String::new(), node.is_patient);
-        let participant = Participant { id, rank_key, trains: true, is_patient, unreachable, standing };
+        self.ask_lighthouse(number, standing, true);
+    }
+
+    fn ask_lighthouse(&mut self, number: usize, standing: Standing, waits: bool) {
+        let unreachable =
+            (0..self.nodes.len()).filter(|&other| self.are_cut(number, other)).map(name).collect();
+        let (id, rank_key, is_patient) = (name(number), String::new(), self.nodes[number].is_patient);
+        let participant =
+            Participant { id, rank_key, trains: true, waits, is_patient, unreachable, standing };
         self.lighthouse.asking.insert(number, participant);
     }
 
@@ -219,6 +236,7 @@ impl World {
 
     fn end(&mut self, number: usize) {
         self.drop_group(number);
+        self.lighthouse.asking.remove(&number);
         self.groups.leave_all(number);
         self.nodes[number].life = Life::Gone;
         self.nodes[number].task = Task::Idle;
@@ -258,8 +276,8 @@ impl World {
         let leaves = self.nodes[number].leaves;
         let event = Event::Gradients { is_whole, leaves };
         let commands = self.nodes[number].protocol.handle(event).expect("a step is under way");
-        assert!(matches!(commands[..], [Command::Vote { .. }]));
-        self.enter_now(number, Part::Vote { is_whole, leaves });
+        let [Command::Vote { calls, .. }] = commands[..] else { unreachable!("a vote follows") };
+        self.enter_now(number, Part::Vote { is_whole, leaves, calls });
     }
 
     fn take(&mut self, number: usize, vote: &Passed, _is_recalled: bool, setting: &Setting) {
@@ -318,6 +336,12 @@ impl World {
                 let event = Event::Recalled { votes: votes.collect() };
                 self.feed(number, event, setting);
             }
+            Part::Compare(_) => {
+                let sets =
+                    parts.into_iter().map(|part| if let Part::Compare(set) = part { set } else { None });
+                let event = Event::Compared { sets: sets.collect() };
+                self.feed(number, event, setting);
+            }
             Part::Survey { .. } => self.restore(number, &parts, setting),
             Part::Fetch => self.adopt(number, setting),
             Part::Copies(_) => self.copied(number, &parts, setting),
@@ -326,10 +350,12 @@ impl World {
                 let is_for = |part: &&Part| matches!(part, Part::Vote { is_whole: true, .. });
                 let is_leaving = |part: &&Part| matches!(part, Part::Vote { leaves: true, .. });
                 let leaving = parts.iter().filter(is_leaving).count();
+                let is_calling = |part: &&Part| matches!(part, Part::Vote { calls: true, .. });
+                let calling = parts.iter().filter(is_calling).count();
                 let is_skipped = setting.mistake == Some(Mistake::VoteSkipped);
                 let votes = if is_skipped { parts.len() } else { parts.iter().filter(is_for).count() };
                 let tag = i64::from(self.groups.get(epoch).tag);
-                self.feed(number, Event::Tally { votes, leaving, sums: vec![tag] }, setting);
+                self.feed(number, Event::Tally { votes, leaving, calling, sums: vec![tag] }, setting);
             }
             Part::Settle { .. } => {
                 let is_whole = parts.iter().all(|part| matches!(part, Part::Settle { is_whole: true }));

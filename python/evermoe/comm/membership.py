@@ -21,6 +21,7 @@ import torch.distributed as dist
 from evermoe._native import Secret
 from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
+from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.messages import Identity, Messages
 from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, find_place
 from evermoe.comm.watch import Watch
@@ -72,7 +73,7 @@ class MembershipOptions(Options):
     leave_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
     """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM."""
     join_every: int = option(5, shared=True, least=1)
-    """Steps between looks for new members."""
+    """Steps between looks for new members, which no step waits for."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,6 +132,7 @@ class Membership:
         """Device of the tensors that `trainer_group` takes."""
         self._coordination = torchft().coordination
         self._lighthouse = lighthouse
+        self._heartbeat_limit = options.heartbeat_limit
         self._hang_limit = timedelta(seconds=options.hang_limit)
         self._agree_limit = options.agree_limit
         self._quorum_limit = max(30.0, 2 * options.hang_limit)
@@ -143,6 +145,12 @@ class Membership:
         """What each member of the latest set has told, by id."""
         self._client: Any = None
         self._heart: Any = None
+        limit = timedelta(seconds=self._quorum_limit)
+        self._inquiry = Inquiry(
+            lighthouse,
+            lambda: self._coordination.LighthouseClient(lighthouse, limit),
+            lambda client, data: client.quorum(self.id, limit, world_size=1, data=data),
+        )
         self._stores, self._reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
         self.watch = Watch(
             self._reach,
@@ -163,16 +171,14 @@ class Membership:
 
     # ---- an agreement
 
-    def begin_agreement(self, *, is_intact: bool) -> None:
+    def begin_agreement(self) -> None:
         """Starts the time limit of an agreement, unless one is under way."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._agree_limit
-            # Our group is intact, so a missing member may only be slow to reconnect to a restarted Lighthouse: wait.
-            self._patience = RETURN_SECONDS if is_intact else 0.0
-            self._answered = None
+            self._patience, self._answered = 0.0, None
 
     def end_agreement(self) -> None:
-        """The members have agreed."""
+        """The members have agreed, or are known to let this one in."""
         self._deadline = None
 
     def is_out_of_time(self) -> bool:
@@ -188,20 +194,44 @@ class Membership:
             "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
         )
 
-    def ask(self, standing: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    def inquire(self, standing: dict[str, Any]) -> None:
+        """Asks the Lighthouse beside training; `overheard` has the answer once it is there.
+
+        Args:
+            standing: what this member tells the others, as the protocol has it.
+        """
+        self._inquiry.begin(standing, self._message(standing, RETURN_SECONDS, waits=False))
+
+    def overheard(self) -> list[tuple[int, list[dict[str, Any]]]]:
+        """What the Lighthouse has answered to `inquire` since the last call, as `ask` returns it."""
+        heard = []
+        for quorum in self._inquiry.take():
+            asked = self._messages.read(quorum.participants, is_established=True)
+            if self.id in {member.id for member in asked}:
+                heard.append((quorum.quorum_id, [_participant(member.id, member.data) for member in asked]))
+        return heard
+
+    def ask(self, standing: dict[str, Any], *, is_intact: bool) -> tuple[int, list[dict[str, Any]]]:
         """The set that the Lighthouse names: its number, and what the protocol knows of each member of this job.
 
         Args:
             standing: what this member tells the others, as the protocol has it.
+            is_intact: whether the group goes on as it is if no answer comes within `heartbeat_limit`.
 
         Raises:
             ConnectionError: no Lighthouse answers, or not with what can be believed; ask again.
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
         """
-        assert self._deadline is not None
         self._reach.look_again(LOOK_SECONDS)
+        if is_intact:
+            # A missing member may only be slow to reconnect to a restarted Lighthouse: newcomers wait for it.
+            seconds, self._patience, self._answered = self._heartbeat_limit, RETURN_SECONDS, None
+        else:
+            assert self._deadline is not None
+            seconds = min(self._deadline - time.monotonic(), self._quorum_limit)
         try:
-            quorum = self._quorum(self._deadline, standing)
+            quorum = self._quorum(timedelta(seconds=max(0.1, seconds)), standing)
+            self._inquiry.end()
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             self._client = None
             self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
@@ -215,8 +245,7 @@ class Membership:
         self._reach.forget_all_but(self._named)
         return quorum.quorum_id, [_participant(member.id, member.data) for member in asked]
 
-    def _quorum(self, deadline: float, standing: dict[str, Any]) -> Any:
-        limit = timedelta(seconds=max(0.1, min(deadline - time.monotonic(), self._quorum_limit)))
+    def _quorum(self, limit: timedelta, standing: dict[str, Any]) -> Any:
         if self._client is None:
             self._client = self._coordination.LighthouseClient(self._lighthouse, limit)
         if self._heart is None:
@@ -231,9 +260,14 @@ class Membership:
                 limit,
                 0,
             )
-        data = {
+        data = self._message(standing, self._patience, waits=True)
+        return self._client.quorum(self.id, limit, world_size=1, data=data)
+
+    def _message(self, standing: dict[str, Any], patience: float, *, waits: bool) -> dict[str, Any]:
+        message = {
             "standing": standing,
-            "patience": self._patience,
+            "waits": waits,
+            "patience": patience,
             "node": self.node,
             "role": self.role,
             "rank_key": self.rank_key,
@@ -241,7 +275,7 @@ class Membership:
             "door": self._reach.address,
             "unreachable": sorted(self._reach.unreachable),
         }
-        return self._client.quorum(self.id, limit, world_size=1, data=self._messages.write(data))
+        return self._messages.write(message)
 
     def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
         """Connects the groups of an agreement.
@@ -310,6 +344,7 @@ class Membership:
         self.watch.end()
         self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
         self._stop_heart()
+        self._inquiry.close()
         self._reach.close()
 
     def _stop_heart(self) -> None:
@@ -338,6 +373,7 @@ def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
         "id": name,
         "rank_key": data["rank_key"],
         "trains": data["role"] == "train",
+        "waits": data["waits"],
         "is_patient": data["patience"] > 0,
         "unreachable": data["unreachable"],
         "standing": data["standing"],

@@ -30,6 +30,8 @@ class Ballot(NamedTuple):
     step_seconds: float = 0.0
     leaving: float = 0.0
     """1 from a member that leaves the job after the step."""
+    calling: float = 0.0
+    """1 from a member that has heard of newcomers: all ask the Lighthouse before the next step."""
 
     @property
     def is_finite(self) -> bool:

@@ -84,7 +84,7 @@ def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None
             name = event["event"]
             following = {"lost": "agree", "phase": event.get("phase"), "recovered": "repeat"}.get(name)
             if name == "phase" and phase == "repeat":
-                continue  # a look for new members, while the step is not committed yet
+                continue  # asked for new members, while the step is not committed yet
             if following is not None:
                 spent[phase] = spent.get(phase, 0.0) + event["time"] - since
                 phase, since = str(following), event["time"]

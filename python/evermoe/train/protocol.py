@@ -123,15 +123,33 @@ class Rendezvous:
         self._driver.agreeing()
         if self._membership.trainer_group.broken is not None:
             self._sit_out()
-        self._membership.begin_agreement(is_intact=is_intact)
+        if not is_intact:
+            self._membership.begin_agreement()
         try:
-            number, participants = self._membership.ask(standing)
+            number, participants = self._membership.ask(standing, is_intact=is_intact)
         except ConnectionError as error:
+            if is_intact:
+                return {"event": "unanswered", "reason": str(error)}
             if self._membership.is_out_of_time():
                 return {"event": "out_of_time", "reason": str(error)}
             time.sleep(WAIT_SECONDS)
             return {"event": "unanswered", "reason": str(error)}
         return {"event": "quorum", "id": number, "participants": participants}
+
+    def inquire(self, standing: dict[str, Any]) -> None:
+        """Asks the Lighthouse beside training."""
+        self._membership.inquire(standing)
+
+    def overheard(self) -> list[Event]:
+        """What it has answered since the last call."""
+        return [
+            {"event": "overheard", "id": number, "participants": participants}
+            for number, participants in self._membership.overheard()
+        ]
+
+    def compare(self, set: int | None) -> Event:
+        """Gathers what the members of the group have heard: `compared`."""
+        return {"event": "compared", "sets": gather_json(self._membership.everyone, set)}
 
     def _sit_out(self) -> None:
         """Stays away for a while if the others have waited for this member in vain."""
@@ -143,6 +161,8 @@ class Rendezvous:
 
     def wait(self, why: str, found: int = 0, needed: int = 0) -> Event:
         """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
+        if why == "training":
+            self._membership.end_agreement()
         if self._membership.is_out_of_time():
             counted = f"{found} of {needed} members have come" if why == "members" else "some members are absent"
             return {"event": "out_of_time", "reason": counted}
@@ -271,6 +291,8 @@ class CommitProtocol:
 
     def _advance(self, event: Event | None) -> None:
         while event is not None:
+            for heard in self._rendezvous.overheard():
+                self._handle(heard)
             answer = None
             for command in self._handle(event):
                 answer = self._carry_out(command.pop("command"), command)
@@ -312,10 +334,11 @@ class CommitProtocol:
         self._ballot = ballot._replace(leaving=float(self._leaves))
         return {"event": "gradients", "is_whole": bool(ballot.votes), "leaves": bool(self._ballot.leaving)}
 
-    def _vote(self, version: int) -> Event:
-        sums = cast(self._membership.everyone, self._ballot)
+    def _vote(self, version: int, calls: bool) -> Event:
+        sums = cast(self._membership.everyone, self._ballot._replace(calling=float(calls)))
         self._driver.tallied(self.step, sums)
-        return {"event": "tally", "votes": int(sums.votes), "leaving": int(sums.leaving), "sums": sums.to_bits()}
+        counts = {"votes": int(sums.votes), "leaving": int(sums.leaving), "calling": int(sums.calling)}
+        return {"event": "tally", **counts, "sums": sums.to_bits()}
 
     def _leave(self) -> None:
         self.has_left = True

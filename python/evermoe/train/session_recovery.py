@@ -92,14 +92,16 @@ class RecoveryDriver(Driver):
 
     def agreeing(self) -> None:
         """Begins the report of a recovery, which the answer may turn out to need."""
+        if self._clock.phase != "agree":  # else it asks again, in the same agreement
+            is_member = self._membership.established
+            self._begin_report(self._group.broken or ("new members" if is_member else "this process has started"))
+
+    def _begin_report(self, reason: str) -> None:
         self.has_step = False
-        if self._clock.phase == "agree":
-            return  # asked again, in the same agreement
-        broken = self._group.broken
-        self._report = RecoveryReport(time.time(), reason=broken or "a look for new members")
+        self._report = RecoveryReport(time.time(), reason=reason)
         self._clock = PhaseClock(self._report.seconds, self._emit)
-        if broken:
-            self._emit(Lost(self._step, broken))
+        if self._group.broken:
+            self._emit(Lost(self._step, reason))
         self._clock.enter("agree")
 
     def waiting(self) -> None:
@@ -121,8 +123,8 @@ class RecoveryDriver(Driver):
         boosts = self._protection.ledger.boosted()
         mine = self._trains and should_rebalance(self._state, nodes, self._config, boosts)
         should_move = float(self._membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
-        if should_move and self._report is not None:
-            self._report.reason = "the load has shifted"
+        if should_move:
+            self._begin_report("the load has shifted")
         return {"event": "weighed", "should_move": should_move}
 
     # ---- a recovery

@@ -21,7 +21,8 @@ def check_survivors(workers, survivors, members):
         recovered = check_recovered(workers, each)
         assert (recovered["members"], recovered["steps_lost"], recovered["stale"]) == (members, 0, {})
         assert committed_steps(dead) <= recovered["step"] <= VERSION
-        assert recovered["step"] >= VERSION - 1
+        # The dead member may have been alone in seeing the vote before pass, and be a step ahead of that.
+        assert recovered["step"] >= VERSION - 2
         assert recovered["digests_mismatched"] == 0
     check_end(survivors)
 

