@@ -35,6 +35,8 @@ pub struct Message {
     pub node: String,
     /// What it does.
     pub role: Role,
+    /// Steps after which its script ends the job; 0 where no script does.
+    pub steps: u64,
     /// Ranks follow the order of these.
     pub rank_key: String,
     /// Address of its store, `host:port`.

@@ -78,7 +78,9 @@ class MembershipOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
-            raise ValueError("lighthouse is set, so job must name the job, the same for all members")
+            raise ValueError(
+                "lighthouse or EVERMOE_LIGHTHOUSE is set, so job or EVERMOE_JOB must name the job, the same for all members"
+            )
 
 
 class Membership:
@@ -118,6 +120,8 @@ class Membership:
         self.trainer_group.linked = [self._with_replicas, self.background]
         self._with_replicas.linked = [self.trainer_group, self.background]
         self.rank_key = rank_key
+        self.steps = 0
+        """Steps after which the script ends the job; 0 where no script does."""
         self.established = False
         """Whether this member has state of the running job, as its protocol says."""
         self.generation = 0
@@ -145,11 +149,10 @@ class Membership:
         """What each member of the latest set has told, by id."""
         self._client: Any = None
         self._heart: Any = None
-        limit = timedelta(seconds=self._quorum_limit)
         self._inquiry = Inquiry(
             lighthouse,
-            lambda: self._coordination.LighthouseClient(lighthouse, limit),
-            lambda client, data: client.quorum(self.id, limit, world_size=1, data=data),
+            lambda: self._coordination.LighthouseClient(lighthouse, timedelta(seconds=self._quorum_limit)),
+            lambda client, data: client.quorum(self.id, timedelta(seconds=self._quorum_limit), world_size=1, data=data),
         )
         self._stores, self._reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
         self.watch = Watch(
@@ -189,9 +192,10 @@ class Membership:
         """The error of an agreement that took too long."""
         doubt = self._messages.doubt
         problem += f"; {doubt}" if doubt and doubt != problem else ""
+        advice = ". Check that the Lighthouse runs and is reachable, and that all workers were started with its address"
         return JoinTimeout(
-            f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}. "
-            "Check that the Lighthouse runs and is reachable, and that all workers were started with its address."
+            f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}"
+            f"{advice if self._answered is None else ''}."
         )
 
     def inquire(self, standing: dict[str, Any]) -> None:
@@ -236,7 +240,7 @@ class Membership:
             self._client = None
             self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
             raise ConnectionError(str(error).split("\n", 1)[0]) from None
-        asked = self._messages.read(quorum.participants, is_established=self.established)
+        asked = self._messages.read(quorum.participants, is_established=self.established, steps=self.steps)
         if self.id not in {member.id for member in asked}:
             raise ConnectionError("the Lighthouse passes on another message than this member has told")
         self._answered = self._answered or time.monotonic()
@@ -270,6 +274,7 @@ class Membership:
             "patience": patience,
             "node": self.node,
             "role": self.role,
+            "steps": self.steps,
             "rank_key": self.rank_key,
             "store": self._stores.address,
             "door": self._reach.address,

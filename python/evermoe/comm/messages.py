@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -109,12 +110,13 @@ class Messages:
         shared["options"] = dict(self._identity.options)
         return json.loads(_native.tell(self._id, self._identity.job, json.dumps(shared | message), self._secret))
 
-    def read(self, members: Iterable[Any], *, is_established: bool) -> list[Told]:
-        """The members of this job by id: of the established ones' job, or else of the first member's by id.
+    def read(self, members: Iterable[Any], *, is_established: bool, steps: int = 0) -> list[Told]:
+        """The members of this job by id: of the established ones' job, or else of most members'.
 
         Args:
             members: with `replica_id` and `data`, as torchft has them.
             is_established: whether this member has state of the running job; it is then right, and others differ.
+            steps: steps after which its script ends the job; 0 where no script does.
 
         Raises:
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
@@ -124,7 +126,7 @@ class Messages:
         if told and not is_established:
             self._check_same_secret(told, secretless)
             self._check_same_protocol(told, others)
-            self._check_same_job(_reference(told))
+            self._check_same_job(_reference(told), steps)
         mine = [member for member in told if self._identity.is_same(member)]
         if not mine:
             return []
@@ -183,7 +185,7 @@ class Messages:
                     f"{self._identity.job!r} protocol {other.protocol}: install the same evermoe on all machines"
                 )
 
-    def _check_same_job(self, first: Told) -> None:
+    def _check_same_job(self, first: Told, steps: int) -> None:
         if first.job != self._identity.job:
             raise ValueError(
                 f"the Lighthouse {self._lighthouse} serves job {first.job!r}, this worker belongs to job "
@@ -191,14 +193,19 @@ class Messages:
             )
         if first.data["layout"] != self._identity.layout:
             raise ValueError(
-                f"this worker's model or optimizer differs from that of job {first.job!r}: their units have other "
-                "names, shapes or types. Start it with the same script and options as the others."
+                f"this worker's model or optimizer differs from that of {first.id} in job {first.job!r}: their units "
+                "have other names, shapes or types. Start it with the same script and options as the others."
             )
         differences = self._identity.differences(first)
         if differences:
             raise ValueError(
-                f"this worker differs from those of job {first.job!r}: {differences}. Start it with the same "
+                f"this worker differs from {first.id} in job {first.job!r}: {differences}. Start it with the same "
                 "script, options and versions as the others."
+            )
+        if steps and first.data["steps"] not in (0, steps):
+            raise ValueError(
+                f"this worker's loop is session.steps({steps}), that of {first.id} in job {first.job!r} is "
+                f"session.steps({first.data['steps']}): all workers' must be the same"
             )
 
 
@@ -215,5 +222,14 @@ def _rank(member: Told | Other) -> tuple[bool, str]:
 
 
 def _reference(told: list[Told]) -> Told:
-    """The member that others are compared with: an established one rather than another, a trainer."""
-    return min(told, key=lambda each: (not each.established, each.data["role"] != "train"))
+    """The member that others are compared with: an established one rather than another, a trainer, one of most."""
+
+    def rank(each: Told) -> tuple[bool, bool]:
+        return not each.established, each.data["role"] != "train"
+
+    def kind(each: Told) -> str:
+        return json.dumps([each.job, *(each.data[key] for key in ("layout", "options", "steps"))], sort_keys=True)
+
+    first = [each for each in told if rank(each) == min(map(rank, told))]
+    kinds = Counter(map(kind, first))
+    return max(first, key=lambda each: kinds[kind(each)])

@@ -17,6 +17,10 @@ PROGRESS_BYTES = 16384
 """Bytes that the training loop's own state (sampler, scheduler) may take as JSON in the unit `session`."""
 
 
+SCHEDULED = ("lr", "betas", "momentum", "max_momentum", "base_momentum")
+"""Settings of an optimizer's groups that torch's schedulers change."""
+
+
 class LoopState:
     """The loop's state as JSON, in a tensor of fixed size."""
 
@@ -52,7 +56,7 @@ def collect(
     """What a member needs to resume as its peers do; numbers, strings, lists and dicts."""
     found: dict[str, object] = {
         "sampler": sampler.state_dict(),
-        "optimizer": [_group_options(group) for group in optimizer.param_groups],
+        "optimizer": [group_options(group) for group in optimizer.param_groups],
     }
     if scheduler is not None:
         found["scheduler"] = _plain_part(scheduler.state_dict())
@@ -74,7 +78,23 @@ def restore(
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
 
 
-def _group_options(group: dict[str, Any]) -> dict[str, Any]:
+def differences(
+    progress: dict[str, Any], optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+) -> dict[str, tuple[Any, Any]]:
+    """Settings of the optimizer's groups in the script, and in the job: by name, where they differ in some group.
+
+    With a scheduler, without those that schedulers change.
+    """
+    found = {}
+    for group, values in zip(map(group_options, optimizer.param_groups), progress["optimizer"], strict=True):
+        for name in group.keys() & values.keys():
+            theirs = tuple(values[name]) if isinstance(group[name], tuple) else values[name]
+            if group[name] != theirs and not (scheduler and name in SCHEDULED):
+                found[name] = group[name], theirs
+    return found
+
+
+def group_options(group: dict[str, Any]) -> dict[str, Any]:
     """A parameter group's own settings, which schedulers change: learning rate, betas, momentum…"""
     options = {key: value for key, value in group.items() if key != "params"}
     scalars = {key: value.item() for key, value in options.items() if isinstance(value, Tensor) and value.numel() == 1}

@@ -164,8 +164,11 @@ class Rendezvous:
         if why == "training":
             self._membership.end_agreement()
         if self._membership.is_out_of_time():
-            counted = f"{found} of {needed} members have come" if why == "members" else "some members are absent"
-            return {"event": "out_of_time", "reason": counted}
+            counted = (
+                f"{found} of {needed} members have come: start {needed - found} more, or give the number that there is "
+                "(--members, EVERMOE_MEMBERS)"
+            )
+            return {"event": "out_of_time", "reason": counted if why == "members" else "some members are absent"}
         self._driver.waiting()
         time.sleep(WAIT_SECONDS)
         return {"event": "waited"}

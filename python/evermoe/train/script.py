@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from evermoe.errors import UnsupportedState
 from evermoe.moe import moe_layers
 from evermoe.sampler import ElasticSampler
+from evermoe.state import loop_state
 
 MOST_FACTORS = 8
 """Operations at the end of a loss among which a scaler's factor is searched."""
@@ -68,10 +69,19 @@ class Script(NamedTuple):
         return {
             **{name: str(value) for name, value in self.sampler.settings().items()},
             "optimizer": _name(self.optimizer),
+            **_settings(self.optimizer),
             "scheduler": _name(self.scheduler),
             "MoE layers": " and ".join(f"{count} of {settings}" for settings, count in layers.items()),
             **versions(),
         }
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The settings of the optimizer's groups, before a step has changed them: each group's, or one if all are alike."""
+    groups = [loop_state.group_options(group) for group in optimizer.param_groups]
+    names = dict.fromkeys(name for group in groups for name in group)
+    found = {name: [str(group.get(name, "missing")) for group in groups] for name in names}
+    return {f"optimizer's {name}": ", ".join(dict.fromkeys(each)) for name, each in found.items()}
 
 
 def versions() -> dict[str, str]:

@@ -204,6 +204,7 @@ class Session:
     def _steps(self, until: int) -> Iterator[Step]:
         while not self._protocol.has_left:
             _check_open(self)
+            self._membership.steps = until
             self._protocol.look(until)
             if self._protocol.is_over:
                 break

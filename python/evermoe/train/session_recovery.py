@@ -7,7 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -145,12 +145,26 @@ class RecoveryDriver(Driver):
             self._lost = lost
             return {"event": "unrecoverable"}
         if self._trains:
-            script = self._script
-            loop_state.restore(self._state.loop.load(), script.sampler, script.optimizer, script.scheduler)
+            script, progress = self._script, self._state.loop.load()
+            if not established and step_of(report.outcome.version):
+                self._warn_of_settings(progress)
+            loop_state.restore(progress, script.sampler, script.optimizer, script.scheduler)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
             self._reducer = ExpertReducer(matrices, widths, self._group.rank)
         return {"event": "restored", "version": report.outcome.version, "is_stale": bool(report.outcome.stale)}
+
+    def _warn_of_settings(self, progress: dict[str, Any]) -> None:
+        differing = loop_state.differences(progress, self._script.optimizer, self._script.scheduler)
+        for name, (own, used) in sorted(differing.items()):
+            logger.warning(
+                "the optimizer's %s is %s in this script, but %s where job %s goes on, and that is used; to change it, "
+                "set it in optimizer.param_groups between two steps, on all workers",
+                name,
+                own,
+                used,
+                self._membership.identity.job,
+            )
 
     def _report_now(self) -> RecoveryReport:
         if self._report is None:

@@ -134,13 +134,15 @@ def test_waiting_for_missing_units_has_an_end(start_job):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"optimizer": "sgd"}, "model or optimizer differs from that of job"),
+        ({"optimizer": "sgd"}, "this worker's model or optimizer differs from that of a-"),
         ({"session": {"slots": 5}}, ": slots is 5 here, None there. Start"),
         ({"batch_size": 8}, ": batch_size is 8 here, 12 there. Start"),
         ({"shuffle": False}, ": shuffle is False here, True there. Start"),
         ({"schedule": "cosine"}, "scheduler is torch.optim.lr_scheduler.CosineAnnealingLR here, None there"),
         ({"optimizer": "evermoe"}, "arithmetic is evermoe here, torch_cpu_fused there"),
         ({"metadata": "other"}, ": evermoe is 99.0 here, "),
+        ({"lr": 0.1}, ": optimizer's lr is 0.1 here, 0.01 there. Start"),
+        ({"steps": 40}, "this worker's loop is session.steps(40), that of a-"),
     ],
 )
 def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_job, tmp_path, other, message):
@@ -152,7 +154,7 @@ def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_
     job.open_gate(6)
     workers = job.start_all({}, "ab", gated=True, steps=30)
     workers[0].wait_for("gate", step=6)
-    stranger = job.start("c", **other, steps=30)
+    stranger = job.start("c", **{"steps": 30, **other})
     stranger.wait_for("phase", phase="agree")
     job.open_gate(30)
     assert stranger.join() == 1
@@ -160,3 +162,24 @@ def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_
     assert message in stranger.events("failed")[0]["message"]
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
+
+
+def test_one_of_a_new_job_that_differs_from_most_is_turned_away_and_the_others_wait_for_another(start_job):
+    job = start_job()
+    a, b, c = job.start("a", batch_size=8), job.start("b"), job.start("c")
+    assert a.join() == 1
+    assert ": batch_size is 8 here, 12 there" in a.events("failed")[0]["message"]
+    again = job.start("a")
+    assert [each.join() for each in (again, b, c)] == [0, 0, 0]
+    check_history([again, b, c])
+
+
+def test_settings_of_a_script_that_a_resumed_job_does_not_use_are_named(start_job):
+    job = start_job(2)
+    first = job.start_all({name: [Fault("vote", 5)] for name in "ab"}, "ab")
+    assert [each.join() for each in first] == [-9, -9]
+    again = job.start_all({}, "ab", lr=0.1)
+    assert [each.join() for each in again] == [0, 0]
+    check_history(job.workers)
+    for each in again:
+        assert "the optimizer's lr is 0.1 in this script, but 0.01 where job" in each.log()

@@ -65,6 +65,8 @@ class Options:
     metadata: str | None = None
     """Folder that is searched first for the versions of packages."""
     optimizer: str = "adamw"
+    lr: float | None = None
+    """Instead of the optimizer's own."""
     schedule: str | None = None
     gated: bool = False
     """Waits before each step until the job's gate lets it pass."""
@@ -274,6 +276,8 @@ def _train(options: Options, record: Recorder) -> None:
         sys.path.insert(0, options.metadata)
     model, data = Model(), dataset()
     optimizer = make_optimizer(options.optimizer, model)
+    if options.lr is not None:
+        optimizer.param_groups[0]["lr"] = options.lr
     record.session = session = evermoe.Session(
         model,
         optimizer,
