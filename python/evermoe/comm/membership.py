@@ -79,7 +79,7 @@ class MembershipOptions(Options):
         super().__post_init__()
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
             raise ValueError(
-                "lighthouse or EVERMOE_LIGHTHOUSE is set, so job or EVERMOE_JOB must name the job, the same for all members"
+                "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same for all"
             )
 
 
