@@ -338,5 +338,5 @@ def test_pec_needs_a_folder():
 
 def test_lighthouse_without_a_job_name_is_refused(monkeypatch):
     monkeypatch.delenv("EVERMOE_JOB", raising=False)
-    with pytest.raises(ValueError, match="job must name the job"):
+    with pytest.raises(ValueError, match="must name the job"):
         evermoe.SessionConfig(lighthouse="http://127.0.0.1:1")
