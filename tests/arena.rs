@@ -45,7 +45,7 @@ fn every_flipped_byte_of_a_unit_or_its_digest_is_found() {
     arena.commit(index).unwrap();
     let (start, layout) = (arena.buffer(index).unwrap(), arena.layout());
     for (position, unit) in layout.units().iter().enumerate() {
-        let table = 8 * position..8 * position + 8;
+        let table = 8 * position + 8..8 * position + 16;
         for at in table.chain(unit.offset..unit.offset + unit.bytes) {
             // SAFETY: the offset lies in the buffer, and nothing else uses the arena of this test.
             let flip = || unsafe { *start.add(at) ^= 0x10 };
@@ -55,6 +55,50 @@ fn every_flipped_byte_of_a_unit_or_its_digest_is_found() {
         }
     }
     assert!(arena.verify(index).unwrap().is_empty());
+}
+
+/// As when the state of one buffer comes to stand before the bytes of the other, or a peer's late message fills it.
+#[test]
+fn a_buffer_of_another_version_than_it_is_said_to_be_is_not_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("arena");
+    let arena = Arena::create(&path, "", &units()).unwrap();
+    for version in [4, 5] {
+        let index = arena.begin(version);
+        fill(&arena, index, version as u8);
+        arena.commit(index).unwrap();
+    }
+    let late = |arena: &Arena| {
+        let (from, to, bytes) =
+            (arena.buffer(1).unwrap(), arena.buffer(0).unwrap(), arena.layout().payload_bytes());
+        // SAFETY: both buffers have that many bytes, and nothing else uses the arena of this test.
+        unsafe { to.copy_from_nonoverlapping(from, bytes) };
+    };
+    late(&arena);
+    assert_eq!(arena.versions(), [(1, 5)]);
+    assert_eq!(arena.begin(6), 0);
+    late(&arena);
+    let error = arena.commit_received(0).unwrap_err();
+    assert!(
+        matches!(&error, Error::Corrupt(why) if why.contains("expected version 6, received 5")),
+        "{error}"
+    );
+    assert_eq!(arena.versions(), [(1, 5)]);
+    arena.begin(5);
+    arena.commit_received(0).unwrap();
+    assert_eq!(arena.versions(), [(0, 5), (1, 5)]);
+}
+
+#[test]
+fn what_is_no_file_is_no_arena() {
+    let folder = tempfile::tempdir().unwrap();
+    let [link, inner, socket] = ["link", "inner", "socket"].map(|name| folder.path().join(name));
+    std::os::unix::fs::symlink(&inner, &link).unwrap();
+    std::fs::create_dir(&inner).unwrap();
+    let _bound = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    for path in [link, inner, socket] {
+        assert!(matches!(Arena::open(&path), Err(Error::Corrupt(_))), "{}", path.display());
+    }
 }
 
 #[test]

@@ -285,6 +285,18 @@ fn runs_of_nothing_take_no_memory() {
 }
 
 #[test]
+fn steps_before_the_first_of_a_unit_are_taken_one_by_one() {
+    let mut log = log_of(3, 4000);
+    let none = |step| Header { t: 0, ..header(Kind::NoStep, step, 3) }.seal(Header::digest(&[], &Serial));
+    (1..=3).for_each(|step| assert!(log.accept(&none(step), &Serial).is_ok()));
+    for until in 1..=3 {
+        let batch = log.take(0, 8, until, &Serial).unwrap();
+        assert_eq!((batch.version, batch.t), (until, None));
+        log.applied(0, batch.epoch, batch.version, batch.bytes);
+    }
+}
+
+#[test]
 fn batches_are_cut_by_steps_and_by_version() {
     let mut log = log_of(2, 10_000);
     for step in 1..=20 {

@@ -238,17 +238,17 @@ class Arena:
         """Where the file is, or was."""
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one buffer: digest table and units."""
+        """Bytes of one buffer: version, digests and units."""
     def units(self) -> list[tuple[str, int, int]]:
         """(name, offset in a buffer, bytes) of each unit; offsets are multiples of 64, after the table."""
     def begin(self, version: int) -> int:
         """Start to overwrite the buffer that has no version, else the older one; returns its index."""
     def buffer(self, index: int) -> NDArray[np.uint8]:
-        """A whole buffer, writable, in the shared memory itself: digest table, then units."""
+        """A whole buffer, writable, in the shared memory itself: version and digests, then units."""
     def commit(self, index: int) -> list[int]:
         """Make the digests of a buffer that was begun, show it and return them."""
     def commit_received(self, index: int) -> None:
-        """Show a buffer that came whole from a peer, digest table included.
+        """Show a buffer that came whole from a peer, version and digests included.
 
         CorruptCopy names the units that do not match their digests; the buffer then stays without a version.
         """
@@ -339,7 +339,7 @@ class Capture:
     def done_bytes(self) -> int:
         """The units' bytes before this offset of the buffer are in place.
 
-        The digest table at the buffer's start is not, until the version is published; only then are these all of
+        The digests at the buffer's start are not, until the version is published; only then are these all of
         the arena's `payload_bytes`.
         """
     @property

@@ -8,8 +8,12 @@
 //! the version included.
 
 use crate::error::{Error, Result};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+use std::fmt;
+use std::marker::PhantomData;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Number of the format; it grows with every change of the fields.
@@ -49,7 +53,7 @@ struct Fields {
     version: u64,
     step: u64,
     layout: String,
-    units: Vec<UnitFields>,
+    units: Vec<Object<UnitFields>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     checksum: Option<String>,
 }
@@ -67,6 +71,31 @@ struct UnitFields {
 #[derive(Deserialize)]
 struct AnyFormat {
     format: u64,
+}
+
+/// Something that is an object in JSON, and no list of its fields' values, which serde would take for one.
+#[derive(Serialize)]
+#[serde(transparent)]
+struct Object<T>(T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> std::result::Result<Self, D::Error> {
+        from.deserialize_map(Fielded(PhantomData)).map(Self)
+    }
+}
+
+struct Fielded<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for Fielded<T> {
+    type Value = T;
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("an object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<T, A::Error> {
+        T::deserialize(MapAccessDeserializer::new(map))
+    }
 }
 
 impl Manifest {
@@ -95,11 +124,11 @@ impl Manifest {
     /// [`Error::Corrupt`] saying what is not as it should be.
     pub fn from_json(text: &[u8]) -> Result<Self> {
         let unreadable = |error: serde_json::Error| Error::Corrupt(error.to_string());
-        let AnyFormat { format } = serde_json::from_slice(text).map_err(unreadable)?;
+        let Object(AnyFormat { format }) = serde_json::from_slice(text).map_err(unreadable)?;
         if format != MANIFEST_FORMAT {
             return Err(Error::Corrupt(format!("format {format}, expected {MANIFEST_FORMAT}")));
         }
-        let mut fields: Fields = serde_json::from_slice(text).map_err(unreadable)?;
+        let Object(mut fields): Object<Fields> = serde_json::from_slice(text).map_err(unreadable)?;
         let expected = fields.checksum.take();
         if expected != Some(hex(checksum(&fields)?)) {
             return Err(Error::Corrupt("it does not match its checksum".into()));
@@ -110,11 +139,9 @@ impl Manifest {
     }
 
     fn fields(&self) -> Fields {
-        let unit = |unit: &SavedUnit| UnitFields {
-            name: unit.name.clone(),
-            file: unit.file.clone(),
-            digest: hex(unit.digest),
-            tensors: unit.tensors.clone(),
+        let unit = |unit: &SavedUnit| {
+            let (name, file, tensors) = (unit.name.clone(), unit.file.clone(), unit.tensors.clone());
+            Object(UnitFields { name, file, digest: hex(unit.digest), tensors })
         };
         Fields {
             format: MANIFEST_FORMAT,
@@ -127,7 +154,7 @@ impl Manifest {
     }
 
     fn from_fields(fields: Fields) -> std::result::Result<Self, String> {
-        let unit = |unit: UnitFields| {
+        let unit = |Object(unit): Object<UnitFields>| {
             let digest =
                 u64::from_str_radix(&unit.digest, 16).ok().filter(|&value| hex(value) == unit.digest);
             let digest = digest.ok_or_else(|| {
@@ -244,6 +271,9 @@ mod tests {
 
     #[test]
     fn what_is_not_as_it_should_be_is_named() {
+        let unit = manifest().fields().units.remove(0);
+        let object = serde_json::to_string(&unit).unwrap();
+        let list = serde_json::json!([unit.0.name, unit.0.file, unit.0.digest, unit.0.tensors]).to_string();
         for (from, to, message) in [
             ("\"format\":2", "\"format\":9", "format 9, expected 2"),
             ("\"format\":2,", "", "missing field `format`"),
@@ -263,6 +293,7 @@ mod tests {
             ("\"name\":\"dense\"", "\"name\":\"moe.experts.\u{fc}/0\"", "is there twice"),
             ("[\"weight\",\"weight/exp_avg\"]", "[]", "one or more tensors"),
             ("\"weight/exp_avg\"", "\"weight\"", "each named once"),
+            (&object, &list, "invalid type: sequence, expected an object"),
         ] {
             let found = refused(&sealed(from, to));
             assert!(found.contains(message), "{to}: {found}");

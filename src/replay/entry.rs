@@ -145,7 +145,8 @@ impl Entry {
     pub(super) fn advance(&mut self, count: u64) -> u64 {
         self.count -= count;
         self.seal = self.sum();
-        self.t - self.count
+        // Counts for nothing where no step has numbers, and may be less than they are then.
+        self.t.saturating_sub(self.count)
     }
 
     /// Takes its gradient, the only one of its steps that has one.

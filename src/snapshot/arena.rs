@@ -53,12 +53,12 @@ impl Arena {
     /// Starts to overwrite the buffer without a version, else the older one, and returns its index. Until it is
     /// committed the buffer has no version.
     pub fn begin(&self, version: u64) -> usize {
-        let index = oldest([self.state(0).complete(), self.state(1).complete()]);
+        let index = oldest([self.complete(0), self.complete(1)]);
         self.state(index).begin(version);
         index
     }
 
-    /// Start of a buffer of [`Layout::payload_bytes`], valid as long as the arena; digest table first, then units.
+    /// Start of a buffer of [`Layout::payload_bytes`], valid as long as the arena; version and digests first, then units.
     ///
     /// # Errors
     /// [`Error::Invalid`] when the index is not 0 or 1.
@@ -85,25 +85,32 @@ impl Arena {
     /// # Errors
     /// [`Error::Invalid`] unless the buffer was begun and there are as many digests as units.
     pub fn commit_with(&self, index: usize, digests: &[u64]) -> Result<()> {
-        self.check_begun(index)?;
+        let version = self.check_begun(index)?;
         let num_units = self.layout.units().len();
         ensure!(digests.len() == num_units, "digests: expected {num_units}, got {}", digests.len());
         let table = self.buffer(index)?.cast::<u64>();
-        for (position, digest) in digests.iter().enumerate() {
-            // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for each unit.
-            unsafe { table.add(position).write(digest.to_le()) };
+        for (position, word) in std::iter::once(&version).chain(digests).enumerate() {
+            // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for the version and each unit.
+            unsafe { table.add(position).write(word.to_le()) };
         }
         self.state(index).publish();
         Ok(())
     }
 
-    /// Publishes a buffer that came whole from a peer, digest table included, if every unit matches its digest.
+    /// Publishes a buffer that came whole from a peer, version and digests included, if it is of the version that was
+    /// begun and every unit matches its digest.
     ///
     /// # Errors
-    /// [`Error::Corrupt`] naming the units that do not match; the buffer stays without a version. [`Error::Invalid`]
-    /// unless the buffer was begun.
+    /// [`Error::Corrupt`] naming the units that do not match, or the other version; the buffer stays without a version.
+    /// [`Error::Invalid`] unless the buffer was begun.
     pub fn commit_received(&self, index: usize) -> Result<()> {
-        self.check_begun(index)?;
+        let (version, received) = (self.check_begun(index)?, self.named(index));
+        if received != version {
+            return Err(Error::Corrupt(format!(
+                "{}: expected version {version}, received {received}; fetch it again from another holder",
+                self.path.display()
+            )));
+        }
         let wrong = self.mismatches(index);
         if !wrong.is_empty() {
             let (path, units, all) = (self.path.display(), wrong.join(", "), self.layout.units().len());
@@ -119,7 +126,7 @@ impl Arena {
 
     /// Index and version of the complete buffers, newest first.
     pub fn versions(&self) -> Vec<(usize, u64)> {
-        let complete = |index| self.state(index).complete().map(|version| (index, version));
+        let complete = |index| self.complete(index).map(|version| (index, version));
         let mut versions: Vec<(usize, u64)> = (0..2).filter_map(complete).collect();
         versions.sort_by_key(|&(index, version)| (std::cmp::Reverse(version), index));
         versions
@@ -169,9 +176,24 @@ impl Arena {
         unsafe { std::slice::from_raw_parts(self.mapping.as_ptr().add(at), unit.bytes) }
     }
 
+    /// The version of a buffer that is complete, and names the same version itself.
+    fn complete(&self, index: usize) -> Option<u64> {
+        self.state(index).complete().filter(|&version| self.named(index) == version)
+    }
+
+    /// The version that the buffer itself names.
+    fn named(&self, index: usize) -> u64 {
+        self.word(index, 0)
+    }
+
+    /// The digest of a unit as the buffer has it.
     fn recorded(&self, index: usize, position: usize) -> u64 {
+        self.word(index, 1 + position)
+    }
+
+    fn word(&self, index: usize, position: usize) -> u64 {
         let at = self.layout.buffer_at(index) + 8 * position;
-        // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for each unit.
+        // SAFETY: the table starts the buffer, is aligned to 64 bytes and has 8 bytes for the version and each unit.
         u64::from_le(unsafe { self.mapping.as_ptr().add(at).cast::<u64>().read() })
     }
 
@@ -182,19 +204,18 @@ impl Arena {
         self.layout.units().iter().enumerate().filter(differs).map(|(_, unit)| unit.name.clone()).collect()
     }
 
-    fn check_begun(&self, index: usize) -> Result<()> {
+    /// The version that was begun.
+    fn check_begun(&self, index: usize) -> Result<u64> {
         ensure!(index < 2, "index: expected 0 or 1, got {index}");
-        ensure!(
-            self.state(index).is_writing(),
-            "index: buffer {index} is not being written; call begin first"
-        );
-        Ok(())
+        self.state(index).writing().ok_or_else(|| {
+            Error::Invalid(format!("index: buffer {index} is not being written; call begin first"))
+        })
     }
 
     fn check_complete(&self, index: usize) -> Result<()> {
         ensure!(index < 2, "index: expected 0 or 1, got {index}");
         ensure!(
-            self.state(index).complete().is_some(),
+            self.complete(index).is_some(),
             "index: buffer {index} has no complete version; see versions"
         );
         Ok(())

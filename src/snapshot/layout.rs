@@ -3,7 +3,8 @@
 //! ```text
 //! 0     magic, format, descriptor bytes, payload bytes, file bytes, checksum of these and the descriptor   (u64 each)
 //! 64    state of buffer 0: version, state, seal               128   state of buffer 1
-//! 192   descriptor: meta, then name and size of each unit     then both buffers, each at a page
+//! 192   descriptor: meta, then name and size of each unit     then both buffers, each at a page:
+//!       version and digests, 8 bytes each, then the units
 //! ```
 
 use crate::ensure;
@@ -12,9 +13,11 @@ use std::collections::BTreeSet;
 use xxhash_rust::xxh3::xxh3_64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"EVMARENA");
-const FORMAT: u64 = 2;
+const FORMAT: u64 = 3;
 const PAGE: usize = 4096;
 const LINE: usize = 64;
+/// Bytes of the longest descriptor: room for 400,000 units.
+const MOST_DESCRIPTOR: usize = 64 << 20;
 /// Bytes before the descriptor.
 pub(super) const HEADER: usize = 192;
 /// Offset of the state of buffer 0; that of buffer 1 follows one cache line later.
@@ -35,7 +38,7 @@ pub struct Unit {
 ///
 /// ```
 /// use evermoe::snapshot::Layout;
-/// // Two digests take 16 bytes, so the first unit starts at 64, and the second at the next multiple of 64.
+/// // The version and two digests take 24 bytes, so the first unit starts at 64, and the second at the next multiple of 64.
 /// let layout = Layout::new("{}", &[("a".into(), 65), ("b".into(), 1)])?;
 /// assert_eq!((layout.units()[0].offset, layout.units()[1].offset), (64, 192));
 /// assert_eq!(layout.payload_bytes(), 256);
@@ -55,7 +58,7 @@ impl Layout {
     /// Lays out `units` (name, bytes) in their order.
     ///
     /// # Errors
-    /// [`Error::Invalid`] when a name is there twice or the sizes overflow.
+    /// [`Error::Invalid`] when a name is there twice, the names are too long or the sizes overflow.
     pub fn new(meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let mut names = BTreeSet::new();
         let twice = units.iter().find(|(name, _)| !names.insert(name));
@@ -65,19 +68,24 @@ impl Layout {
             twice.map(|(name, _)| name)
         );
         let descriptor = describe(meta, units);
+        ensure!(
+            descriptor.len() <= MOST_DESCRIPTOR,
+            "units: their names take {} bytes, at most {MOST_DESCRIPTOR} fit",
+            descriptor.len()
+        );
         Self::compute(meta, units, descriptor)
             .ok_or_else(|| Error::Invalid("units: the sizes overflow the address space".into()))
     }
 
     fn compute(meta: &str, units: &[(String, usize)], descriptor: Vec<u8>) -> Option<Self> {
-        let mut end = align(units.len().checked_mul(8)?, LINE)?;
+        let mut end = align(units.len().checked_add(1)?.checked_mul(8)?, LINE)?;
         let mut placed = Vec::with_capacity(units.len());
         for (name, bytes) in units {
             placed.push(Unit { name: name.clone(), offset: end, bytes: *bytes });
             end = align(end.checked_add(*bytes)?, LINE)?;
         }
-        let buffers_at = align(HEADER.checked_add(descriptor.len())?, PAGE)?;
-        let file_bytes = align(end, PAGE)?.checked_mul(2)?.checked_add(buffers_at)?;
+        let buffers_at = buffers_at(descriptor.len())?;
+        let file_bytes = file_bytes_of(buffers_at, end)?;
         let fits = file_bytes <= isize::MAX as usize;
         let meta = meta.to_owned();
         fits.then_some(Self { meta, units: placed, descriptor, payload_bytes: end, buffers_at, file_bytes })
@@ -93,7 +101,7 @@ impl Layout {
         &self.units
     }
 
-    /// Bytes of one buffer: digest table and units.
+    /// Bytes of one buffer: version, digests and units.
     pub fn payload_bytes(&self) -> usize {
         self.payload_bytes
     }
@@ -149,7 +157,7 @@ impl Layout {
         };
         let (meta, units) =
             parse(descriptor).ok_or_else(|| wrong("the list of units cannot be read".into()))?;
-        let layout = Self::new(&meta, &units)?;
+        let layout = Self::new(&meta, &units).map_err(|error| wrong(error.to_string()))?;
         if (layout.payload_bytes as u64, layout.file_bytes) != (field(3), file_bytes) {
             return Err(wrong("the sizes of the units do not fill the file".into()));
         }
@@ -162,9 +170,23 @@ fn field(header: &[u8], index: usize) -> u64 {
     header.get(index * 8..).and_then(|bytes| Reader(bytes).number()).unwrap_or_default()
 }
 
-/// Bytes of descriptor that a header announces; it may lie.
-pub(super) fn descriptor_bytes(header: &[u8]) -> u64 {
-    field(header, 2)
+/// Bytes of descriptor that a header announces; 0 where its sizes do not fill a file of `file_bytes`, since it lies then.
+pub(super) fn descriptor_bytes(header: &[u8], file_bytes: usize) -> usize {
+    let size = |index| usize::try_from(field(header, index)).ok();
+    let filled = |descriptor: usize, payload| file_bytes_of(buffers_at(descriptor)?, payload);
+    let descriptor =
+        size(2).zip(size(3)).filter(|&(each, payload)| filled(each, payload) == Some(file_bytes));
+    descriptor.map_or(0, |(descriptor, _)| descriptor)
+}
+
+/// Offset of the buffers after a descriptor of so many bytes.
+fn buffers_at(descriptor: usize) -> Option<usize> {
+    align(HEADER.checked_add(descriptor)?, PAGE)
+}
+
+/// Size of a file whose two buffers of `payload` bytes start there.
+fn file_bytes_of(buffers_at: usize, payload: usize) -> Option<usize> {
+    align(payload, PAGE)?.checked_mul(2)?.checked_add(buffers_at)
 }
 
 fn align(bytes: usize, to: usize) -> Option<usize> {

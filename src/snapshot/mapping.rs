@@ -38,30 +38,31 @@ pub(super) fn create(path: &Path, layout: &Layout) -> Result<MmapRaw> {
 /// Opens and checks a file that [`create`] made.
 pub(super) fn open(path: &Path) -> Result<(MmapRaw, Layout)> {
     let doing = |error| Error::io(format!("opening the arena {}", path.display()), error);
-    let file =
-        OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path).map_err(doing)?;
+    let no_file =
+        || Error::Corrupt(format!("{}: not a whole arena: it is empty, or no file", path.display()));
+    let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path);
+    let file = file.map_err(|error| match error.raw_os_error() {
+        Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => no_file(), // a link, a folder, a socket
+        _ => doing(error),
+    })?;
     let metadata = file.metadata().map_err(doing)?;
     if !metadata.is_file() || metadata.len() == 0 {
-        return Err(Error::Corrupt(format!(
-            "{}: not a whole arena: it is empty, or no file",
-            path.display()
-        )));
+        return Err(no_file());
     }
     let mapping = map(&file, path)?;
     let bytes = head(&file, mapping.len()).map_err(doing)?;
     let layout = Layout::decode(&bytes, mapping.len()).map_err(|error| match error {
-        Error::Corrupt(what) | Error::Invalid(what) => Error::Corrupt(format!("{}: {what}", path.display())),
+        Error::Corrupt(what) => Error::Corrupt(format!("{}: {what}", path.display())),
         other => other,
     })?;
     Ok((mapping, layout))
 }
 
-/// The header and the descriptor, or as much of them as the file has.
+/// The header and the descriptor; without it where the header does not fit the file.
 fn head(file: &File, file_bytes: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; HEADER.min(file_bytes)];
     file.read_exact_at(&mut bytes, 0)?;
-    let wanted = descriptor_bytes(&bytes).saturating_add(HEADER as u64);
-    bytes.resize(usize::try_from(wanted).unwrap_or(usize::MAX).min(file_bytes), 0);
+    bytes.resize(bytes.len() + descriptor_bytes(&bytes, file_bytes), 0);
     file.read_exact_at(&mut bytes, 0)?;
     Ok(bytes)
 }

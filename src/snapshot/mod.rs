@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! one arena file    header │ descriptor │ buffer 0 │ buffer 1
-//! one buffer        digest table, 8 bytes per unit │ unit 0 │ unit 1 │ …        each aligned to 64 bytes
+//! one buffer        version, a digest per unit │ unit 0 │ unit 1 │ …            each aligned to 64 bytes
 //!
 //! empty ─ begin ─► writing ─ commit, or commit_received ─► complete ─ begin ─► writing …
 //! ```

@@ -1,7 +1,8 @@
 //! The life of a buffer, in three words of shared memory: version, state, seal.
 //!
 //! A killed process leaves what it had stored, in the order in which it stored it; the fences keep that order. The seal is
-//! a checksum of the version: a complete buffer whose seal does not match is as good as empty. The units have digests.
+//! a checksum of the version: a complete buffer whose seal does not match is as good as empty. The units have digests. So is
+//! a buffer that names another version itself: its state is not its own.
 
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use xxhash_rust::xxh3::xxh3_64;
@@ -30,8 +31,9 @@ impl State {
         (is_sealed && self.word.load(Ordering::Relaxed) == COMPLETE).then_some(version)
     }
 
-    pub(super) fn is_writing(&self) -> bool {
-        self.word.load(Ordering::Acquire) == WRITING
+    /// The version that is being written.
+    pub(super) fn writing(&self) -> Option<u64> {
+        (self.word.load(Ordering::Acquire) == WRITING).then(|| self.version.load(Ordering::Relaxed))
     }
 
     /// Hides the buffer; nothing that is written to it later is stored before.
@@ -72,9 +74,9 @@ mod tests {
         let state = State { version: AtomicU64::new(0), word: AtomicU64::new(0), seal: AtomicU64::new(0) };
         assert_eq!(state.complete(), None);
         state.begin(5);
-        assert_eq!((state.complete(), state.is_writing()), (None, true));
+        assert_eq!((state.complete(), state.writing()), (None, Some(5)));
         state.publish();
-        assert_eq!((state.complete(), state.is_writing()), (Some(5), false));
+        assert_eq!((state.complete(), state.writing()), (Some(5), None));
         for bit in 0..64 {
             for word in [&state.version, &state.word, &state.seal] {
                 word.fetch_xor(1 << bit, Ordering::Relaxed);

@@ -84,7 +84,7 @@ def _scan(directory: Path, layout: str | None = None, *, tells: bool = False) ->
         except CorruptCopy as error:
             if tells and os.path.lexists(entry.path):  # it may have been removed meanwhile
                 warnings.warn(f"a checkpoint is passed over: {error}", stacklevel=3)
-    return sorted(found)
+    return sorted(found, key=lambda each: (each.version, each.writing, each.path.name))
 
 
 def _checked(path: Path, step: int, layout: str | None) -> Manifest:

@@ -150,11 +150,15 @@ def sweep(folder: Path, members: Container[str]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a version: first it ceases to be durable; until its last byte is gone, `prune` knows what it was."""
-    with contextlib.suppress(FileNotFoundError):
+    """Removes a version: first it ceases to be durable; until its last byte is gone, `prune` knows what it was.
+
+    Folders that somebody has put there stay, and so does the version's then.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
         os.rename(path / MANIFEST, path / DRAFT)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
-        for name in sorted((entry.name for entry in entries), key=lambda name: name == DRAFT):
+        files = [entry.name for entry in entries if not entry.is_dir(follow_symlinks=False)]
+        for name in sorted(files, key=lambda name: name == DRAFT):
             (path / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # another member was quicker, or a reader's file is still there (NFS)
         path.rmdir()

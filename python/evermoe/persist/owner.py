@@ -1,6 +1,6 @@
 """Owner of a checkpoint folder: the one job that may write to it now.
 
-    FOLDER/owner.json   name of the job, layout of its model; replaced by one rename
+    FOLDER/owner.json   name of the job, layout of its model, checksum of both; replaced by one rename
     FOLDER/owner.lock   locked by every member of the job for as long as it lives, shared among them
 
 A job that has ended, or died, holds no lock: the next one may take the folder over, and its checkpoints, unless they
@@ -18,11 +18,14 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from evermoe._native import digest
 from evermoe.errors import CorruptCopy, PersistFailed
 from evermoe.persist.plain_files import flush, read_plain, write_text
 
 OWNER, LOCK = "owner.json", "owner.lock"
-OWNER_FORMAT = 1
+OWNER_FORMAT = 2
 OWNER_BYTES = 64 << 10
 """Size of `owner.json` at most."""
 CLAIM_SECONDS = 10.0
@@ -43,19 +46,22 @@ def read_owner(folder: Path) -> Owner | None:
     """The owner of a folder; None if it has none, or none that can be read."""
     try:
         fields = json.loads(read_plain(folder / OWNER, OWNER_BYTES))
-    except (CorruptCopy, ValueError, RecursionError):
+        owner = Owner(fields["job"], fields["layout"])
+        return owner if fields == _fields(owner) else None
+    except (CorruptCopy, ValueError, TypeError, KeyError, RecursionError):
         return None
-    if not isinstance(fields, dict) or fields.keys() != {"format", "job", "layout"}:
-        return None
-    owner = Owner(fields["job"], fields["layout"])
-    is_known = fields["format"] == OWNER_FORMAT and all(isinstance(value, str) for value in owner)
-    return owner if is_known else None
+
+
+def _fields(owner: Owner) -> dict[str, object]:
+    """Content of the file: one that is damaged is as good as none, and never another job's."""
+    checksum = digest(np.frombuffer(json.dumps(owner).encode(), np.uint8))
+    return {"format": OWNER_FORMAT, **owner._asdict(), "checksum": f"{checksum:016x}"}
 
 
 def write_owner(folder: Path, owner: Owner) -> None:
     """Replaces `owner.json` at once."""
     draft = folder / f"{OWNER}.writing"
-    write_text(draft, json.dumps({"format": OWNER_FORMAT, **owner._asdict()}))
+    write_text(draft, json.dumps(_fields(owner)))
     os.replace(draft, folder / OWNER)
     flush(folder)
 

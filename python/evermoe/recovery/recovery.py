@@ -16,7 +16,7 @@ from evermoe import planning
 from evermoe._native import RecoveryPlan, digest
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
-from evermoe.errors import CorruptCopy, LostExperts, UnitsMissing
+from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnitsMissing
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_folder import find
 from evermoe.persist.manifest import read_manifest
@@ -78,13 +78,12 @@ class Recovery:
             phase: is told the name of each phase as it begins.
 
         Raises:
-            PeerLost: another member was lost meanwhile; nothing has changed here.
+            PeerLost: another member was lost meanwhile, or what it told is damaged; nothing has changed here.
             UnitsMissing: some units are nowhere, and all members are still patient; the same on all members.
             LostExperts: some units survive nowhere.
         """
         self._phase = phase
-        gathered = self.group.all_gather_bytes(self._survey.inventory.to_bytes())
-        inventories = [Inventory.from_bytes(each) for each in gathered]
+        inventories = self._inventories()
         while True:
             holdings = usable(inventories, self._refused)
             plan, may_lag = self._find_version(holdings)
@@ -105,6 +104,16 @@ class Recovery:
                 self._retain(plan.version, holdings[self.group.rank])
                 self._adopt(plan.version, fetched)
                 return self._outcome
+
+    def _inventories(self) -> list[Inventory]:
+        """What every member brings, by rank; collective."""
+        found = []
+        for rank, data in enumerate(self.group.all_gather_bytes(self._survey.inventory.to_bytes())):
+            try:
+                found.append(Inventory.from_bytes(data))
+            except CorruptCopy as error:
+                raise PeerLost(f"what member {rank} told is damaged, so all agree anew: {error}") from None
+        return found
 
     # ---- plan
 

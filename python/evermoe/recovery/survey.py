@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn, get_args
 
+import numpy as np
 from torch import Tensor
 
 from evermoe import planning
 from evermoe._native import digest
+from evermoe.errors import CorruptCopy
 from evermoe.persist.checkpoint_folder import find, find_saved
 from evermoe.planning.recovery import Lagging
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
+CHECKSUM_BYTES = 8
+"""Bytes of the checksum before an inventory's JSON."""
 
 
 class Holding(NamedTuple):
@@ -66,16 +70,91 @@ class Inventory:
     """False for a replica node."""
 
     def to_bytes(self) -> bytes:
-        """JSON."""
-        return json.dumps(asdict(self)).encode()
+        """JSON, after its checksum."""
+        text = json.dumps(asdict(self), allow_nan=False).encode()
+        return _checksum(text) + text
 
     @staticmethod
     def from_bytes(data: bytes) -> Inventory:
-        """The inverse of `to_bytes`."""
-        fields = json.loads(data)
+        """The inverse of `to_bytes`.
+
+        Raises:
+            CorruptCopy: it is not what `to_bytes` made.
+        """
+        text = data[CHECKSUM_BYTES:]
+        try:
+            if data[:CHECKSUM_BYTES] != _checksum(text):
+                raise ValueError("it does not match its checksum")
+            fields = json.loads(text, parse_constant=_refuse, object_pairs_hook=_named_once)
+            if problem := _problem(fields, _INVENTORY):
+                raise ValueError(problem)
+        except (ValueError, RecursionError) as error:
+            raise CorruptCopy(f"expected an inventory as Inventory.to_bytes makes it; {error}") from None
         fields["standing"] = Standing(**fields["standing"])
         fields["holdings"] = [Holding(*holding) for holding in fields["holdings"]]
         return Inventory(**fields)
+
+
+def _checksum(text: bytes) -> bytes:
+    return digest(np.frombuffer(text, np.uint8)).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def _refuse(number: str) -> NoReturn:
+    raise ValueError(f"it has {number}, which is no number")
+
+
+def _named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError(f"it names one of {list(fields)[:8]} twice")
+    return fields
+
+
+def _are(kind: type, values: object) -> bool:
+    """Whether it is a list of this kind: of integers those of 64 bits, of floats finite ones."""
+    if not isinstance(values, list) or any(type(value) is not kind for value in values):
+        return False
+    if kind is int:
+        return not values or 0 <= min(values) <= max(values) < 1 << 64
+    return kind is not float or bool(np.isfinite(values).all())
+
+
+def _are_by_name(kind: type, values: object) -> bool:
+    return isinstance(values, dict) and all(_are(kind, each) for each in values.values())
+
+
+def _are_holdings(rows: object) -> bool:
+    if not isinstance(rows, list) or any(not isinstance(row, list) or len(row) != len(Holding._fields) for row in rows):
+        return False
+    columns = ([row[field] for row in rows] for field in range(len(Holding._fields)))
+    return all(_are(kind, column) for kind, column in zip((str, int, int, str), columns, strict=True))
+
+
+_STANDING: dict[str, Callable[[Any], bool]] = {
+    "version": lambda value: _are(int, [value]),
+    "established": lambda value: _are(bool, [value]),
+    "saw_running": lambda value: _are(bool, [value]),
+    "patient": lambda value: _are(bool, [value]),
+    "boosts": lambda value: _are_by_name(float, value),
+    "lagging": lambda value: value in get_args(Lagging),
+    "committed": lambda value: _are(int, [value]),
+}
+_INVENTORY: dict[str, Callable[[Any], bool]] = {
+    "standing": lambda value: not _problem(value, _STANDING),
+    "holdings": _are_holdings,
+    "experts": lambda value: _are_by_name(int, value),
+    "load": lambda value: isinstance(value, list) and all(_are(float, row) for row in value),
+    "checkpoints": lambda value: _are(int, value),
+    "trains": lambda value: _are(bool, [value]),
+}
+
+
+def _problem(fields: object, expected: Mapping[str, Callable[[Any], bool]]) -> str:
+    """What is wrong with the fields of an object; empty if nothing is."""
+    if not isinstance(fields, dict) or fields.keys() != expected.keys():
+        return f"expected an object with {list(expected)}, got {str(fields)[:80]}"
+    wrong = [name for name, is_fine in expected.items() if not is_fine(fields[name])]
+    return f"{wrong[0]} is {str(fields[wrong[0]])[:80]}" if wrong else ""
 
 
 class Survey:

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evermoe._native import RECORD_HEADER_BYTES
+from evermoe._native import RECORD_HEADER_BYTES, digest
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
-from evermoe.errors import ReplicaBehind
+from evermoe.errors import PeerLost, ReplicaBehind
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.repeater import Damage
@@ -30,6 +30,8 @@ from evermoe.state.unit import TensorSpec
 
 HEAD_BYTES = 32 << 20
 """Bytes of messages that travel with their sizes, at most: the tail follows, once the peer knows its size."""
+CHECKSUM_BYTES = 8
+"""Bytes of the checksum of the messages' sizes."""
 MOST_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
 PROOF_STEPS = 32
@@ -136,7 +138,7 @@ class ReplayExchange:
             only_states: full states as they are now, after this step, and no gradients.
 
         Raises:
-            PeerLost: another member is gone.
+            PeerLost: another member is gone, or the sizes of its messages are damaged.
         """
         result = ExchangeResult()
         heads = [
@@ -148,6 +150,8 @@ class ReplayExchange:
         result.sent_bytes = courier.send(self._head(peer, messages, tails) for peer, messages in outgoing)
         for transfer in heads:
             transfer.wait()
+        for peer, frame in self._incoming_frames.items():
+            frame.check(peer)
         # A tail is only sent once its peer waits for it: so all wait for theirs before any is sent.
         sizes = {peer: frame.tail_bytes() for peer, frame in self._incoming_frames.items()}
         arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in sizes.items() if size}
@@ -234,17 +238,34 @@ class ReplayExchange:
 
 
 class _Frame:
-    """Memory for what is sent to a peer, or comes from it: the sizes of all messages, then those that fit."""
+    """Memory for what is sent to a peer, or comes from it: the sizes of all messages, then those that fit.
+
+    A checksum of the sizes comes first: they say how much to wait for. The messages have their own.
+    """
 
     def __init__(self, most_messages: int, most_bytes: int) -> None:
-        self._start = 8 * most_messages
+        self._start = CHECKSUM_BYTES + 8 * most_messages
         self.data = torch.empty(self._start + most_bytes, dtype=torch.uint8)
-        self._sizes = self.data[: self._start].view(torch.int64)
+        self._checksum, sizes = self.data[:CHECKSUM_BYTES], self.data[CHECKSUM_BYTES : self._start]
+        self._sizes = sizes.view(torch.int64)
+
+    def _digest_of_sizes(self) -> bytes:
+        return digest(self.data[CHECKSUM_BYTES : self._start].numpy()).to_bytes(CHECKSUM_BYTES, "little")
+
+    def check(self, peer: int) -> None:
+        """Checks the sizes that a peer has sent.
+
+        Raises:
+            PeerLost: they are damaged.
+        """
+        if self._checksum.numpy().tobytes() != self._digest_of_sizes():
+            raise PeerLost(f"the sizes of the messages of member {peer} do not match their checksum: agree anew")
 
     def fill(self, messages: Sequence[NDArray[np.uint8]]) -> tuple[Tensor, Sequence[NDArray[np.uint8]]]:
         """The part of the memory that is to be sent, and the messages that are not in it."""
         self._sizes.zero_()
         self._sizes[: len(messages)] = torch.tensor([len(message) for message in messages], dtype=torch.int64)
+        self._checksum.copy_(torch.frombuffer(bytearray(self._digest_of_sizes()), dtype=torch.uint8))
         fitting, end = self._fitting()
         if fitting:
             np.concatenate(messages[:fitting], out=self.data[self._start : end].numpy())

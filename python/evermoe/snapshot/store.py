@@ -153,7 +153,7 @@ class SnapshotStore:
     def _files(self) -> Iterator[tuple[int, Path]]:
         for path in sorted(self.directory.glob("*.arena")):
             match = _FILE.match(path.name)
-            if match:
+            if match and not path.is_dir():
                 yield int(match[1]), path
 
     def replace_arenas(
@@ -303,7 +303,8 @@ class SnapshotStore:
 
     def _all_files(self) -> list[Path]:
         """The arenas, with drafts of a process that was killed while it made one."""
-        return [path for path in self.directory.glob("*.arena*") if path.name[:10].isdigit()]
+        found = (path for path in self.directory.glob("*.arena*") if path.name[:10].isdecimal())
+        return [path for path in found if not path.is_dir()]
 
     def close(self, member: str) -> None:
         """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""

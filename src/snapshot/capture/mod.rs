@@ -179,7 +179,7 @@ impl Capture {
         self.record.progress().state
     }
 
-    /// The units' bytes before this offset of the buffer are in place. The digest table, at the buffer's start, comes
+    /// The units' bytes before this offset of the buffer are in place. Version and digests, at the buffer's start, come
     /// last: only all of the buffer's bytes mean that the version is whole and published.
     pub fn done_bytes(&self) -> usize {
         self.record.progress().done_bytes

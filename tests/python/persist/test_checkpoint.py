@@ -164,6 +164,16 @@ def test_a_bad_checkpoint_beside_a_good_one_is_passed_over_with_one_warning(tmp_
     assert len(told) == 1
 
 
+def test_a_copy_of_a_checkpoint_under_another_number_is_as_good(tmp_path):
+    _, _, state = make("sgd")
+    path = write(tmp_path, state, 1)
+    for name in ("step-00000001-1", "step-000000001"):
+        shutil.copytree(path, tmp_path / name)
+    ((version, found),) = find(tmp_path).items()
+    assert version == 3 << 40 | 1
+    checkpoint.read(read_manifest(found), state, names(state))
+
+
 def test_unfinished_folders_are_passed_over(tmp_path):
     _, _, state = make("sgd")
     assert find(tmp_path / "missing") == {}

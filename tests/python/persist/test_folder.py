@@ -215,3 +215,18 @@ def test_members_persist_and_prune_at_the_same_time(tmp_path, join):
             for unit in units:
                 newest[unit] = max(version, newest.get(unit, 0))
     assert {unit: found[0] for unit, found in versions(tmp_path).items()} == newest
+
+
+def test_a_folder_or_file_that_somebody_has_put_there_is_left(tmp_path, join):
+    member = join()
+    member.persist(1, ["a"])
+    (folder,) = tmp_path.glob("persisted-*")
+    (folder / "notes").mkdir()
+    (tmp_path / folder.name.replace("-m", "-x")).write_text("no folder")
+    shutil.copytree(folder, tmp_path / folder.name.replace("-m", "-dead"))
+    (tmp_path / folder.name.replace("-m", "-dead") / "manifest.json").unlink()
+    sweep(tmp_path, ["m"])
+    for version in (2, 3, 4):
+        member.persist(version, ["a"])
+    assert versions(tmp_path) == {"a": [4, 3]}
+    assert (folder / "notes").is_dir()

@@ -12,7 +12,7 @@ from evermoe.persist.owner import Owner, read_owner, write_owner
 
 GOLDEN = Path(__file__).parent / "golden"
 CHECKPOINT = GOLDEN / "checkpoints-2"
-ARENA = GOLDEN / "arena-2.bin"
+ARENA = GOLDEN / "arena-3.bin"
 VERSION = 3 << 40 | 7
 UNITS = {
     "head": {"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([0.5, -2.0], dtype=torch.bfloat16)},

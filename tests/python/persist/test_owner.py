@@ -1,6 +1,5 @@
 """A checkpoint folder belongs to one job at a time, which others are told by name."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -74,13 +73,25 @@ def test_another_model_is_refused_where_something_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "[" * 60_000, '{"format":1,"job":7,"layout":"L"}', '{"format":9,"job":"a","layout":"L"}']
+    "text", ["", "{", "[]", "[" * 60_000, '{"format":2,"job":7,"layout":"L"}', '{"format":9,"job":"a","layout":"L"}']
 )
 def test_an_owner_that_cannot_be_read_is_none(tmp_path, text):
     (tmp_path / "owner.json").write_text(text)
     assert read_owner(tmp_path) is None
     with claim(tmp_path, "first"):
-        assert json.loads((tmp_path / "owner.json").read_text()) == {"format": 1, "job": "first", "layout": "L"}
+        assert read_owner(tmp_path) == Owner("first", "L")
+
+
+def test_a_damaged_owner_is_none_and_not_another_job(tmp_path):
+    write_owner(tmp_path, Owner("first", "L"))
+    whole = (tmp_path / "owner.json").read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "owner.json").write_bytes(damaged)
+        assert read_owner(tmp_path) in (None, Owner("first", "L"))
+    with claim(tmp_path, "first"):
+        assert (tmp_path / "owner.json").read_bytes() == whole
 
 
 def test_a_job_whose_folder_was_taken_over_writes_nothing_more(tmp_path):

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
+import pytest
+
+from evermoe._native import digest
+from evermoe.errors import CorruptCopy
 from evermoe.recovery.survey import Holding, Inventory, Standing, newest_checkpoint, usable
 from evermoe.state.version import version_of
 
@@ -18,6 +25,50 @@ OLDER = Holding("x", version_of(2, 4), 6, "snapshot")
 def test_inventory_travels_as_json():
     mine = inventory(ACTIVE, OLDER, established=True, checkpoints=[3])
     assert Inventory.from_bytes(mine.to_bytes()) == mine
+
+
+def sealed(text):
+    """What a member with other rules would tell."""
+    data = text.encode()
+    return digest(np.frombuffer(data, np.uint8)).to_bytes(8, "little") + data
+
+
+def test_damaged_inventory_is_refused():
+    data = inventory(ACTIVE, OLDER, checkpoints=[3]).to_bytes()
+    for bit in range(0, 8 * len(data), 5):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptCopy, match="does not match its checksum"):
+            Inventory.from_bytes(bytes(damaged))
+    for size in (0, 7, 8, len(data) - 1):
+        with pytest.raises(CorruptCopy):
+            Inventory.from_bytes(data[:size])
+
+
+def test_inventory_of_another_shape_is_refused():
+    text = inventory(ACTIVE, checkpoints=[3]).to_bytes()[8:].decode()
+    assert Inventory.from_bytes(sealed(text)) == inventory(ACTIVE, checkpoints=[3])
+    fields = json.loads(text)
+    for wrong, problem in [
+        ([*fields.values()], "expected an object"),
+        (fields | {"standing": [*fields["standing"].values()]}, "standing is"),
+        (fields | {"standing": fields["standing"] | {"lagging": "often"}}, "standing is"),
+        (fields | {"holdings": [dict(zip("abcd", ACTIVE, strict=True))]}, "holdings is"),
+        (fields | {"holdings": [["x", "5", 7, "active"]]}, "holdings is"),
+        (fields | {"holdings": [["x", 1 << 64, 7, "active"]]}, "holdings is"),
+        (fields | {"experts": [[0, 2]]}, "experts is"),
+        (fields | {"load": [[float("nan")]]}, "NaN, which is no number"),
+        (fields | {"load": [[1]]}, "load is"),
+        (fields | {"checkpoints": [True]}, "checkpoints is"),
+        (fields | {"trains": 1}, "trains is"),
+        (fields | {"extra": 1}, "expected an object"),
+    ]:
+        with pytest.raises(CorruptCopy, match=problem):
+            Inventory.from_bytes(sealed(json.dumps(wrong)))
+    with pytest.raises(CorruptCopy, match="twice"):
+        Inventory.from_bytes(sealed(text[:-1] + ', "trains": true}'))
+    with pytest.raises(CorruptCopy):
+        Inventory.from_bytes(sealed("[" * 100_000))
 
 
 def test_all_holdings_of_a_running_job_count_but_those_that_were_refused():

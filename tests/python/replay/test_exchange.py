@@ -1,11 +1,13 @@
 """Copies that repeat steps, between two processes: their bits, however the messages are cut."""
 
+import numpy as np
 import pytest
 import torch
 
 from evermoe import MoE
 from evermoe._native import digest
 from evermoe.comm.courier import Courier
+from evermoe.errors import PeerLost
 from evermoe.planning.protection import UnitProtection
 from evermoe.replay import exchange
 from evermoe.replay.calibrate import calibrate
@@ -124,3 +126,19 @@ def test_copies_are_found_again_by_the_next_recovery(tmp_path, keeps_previous):
         assert first == second
         assert {step for _, step, _ in first} == ({STEPS - 1, STEPS} if keeps_previous else {STEPS})
         assert len(first) == (6 if keeps_previous else 3)
+
+
+def test_damaged_sizes_of_messages_are_a_lost_peer_and_no_wait():
+    messages = [np.full(size, size, np.uint8) for size in (3, 40, 60)]
+    sent, came = exchange._Frame(4, 50), exchange._Frame(4, 50)
+    head, tail = sent.fill(messages)
+    came.data[: len(head)] = head
+    for bit in range(8 * (8 + 4 * 8)):
+        came.data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(PeerLost, match="sizes of the messages of member 5"):
+            came.check(5)
+        came.data[bit // 8] ^= 1 << bit % 8
+    came.check(5)
+    assert came.tail_bytes() == 60
+    found = list(came.messages(torch.from_numpy(np.concatenate(tail))))
+    assert [each.tolist() for each in found] == [each.tolist() for each in messages]

@@ -1,0 +1,102 @@
+//! Messages: what members tell each other through the Lighthouse, and what anybody else may tell it.
+
+use crate::Outcome;
+use crate::harm::{Draw, harm, harm_json, same};
+use crate::memory::within;
+use evermoe::protocol::{Heard, Message, Role, Standing, hear, tell};
+use evermoe::secret::Secret;
+use serde_json::Value;
+
+const SECRET: &str = "correct horse battery staple";
+
+fn message(draw: &mut Draw) -> Message {
+    let standing = Standing {
+        epoch: Some(draw.word()).filter(|word| word % 2 == 0),
+        established: draw.one_in(2),
+        size: draw.below(9),
+        generation: draw.word() >> 50,
+        state: draw.word() >> 50,
+        named: (draw.word(), draw.extreme()),
+        adopted: draw.extreme(),
+    };
+    Message {
+        layout: format!("{:016x}", draw.word()),
+        options: [("slots".into(), "None".into()), ("\u{fc}".into(), "\"quoted\"".into())].into(),
+        arithmetic: "torch".into(),
+        node: "node-7".into(),
+        role: *draw.pick(&[Role::Train, Role::Replica]),
+        rank_key: String::new(),
+        store: format!("host:{}", 1 + draw.below(65_535)),
+        door: format!("[::1]:{}", 1 + draw.below(65_535)),
+        unreachable: vec!["b".into(); draw.below(3)],
+        patience: draw.below(1000) as f64 / 8.0,
+        standing,
+    }
+}
+
+fn read(id: &str, text: &str, secret: Option<&Secret>) -> Heard {
+    within(64 * text.len() + 10_000, || hear(id, text, secret))
+}
+
+fn damaged(draw: &mut Draw, text: &str, other: &str) -> String {
+    let bytes = match draw.one_in(3) {
+        true => harm_json(draw, text).text,
+        false => harm(draw, text.as_bytes(), other.as_bytes()),
+    };
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Messages with a seal: only what members told under their own names is taken for theirs.
+pub(super) fn sealed() -> impl FnMut(&mut Draw) -> Outcome {
+    let secret = Secret::new(SECRET).unwrap();
+    move |draw| {
+        let (one, two) = (message(draw), message(draw));
+        let (text, other) =
+            (tell("a", "job", &one, Some(&secret)).unwrap(), tell("b", "job", &two, Some(&secret)).unwrap());
+        let text = if draw.one_in(8) { other } else { damaged(draw, &text, &other) };
+        match read("a", &text, Some(&secret)) {
+            Heard::Member { job, message } => {
+                assert_eq!((job.as_str(), *message), ("job", one), "{text}");
+                Outcome::Same
+            }
+            Heard::OtherProtocol { .. } => panic!("the number of the protocol is under the seal: {text}"),
+            _ => Outcome::Refused,
+        }
+    }
+}
+
+/// Messages without a seal: what is read is what is said. Of an option that is there twice the last one counts.
+pub(super) fn open() -> impl FnMut(&mut Draw) -> Outcome {
+    move |draw| {
+        let (one, two) = (message(draw), message(draw));
+        let (text, other) = (tell("a", "job", &one, None).unwrap(), tell("b", "job", &two, None).unwrap());
+        let text = match draw.one_in(2) {
+            true => within_envelope(draw, &text),
+            false => damaged(draw, &text, &other),
+        };
+        let Heard::Member { job, message } = read("a", &text, None) else { return Outcome::Refused };
+        let again = tell("a", &job, &message, None).unwrap();
+        let [mut said, heard] = [&text, &again].map(|text| inner(text));
+        // Read as what they stand for: the values of the standing's fields in a list, and a role as `{"train":null}`.
+        if said["standing"].is_array() || said["role"].is_object() {
+            return Outcome::Same;
+        }
+        // An epoch that is missing is none.
+        said["standing"].as_object_mut().unwrap().entry("epoch").or_insert(Value::Null);
+        assert!(same(&said, &heard), "{text} is read as {again}");
+        Outcome::Same
+    }
+}
+
+fn inner(text: &str) -> Value {
+    let envelope: Value = serde_json::from_str(text).unwrap();
+    serde_json::from_str(envelope["message"].as_str().unwrap()).unwrap()
+}
+
+/// An envelope with a damaged message.
+fn within_envelope(draw: &mut Draw, text: &str) -> String {
+    let mut envelope: Value = serde_json::from_str(text).unwrap();
+    let harmed = harm_json(draw, envelope["message"].as_str().unwrap());
+    envelope["message"] = String::from_utf8_lossy(&harmed.text).into();
+    envelope.to_string()
+}
