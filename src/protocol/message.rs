@@ -205,6 +205,10 @@ fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> 
     }
     let envelope: Envelope = parse(text)?;
     let message: Message = parse(&envelope.message)?;
+    // serde takes lists for objects and leaves out what may be none; members write every field, by its name.
+    if serde_json::to_value(&message).ok() != Some(parse(&envelope.message)?) {
+        return Err("the message is not as a member writes it".into());
+    }
     check(&message)?;
     if message.standing.established != envelope.established {
         return Err("it says twice whether it is established, and not the same".into());
