@@ -16,10 +16,16 @@ logger = logging.getLogger(__name__)
 
 
 class Notice:
-    """Asks to leave when SIGTERM comes, and ends the process if that takes too long."""
+    """Asks to leave when SIGTERM comes, and ends the process if that takes too long.
 
-    def __init__(self, leave: Callable[[], None], limit: float) -> None:
-        self._leave, self._limit = leave, limit
+    Args:
+        leave: asks to leave after the step.
+        limit: seconds that this may take; 0: SIGTERM is not listened to.
+        has_begun: whether this member takes part in the job; until then it is ended at once.
+    """
+
+    def __init__(self, leave: Callable[[], None], limit: float, has_begun: Callable[[], bool]) -> None:
+        self._leave, self._limit, self._has_begun = leave, limit, has_begun
         self.has_come = False
         self._timer: threading.Timer | None = None
 
@@ -41,11 +47,15 @@ class Notice:
     def _comes(self, number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process
         self.has_come = True
+        if not self._has_begun():
+            raise SystemExit(LEFT_CODE)
         self._leave()
         self._timer = threading.Timer(self._limit, self._give_up)
         self._timer.daemon = True
         self._timer.start()
 
     def _give_up(self) -> None:
-        logger.warning("SIGTERM came %g s ago (leave_limit), and the step is not over: this process ends", self._limit)
+        logger.warning(
+            "SIGTERM came %g s ago (leave_limit), and no step was completed since: this process ends", self._limit
+        )
         os._exit(LEFT_CODE)

@@ -108,7 +108,7 @@ class Session:
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: on_event(Protocol(said, commands)),
         )
-        self._notice = Notice(self.leave, self.config.leave_limit)
+        self._notice = Notice(self.leave, self.config.leave_limit, lambda: self._driver.committed >= 0)
         self.has_left = False
 
     def _new_membership(self, identity: Identity, node: str) -> Membership:
