@@ -27,7 +27,7 @@ from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
 from evermoe.errors import PeerLost
-from evermoe.memory_folder import job_folder, node_name
+from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.train.pipeline_config import PipelineConfig
@@ -189,6 +189,7 @@ class PipelineSession:
             self._protocol.look(ENDLESS)
             if not self._protocol.is_ready:
                 self._driver.interrupt()
+        mark(BEGUN)
         return self.step
 
     @contextmanager
