@@ -19,7 +19,7 @@ from typing import Any
 
 from evermoe.errors import LEFT_CODE
 from evermoe.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_private, node_name, open_lock
-from evermoe.options import check_name
+from evermoe.options import check_name, count
 
 STOP_SECONDS = 35.0
 """Time that workers get between SIGTERM and SIGKILL: longer than their `leave_limit`, in which they leave the job."""
@@ -249,7 +249,7 @@ class _Run:
         left = sum(each.role == "train" for each in self._running)
         job = self._job
         if job.has_own_lighthouse and not job.is_marked(BEGUN) and left < job.members and self._running:
-            _say(f"the job has not begun, and waits for {job.members} workers, of which {left} are left: stopping them")
+            _say(f"the job cannot begin with {count(left, 'worker')} of {job.members}: stopping what is left")
             self._stop(code if code > 0 else 128 - code)
 
     def _end(self, total: int) -> int:

@@ -126,7 +126,7 @@ def test_worker_that_fails_before_the_job_begins_ends_it_at_once(start, tmp_path
     (tmp_path / "train.py").write_text(f"import os, sys\nif os.environ['LOCAL_RANK'] == '1': {line}\n{SCRIPT}")
     found, said = start("--workers", "2", "train.py", "8", "10").end()
     assert re.search(rf"worker 1 \(pid \d+\) {how}\n", said), said
-    assert "the job has not begun, and waits for 2 workers, of which 1 are left: stopping them" in said
+    assert "the job cannot begin with 1 worker of 2: stopping what is left" in said
     assert found == code
     assert "Traceback" not in said
 
