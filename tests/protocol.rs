@@ -260,7 +260,7 @@ fn a_member_leaves_when_the_copies_of_its_last_step_are_whole() {
             assert_eq!(*last, Command::Leave);
             assert!(member.is_over());
         } else {
-            assert_eq!(*last, Command::Drop { reason: "1 members have left the job".into() });
+            assert_eq!(*last, Command::Drop { reason: "1 member has left the job".into() });
             let commands = member.handle(Event::Look { until: 9 }).unwrap();
             assert!(matches!(commands[..], [Command::Ask { is_intact: false, .. }]));
         }

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from evermoe.errors import LEFT_CODE
-from evermoe.memory_folder import DEFAULT, job_folder, make_private, node_name, open_lock
-from evermoe.options import check_name
+from evermoe.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_private, node_name, open_lock
+from evermoe.options import check_name, count
 
 STOP_SECONDS = 35.0
 """Time that workers get between SIGTERM and SIGKILL: longer than their `leave_limit`, in which they leave the job."""
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals at which `evermoe run` makes its workers leave. SIGHUP comes when a terminal is closed."""
 
 
 @dataclass
@@ -71,7 +77,8 @@ class LocalJob:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"job {self.name!r} is already running on this machine (it holds {self.memory}): choose another --job"
+                f"job {self.name!r} is already running on this machine (it holds {self.memory}): choose another --job, "
+                f"or add a worker to it: {self._lock.read() or 'its evermoe run will print how'}"
             ) from None
         if self.lighthouse is None:
             from evermoe.comm.lighthouse import start_local_lighthouse
@@ -79,7 +86,11 @@ class LocalJob:
             self._server, self.lighthouse = start_local_lighthouse(
                 heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit
             )
-        (self.memory / "finished").unlink(missing_ok=True)
+        for mark in (BEGUN, FINISHED):
+            (self.memory / mark).unlink(missing_ok=True)
+        self._lock.truncate(0)
+        self._lock.write(self.one_more())
+        self._lock.flush()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -96,6 +107,24 @@ class LocalJob:
         """The job's shared memory on this machine: a folder for each node."""
         return job_folder(self.memory_dir, self.name)
 
+    def is_marked(self, mark: str) -> bool:
+        """Whether a worker of this machine has said that the job has begun, or that it is finished."""
+        return (self.memory / mark).exists()
+
+    @property
+    def has_own_lighthouse(self) -> bool:
+        """Whether the job's Lighthouse is of this process, so that the job has no other machines."""
+        return self._server is not None
+
+    def one_more(self) -> str:
+        """The command that adds a worker to this job, for a shell of this machine."""
+        variables = {"LIGHTHOUSE": str(self.lighthouse), "JOB": self.name, "MEMBERS": str(self.members)}
+        if self.memory_dir != DEFAULT:
+            variables["MEMORY_DIR"] = self.memory_dir
+        settings = [f"EVERMOE_{name}={shlex.quote(value)}" for name, value in variables.items()]
+        program = ["python" if part == sys.executable else part for part in self.command]
+        return " ".join([*settings, shlex.join(program)])
+
     def start(self, index: int, node: str, *arguments: str, role: str = "train", **options: Any) -> Worker:
         """Starts worker `index` on `node`; `options` go to `subprocess.Popen`. As a `replica` it keeps copies alone."""
         check_name("node", node)
@@ -108,11 +137,13 @@ class LocalJob:
             "EVERMOE_ROLE": role,
             "EVERMOE_MEMBERS": str(self.members),
             "EVERMOE_MEMORY_DIR": self.memory_dir,
-            "EVERMOE_FINISHED": str(self.memory / "finished"),
+            "EVERMOE_BEGUN": str(self.memory / BEGUN),
+            "EVERMOE_FINISHED": str(self.memory / FINISHED),
             "LOCAL_RANK": str(index),
         }
         if self._server is not None and sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        options.setdefault("start_new_session", True)  # Ctrl-C in a terminal reaches this process alone
         process = subprocess.Popen([*self.command, *arguments], env=environment, text=True, **options)
         worker = Worker(index, node, process, role)
         self.workers.append(worker)
@@ -120,57 +151,141 @@ class LocalJob:
 
     def stop(self) -> None:
         """Ends all workers: SIGTERM, then SIGKILL for those that do not listen."""
-        running = [worker.process for worker in self.workers if worker.process.poll() is None]
-        for process in running:
-            process.terminate()
-            process.send_signal(signal.SIGCONT)
+        running = [worker for worker in self.workers if worker.process.poll() is None]
         deadline = time.monotonic() + STOP_SECONDS
-        for process in running:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        try:
+            terminate(running)
+            for worker in running:
+                with suppress(subprocess.TimeoutExpired):
+                    worker.process.wait(max(0.1, deadline - time.monotonic()))
+        finally:  # also at a second Ctrl-C
+            for worker in running:
+                worker.process.kill()
+                worker.process.wait()
+
+
+def terminate(workers: Sequence[Worker]) -> None:
+    """Asks workers to leave the job, those that are stopped, too."""
+    for worker in workers:
+        worker.process.terminate()
+        worker.process.send_signal(signal.SIGCONT)
 
 
 def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0) -> int:
     """Runs `workers` processes that train, and `replicas` that keep copies for them, until they end.
 
-    One killed by a crash is restarted on the same node.
+    One killed by a crash is restarted on the same node. SIGINT, SIGTERM and SIGHUP make all of them leave the job.
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are stopped, too
-    node = node_name(os.environ.get("EVERMOE_NODE") or None)
-    codes: list[int] = []
-    with job:
-        roles = ["train"] * workers + ["replica"] * replicas
-        running = [job.start(index, node, role=role) for index, role in enumerate(roles)]
-        while running:
-            time.sleep(0.1)
-            for worker in [worker for worker in running if worker.process.poll() is not None]:
-                running.remove(worker)
-                code = worker.process.returncode
-                if code != 0 and worker.restarts < restarts:
-                    print(
-                        f"evermoe run: worker {worker.index} ended with {code}; starting it again",
-                        file=sys.stderr,
-                    )
-                    again = job.start(worker.index, node, role=worker.role)
-                    again.restarts = worker.restarts + 1
-                    running.append(again)
-                else:
-                    codes.append(code)
-    lost = [code for code in codes if code < 0 or code == LEFT_CODE]
-    failed = [code for code in codes if code > 0 and code != LEFT_CODE]
-    if lost:
-        total = workers + replicas
-        print(f"evermoe run: {len(lost)} of {total} processes were killed, or left on SIGTERM", file=sys.stderr)
-    if not failed and 0 in codes:
-        job.forget()
-        return 0
-    if not any(job.memory.glob("*/*.arena")):
-        job.forget()
-    else:
-        print(f"evermoe run: started again with --job {job.name}, the job resumes from {job.memory}", file=sys.stderr)
-    return failed[0] if failed else 1
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, len(os.sched_getaffinity(0)) // (workers + replicas))
+        job.environment = {"OMP_NUM_THREADS": str(threads), **job.environment}
+    return _Run(job, restarts).go(["train"] * workers + ["replica"] * replicas)
+
+
+class _Run:
+    """One `evermoe run`.
+
+    Args:
+        job: not yet entered.
+        restarts: times that each worker is started again.
+    """
+
+    def __init__(self, job: LocalJob, restarts: int) -> None:
+        self._job, self._restarts = job, restarts
+        self._node = node_name(os.environ.get("EVERMOE_NODE") or None)
+        self._running: list[Worker] = []
+        self._codes: list[int] = []
+        """Exit codes of the workers that are not started again."""
+        self._signals: list[int] = []
+        """What has come."""
+        self._stop_code: int | None = None
+        """Exit code of this command once it stops the workers; None as long as it does not."""
+        self._deadline = math.inf
+
+    def go(self, roles: Sequence[str]) -> int:
+        """Starts a worker for each role, and waits for all of them. Returns the exit code."""
+        with _listening(self._signals), self._job as job:
+            _say(f"job {job.name}, Lighthouse {job.lighthouse}; to add a worker: {job.one_more()}")
+            self._running = [job.start(index, self._node, role=role) for index, role in enumerate(roles)]
+            while self._running:
+                time.sleep(0.1)
+                self._obey()
+                for worker in [worker for worker in self._running if worker.process.poll() is not None]:
+                    self._bury(worker)
+        return self._end(len(roles))
+
+    def _obey(self) -> None:
+        if self._signals and self._stop_code is None:
+            name = signal.Signals(self._signals[0]).name
+            _say(f"{name}: the workers complete their step and leave the job; a second one kills them")
+            self._stop(128 + self._signals[0])
+        elif len(self._signals) > 1 or time.monotonic() > self._deadline:
+            for worker in self._running:
+                worker.process.kill()
+
+    def _stop(self, code: int) -> None:
+        self._stop_code = code
+        self._deadline = time.monotonic() + STOP_SECONDS
+        terminate(self._running)
+
+    def _bury(self, worker: Worker) -> None:
+        """A worker has ended."""
+        self._running.remove(worker)
+        code = worker.process.returncode
+        if code == 0 or self._stop_code is not None:
+            self._codes.append(code)
+            return
+        starts_again = worker.restarts < self._restarts
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        _say(f"worker {worker.index} (pid {worker.process.pid}) {how}{'; starting it again' * starts_again}")
+        if starts_again:
+            again = self._job.start(worker.index, self._node, role=worker.role)
+            again.restarts = worker.restarts + 1
+            self._running.append(again)
+            return
+        self._codes.append(code)
+        left = sum(each.role == "train" for each in self._running)
+        job = self._job
+        if job.has_own_lighthouse and not job.is_marked(BEGUN) and left < job.members and self._running:
+            _say(f"the job cannot begin with {count(left, 'worker')} of {job.members}: stopping what is left")
+            self._stop(code if code > 0 else 128 - code)
+
+    def _end(self, total: int) -> int:
+        """Says what became of the job, and forgets it if it is over. Returns the exit code."""
+        job, code = self._job, self._stop_code
+        is_finished = job.is_marked(FINISHED)
+        lost = [each for each in self._codes if each < 0 or each == LEFT_CODE]
+        failed = [each for each in self._codes if each > 0 and each != LEFT_CODE]
+        if lost and code is None:
+            _say(f"{len(lost)} of {total} processes were killed, or left on SIGTERM")
+        has_finished = not failed and 0 in self._codes
+        if code is None or (is_finished and has_finished):
+            code = failed[0] if failed else 0 if has_finished else 1
+        if (is_finished and has_finished) or not any(job.memory.glob("*/*.arena")):
+            if self._signals and not is_finished:
+                _say("stopped; nothing is left in shared memory: the same command resumes from a checkpoint, if any")
+            job.forget()
+        elif job.is_marked(BEGUN) or self._signals:
+            _say(f"stopped before the last step; the same command resumes job {job.name} from {job.memory}")
+        else:
+            _say(f"the job has not begun; what earlier runs of job {job.name} have left stays in {job.memory}")
+        return code
+
+
+@contextmanager
+def _listening(signals: list[int]) -> Iterator[None]:
+    """Notes the signals that ask this process to end, but those that it was started to ignore."""
+    numbers = [each for each in STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    before = {each: signal.signal(each, lambda number, frame: signals.append(number)) for each in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _say(message: str) -> None:
+    with suppress(OSError):  # the terminal may be gone
+        print(f"evermoe run: {message}", file=sys.stderr, flush=True)

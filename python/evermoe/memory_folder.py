@@ -1,7 +1,7 @@
 """Folders of named shared memory, which every user of a machine can see: whose they are, and who may look into them.
 
     /dev/shm/evermoe-1000-JOB/       of user 1000; mode 0700
-        lock  finished               of `evermoe run`
+        lock  begun  finished        of `evermoe run`
         NODE/*.arena                 the copies that this machine keeps
 
 What lies in such a folder is believed after a crash, so one that another user has made, or could have written to, is
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -21,12 +22,23 @@ from evermoe.options import check_name
 
 DEFAULT = "/dev/shm"
 """Where shared memory lives if nothing else is said."""
+BEGUN, FINISHED = "begun", "finished"
+"""Files by which the workers of a machine tell `evermoe run` that the job has begun, and that its last step is taken.
+`EVERMOE_BEGUN` and `EVERMOE_FINISHED` name them."""
 _OTHERS = 0o077
 
 
 def job_folder(memory_dir: str | Path, job: str) -> Path:
     """A job's folder on this machine, with a folder for each node below it."""
     return Path(memory_dir) / f"evermoe-{os.geteuid()}-{job}"
+
+
+def mark(what: str) -> None:
+    """Tells `evermoe run`, if this process is one of its workers, what of the job: `BEGUN` or `FINISHED`."""
+    path = os.environ.get(f"EVERMOE_{what.upper()}")
+    if path:
+        with suppress(OSError):  # the folder is gone with the one that would look
+            Path(path).touch()
 
 
 def node_name(given: str | None) -> str:

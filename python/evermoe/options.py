@@ -6,11 +6,12 @@ its `option(...)` say what it may be, and `Options` checks that for all of them.
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -66,6 +67,25 @@ def check_name(what: str, name: str) -> None:
             f"expected {what} to be a name of 1 to 100 letters, digits, '.', '_' or '-' that does not begin with '.', "
             f"got {name!r}"
         )
+
+
+def check_known(given: Iterable[str], known: Iterable[str]) -> None:
+    """Checks that all options that were given are known.
+
+    Raises:
+        ValueError: one is not; the message names the one that was probably meant.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            like = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {like[0]!r}?" if like else f"expected one of {', '.join(sorted(names))}"
+            raise ValueError(f"unknown option {name!r}; {hint}")
+
+
+def count(number: int, noun: str) -> str:
+    """For people: `1 member`, `2 members`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def checked(
@@ -149,6 +169,11 @@ class Options:
             object.__setattr__(self, each.name, value)
             if each.metadata.get("is_name") and value is not None:
                 check_name(each.name, value)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Names of the options."""
+        return [each.name for each in fields(cls)]
 
     def shared(self) -> dict[str, str]:
         """The options that must be the same for all members, as text by name."""

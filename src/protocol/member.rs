@@ -398,7 +398,9 @@ impl Protocol {
             self.phase = Phase::Over;
             commands.push(Command::Leave);
         } else {
-            commands.extend(self.lose(format!("{} members have left the job", self.leaving)));
+            let who =
+                if self.leaving == 1 { "1 member has" } else { &format!("{} members have", self.leaving) };
+            commands.extend(self.lose(format!("{who} left the job")));
         }
         commands
     }

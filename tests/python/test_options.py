@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import evermoe
-from evermoe.options import checked
+from evermoe.options import checked, count
 
 
 @pytest.mark.parametrize(
@@ -76,3 +77,19 @@ def test_wrong_variables_are_refused_by_name(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=f"expected {name} to be .* got '{value}'"):
         with_environment(evermoe.SessionConfig())
+
+
+def test_unknown_option_is_named_with_the_one_that_was_meant():
+    layer = evermoe.MoE(8, 16, 4)
+    given = layer, torch.optim.SGD(layer.parameters(), lr=0.1), evermoe.ElasticSampler(64, 8)
+    with pytest.raises(ValueError, match="unknown option 'checkpoint_evry'; did you mean 'checkpoint_every'"):
+        evermoe.Session(*given, checkpoint_evry=5)
+    with pytest.raises(ValueError, match="unknown option 'x'; expected one of address, agree_limit, "):
+        evermoe.Session(*given, x=5)
+    with pytest.raises(ValueError, match="unknown option 'stagess'; did you mean 'stages'"):
+        evermoe.PipelineSession(layer, given[1], stagess=2)
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "0 members"), (1, "1 member"), (2, "2 members")])
+def test_one_is_counted_in_the_singular(number, words):
+    assert count(number, "member") == words

@@ -79,6 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"evermoe {given[0]}: {error}", file=sys.stderr)
     except OSError as error:
         print(f"evermoe {given[0]}: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"evermoe {given[0] if given else ''}: stopped", file=sys.stderr)
+        return 130
     return 2
 
 

@@ -20,6 +20,7 @@ from evermoe.comm._torchft import torchft
 from evermoe.comm.tags import NEVER_SENT
 from evermoe.comm.waits import Wait
 from evermoe.errors import PeerLost
+from evermoe.options import count
 
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
@@ -144,8 +145,8 @@ class Group:
         """
         if len(send_counts) != self.size or len(receive_counts) != self.size or sum(send_counts) != len(rows):
             raise ValueError(
-                f"all_to_all among {self.size} members: expected {self.size} counts each way and send counts that "
-                f"sum to the {len(rows)} rows, got send_counts={send_counts}, receive_counts={receive_counts}"
+                f"all_to_all among {count(self.size, 'member')}: expected {self.size} counts each way and send counts "
+                f"that sum to the {len(rows)} rows, got send_counts={send_counts}, receive_counts={receive_counts}"
             )
         received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
         if self.size == 1 and self.broken is None:
@@ -183,13 +184,13 @@ class Group:
 
     def _transfer(self, name: str, start: Callable[[Any], Any]) -> Transfer:
         if self.broken is not None:
-            raise PeerLost(f"{name} among {self.size} members failed: {self.broken}")
+            raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {self.broken}")
         try:
             return Transfer(self, name, Wait(start(self._groups["cpu"])))
         except (RuntimeError, AssertionError) as error:
             failure = _first_line(error)
         self.drop(failure)
-        raise PeerLost(f"{name} among {self.size} members failed: {failure}")
+        raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {failure}")
 
     def _call(self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> torch.Tensor:
         if self.broken is None and self.size == 1:
@@ -205,7 +206,7 @@ class Group:
             self.on_wait(False)
             self.on_end(name)
         if failure is not None:  # outside any `except`: the collective's exception must not live on as a context
-            raise PeerLost(f"{name} among {self.size} members failed: {failure}")
+            raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {failure}")
         return tensor
 
     def _wait(self, start: Callable[[Any], Any], device: str) -> str | None:
@@ -293,4 +294,4 @@ class Transfer:
         failure = self._group.finish(self._wait, self._group._timeout if limit is None else limit)
         if failure is not None:
             self._group.drop(failure)
-            raise PeerLost(f"{self._name} among {self._group.size} members failed: {failure}")
+            raise PeerLost(f"{self._name} among {count(self._group.size, 'member')} failed: {failure}")

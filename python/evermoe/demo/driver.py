@@ -25,6 +25,7 @@ from evermoe.demo.plot import plot_run
 from evermoe.demo.summary import PHASES, Event, summarise
 from evermoe.errors import LaunchError
 from evermoe.launch import LocalJob, Worker
+from evermoe.options import count
 from evermoe.planning import PRESETS
 from evermoe.profile.files import merge_files
 
@@ -194,7 +195,7 @@ class Run:
         fields: dict[str, Any] = {
             "loss": f"loss {newest['loss']:.3f}",
             "speed": f"{tokens / seconds:,.0f} tokens/s" if seconds else "",
-            "members": f"{newest['members']} members",
+            "members": count(newest["members"], "member"),
             "age": f"copies {done - newest['copied']} steps old" if newest["copied"] >= 0 else "no copies",
         }
         progress.update(bar, completed=done, **fields)
@@ -225,7 +226,7 @@ class Run:
             and any(e["event"] == "begin" for e in self.events[worker])
         ):
             fetched = f"{event['fetched_units']} units, {event['fetched_bytes'] / 1e6:.1f} MB"
-            where = f"at step {event['step']} with {event['members']} members"
+            where = f"at step {event['step']} with {count(event['members'], 'member')}"
             self.console.print(f"[green]worker {worker} goes on {where}; fetched {fetched}[/]")
 
 
@@ -290,7 +291,10 @@ def _print(console: Console, result: Mapping[str, Any], options: argparse.Namesp
         facts.add_row("copies", f"{copying:.3f} s of each step's {step:.3f} s, {copying / step:.1%}")
     if result.get("copy_overhead") is not None:
         without, overhead = result["step_seconds_without_copies"], result["copy_overhead"]
-        facts.add_row("", f"a step of the run without copies, just before: {without:.3f} s, so {overhead:+.1%}")
+        facts.add_row(
+            "", f"a step of a short run without copies, just before: {without:.3f} s. The difference, {overhead:+.0%},"
+        )
+        facts.add_row("", "is copies and chance together, and no measure of either: docs/performance.md has medians")
     if PRESETS[options.preset].may_lose_tokens:
         facts.add_row("tokens lost", f"{result['lost_tokens']} in all, PLT {result['plt']:.3%}")
         if result["loss_without_failures"] is not None:

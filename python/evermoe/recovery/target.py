@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evermoe import planning
 from evermoe.comm.group import Group
+from evermoe.options import count
 from evermoe.placement import LayerPlacements, PlacementOptions, place_layers
 from evermoe.recovery.survey import Inventory
 from evermoe.state.training_state import TrainingState
@@ -113,6 +114,7 @@ class ExpertTarget:
             else "no checkpoint directory was given"
         )
         return (
-            f"no copy is left of {len(lost)} units ({shown}) in the memory of {self._group.size} members, and {where}. "
+            f"no copy is left of {count(len(lost), 'unit')} ({shown}) in the memory of "
+            f"{count(self._group.size, 'member')}, and {where}. "
             "Too many nodes failed at once for the number of copies; use more copies or set checkpoint_dir."
         )

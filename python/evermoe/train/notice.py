@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -14,13 +15,23 @@ from evermoe.errors import LEFT_CODE
 
 logger = logging.getLogger(__name__)
 
+ONE_NOTICE_SECONDS = 2.0
+"""Time in which further signals are the same notice: schedulers send it to each process, and launchers pass it on."""
+
 
 class Notice:
-    """Asks to leave when SIGTERM comes, and ends the process if that takes too long."""
+    """Asks to leave when SIGTERM comes, and ends the process if that takes too long.
 
-    def __init__(self, leave: Callable[[], None], limit: float) -> None:
-        self._leave, self._limit = leave, limit
+    Args:
+        leave: asks to leave after the step.
+        limit: seconds that this may take; 0: SIGTERM is not listened to.
+        has_begun: whether this member takes part in the job; until then it is ended at once.
+    """
+
+    def __init__(self, leave: Callable[[], None], limit: float, has_begun: Callable[[], bool]) -> None:
+        self._leave, self._limit, self._has_begun = leave, limit, has_begun
         self.has_come = False
+        self._came = 0.0
         self._timer: threading.Timer | None = None
 
     @contextmanager
@@ -39,13 +50,20 @@ class Notice:
                 self._timer.cancel()
 
     def _comes(self, number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process
-        self.has_come = True
+        if self.has_come:
+            if time.monotonic() - self._came > ONE_NOTICE_SECONDS:
+                os._exit(LEFT_CODE)
+            return
+        self.has_come, self._came = True, time.monotonic()
+        if not self._has_begun():
+            raise SystemExit(LEFT_CODE)
         self._leave()
         self._timer = threading.Timer(self._limit, self._give_up)
         self._timer.daemon = True
         self._timer.start()
 
     def _give_up(self) -> None:
-        logger.warning("SIGTERM came %g s ago (leave_limit), and the step is not over: this process ends", self._limit)
+        logger.warning(
+            "SIGTERM came %g s ago (leave_limit), and no step was completed since: this process ends", self._limit
+        )
         os._exit(LEFT_CODE)

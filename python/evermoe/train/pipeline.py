@@ -27,7 +27,8 @@ from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
 from evermoe.errors import PeerLost
-from evermoe.memory_folder import job_folder, node_name
+from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
+from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.train.pipeline_config import PipelineConfig
@@ -87,6 +88,7 @@ class PipelineSession:
         on_record: Recorder = lambda event, commands: None,
         **options: Any,
     ) -> None:
+        check_known(options, PipelineConfig.names())
         self.config = PipelineConfig(**options)
         _check_devices(stage_module)
         self.rank, self.size = self.config.rank, self.config.size
@@ -189,6 +191,7 @@ class PipelineSession:
             self._protocol.look(ENDLESS)
             if not self._protocol.is_ready:
                 self._driver.interrupt()
+        mark(BEGUN)
         return self.step
 
     @contextmanager

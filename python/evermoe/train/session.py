@@ -9,6 +9,7 @@ with the same data.
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import LEFT_CODE, JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
+from evermoe.options import check_known
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
@@ -40,6 +42,8 @@ from evermoe.train.script import Script
 from evermoe.train.session_driver import SessionDriver
 from evermoe.train.session_recovery import Parts
 from evermoe.train.step import Step
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -74,6 +78,7 @@ class Session:
         on_event: Listener = lambda event: None,
         **options: Any,
     ) -> None:
+        check_known(options, SessionConfig.names())
         self.config = with_environment(SessionConfig(**options))
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.has_left = True
@@ -108,7 +113,7 @@ class Session:
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: on_event(Protocol(said, commands)),
         )
-        self._notice = Notice(self.leave, self.config.leave_limit)
+        self._notice = Notice(self.leave, self.config.leave_limit, lambda: self._driver.committed >= 0)
         self.has_left = False
 
     def _new_membership(self, identity: Identity, node: str) -> Membership:
@@ -202,12 +207,16 @@ class Session:
                 raise SystemExit(LEFT_CODE)
 
     def _steps(self, until: int) -> Iterator[Step]:
+        is_first = True
         while not self._protocol.has_left:
             _check_open(self)
             self._membership.steps = until
             self._protocol.look(until)
             if self._protocol.is_over:
+                if is_first and self.config.role == "train" and self.group.rank == 0:
+                    logger.warning("nothing left to do: %d of %d steps are taken", self.step, until)
                 break
+            is_first = False
             if self._driver.has_step:
                 share = self.sampler.share(self.group.rank, self.group.size)
                 step = Step(self.step, share, self._driver, self._commit, self._fail)

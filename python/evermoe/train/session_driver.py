@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,12 +12,13 @@ from evermoe.comm.collectives import complete_gradients, reduce_dense
 from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Checkpoint, Commit, Copy, Reduce, Skipped, Update, Verified, Vote
+from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.state import loop_state
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.protocol import Event
 from evermoe.train.script import refuse_scaled
-from evermoe.train.session_recovery import FINISHED_FILE, Parts, RecoveryDriver
+from evermoe.train.session_recovery import Parts, RecoveryDriver
 from evermoe.train.step import Step
 
 
@@ -50,6 +49,8 @@ class SessionDriver(RecoveryDriver):
 
     def step(self, number: int) -> None:
         """Lets the script compute a step."""
+        if not self.taken:
+            mark(BEGUN)
         self.has_step, self._step = True, number
         self._clock.stop()
         self._membership.watch.step_begins()
@@ -120,6 +121,8 @@ class SessionDriver(RecoveryDriver):
 
     def follow(self, number: int) -> Ballot:
         """Receives a step of the others, on a replica node."""
+        if not self.taken:
+            mark(BEGUN)
         self._step = number
         self._clock.stop()
         self._protection.begin_step()
@@ -257,5 +260,4 @@ class SessionDriver(RecoveryDriver):
 
     def close(self) -> None:
         """Tells processes that come too late that the job is over."""
-        if FINISHED_FILE in os.environ:
-            Path(os.environ[FINISHED_FILE]).touch()
+        mark(FINISHED)

@@ -73,7 +73,7 @@ def test_alone_needs_no_network():
 
 @pytest.mark.parametrize(("send", "receive"), [([3], [4]), ([4, 0], [4]), ([4], [2, 2])])
 def test_wrong_counts(send, receive):
-    with pytest.raises(ValueError, match="all_to_all among 1 members: expected 1 counts each way"):
+    with pytest.raises(ValueError, match="all_to_all among 1 member: expected 1 counts each way"):
         Group().all_to_all(torch.randn(4, 2), send, receive)
 
 

@@ -37,6 +37,7 @@ def test_second_run_of_a_finished_job_has_nothing_to_do(start_job, tmp_path):
     assert [each.join(15) for each in first] == [0, 0]
     again = job.start_all({}, "ab", steps=STEPS)
     assert [each.join(15) for each in again] == [0, 0]
+    assert sorted("nothing left to do: 6 of 6 steps are taken" in each.log() for each in again) == [False, True]
     for each in again:
         assert not each.events("commit")
         assert check_recovered(job.workers, each)["step"] == STEPS

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from evermoe.persist.checkpoint_folder import find
+from support.harness import wait_until
 from support.history import check_history
 from support.worker import Fault
 
@@ -81,3 +82,12 @@ def test_member_that_hangs_leaves_in_time_all_the_same(start_job):
     assert b.join() == 143
     assert [each.join() for each in (a, c)] == [0, 0]
     check_history(workers)
+
+
+def test_member_that_waits_for_others_ends_at_once(start_job):
+    job = start_job(2, agree_limit=300.0)
+    alone = job.start("a", steps=STEPS)
+    wait_until(lambda: any('"wait"' in each["commands"] for each in alone.events("protocol")), "it waits for others")
+    alone.signal(signal.SIGTERM)
+    assert alone.join(10.0) == 143  # leave_limit is 30 s
+    assert "no step was completed" not in alone.log()

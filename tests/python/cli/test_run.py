@@ -1,0 +1,181 @@
+"""`evermoe run` as a user starts and stops it: what it says, what it keeps, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+
+import pytest
+
+from evermoe.persist.checkpoint_folder import find
+
+LIMIT = 60.0
+"""Seconds for what happens at once, on a busy machine: far less than `agree_limit`, 300 s."""
+SCRIPT = """
+import os, sys, torch, evermoe
+
+width, last = int(sys.argv[1]), int(sys.argv[2])
+torch.manual_seed(0)
+layer = evermoe.MoE(width, 16, 4, top_k=1)
+optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+data = torch.randn(100, 3, width)
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), local_every=1, join_every=1,
+                          checkpoint_dir=os.environ.get("SAVED"), copies=1)
+for step in session.steps(1000000 if last > 10 else 10):
+    with step:
+        step.backward(layer(data[step.indices]).square().mean())
+    if step.committed and session.step >= last < 10:
+        break
+    if step.number in (0, 5):
+        print("step", session.step, flush=True)
+print("ended at", session.step, flush=True)
+"""
+
+
+class Command:
+    """A running `evermoe run` with its own process group, as in a terminal, and what it has written."""
+
+    def __init__(self, *arguments: str, folder: Path, **environment: str) -> None:
+        surroundings = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "evermoe", "run", *arguments],
+            cwd=folder,
+            env=surroundings | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._queue: SimpleQueue[str | None] = SimpleQueue()
+        Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line)
+        self._queue.put(None)
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The next line that has the pattern."""
+        while (line := self._queue.get(timeout=LIMIT)) is not None:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"ended without {pattern!r}:\n{''.join(self.lines)}")
+
+    def press_control_c(self) -> None:
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and all lines."""
+        code = self.process.wait(LIMIT)
+        while (line := self._queue.get(timeout=LIMIT)) is not None:
+            self.lines.append(line)
+        return code, "".join(self.lines)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(*arguments)` starts `evermoe run` with memory of its own; nothing is left of it."""
+    commands = []
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def start(*arguments, **environment):
+        commands.append(Command("--memory-dir", str(memory), *arguments, folder=tmp_path, **environment))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        if command.process.poll() is None:
+            command.process.send_signal(signal.SIGTERM)
+            command.process.send_signal(signal.SIGTERM)
+            command.process.wait(LIMIT)
+
+
+@pytest.mark.timeout(200)
+def test_loop_that_all_leave_early_keeps_the_memory_until_the_job_is_finished(start, tmp_path):
+    code, said = start("--workers", "2", "train.py", "8", "4").end()
+    assert code == 0, said
+    assert "stopped before the last step; the same command resumes job train from" in said
+    code, said = start("--workers", "2", "train.py", "16", "4").end()
+    assert code == 1
+    assert "ValueError" in said
+    assert "the same command resumes" not in said
+    assert "the job has not begun; what earlier runs of job train have left stays in" in said
+    code, said = start("--workers", "2", "train.py", "8", "10").end()
+    assert code == 0, said
+    assert "goes on from step 4" in said
+    assert "ended at 10" in said
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "how", "code"),
+    [("os.kill(os.getpid(), 9)", "was killed by signal 9", 137), ("sys.exit(3)", "ended with 3", 3)],
+)
+def test_worker_that_fails_before_the_job_begins_ends_it_at_once(start, tmp_path, line, how, code):
+    (tmp_path / "train.py").write_text(f"import os, sys\nif os.environ['LOCAL_RANK'] == '1': {line}\n{SCRIPT}")
+    found, said = start("--workers", "2", "train.py", "8", "10").end()
+    assert re.search(rf"worker 1 \(pid \d+\) {how}\n", said), said
+    assert "the job cannot begin with 1 worker of 2: stopping what is left" in said
+    assert found == code
+    assert "Traceback" not in said
+
+
+@pytest.mark.timeout(200)
+def test_control_c_lets_all_workers_leave_after_their_step(start, tmp_path):
+    saved = tmp_path / "saved"
+    command = start("--workers", "2", "train.py", "8", "1000", SAVED=str(saved))
+    command.wait_for("step 6")
+    command.press_control_c()
+    code, said = command.end()
+    assert code == 130
+    assert "SIGINT: the workers complete their step and leave the job; a second one kills them" in said
+    assert "stopped before the last step; the same command resumes job train from" in said
+    assert "Traceback" not in said
+    assert len(find(saved)) == 1
+
+
+def test_second_control_c_kills(start, tmp_path):
+    sleep = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('here', flush=True)\nsignal.pause()\n"
+    (tmp_path / "train.py").write_text(sleep)
+    command = start("train.py")
+    command.wait_for("here")
+    command.press_control_c()
+    command.wait_for("a second one kills")
+    command.press_control_c()
+    code, said = command.end()
+    assert code == 130
+    assert "Traceback" not in said
+
+
+@pytest.mark.timeout(200)
+def test_worker_is_added_by_the_command_that_is_printed(start, tmp_path):
+    command = start("--workers", "1", "--members", "2", "train.py", "8", "10")
+    address, added = command.wait_for(r"job train, Lighthouse (http://\S+); to add a worker: (.*)").groups()
+    assert added.startswith(f"EVERMOE_LIGHTHOUSE={address} EVERMOE_JOB=train EVERMOE_MEMBERS=2 ")
+    assert added.endswith(" python train.py 8 10")
+    code, said = start("train.py").end()
+    assert code == 2
+    assert f"choose another --job, or add a worker to it: {added}" in said
+    by_hand = added.replace(" python ", f" {sys.executable} ")
+    done = subprocess.run(by_hand, shell=True, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert "ended at 10" in done.stdout
+    assert command.end()[0] == 0
+
+
+def test_processors_are_divided_among_workers(start, tmp_path):
+    (tmp_path / "train.py").write_text("import os\nprint('threads', os.environ['OMP_NUM_THREADS'], flush=True)\n")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert start("--workers", "1", "--replicas", "1", "train.py").end()[1].count(f"threads {threads}\n") == 2
+    assert start("train.py", OMP_NUM_THREADS="7").end()[1].count("threads 7\n") == 1
