@@ -57,6 +57,7 @@ class Notice:
         self.has_come, self._came = True, time.monotonic()
         if not self._has_begun():
             raise SystemExit(LEFT_CODE)
+        logger.warning("SIGTERM: this process leaves its job after the step")
         self._leave()
         self._timer = threading.Timer(self._limit, self._give_up)
         self._timer.daemon = True

@@ -36,6 +36,8 @@ def test_member_leaves_on_sigterm(start_job, name):
         each.wait_for("gate", step=GATE)
     leaving = workers["abc".index(name)]
     leaving.signal(signal.SIGTERM)
+    wait_until(lambda: "SIGTERM: this process leaves" in leaving.log(), "it has heard the first")
+    leaving.signal(signal.SIGTERM)  # from a scheduler, and from the launcher that it has told, too
     job.open_gate(STEPS)
     check_left(workers, [leaving])
     assert leaving.events("commit")[-1]["step"] == GATE
