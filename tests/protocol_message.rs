@@ -13,7 +13,7 @@ fn messages() -> impl Strategy<Value = Message> {
             0..9_usize,
             0..1_u64 << 20,
             0..1_u64 << 20,
-            (prop::collection::vec(any::<u64>(), 0..3), any::<u64>(), any::<bool>()),
+            (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<u64>(), any::<bool>()),
         )
             .prop_map(|(epoch, established, size, generation, state, (named, adopted, inquires))| {
                 Standing { epoch, established, size, generation, state, named, adopted, inquires }

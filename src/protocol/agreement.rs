@@ -117,7 +117,11 @@ fn awaits_absent(participants: &[Participant]) -> bool {
 fn slept<'a>(id: u64, standings: impl Iterator<Item = &'a Standing> + Clone) -> Option<u64> {
     let newest =
         standings.clone().filter(|standing| standing.adopted > 0).max_by_key(|standing| standing.adopted)?;
-    let is_known = |number: u64| standings.clone().any(|standing| standing.named.contains(&number));
+    let is_known = |number: u64| {
+        standings
+            .clone()
+            .any(|standing| standing.named.iter().any(|&(first, last)| (first..=last).contains(&number)))
+    };
     let is_whole =
         standings.clone().filter(|standing| standing.adopted == newest.adopted).count() >= newest.size;
     (!is_whole && !(newest.adopted + 1..id).all(is_known)).then_some(newest.adopted)

@@ -23,17 +23,18 @@ pub struct Standing {
     pub epoch: Option<u64>,
     /// Whether it has state of the running job.
     pub established: bool,
-    /// Members of its latest agreement; 0 before the first.
+    /// Members of the latest group that it was connected in; 0 before the first.
     pub size: usize,
     /// Generation of its latest agreement or rebalance, or the newest that its node's memory names.
     pub generation: u64,
     /// Generation that made its state; 0 for a newcomer.
     pub state: u64,
-    /// Numbers of the sets after `adopted` that named it, as the Lighthouse counts; the latest at most 64.
-    pub named: Vec<u64>,
-    /// Number of the newest set that it adopted; 0 for none.
+    /// Numbers of the sets after `adopted` that named it, as the Lighthouse counts: the first and the last of each run; the
+    /// latest 64 at most.
+    pub named: Vec<(u64, u64)>,
+    /// Number of the newest set whose members it was connected with; 0 for none.
     pub adopted: u64,
-    /// Whether it has asked beside training and not heard the answer: other sets than `named` may have named it.
+    /// Whether it has asked beside training since it was last answered otherwise: more sets than `named` may have named it.
     pub inquires: bool,
 }
 
@@ -224,8 +225,8 @@ pub enum Command {
         /// one.
         is_intact: bool,
     },
-    /// Ask the Lighthouse beside training whether there are newcomers. Whatever comes of it, nobody waits: `Overheard`,
-    /// at any time or never.
+    /// Ask the Lighthouse beside training whether there are newcomers, now and from time to time until the group is lost.
+    /// Whatever comes of it, nobody waits: `Overheard`, at any time or never.
     Inquire {
         /// What to tell about this member.
         standing: Standing,

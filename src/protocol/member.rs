@@ -77,7 +77,7 @@ enum Phase {
 /// member.handle(Event::Restored { version: 0, is_stale: false })?;
 /// member.handle(Event::Counted)?;
 /// let commands = member.handle(Event::Protected)?;
-/// assert!(matches!(commands[..], [Command::Resume { .. }, Command::Step { number: 0 }]));
+/// assert!(matches!(commands[..], [Command::Resume { .. }, Command::Inquire { .. }, Command::Step { number: 0 }]));
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -88,9 +88,11 @@ pub struct Protocol {
     version: u64,
     generation: u64,
     /// Numbers of the Lighthouse's sets that named this member since the one that it adopted.
-    named: Vec<u64>,
-    /// Number of the newest set that it adopted, and its size.
+    named: Vec<(u64, u64)>,
+    /// Number of the newest set whose members it has been connected with, and how many they are.
     adopted: (u64, usize),
+    /// Number of the set whose group it connects.
+    connecting: u64,
     established: bool,
     saw_running: bool,
     /// The group that this member is connected in.
@@ -132,6 +134,7 @@ impl Protocol {
             settings,
             named: Vec::new(),
             adopted: (0, 0),
+            connecting: 0,
             established: false,
             saw_running: false,
             group: None,
@@ -197,7 +200,10 @@ impl Protocol {
                 self.stop(Stop::OutOfTime { reason })
             }
             (Phase::Waiting, Event::Waited) => vec![self.ask()],
-            (Phase::Connecting, Event::Connected) => self.recall(),
+            (Phase::Connecting, Event::Connected) => {
+                self.connected();
+                self.recall()
+            }
             (Phase::Weighing, Event::Weighed { should_move: false }) => vec![self.go_on()],
             (Phase::Weighing, Event::Weighed { should_move: true }) => {
                 self.generation += 1;
@@ -317,6 +323,7 @@ impl Protocol {
         self.established = true;
         self.last = None; // all go on from the same version: how they got there does not matter any more
         commands.push(Command::Resume { version: self.version });
+        commands.extend(self.inquire());
         commands.push(self.go_on());
         commands
     }
@@ -342,7 +349,7 @@ impl Protocol {
         self.leaves = leaves;
         self.pending = is_whole.then_some(self.stepped());
         self.phase = Phase::Voting;
-        vec![Command::Vote { version: self.version, calls: self.calls }]
+        vec![Command::Vote { version: self.version, calls: std::mem::take(&mut self.calls) }]
     }
 
     fn count(&mut self, votes: usize, leaving: usize, calling: usize, sums: Vec<i64>) -> Vec<Command> {
@@ -358,7 +365,7 @@ impl Protocol {
         commands.push(Command::Take { vote, is_recalled: false });
         self.recoveries = 0;
         self.phase = Phase::Ready;
-        (self.calls, self.is_called) = (false, calling > 0 && step + 1 < self.until);
+        self.is_called = calling > 0 && step + 1 < self.until;
         if leaving > 0 && step + 1 < self.until {
             // Those who stay will have what the others hold: nothing has to be repeated.
             self.leaving = leaving;

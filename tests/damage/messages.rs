@@ -16,7 +16,7 @@ fn message(draw: &mut Draw) -> Message {
         size: draw.below(9),
         generation: draw.word() >> 50,
         state: draw.word() >> 50,
-        named: vec![draw.extreme(); draw.below(3)],
+        named: vec![(draw.word(), draw.extreme()); draw.below(3)],
         adopted: draw.extreme(),
         inquires: draw.one_in(2),
     };

@@ -235,7 +235,11 @@ impl World {
                 let others = || self.nodes.iter().enumerate().filter(|(other, _)| *other != number);
                 let is_met = others().any(|(_, node)| node.life == Life::Up && node.task != Task::Pausing)
                     && !self.nodes[number].has_paused;
-                if is_met || others().all(|(_, node)| node.life != Life::Frozen) {
+                let is_away = |node: &Node| {
+                    let is_busy = matches!(node.task, Task::Copying { .. } | Task::Collective { .. });
+                    node.life == Life::Frozen || (node.life == Life::Up && is_busy)
+                };
+                if is_met || !others().any(|(_, node)| is_away(node)) {
                     found.push(Action::Waited(number));
                 }
             }

@@ -379,7 +379,16 @@ impl World {
         let holdings = usable(&known, holdings);
         let plan = plan(&vec![1; count], &holdings, &needs).expect("a plan");
         let Some(version) = plan.version else {
-            let is_patient = self.nodes.iter().any(|node| node.life == Life::Frozen);
+            // Holders that are frozen, or have not left another group yet, may come back within `rejoin_limit`.
+            let members = &self.groups.get(self.nodes[number].group.expect("in a group")).members;
+            let is_elsewhere = |number: usize, node: &Node| {
+                node.life == Life::Up && node.protocol.is_established() && !members.contains(&number)
+            };
+            let is_patient = self
+                .nodes
+                .iter()
+                .enumerate()
+                .any(|(number, node)| node.life == Life::Frozen || is_elsewhere(number, node));
             let event = if is_patient { Event::Missing } else { Event::Unrecoverable };
             self.feed(number, event, setting);
             return;

@@ -6,16 +6,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+from evermoe.comm._torchft import torchft
 from evermoe.comm.reach import end_connections
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
 """Time between two attempts."""
+CONNECT_LIMIT = timedelta(seconds=3)
+ANSWER_LIMIT = timedelta(seconds=15)
+"""Time after which a question is asked again: it waits for members that are late, or for a Lighthouse that hangs."""
 SILENT_SECONDS = 5.0
 """Time without a Lighthouse after which the log says so."""
 CLOSE_SECONDS = 1.0
@@ -23,40 +27,39 @@ CLOSE_SECONDS = 1.0
 
 
 class Inquiry:
-    """Asks the Lighthouse who there is, in a thread, until it answers.
+    """Asks the Lighthouse who there is, in a thread, again and again.
 
     Args:
         lighthouse: its address.
-        connect: makes a client of it; raises what `ask` may raise.
-        ask: asks by such a client, with the text of the question.
+        member: this member's id.
     """
 
-    def __init__(self, lighthouse: str, connect: Callable[[], Any], ask: Callable[[Any, dict[str, Any]], Any]) -> None:
-        self._lighthouse, self._connect, self._ask = lighthouse, connect, ask
+    def __init__(self, lighthouse: str, member: str) -> None:
+        self._lighthouse, self._member = lighthouse, member
         self._client: Any = None
-        self._asked: Any = None
-        self._is_over = threading.Event()
-        self._is_over.set()
+        self._data: dict[str, Any] = {}
+        self._seconds = 0.0
+        self._is_over, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._silent_since: float | None = None
+        self._heard = 0.0
         self._has_said = False
 
-    def begin(self, asked: Any, data: dict[str, Any]) -> None:
-        """Asks, unless the same is being asked.
+    def begin(self, data: dict[str, Any], seconds: float) -> None:
+        """Asks now, unless a question is under way, and then again whenever so many seconds have passed.
 
         Args:
-            asked: what the question is compared by.
-            data: its text.
+            data: what the Lighthouse is told, from the next question on.
+            seconds: from an answer to the next question.
         """
-        if asked == self._asked and not self._is_over.is_set():
-            return
-        self.end()
-        self._asked, self._is_over = asked, threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=[data, self._is_over], name="evermoe-inquiry", daemon=True
-        )
-        self._thread.start()
+        self._data, self._seconds = data, seconds
+        self._is_due.set()
+        if self._is_over.is_set() or not self._thread.is_alive():
+            self._is_over, self._is_due = threading.Event(), threading.Event()
+            self._heard = time.monotonic()
+            arguments = (self._is_over, self._is_due, self._answers)
+            self._thread = threading.Thread(target=self._run, args=arguments, name="evermoe-inquiry", daemon=True)
+            self._thread.start()
 
     def take(self) -> list[Any]:
         """The answers that have come since the last call."""
@@ -66,35 +69,52 @@ class Inquiry:
         return taken
 
     def end(self) -> None:
-        """Forgets the question that is under way: what it is answered counts no more."""
+        """Asks no more. What has been asked may still be answered."""
         self._is_over.set()
+        self._is_due.set()
+
+    def forget(self) -> None:
+        """Asks no more, and drops the answers that have not come yet."""
+        self.end()
+        taken, self._answers = self.take(), queue.SimpleQueue()
+        for answer in taken:
+            self._answers.put(answer)
 
     def close(self) -> None:
         """Ends the thread."""
-        self.end()
+        self.forget()
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
-            end_connections(f":{urlsplit(self._lighthouse).port}")
+            end_connections(f":{urlsplit(self._lighthouse).port or 80}")
             self._thread.join(RETRY_SECONDS)
 
-    def _run(self, data: dict[str, Any], is_over: threading.Event) -> None:
+    def _run(self, is_over: threading.Event, is_due: threading.Event, answers: queue.SimpleQueue[Any]) -> None:
         while not is_over.is_set():
+            is_due.clear()
             try:
                 client = self._client = self._client or self._connect()
-                answer = self._ask(client, data)
-            except (RuntimeError, TimeoutError, ConnectionError) as error:
-                self._client = None
+                answer = client.quorum(self._member, ANSWER_LIMIT, world_size=1, data=self._data)
+            except Exception as error:  # torchft's are of many kinds; whatever it is, this thread goes on
                 self._note_silence(str(error).split("\n", 1)[0])
                 is_over.wait(RETRY_SECONDS)
                 continue
+            answers.put(answer)
             self._note_answer()
-            if not is_over.is_set():
-                self._answers.put(answer)
-                is_over.set()
+            is_due.wait(self._seconds)
+
+    def _connect(self) -> Any:
+        return torchft().coordination.LighthouseClient(self._lighthouse, CONNECT_LIMIT)
 
     def _note_silence(self, why: str) -> None:
-        self._silent_since = self._silent_since or time.monotonic()
-        if not self._has_said and time.monotonic() - self._silent_since > SILENT_SECONDS:
+        client, self._client = self._client, None
+        try:
+            if client is not None:
+                client.heartbeat(self._member, CONNECT_LIMIT)
+                self._note_answer()  # it is there, and waits for members
+                return
+        except Exception:  # as above
+            logger.debug("no heartbeat reaches the Lighthouse at %s", self._lighthouse)
+        if not self._has_said and time.monotonic() - self._heard > SILENT_SECONDS:
             self._has_said = True
             logger.warning(
                 "no Lighthouse answers at %s (%s): training goes on without it; until it is back nobody can join, and "
@@ -106,4 +126,4 @@ class Inquiry:
     def _note_answer(self) -> None:
         if self._has_said:
             logger.warning("the Lighthouse at %s answers again", self._lighthouse)
-        self._silent_since, self._has_said = None, False
+        self._heard, self._has_said = time.monotonic(), False

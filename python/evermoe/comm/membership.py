@@ -36,6 +36,10 @@ HEARTBEAT_SECONDS = 0.1
 """How often a member tells the Lighthouse that it lives."""
 RETRY_SECONDS = 0.1
 """Time between two attempts to agree."""
+LOOK_AGAIN_SECONDS = 2.0
+"""Time between two questions beside training, in steps that take longer. The Lighthouse's join limit must exceed it."""
+ANSWERED_A_SECOND = 50
+"""Answers of the Lighthouse a second, over all members, that such questions ask for: larger groups ask less often."""
 RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
 
@@ -138,22 +142,18 @@ class Membership:
         self._lighthouse = lighthouse
         self._heartbeat_limit = options.heartbeat_limit
         self._hang_limit = timedelta(seconds=options.hang_limit)
-        self._agree_limit = options.agree_limit
+        self._agree_limit, self._members = options.agree_limit, options.members or 1
         self._quorum_limit = max(30.0, 2 * options.hang_limit)
         self._deadline: float | None = None
         """Until when the agreement that is under way must be reached."""
-        self._patience = 0.0
+        self._patience, self._is_expected = 0.0, False
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
         self._named: dict[str, dict[str, Any]] = {}
         """What each member of the latest set has told, by id."""
         self._client: Any = None
         self._heart: Any = None
-        self._inquiry = Inquiry(
-            lighthouse,
-            lambda: self._coordination.LighthouseClient(lighthouse, timedelta(seconds=self._quorum_limit)),
-            lambda client, data: client.quorum(self.id, timedelta(seconds=self._quorum_limit), world_size=1, data=data),
-        )
+        self._inquiry = Inquiry(lighthouse, self.id)
         self._stores, self._reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
         self.watch = Watch(
             self._reach,
@@ -181,8 +181,15 @@ class Membership:
             self._patience, self._answered = 0.0, None
 
     def end_agreement(self) -> None:
-        """The members have agreed, or are known to let this one in."""
+        """The members have agreed."""
+        self._deadline, self._is_expected = None, False
+
+    def expect_members(self) -> None:
+        """The members have heard of this one while they trained: it waits for them, for as long again."""
         self._deadline = None
+        if not self._is_expected:
+            self._is_expected = True
+            logger.warning("the job's members train, and take this one in between two steps")
 
     def is_out_of_time(self) -> bool:
         """Whether the agreement has taken longer than `agree_limit`."""
@@ -192,6 +199,11 @@ class Membership:
         """The error of an agreement that took too long."""
         doubt = self._messages.doubt
         problem += f"; {doubt}" if doubt and doubt != problem else ""
+        if self._is_expected:
+            return JoinTimeout(
+                f"the members of the job have not taken this one in within {self._agree_limit:.0f} s: they do so "
+                "between two steps once they have heard of it. Make agree_limit longer than a few steps."
+            )
         advice = ". Check that the Lighthouse runs and is reachable, and that all workers were started with its address"
         return JoinTimeout(
             f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}"
@@ -199,12 +211,13 @@ class Membership:
         )
 
     def inquire(self, standing: dict[str, Any]) -> None:
-        """Asks the Lighthouse beside training; `overheard` has the answer once it is there.
+        """Asks the Lighthouse beside training, now and from time to time; `overheard` has the answers that have come.
 
         Args:
             standing: what this member tells the others, as the protocol has it.
         """
-        self._inquiry.begin(standing, self._message(standing, RETURN_SECONDS, waits=False))
+        seconds = max(LOOK_AGAIN_SECONDS, len(self.nodes) / ANSWERED_A_SECOND)
+        self._inquiry.begin(self._message(standing, RETURN_SECONDS, waits=False), seconds)
 
     def overheard(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """What the Lighthouse has answered to `inquire` since the last call, as `ask` returns it."""
@@ -227,6 +240,7 @@ class Membership:
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
         """
         self._reach.look_again(LOOK_SECONDS)
+        self._inquiry.end()  # it would take the place of what is asked now
         if is_intact:
             # A missing member may only be slow to reconnect to a restarted Lighthouse: newcomers wait for it.
             seconds, self._patience, self._answered = self._heartbeat_limit, RETURN_SECONDS, None
@@ -235,12 +249,14 @@ class Membership:
             seconds = min(self._deadline - time.monotonic(), self._quorum_limit)
         try:
             quorum = self._quorum(timedelta(seconds=max(0.1, seconds)), standing)
-            self._inquiry.end()
+            self._inquiry.forget()
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             self._client = None
             self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
             raise ConnectionError(str(error).split("\n", 1)[0]) from None
-        asked = self._messages.read(quorum.participants, is_established=self.established, steps=self.steps)
+        asked = self._messages.read(
+            quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
+        )
         if self.id not in {member.id for member in asked}:
             raise ConnectionError("the Lighthouse passes on another message than this member has told")
         self._answered = self._answered or time.monotonic()
@@ -353,6 +369,7 @@ class Membership:
         self._reach.close()
 
     def _stop_heart(self) -> None:
+        self._inquiry.end()
         heart, self._heart = self._heart, None
         if heart is not None:
             heart.shutdown()

@@ -110,13 +110,14 @@ class Messages:
         shared["options"] = dict(self._identity.options)
         return json.loads(_native.tell(self._id, self._identity.job, json.dumps(shared | message), self._secret))
 
-    def read(self, members: Iterable[Any], *, is_established: bool, steps: int = 0) -> list[Told]:
+    def read(self, members: Iterable[Any], *, is_established: bool, steps: int = 0, needed: int = 1) -> list[Told]:
         """The members of this job by id: of the established ones' job, or else of most members'.
 
         Args:
             members: with `replica_id` and `data`, as torchft has them.
             is_established: whether this member has state of the running job; it is then right, and others differ.
             steps: steps after which its script ends the job; 0 where no script does.
+            needed: members that train, for which a new job waits.
 
         Raises:
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
@@ -126,11 +127,13 @@ class Messages:
         if told and not is_established:
             self._check_same_secret(told, secretless)
             self._check_same_protocol(told, others)
-            self._check_same_job(_reference(told), steps)
+            self._check_same_job(_reference(told, needed), steps)
         mine = [member for member in told if self._identity.is_same(member)]
         if not mine:
             return []
-        reference = _reference(mine)  # has an arithmetic, as trainers have, so that all members leave out the same ones
+        reference = _reference(
+            mine, 0
+        )  # has an arithmetic, as trainers have, so that all members leave out the same ones
         shared = (reference.data[key] for key in ("layout", "options", "arithmetic"))
         identity = Identity(reference.job, *shared)
         return [member for member in mine if identity.is_same(member)]
@@ -221,8 +224,12 @@ def _rank(member: Told | Other) -> tuple[bool, str]:
     return not member.established, member.id
 
 
-def _reference(told: list[Told]) -> Told:
-    """The member that others are compared with: an established one rather than another, a trainer, one of most."""
+def _reference(told: list[Told], needed: int) -> Told:
+    """The member that others are compared with: an established one rather than another, a trainer, one of most.
+
+    Raises:
+        ConnectionError: of a new job's members not all have come, and as many are of one kind as of another.
+    """
 
     def rank(each: Told) -> tuple[bool, bool]:
         return not each.established, each.data["role"] != "train"
@@ -231,5 +238,7 @@ def _reference(told: list[Told]) -> Told:
         return json.dumps([each.job, *(each.data[key] for key in ("layout", "options", "steps"))], sort_keys=True)
 
     first = [each for each in told if rank(each) == min(map(rank, told))]
-    kinds = Counter(map(kind, first))
-    return max(first, key=lambda each: kinds[kind(each)])
+    kinds = Counter(map(kind, first)).most_common(2)
+    if len(first) < needed and not first[0].established and len({count for _, count in kinds}) < len(kinds):
+        raise ConnectionError("the members of this new job differ: those that are to come decide which are right")
+    return max(first, key=lambda each: kind(each) == kinds[0][0])

@@ -123,7 +123,9 @@ class Rendezvous:
         self._driver.agreeing()
         if self._membership.trainer_group.broken is not None:
             self._sit_out()
-        if not is_intact:
+        if is_intact:
+            gather_json(self._membership.everyone, None)  # for an answer, the Lighthouse waits for all of them
+        else:
             self._membership.begin_agreement()
         try:
             number, participants = self._membership.ask(standing, is_intact=is_intact)
@@ -162,7 +164,7 @@ class Rendezvous:
     def wait(self, why: str, found: int = 0, needed: int = 0) -> Event:
         """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
         if why == "training":
-            self._membership.end_agreement()
+            self._membership.expect_members()
         if self._membership.is_out_of_time():
             counted = (
                 f"{found} of {needed} members have come: start {needed - found} more, or give the number that there is "

@@ -80,8 +80,13 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The settings of the optimizer's groups, before a step has changed them: each group's, or one if all are alike."""
     groups = [loop_state.group_options(group) for group in optimizer.param_groups]
     names = dict.fromkeys(name for group in groups for name in group)
-    found = {name: [str(group.get(name, "missing")) for group in groups] for name in names}
-    return {f"optimizer's {name}": ", ".join(dict.fromkeys(each)) for name, each in found.items()}
+    # Of what a scheduler changes the first value is kept. The others change how steps are computed, not their result's
+    # meaning: `arithmetic` tells them apart where it matters.
+    is_scheduled = any("initial_lr" in group for group in groups)
+    hidden = {"param_names", "fused", "foreach", "capturable", "differentiable"}
+    hidden |= set(loop_state.SCHEDULED) if is_scheduled else set()
+    found = {name: [str(group.get(name, "missing")) for group in groups] for name in names if name not in hidden}
+    return {f"optimizer's {name}": each[0] if len(set(each)) == 1 else ", ".join(each) for name, each in found.items()}
 
 
 def versions() -> dict[str, str]:

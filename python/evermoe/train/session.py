@@ -217,7 +217,7 @@ class Session:
                     logger.warning("nothing left to do: %d of %d steps are taken", self.step, until)
                 break
             is_first = False
-            if self._driver.has_step:
+            if self._driver.has_step and self._protocol.is_ready:
                 share = self.sampler.share(self.group.rank, self.group.size)
                 step = Step(self.step, share, self._driver, self._commit, self._fail)
                 yield step

@@ -2,6 +2,7 @@
 
 use super::{MOST_RECOVERIES, Phase, Protocol};
 use crate::protocol::agreement::{Agreement, Need, Verdict, judge};
+use crate::protocol::cut::reach_each_other;
 use crate::protocol::event::{Command, Participant, Standing, Stop, Wait};
 use crate::protocol::version::{generation_of, step_of};
 use std::hash::{Hash, Hasher};
@@ -25,17 +26,20 @@ impl Protocol {
 
     /// Goes on in an intact group, and inquires or weighs first where that is due.
     fn look_around(&mut self) -> Vec<Command> {
-        let step = step_of(self.version);
-        let every = self.settings.join_every;
-        let mut commands = Vec::new();
-        if every > 0 && step < self.until && step.is_multiple_of(every) {
-            commands.push(self.inquire());
-        }
+        let is_due = step_of(self.version).is_multiple_of(self.settings.join_every.max(1));
+        let mut commands = if is_due { self.inquire() } else { vec![] };
         commands.push(self.weigh_or_go_on());
         commands
     }
 
-    pub(super) fn weigh_or_go_on(&mut self) -> Command {
+    /// Looks for newcomers again: the question that all have asked has ended that.
+    fn inquire_and_go_on(&mut self) -> Vec<Command> {
+        let mut commands = self.inquire();
+        commands.push(self.weigh_or_go_on());
+        commands
+    }
+
+    fn weigh_or_go_on(&mut self) -> Command {
         if !self.is_time_to_move() {
             return self.go_on();
         }
@@ -75,12 +79,15 @@ impl Protocol {
 
     /// The Lighthouse has named this member in a set.
     fn note_named(&mut self, id: u64) {
-        self.inquires = false;
-        if self.named.last().is_some_and(|&last| id < last) {
+        if self.named.last().is_some_and(|&(_, last)| id < last) {
             self.named.clear(); // a Lighthouse that has lost its memory
         }
-        if id > self.adopted.0 && self.named.last() != Some(&id) {
-            self.named.push(id);
+        if id <= self.adopted.0 {
+            return;
+        }
+        match self.named.last_mut() {
+            Some((_, last)) if id <= *last + 1 => *last = id,
+            _ => self.named.push((id, id)),
         }
         if self.named.len() > MOST_NAMED {
             self.named.remove(0);
@@ -92,9 +99,12 @@ impl Protocol {
         self.named.clear();
     }
 
-    fn inquire(&mut self) -> Command {
+    pub(super) fn inquire(&mut self) -> Vec<Command> {
+        if self.settings.join_every == 0 || step_of(self.version) >= self.until {
+            return vec![];
+        }
         self.inquires = true;
-        Command::Inquire { standing: self.standing() }
+        vec![Command::Inquire { standing: self.standing() }]
     }
 
     /// Nobody acts on such an answer: the vote tells all members that one of them has heard of newcomers, and they ask
@@ -106,13 +116,20 @@ impl Protocol {
                 participants.iter().filter(|participant| group.members.contains(&participant.id)).count();
             let is_as_before = |participant: &Participant| participant.standing.epoch == Some(group.epoch);
             if found == group.members.len() {
-                self.calls |= participants.len() > found;
+                let in_reach = reach_each_other(participants);
+                self.calls |= in_reach.iter().any(|id| !group.members.iter().any(|member| member == id));
                 if participants.iter().all(is_as_before) {
                     self.note_adopted(id);
                 }
             }
         }
         vec![]
+    }
+
+    /// All members have come to the group. Before that, some may have gone on without this set, in a group that is whole.
+    pub(super) fn connected(&mut self) {
+        self.note_adopted(self.connecting);
+        self.adopted.1 = self.group.as_ref().map_or(0, |group| group.members.len());
     }
 
     pub(super) fn compare(&mut self, heard: Option<(u64, Vec<Participant>)>) -> Vec<Command> {
@@ -134,12 +151,13 @@ impl Protocol {
                     self.note_named(id);
                 }
                 // In the place of the question that the Lighthouse may not have answered yet.
-                vec![self.inquire(), self.weigh_or_go_on()]
+                self.inquire_and_go_on()
             }
         }
     }
 
     pub(super) fn judge(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
+        self.inquires = false;
         self.saw_running |= participants.iter().any(|participant| participant.standing.established);
         self.note_named(id);
         let need = Need {
@@ -151,10 +169,10 @@ impl Protocol {
         match judge(id, participants, need, group) {
             Verdict::Unchanged => {
                 self.note_adopted(id);
-                vec![self.weigh_or_go_on()]
+                self.inquire_and_go_on()
             }
             Verdict::New(agreement) => self.adopt(id, agreement),
-            _ if self.group.is_some() => vec![self.weigh_or_go_on()],
+            _ if self.group.is_some() => self.inquire_and_go_on(),
             Verdict::Wait(why) => self.wait(why),
             Verdict::Cut(stay) if stay.contains(&self.settings.id) => self.wait(Wait::Cut),
             Verdict::Cut(_) => {
@@ -175,8 +193,7 @@ impl Protocol {
 
     fn adopt(&mut self, id: u64, agreement: Agreement) -> Vec<Command> {
         let Agreement { epoch, generation, members, num_trainers } = agreement.clone();
-        self.note_adopted(id);
-        self.adopted.1 = members.len();
+        self.connecting = id;
         self.generation = generation;
         self.group = Some(agreement);
         self.phase = Phase::Connecting;

@@ -66,6 +66,34 @@ def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
     assert len({each.events("done")[0]["pid"] for each in workers[:3]} ^ {each.pid for each in workers[:3]}) == 0
 
 
+def test_newcomers_that_are_more_than_the_members_wait_for_them(start_job):
+    """The Lighthouse names those who ask when its join limit is over: a member in a long step must be among them."""
+    job = start_job(1, join_limit=4.0)
+    job.open_gate(6)
+    workers = [job.start("a", gated=True, steps=60)]
+    workers[0].wait_for("gate", step=6)
+    workers += job.start_all({}, "bcd", steps=60)
+    for each in workers[1:]:
+        wait_until(lambda each=each: "this one in between two steps" in each.log(), "it waits to be taken in")
+    job.open_gate(60)
+    assert [each.join() for each in workers] == [0, 0, 0, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["members"] == 4
+
+
+def test_newcomer_joins_members_that_come_to_their_steps_far_apart(start_job):
+    job = start_job(2, heartbeat_limit=0.5, join_every=1)
+    job.open_gate(6)
+    workers = [job.start("a", gated=True, steps=12), job.start("b", gated=True, steps=12, late=1.5)]
+    workers[0].wait_for("gate", step=6)
+    workers.append(job.start("c", steps=12))
+    workers[2].wait_for("phase", phase="agree")
+    job.open_gate(12)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["members"] == 3
+
+
 def test_frozen_lighthouse_stops_nobody(start_job):
     """It takes questions and answers none: no connection fails."""
     job = start_job(2, join_every=1)

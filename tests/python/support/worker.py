@@ -78,6 +78,8 @@ class Options:
     """Multiplications of matrices between forward and backward."""
     slow: float = 0.0
     """Seconds that each step takes longer on this worker."""
+    late: float = 0.0
+    """Seconds that it takes after each step."""
     forwards: list[list[int]] = field(default_factory=list)
     """[step, n]: from this step on, n forward passes in each."""
     narrow: int = 0
@@ -306,6 +308,7 @@ def _train(options: Options, record: Recorder) -> None:
             compute(options, model, tokens, step.number)
             record.fault("forward", step.number)
             step.backward(poisoned(loss, model, options.poison.get(step.number)))
+        time.sleep(options.late)
         pacing = session._protection.window_planner
         record.write("paced", step=step.number, plans=pacing.plans, summary=pacing.summary, seconds=pacing.step_seconds)
     profiler.detach()
