@@ -15,6 +15,10 @@ from evermoe.comm.reach import end_connections
 
 logger = logging.getLogger(__name__)
 
+AGAIN_SECONDS = 2.0
+"""Time between two questions. The Lighthouse's join limit must exceed it."""
+ANSWERED_A_SECOND = 50
+"""Answers a second that all members together ask for: large groups ask less often."""
 RETRY_SECONDS = 0.1
 """Time between two attempts."""
 CONNECT_LIMIT = timedelta(seconds=3)
@@ -45,14 +49,14 @@ class Inquiry:
         self._heard = 0.0
         self._has_said = False
 
-    def begin(self, data: dict[str, Any], seconds: float) -> None:
-        """Asks now, unless a question is under way, and then again whenever so many seconds have passed.
+    def begin(self, data: dict[str, Any], members: int) -> None:
+        """Asks now, unless a question is under way, and then again from time to time.
 
         Args:
             data: what the Lighthouse is told, from the next question on.
-            seconds: from an answer to the next question.
+            members: how many of them ask so.
         """
-        self._data, self._seconds = data, seconds
+        self._data, self._seconds = data, max(AGAIN_SECONDS, members / ANSWERED_A_SECOND)
         self._is_due.set()
         if self._is_over.is_set() or not self._thread.is_alive():
             self._is_over, self._is_due = threading.Event(), threading.Event()

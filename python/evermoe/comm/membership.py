@@ -36,10 +36,6 @@ HEARTBEAT_SECONDS = 0.1
 """How often a member tells the Lighthouse that it lives."""
 RETRY_SECONDS = 0.1
 """Time between two attempts to agree."""
-LOOK_AGAIN_SECONDS = 2.0
-"""Time between two questions beside training, in steps that take longer. The Lighthouse's join limit must exceed it."""
-ANSWERED_A_SECOND = 50
-"""Answers of the Lighthouse a second, over all members, that such questions ask for: larger groups ask less often."""
 RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
 
@@ -201,8 +197,8 @@ class Membership:
         problem += f"; {doubt}" if doubt and doubt != problem else ""
         if self._is_expected:
             return JoinTimeout(
-                f"the members of the job have not taken this one in within {self._agree_limit:.0f} s: they do so "
-                "between two steps once they have heard of it. Make agree_limit longer than a few steps."
+                f"the job's members have not taken this one in within {self._agree_limit:.0f} s: they do so between "
+                "two steps. Make agree_limit longer than a few steps."
             )
         advice = ". Check that the Lighthouse runs and is reachable, and that all workers were started with its address"
         return JoinTimeout(
@@ -216,8 +212,7 @@ class Membership:
         Args:
             standing: what this member tells the others, as the protocol has it.
         """
-        seconds = max(LOOK_AGAIN_SECONDS, len(self.nodes) / ANSWERED_A_SECOND)
-        self._inquiry.begin(self._message(standing, RETURN_SECONDS, waits=False), seconds)
+        self._inquiry.begin(self._message(standing, RETURN_SECONDS, waits=False), len(self.nodes))
 
     def overheard(self) -> list[tuple[int, list[dict[str, Any]]]]:
         """What the Lighthouse has answered to `inquire` since the last call, as `ask` returns it."""
