@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 from evermoe.comm.group import Group
 
+PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
+"""Training has paused where no collective has begun or ended for as long as so many steps, and for so many seconds."""
+POLL_SECONDS = 0.5
+"""Time between two looks whether it has."""
+
 
 class TimedStep(NamedTuple):
     """A step as the pacer saw it. Times are of `time.perf_counter_ns`."""
@@ -43,7 +48,8 @@ class Pacer:
         self._change = threading.Condition()
         self._is_busy = False
         self._busy_since = 0
-        self._began = 0
+        self._began = self._changed = now()
+        self._step_lasts = 0
         self._is_hurried = False
         self._seen: dict[str, int] = {}
         self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
@@ -70,7 +76,8 @@ class Pacer:
     def begin_step(self) -> None:
         """A step begins, and with it the window that follows no collective, if there is one."""
         with self._change:
-            now = self._began = self._now()
+            now = self._now()
+            self._step_lasts, self._began, self._changed = now - self._began, now, now
             self._record_step(now)
             self._seen, self._reached, self._is_hurried = {}, -1, False
             self._open((None, 0), now)
@@ -119,11 +126,12 @@ class Pacer:
     def _begins(self, name: str) -> None:
         with self._change:
             self._is_busy, self._busy_since = True, self._now()
+            self._changed = self._busy_since
 
     def _ends(self, name: str, at: int | None = None) -> None:
         with self._change:
             now = self._now() if at is None else at
-            self._is_busy = False
+            self._is_busy, self._changed = False, now
             occurrence = self._seen.get(name, 0)
             self._seen[name] = occurrence + 1
             if self._step is not None:
@@ -159,11 +167,12 @@ class Pacer:
     def wait(self, window: int | None, seconds: float) -> Opening:
         """Waits until a message of so many seconds may begin.
 
-        `window`: the one that it was planned for; it may also go later.
+        `window`: the one that it was planned for; it may also go later, and at any time once training has paused: the
+        network is idle then, and no window would open.
         """
         with self._change:
             while not self._may_begin(window, seconds, now := self._now()):
-                self._change.wait()
+                self._change.wait(POLL_SECONDS)
             return Opening(None if self._is_hurried else self._window, now)
 
     def may_begin(self, window: int | None, seconds: float) -> bool:
@@ -176,7 +185,7 @@ class Pacer:
             return True
         if self._is_busy:
             return False
-        if not self._places:
+        if not self._places or now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9):
             return True
         in_time = self._window is not None and now + seconds * 1e9 <= self._closes
         return in_time and (window is None or self._reached >= window)

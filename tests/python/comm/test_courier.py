@@ -117,6 +117,25 @@ def test_who_hurries_sends_everything_until_the_next_step():
     assert pacer.may_begin(0, 0.5)
 
 
+def test_messages_begin_while_training_pauses():
+    """In an evaluation, a checkpoint or the script's own work between two steps no window opens."""
+    clock, pacer = paced()
+    collective(pacer, clock)
+    pacer.begin_step()
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(pacer.wait(2, 0.5)))
+    thread.start()
+    clock.pass_seconds(9.5)
+    assert not pacer.may_begin(2, 0.5)
+    with pacer.busy("evaluation"):
+        clock.pass_seconds(100.0)
+        assert not pacer.may_begin(2, 0.5)
+    assert not answers
+    clock.pass_seconds(10.5)
+    thread.join(PATIENCE)
+    assert answers == [(None, clock.now)]
+
+
 def test_without_a_profile_any_idle_time_is_a_window():
     pacer = Pacer(Clock())
     pacer.begin_step()
