@@ -16,7 +16,7 @@ SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "3
 def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
-    run = ["--workers", "3", "--steps", "16", "--kill", "1@5", "--join", "8", "--baseline-steps", "0"]
+    run = ["--workers", "3", "--steps", "24", "--kill", "1@5", "--join", "8", "--baseline-steps", "0"]
     done = evermoe(
         *("demo", *run, *SMALL, "--data", str(text)),
         *("--json", "out.json", "--plot", "out.png", "--trace", "trace.json"),
@@ -27,7 +27,7 @@ def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     assert "passed: no step lost" in done.stdout
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["ok"] and result["joined"] and result["verified_at_end"]
-    assert (result["steps_committed"], result["steps_lost"], result["digests_mismatched"]) == (16, 0, 0)
+    assert (result["steps_committed"], result["steps_lost"], result["digests_mismatched"]) == (24, 0, 0)
     assert result["digests_checked"] > 0
     assert result["loss_last"] < result["loss_first"]
     episode = result["episodes"][0]

@@ -44,7 +44,8 @@ class Command:
     def __init__(self, *arguments: str, folder: Path, **environment: str) -> None:
         surroundings = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "evermoe", "run", *arguments],
+            # What a shell starts in the background ignores this signal, and all that it starts; tests, too.
+            ["env", "--default-signal=INT", sys.executable, "-m", "evermoe", "run", *arguments],
             cwd=folder,
             env=surroundings | environment,
             text=True,
@@ -175,7 +176,11 @@ def test_worker_is_added_by_the_command_that_is_printed(start, tmp_path):
 
 
 def test_processors_are_divided_among_workers(start, tmp_path):
-    (tmp_path / "train.py").write_text("import os\nprint('threads', os.environ['OMP_NUM_THREADS'], flush=True)\n")
+    told = "import os, pathlib, time\nprint('threads', os.environ['OMP_NUM_THREADS'], flush=True)\n"
+    (tmp_path / "train.py").write_text(told)
+    mark = "mark = pathlib.Path('told')\nif os.environ['EVERMOE_ROLE'] == 'replica': mark.touch()\n"
+    both = told + mark + "while not mark.exists(): time.sleep(0.01)\n"  # the replica is ended with the last worker
+    (tmp_path / "both.py").write_text(both)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert start("--workers", "1", "--replicas", "1", "train.py").end()[1].count(f"threads {threads}\n") == 2
+    assert start("--workers", "1", "--replicas", "1", "both.py").end()[1].count(f"threads {threads}\n") == 2
     assert start("train.py", OMP_NUM_THREADS="7").end()[1].count("threads 7\n") == 1
