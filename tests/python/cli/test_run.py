@@ -176,7 +176,11 @@ def test_worker_is_added_by_the_command_that_is_printed(start, tmp_path):
 
 
 def test_processors_are_divided_among_workers(start, tmp_path):
-    told = "import os, pathlib, time\nprint('threads', os.environ['OMP_NUM_THREADS'], flush=True)\n"
+    told = (
+        "import os, pathlib, sys, time\n"
+        "sys.stdout.write(f'threads {os.environ[\"OMP_NUM_THREADS\"]}\\n')  # in one piece\n"
+        "sys.stdout.flush()\n"
+    )
     (tmp_path / "train.py").write_text(told)
     mark = "mark = pathlib.Path('told')\nif os.environ['EVERMOE_ROLE'] == 'replica': mark.touch()\n"
     both = told + mark + "while not mark.exists(): time.sleep(0.01)\n"  # the replica is ended with the last worker
