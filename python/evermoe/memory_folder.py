@@ -35,10 +35,21 @@ def job_folder(memory_dir: str | Path, job: str) -> Path:
 
 def mark(what: str) -> None:
     """Tells `evermoe run`, if this process is one of its workers, what of the job: `BEGUN` or `FINISHED`."""
-    path = os.environ.get(f"EVERMOE_{what.upper()}")
+    path = _mark(what)
     if path:
         with suppress(OSError):  # the folder is gone with the one that would look
-            Path(path).touch()
+            path.touch()
+
+
+def is_marked(what: str) -> bool:
+    """Whether a worker of the same `evermoe run` has told it so."""
+    path = _mark(what)
+    return path is not None and path.exists()
+
+
+def _mark(what: str) -> Path | None:
+    path = os.environ.get(f"EVERMOE_{what.upper()}")
+    return Path(path) if path else None
 
 
 def node_name(given: str | None) -> str:

@@ -108,7 +108,7 @@ pub struct Protocol {
     is_stale: bool,
     /// What an intact group's member has heard: the number of the set, and who is in it.
     heard: Option<(u64, Vec<Participant>)>,
-    /// Whether it has asked beside training and not heard the answer.
+    /// Whether it has asked beside training since it was last answered otherwise.
     inquires: bool,
     /// Whether this member has heard of newcomers, and whether any member of the group has, as the vote said.
     calls: bool,

@@ -166,11 +166,13 @@ class Rendezvous:
         if why == "training":
             self._membership.expect_members()
         if self._membership.is_out_of_time():
-            counted = (
-                f"{found} of {needed} members have come: start {needed - found} more, or give the number that there is "
-                "(--members, EVERMOE_MEMBERS)"
-            )
-            return {"event": "out_of_time", "reason": counted if why == "members" else "some members are absent"}
+            reason = "some members are absent"
+            if why == "members":
+                reason = (
+                    f"{found} of {needed} members have come: start {needed - found} more, or give the number that "
+                    "there is (--members, EVERMOE_MEMBERS)"
+                )
+            return {"event": "out_of_time", "reason": reason}
         self._driver.waiting()
         time.sleep(WAIT_SECONDS)
         return {"event": "waited"}

@@ -80,8 +80,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """The settings of the optimizer's groups, before a step has changed them: each group's, or one if all are alike."""
     groups = [loop_state.group_options(group) for group in optimizer.param_groups]
     names = dict.fromkeys(name for group in groups for name in group)
-    # Of what a scheduler changes the first value is kept. The others change how steps are computed, not their result's
-    # meaning: `arithmetic` tells them apart where it matters.
+    # A scheduler changes some, and keeps the first learning rate as initial_lr. Names are in the layout's digest; how
+    # a step is computed is in `arithmetic`.
     is_scheduled = any("initial_lr" in group for group in groups)
     hidden = {"param_names", "fused", "foreach", "capturable", "differentiable"}
     hidden |= set(loop_state.SCHEDULED) if is_scheduled else set()

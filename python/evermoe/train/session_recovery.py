@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -16,6 +14,7 @@ from evermoe.comm.membership import Membership
 from evermoe.config import SessionConfig
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
 from evermoe.events import Commit, Copy, Listener, Lost, Recovered
+from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.persist.checkpoint import Checkpointer
 from evermoe.placement import should_rebalance
 from evermoe.protection import Protection
@@ -31,8 +30,6 @@ from evermoe.train.script import Script
 
 logger = logging.getLogger(__name__)
 
-FINISHED_FILE = "EVERMOE_FINISHED"
-"""Environment variable set by `evermoe run`: the file that says that the job is over."""
 PAUSE_SECONDS = 0.2
 """Time between two looks for units that are missing."""
 
@@ -106,7 +103,7 @@ class RecoveryDriver(Driver):
 
     def waiting(self) -> None:
         """Stops a process that came too late: it must not wait for members of a job that is over."""
-        if FINISHED_FILE in os.environ and Path(os.environ[FINISHED_FILE]).exists():
+        if is_marked(FINISHED):
             raise JobFinished(f"job {self._config.job} has committed all its steps")
 
     def interrupt(self) -> None:

@@ -8,7 +8,7 @@ use crate::protocol::version::{generation_of, step_of};
 use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
 
-/// Numbers of sets that are remembered.
+/// Runs of numbers of sets that are remembered.
 const MOST_NAMED: usize = 64;
 
 impl Protocol {
@@ -27,12 +27,10 @@ impl Protocol {
     /// Goes on in an intact group, and inquires or weighs first where that is due.
     fn look_around(&mut self) -> Vec<Command> {
         let is_due = step_of(self.version).is_multiple_of(self.settings.join_every.max(1));
-        let mut commands = if is_due { self.inquire() } else { vec![] };
-        commands.push(self.weigh_or_go_on());
-        commands
+        if is_due { self.inquire_and_go_on() } else { vec![self.weigh_or_go_on()] }
     }
 
-    /// Looks for newcomers again: the question that all have asked has ended that.
+    /// Looks for newcomers again, if a question that all have asked has ended that.
     fn inquire_and_go_on(&mut self) -> Vec<Command> {
         let mut commands = self.inquire();
         commands.push(self.weigh_or_go_on());
