@@ -5,7 +5,7 @@ use evermoe::protocol::{
     step_of, version_of,
 };
 
-const NEED: Need = Need { members: 2, is_always: false, goes_on_alone: false };
+const NEED: Need = Need { members: 2, is_always: false, goes_on_alone: false, is_majority: false };
 
 fn settings() -> Settings {
     Settings {
@@ -14,6 +14,7 @@ fn settings() -> Settings {
         members: 1,
         is_fixed: false,
         goes_on_alone: false,
+        needs_majority: false,
         join_every: 5,
         rebalance_every: 0,
         generation: 0,
@@ -43,6 +44,8 @@ fn standing(established: bool, size: usize) -> Standing {
         named: vec![],
         adopted,
         inquires: false,
+        seat: None,
+        begun: vec![],
     }
 }
 
@@ -52,7 +55,7 @@ fn trained_with_b() -> Protocol {
     let commands = member.handle(Event::Look { until: 9 }).unwrap();
     let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
     let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
-    member.handle(Event::Quorum { id: 1, participants }).unwrap();
+    member.handle(Event::Quorum { id: 1, participants, is_promoted: false }).unwrap();
     member.handle(Event::Connected).unwrap();
     member.handle(Event::Recalled { votes: vec![None, None] }).unwrap();
     member.handle(Event::Restored { version: 0, is_stale: false }).unwrap();
@@ -70,7 +73,7 @@ fn regroup(member: &mut Protocol, id: u64, votes: Vec<Option<Passed>>) -> Vec<Co
     let commands = member.handle(Event::Look { until: 9 }).unwrap();
     let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
     let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
-    let commands = member.handle(Event::Quorum { id, participants }).unwrap();
+    let commands = member.handle(Event::Quorum { id, participants, is_promoted: false }).unwrap();
     assert!(
         matches!(commands[..], [Command::Connect { generation, .. }] if generation == id),
         "{commands:?}"
@@ -174,7 +177,7 @@ fn a_state_with_older_experts_gets_a_version_of_its_own() {
     let commands = member.handle(Event::Look { until: 9 }).unwrap();
     let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
     let alone = vec![participant("a", standing.clone())];
-    member.handle(Event::Quorum { id: 2, participants: alone }).unwrap();
+    member.handle(Event::Quorum { id: 2, participants: alone, is_promoted: false }).unwrap();
     member.handle(Event::Connected).unwrap();
     member.handle(Event::Recalled { votes: vec![None] }).unwrap();
     let commands = member.handle(Event::Restored { version: version_of(1, 4), is_stale: true }).unwrap();
@@ -191,7 +194,7 @@ fn units_that_nobody_has_end_the_job_unless_all_its_steps_are_done() {
         let commands = member.handle(Event::Look { until }).unwrap();
         let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
         let alone = vec![participant("a", standing.clone())];
-        member.handle(Event::Quorum { id: 2, participants: alone }).unwrap();
+        member.handle(Event::Quorum { id: 2, participants: alone, is_promoted: false }).unwrap();
         member.handle(Event::Connected).unwrap();
         member.handle(Event::Recalled { votes: vec![None] }).unwrap();
         let commands = member.handle(Event::Unrecoverable).unwrap();

@@ -1,23 +1,41 @@
 //! What strangers tell the Lighthouse never does more than to be called a stranger's; what members tell is understood.
 
-use evermoe::protocol::{Heard, Message, PROTOCOL, Role, Standing, hear, tell};
+use evermoe::protocol::{Begun, Heard, Message, PROTOCOL, Role, Seat, Standing, hear, tell};
 use evermoe::secret::Secret;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
 fn messages() -> impl Strategy<Value = Message> {
-    let standing =
-        (
-            any::<Option<u64>>(),
-            any::<bool>(),
-            0..9_usize,
-            0..1_u64 << 20,
-            0..1_u64 << 20,
-            (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<u64>(), any::<bool>()),
-        )
-            .prop_map(|(epoch, established, size, generation, state, (named, adopted, inquires))| {
-                Standing { epoch, established, size, generation, state, named, adopted, inquires }
-            });
+    let seat = (any::<u64>(), 0..1_u64 << 20, 0..9_usize, any::<bool>())
+        .prop_map(|(epoch, generation, size, is_first)| Seat { epoch, generation, size, is_first });
+    let begun = (any::<u64>(), 0..1_u64 << 20, prop::collection::vec(".*", 0..3))
+        .prop_map(|(epoch, generation, members)| Begun { epoch, generation, members });
+    let groups = (prop::option::of(seat), prop::collection::vec(begun, 0..3));
+    let standing = (
+        any::<Option<u64>>(),
+        any::<bool>(),
+        0..9_usize,
+        0..1_u64 << 20,
+        0..1_u64 << 20,
+        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<u64>(), any::<bool>()),
+        groups,
+    )
+        .prop_map(
+            |(epoch, established, size, generation, state, (named, adopted, inquires), (seat, begun))| {
+                Standing {
+                    epoch,
+                    established,
+                    size,
+                    generation,
+                    state,
+                    named,
+                    adopted,
+                    inquires,
+                    seat,
+                    begun,
+                }
+            },
+        );
     let options = prop::collection::btree_map(".*", ".*", 0..4);
     let texts = (".*", options, ".*", ".*", ".*", prop::collection::vec(".*", 0..3));
     (texts, any::<[bool; 2]>(), 1..u16::MAX, 0.0..1e9_f64, standing).prop_map(
@@ -93,6 +111,8 @@ fn example() -> Message {
         named: vec![],
         adopted: 0,
         inquires: false,
+        seat: None,
+        begun: vec![],
     };
     Message {
         layout: "5e".into(),

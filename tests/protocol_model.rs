@@ -54,7 +54,9 @@ fn setting(members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
         joiners: 0,
         steps,
         faults,
+        lighthouses: 1,
         silences: 0,
+        moves: 0,
         inquiries: 0,
         leaves: 0,
         cuts: 0,
@@ -98,6 +100,13 @@ fn two_members_to_three_versions_with_two_faults() {
 fn two_members_whose_lighthouse_is_silent_at_times() {
     for keeper in KEEPERS {
         explore(&Setting { silences: 1, inquiries: 2, ..setting(2, 2, 1, keeper) });
+    }
+}
+
+#[test]
+fn two_members_with_two_lighthouses() {
+    for keeper in KEEPERS {
+        explore(&Setting { lighthouses: 2, silences: 2, moves: 1, ..setting(2, 2, 1, keeper) });
     }
 }
 
@@ -165,9 +174,12 @@ fn mistakes_are_found() {
         (Mistake::ReportedEarly, Keeper::Replicas),
         (Mistake::ReportedEarly, Keeper::Snapshots),
         (Mistake::SleepForgotten, Keeper::Replicas),
+        (Mistake::MinorityGoesOn, Keeper::Replicas),
     ];
     for (mistake, keeper) in mistakes {
-        let setting = Setting { mistake: Some(mistake), ..setting(2, 3, 2, keeper) };
+        let is_of_two = mistake == Mistake::MinorityGoesOn;
+        let (lighthouses, silences) = (1 + usize::from(is_of_two), u8::from(is_of_two));
+        let setting = Setting { mistake: Some(mistake), lighthouses, silences, ..setting(2, 3, 2, keeper) };
         let checker = Job(setting).checker().threads(2).timeout(Duration::from_secs(120)).spawn_bfs().join();
         let (rule, path) =
             broken(&checker).unwrap_or_else(|| panic!("{mistake:?} with {keeper:?} was not found"));

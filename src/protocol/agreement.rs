@@ -2,6 +2,7 @@
 
 use super::cut::reach_each_other;
 use super::event::{Participant, Standing, Wait};
+use super::majority::lacking;
 use std::collections::BTreeSet;
 use std::hash::Hasher;
 use xxhash_rust::xxh3::Xxh3;
@@ -46,6 +47,8 @@ pub struct Need {
     pub is_always: bool,
     /// Whether members that were left behind go on all the same: their operator has said that nobody else does.
     pub goes_on_alone: bool,
+    /// Whether the job has several Lighthouses, each of which may name a set: only a majority goes on then.
+    pub is_majority: bool,
 }
 
 /// Judges the set `participants`, which the Lighthouse has given the number `id`.
@@ -57,23 +60,27 @@ pub struct Need {
 /// set since the newest that was adopted here has named a member of this one, or if all members of that newest one are
 /// here. A Lighthouse that has lost its memory counts from 1 again: a number below those seen says nothing.
 ///
+/// Where the job has several Lighthouses, their numbers say nothing about each other: only a set that holds a majority
+/// of the last group goes on (see `majority.rs`), whichever of them names it.
+///
 /// Members "a" and "b" agreed in set 3. While "b" slept, "a" went on alone in set 4 and died. "b" wakes up in set 5:
 /// ```
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
 /// let standing = Standing {
 ///     epoch: None, established: true, size: 2, generation: 3, state: 3, named: vec![], adopted: 3, inquires: false,
+///     seat: None, begun: vec![],
 /// };
 /// let b = Participant {
 ///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
 /// };
-/// let need = Need { members: 2, is_always: false, goes_on_alone: false };
+/// let need = Need { members: 2, is_always: false, goes_on_alone: false, is_majority: false };
 /// assert_eq!(judge(5, &[b.clone()], need, None), Verdict::LeftBehind { adopted: 3 });
 /// assert!(matches!(judge(4, &[b], need, None), Verdict::New(_))); // "a" is gone, and nothing has happened since
 /// ```
 pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&[String], u64)>) -> Verdict {
     let standings = || participants.iter().map(|participant| &participant.standing);
     // Before all else: who waits here is named in this set, and would pass for one who was not left behind in the next.
-    if let Some(adopted) = slept(id, standings()).filter(|_| !need.goes_on_alone) {
+    if let Some(adopted) = slept(id, standings()).filter(|_| !need.goes_on_alone && !need.is_majority) {
         let is_sure = !standings().any(|standing| standing.inquires);
         return if is_sure { Verdict::LeftBehind { adopted } } else { Verdict::Wait(Wait::Unheard) };
     }
@@ -93,6 +100,9 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     if awaits_absent(participants) {
         return Verdict::Wait(Wait::Absent);
     }
+    if let Some((found, size)) = lacking(participants).filter(|_| need.is_majority && !need.goes_on_alone) {
+        return Verdict::Wait(Wait::Minority { found, size });
+    }
     let mut ordered: Vec<&Participant> = participants.iter().collect();
     ordered.sort_by_key(|participant| (!participant.trains, &participant.rank_key, &participant.id));
     let members: Vec<String> = ordered.iter().map(|participant| participant.id.clone()).collect();
@@ -106,10 +116,14 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     Verdict::New(Agreement { epoch: name(&members, generation), generation, members, num_trainers: found })
 }
 
-/// Whether some established members are absent and all that are here still give them time.
+/// Whether some established members may be absent and those that are here still give them time: all established ones, or
+/// one of those that would begin a new job.
 fn awaits_absent(participants: &[Participant]) -> bool {
     let established = || participants.iter().filter(|participant| participant.standing.established);
     let size = established().map(|participant| participant.standing.size).max().unwrap_or(0);
+    if established().next().is_none() {
+        return participants.iter().any(|participant| participant.is_patient);
+    }
     size > established().count() && established().all(|participant| participant.is_patient)
 }
 

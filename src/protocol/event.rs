@@ -36,6 +36,37 @@ pub struct Standing {
     pub adopted: u64,
     /// Whether it has asked beside training since it was last answered otherwise: more sets than `named` may have named it.
     pub inquires: bool,
+    /// The newest group that it was connected in. None before the first, and where the job has one Lighthouse.
+    pub seat: Option<Seat>,
+    /// Groups that it has begun to connect since, of which it does not know whether all came. None where the job has one
+    /// Lighthouse.
+    pub begun: Vec<Begun>,
+}
+
+/// A group that a member was connected in.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Seat {
+    /// Names the group.
+    pub epoch: u64,
+    /// Generation of its agreement.
+    pub generation: u64,
+    /// How many members it has.
+    pub size: usize,
+    /// Whether the member that tells it has the lowest id of them.
+    pub is_first: bool,
+}
+
+/// A group that a member has begun to connect.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Begun {
+    /// Names the group.
+    pub epoch: u64,
+    /// Generation of its agreement.
+    pub generation: u64,
+    /// Its members, in the order of their ids.
+    pub members: Vec<String>,
 }
 
 /// One member of a set that the Lighthouse named.
@@ -78,6 +109,8 @@ pub enum Event {
         id: u64,
         /// The set, without members of other jobs.
         participants: Vec<Participant>,
+        /// Whether the operator says, in this set, that its members go on though others may be missing.
+        is_promoted: bool,
     },
     /// The Lighthouse has answered `Inquire`; at any time.
     Overheard {
@@ -203,6 +236,13 @@ pub enum Wait {
     Training,
     /// It cannot be told yet whether members were left behind: some have not heard an answer, or it was lost.
     Unheard,
+    /// The job has several Lighthouses, and too few members of the last group are here to go on: others may do so.
+    Minority {
+        /// Those that are here.
+        found: usize,
+        /// Members of that group.
+        size: usize,
+    },
     /// The members here were left behind and stop; what this one has not got yet is not theirs to give.
     LeftBehind,
 }

@@ -3,7 +3,7 @@
 mod asking;
 
 use super::agreement::Agreement;
-use super::event::{Command, Event, Participant, Passed, Stop};
+use super::event::{Begun, Command, Event, Participant, Passed, Seat, Stop};
 use super::version::{generation_of, step_of, version_of};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -25,6 +25,8 @@ pub struct Settings {
     pub is_fixed: bool,
     /// Whether it goes on although others went on without it: their operator has said that nobody else does.
     pub goes_on_alone: bool,
+    /// Whether the job has several Lighthouses, so that only a majority of the last members goes on.
+    pub needs_majority: bool,
     /// Steps between looks for new members; 0 for none.
     pub join_every: u64,
     /// Steps between looks whether experts should move; 0 for none.
@@ -62,8 +64,8 @@ enum Phase {
 /// ```
 /// use evermoe::protocol::{Command, Event, Participant, Protocol, Settings};
 /// let settings = Settings {
-///     id: "a".into(), trains: true, members: 1, is_fixed: false, goes_on_alone: false, join_every: 5,
-///     rebalance_every: 0, generation: 0,
+///     id: "a".into(), trains: true, members: 1, is_fixed: false, goes_on_alone: false, needs_majority: false,
+///     join_every: 5, rebalance_every: 0, generation: 0,
 /// };
 /// let mut member = Protocol::new(settings);
 /// let [Command::Ask { standing, .. }] = &member.handle(Event::Look { until: 10 })?[..] else { panic!() };
@@ -71,7 +73,7 @@ enum Phase {
 ///     id: "a".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![],
 ///     standing: standing.clone(),
 /// };
-/// assert!(matches!(member.handle(Event::Quorum { id: 1, participants: vec![me] })?[..], [Command::Connect { .. }]));
+/// assert!(matches!(member.handle(Event::Quorum { id: 1, participants: vec![me], is_promoted: false })?[..], [Command::Connect { .. }]));
 /// assert!(matches!(member.handle(Event::Connected)?[..], [Command::Recall { vote: None }]));
 /// member.handle(Event::Recalled { votes: vec![None] })?;
 /// member.handle(Event::Restored { version: 0, is_stale: false })?;
@@ -91,6 +93,9 @@ pub struct Protocol {
     named: Vec<(u64, u64)>,
     /// Number of the newest set whose members it has been connected with, and how many they are.
     adopted: (u64, usize),
+    /// The newest group that it was connected in, and those that it has begun since; see `majority.rs`.
+    seat: Option<Seat>,
+    begun: Vec<Begun>,
     /// Number of the set whose group it connects.
     connecting: u64,
     established: bool,
@@ -134,6 +139,8 @@ impl Protocol {
             settings,
             named: Vec::new(),
             adopted: (0, 0),
+            seat: None,
+            begun: Vec::new(),
             connecting: 0,
             established: false,
             saw_running: false,
@@ -189,12 +196,14 @@ impl Protocol {
             (_, Event::Overheard { id, participants }) => self.overhear(id, &participants),
             (_, Event::Lost { reason }) => self.lose(reason),
             (Phase::Apart | Phase::Ready, Event::Look { until }) => self.look(until),
-            (Phase::Asking, Event::Quorum { id, participants }) if self.group.is_some() => {
+            (Phase::Asking, Event::Quorum { id, participants, .. }) if self.group.is_some() => {
                 self.compare(Some((id, participants)))
             }
             (Phase::Asking, Event::Unanswered { .. }) if self.group.is_some() => self.compare(None),
             (Phase::Comparing, Event::Compared { sets }) => self.compared(&sets),
-            (Phase::Asking, Event::Quorum { id, participants }) => self.judge(id, &participants),
+            (Phase::Asking, Event::Quorum { id, participants, is_promoted }) => {
+                self.judge(id, &participants, is_promoted)
+            }
             (Phase::Asking, Event::Unanswered { reason }) => self.retry(reason),
             (Phase::Asking | Phase::Waiting, Event::OutOfTime { reason }) => {
                 self.stop(Stop::OutOfTime { reason })

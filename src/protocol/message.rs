@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 2;
+pub const PROTOCOL: u64 = 3;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// Bytes of the longest message that is read.
@@ -239,7 +239,10 @@ fn check(message: &Message) -> Result<(), String> {
     }
     let standing = &message.standing;
     let most = (1 << (u64::BITS - STEP_BITS)) - 1;
-    for (name, generation) in [("generation", standing.generation), ("state", standing.state)] {
+    let own = [("generation", standing.generation), ("state", standing.state)];
+    let groups = standing.seat.iter().map(|seat| ("seat", seat.generation));
+    let begun = standing.begun.iter().map(|begun| ("begun", begun.generation));
+    for (name, generation) in own.into_iter().chain(groups).chain(begun) {
         if generation >= most {
             return Err(format!("{name}: expected a generation below {most}, got {generation}"));
         }

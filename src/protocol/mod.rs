@@ -26,6 +26,10 @@
 //! the same set that reaches itself and has the newest state; the others withdraw until they reach it, and it waits until the Lighthouse
 //! names it alone: nothing ever happens under a set without all of its members.
 //!
+//! **Several Lighthouses may name several sets.** A cut may leave a Lighthouse on each side. Then only the set goes on that
+//! holds a majority of the last group, or half of it with its lowest id, whichever Lighthouse names it; all others wait,
+//! and ask one Lighthouse after the other, until a majority is together or the operator says who goes on.
+//!
 //! **A group that is whole waits for nobody else.** Its members ask the Lighthouse beside training whether there are
 //! newcomers, and nobody acts on such an answer: the vote tells all that one of them has heard of some. Then they ask
 //! together, between two steps, and compare what they have heard: unless all have heard the same, they go on as they are.
@@ -37,13 +41,14 @@
 mod agreement;
 mod cut;
 mod event;
+mod majority;
 mod member;
 mod message;
 mod version;
 
 pub use agreement::{Agreement, Need, Verdict, judge};
 pub use cut::reach_each_other;
-pub use event::{Command, Event, Participant, Passed, Standing, Stop, Wait};
+pub use event::{Begun, Command, Event, Participant, Passed, Seat, Standing, Stop, Wait};
 pub use member::{MOST_RECOVERIES, Protocol, Settings};
 pub use message::{Heard, Message, PROTOCOL, Role, hear, tell};
 pub use version::{STEP_BITS, generation_of, step_of, version_of};

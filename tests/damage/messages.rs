@@ -3,7 +3,7 @@
 use crate::Outcome;
 use crate::harm::{Draw, harm, harm_json, same};
 use crate::memory::within;
-use evermoe::protocol::{Heard, Message, Role, Standing, hear, tell};
+use evermoe::protocol::{Begun, Heard, Message, Role, Seat, Standing, hear, tell};
 use evermoe::secret::Secret;
 use serde_json::Value;
 
@@ -19,6 +19,19 @@ fn message(draw: &mut Draw) -> Message {
         named: vec![(draw.word(), draw.extreme()); draw.below(3)],
         adopted: draw.extreme(),
         inquires: draw.one_in(2),
+        seat: draw.one_in(2).then(|| Seat {
+            epoch: draw.word(),
+            generation: draw.word() >> 50,
+            size: draw.below(9),
+            is_first: draw.one_in(2),
+        }),
+        begun: (0..draw.below(3))
+            .map(|_| Begun {
+                epoch: draw.word(),
+                generation: draw.word() >> 50,
+                members: vec!["b".into(); draw.below(3)],
+            })
+            .collect(),
     };
     Message {
         layout: format!("{:016x}", draw.word()),

@@ -6,13 +6,15 @@
 
 mod copies;
 mod group;
+mod lighthouse;
 mod node;
 
 pub(crate) use copies::{Content, Keeper};
 pub(crate) use node::{Life, Node, Task};
 
-use evermoe::protocol::{Event, Participant, step_of};
+use evermoe::protocol::{Event, step_of};
 use group::Groups;
+use lighthouse::Lighthouse;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// What a run of the model looks like.
@@ -26,8 +28,12 @@ pub(crate) struct Setting {
     pub steps: u64,
     /// Crashes, freezes and ballots that are not whole, together.
     pub faults: u8,
-    /// Times that the Lighthouse does not answer.
+    /// Lighthouses, each of which names sets of those that ask it.
+    pub lighthouses: usize,
+    /// Times that a Lighthouse does not answer.
     pub silences: u8,
+    /// Times that a member which waits for a majority asks another Lighthouse.
+    pub moves: u8,
     /// Questions about newcomers that reach the Lighthouse while a member trains.
     pub inquiries: u8,
     /// Members that leave the job on notice.
@@ -51,6 +57,8 @@ pub(crate) enum Mistake {
     ReportedEarly,
     /// A member that wakes up is told the number of the set before.
     SleepForgotten,
+    /// Members go on without a majority although there are several Lighthouses.
+    MinorityGoesOn,
 }
 
 /// One state of the whole job.
@@ -58,10 +66,11 @@ pub(crate) enum Mistake {
 pub(crate) struct World {
     pub nodes: Vec<Node>,
     pub groups: Groups,
-    pub lighthouse: Lighthouse,
+    pub lighthouses: Vec<Lighthouse>,
     pub faults_left: u8,
     pub silences_left: u8,
     pub inquiries_left: u8,
+    pub moves_left: u8,
     pub leaves_left: u8,
     pub cuts_left: u8,
     /// Pairs of members that do not reach each other, the lower number first.
@@ -73,14 +82,6 @@ pub(crate) struct World {
     pub promise: Promise,
     /// The first rule that was broken.
     pub broken: Option<&'static str>,
-}
-
-/// torchft's Lighthouse: it answers those who ask when all healthy members do, or after some time when most do.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub(crate) struct Lighthouse {
-    pub id: u64,
-    pub previous: Vec<usize>,
-    pub asking: BTreeMap<usize, Participant>,
 }
 
 /// What the preset has promised, and what has happened since.
@@ -133,8 +134,8 @@ pub(crate) enum Action {
     Cut(usize, usize),
     /// They reach each other again.
     Heal(usize, usize),
-    /// The Lighthouse names those who ask, without these: bits of members that are dead or frozen.
-    Answer(u8),
+    /// A Lighthouse names those who ask it, without these: bits of members that are dead or frozen.
+    Answer(usize, u8),
     /// The answer reaches a member.
     Deliver(usize),
     /// The answer reaches a member that trains.
@@ -143,6 +144,8 @@ pub(crate) enum Action {
     Silence(usize),
     /// A member has waited for others, or has withdrawn for long enough; it asks again.
     Waited(usize),
+    /// A member has waited for a majority; it asks the next Lighthouse.
+    Move(usize),
     /// A member's gradients, and the copies that it keeps, are whole: it votes.
     Vote(usize),
     /// They are not whole, and it votes so.
@@ -161,10 +164,11 @@ impl World {
         let mut world = Self {
             nodes: (0..total).map(|number| Node::new(number, setting)).collect(),
             groups: Groups::default(),
-            lighthouse: Lighthouse::default(),
+            lighthouses: vec![Lighthouse::default(); setting.lighthouses],
             faults_left: setting.faults,
             silences_left: setting.silences,
             inquiries_left: setting.inquiries,
+            moves_left: setting.moves,
             leaves_left: setting.leaves,
             cuts_left: setting.cuts,
             cuts: BTreeSet::new(),
@@ -230,7 +234,12 @@ impl World {
             Task::Answered { .. } => found.push(Action::Deliver(number)),
             // Who does not reach the others comes back once in vain: more often is the same once more, without end.
             Task::Withdrawn if self.is_cut(number) && self.has_come_in_vain => {}
-            Task::Waiting | Task::Withdrawn => found.push(Action::Waited(number)),
+            Task::Waiting | Task::Withdrawn => {
+                found.push(Action::Waited(number));
+                if self.nodes[number].is_minority && self.moves_left > 0 {
+                    found.push(Action::Move(number));
+                }
+            }
             Task::Pausing => {
                 let others = || self.nodes.iter().enumerate().filter(|(other, _)| *other != number);
                 let is_met = others().any(|(_, node)| node.life == Life::Up && node.task != Task::Pausing)
@@ -279,30 +288,6 @@ impl World {
         self.groups.get(epoch).members.iter().any(|&other| self.are_cut(number, other))
     }
 
-    /// The sets that the Lighthouse may name. It waits for all that are healthy, unless all of its last set ask; and it
-    /// may not know yet who has died. Healthy members come before its patience ends (its `join_limit`).
-    fn answers(&self, found: &mut Vec<Action>) {
-        let asking: Vec<usize> = self.lighthouse.asking.keys().copied().collect();
-        let sick =
-            |number: usize| self.nodes[number].life != Life::Up || self.nodes[number].task == Task::Withdrawn;
-        let doubtful: u8 = asking.iter().filter(|&&number| sick(number)).map(|number| 1 << number).sum();
-        let all_healthy_ask = (0..self.nodes.len()).all(|number| sick(number) || asking.contains(&number));
-        for left_out in (0..=doubtful).filter(|mask| mask & !doubtful == 0) {
-            let named: Vec<usize> =
-                asking.iter().copied().filter(|number| left_out & (1 << number) == 0).collect();
-            // Where some only look for newcomers, all need not come in time: most of the healthy ones are named then.
-            let seems_healthy = |number: &usize| !sick(*number) || named.contains(number);
-            let healthy = (0..self.nodes.len()).filter(seems_healthy).count();
-            let is_at_leisure =
-                named.iter().any(|number| !self.lighthouse.asking[number].waits) && 2 * named.len() > healthy;
-            let is_fast = !self.lighthouse.previous.is_empty()
-                && self.lighthouse.previous.iter().all(|number| named.contains(number));
-            if !named.is_empty() && (is_fast || all_healthy_ask || is_at_leisure) {
-                found.push(Action::Answer(left_out));
-            }
-        }
-    }
-
     /// The world after an action.
     pub(crate) fn after(&self, action: Action, setting: &Setting) -> Self {
         let mut world = self.clone();
@@ -324,11 +309,12 @@ impl World {
             Action::Heal(one, other) => {
                 world.cuts.remove(&(one, other));
             }
-            Action::Answer(left_out) => world.answer(left_out),
+            Action::Answer(which, left_out) => world.answer(which, left_out),
             Action::Deliver(number) => world.deliver(number, setting),
             Action::Overhear(number) => world.overhear(number),
             Action::Silence(number) => {
                 world.silences_left -= 1;
+                world.nodes[number].move_on(setting);
                 world.feed(number, Event::Unanswered { reason: "silence".into() }, setting);
             }
             Action::Waited(number) => {
@@ -338,6 +324,11 @@ impl World {
                 world.nodes[number].has_paused |= is_pausing;
                 let event = if is_pausing { Event::Look { until: setting.steps } } else { Event::Waited };
                 world.feed(number, event, setting);
+            }
+            Action::Move(number) => {
+                world.moves_left -= 1;
+                world.nodes[number].move_on(setting);
+                world.feed(number, Event::Waited, setting);
             }
             Action::Vote(number) => world.vote(number, true, setting),
             Action::VoteLeaving(number) => {
@@ -376,60 +367,6 @@ impl World {
         self.promise.lost += usize::from(self.promise.members.contains(&number));
     }
 
-    fn answer(&mut self, left_out: u8) {
-        let lighthouse = &mut self.lighthouse;
-        let (named, others) = std::mem::take(&mut lighthouse.asking)
-            .into_iter()
-            .partition(|(number, _)| left_out & (1 << number) == 0);
-        lighthouse.asking = others; // of a member that is heard of no more; it has its turn when it wakes up
-        let named: BTreeMap<usize, Participant> = named;
-        let numbers: Vec<usize> = named.keys().copied().collect();
-        if numbers != lighthouse.previous {
-            lighthouse.id += 1;
-            lighthouse.previous.clone_from(&numbers);
-        }
-        let participants: Vec<Participant> = named.into_values().collect();
-        for (number, asked) in numbers.into_iter().zip(&participants) {
-            let (id, participants) = (self.lighthouse.id, participants.clone());
-            let node = &mut self.nodes[number];
-            if matches!(node.life, Life::Dead | Life::Gone) {
-                continue;
-            }
-            if !asked.waits {
-                node.overheard = Some((id, participants));
-            } else if node.task == Task::Asking {
-                node.task = Task::Answered { id, participants };
-            }
-        }
-    }
-
-    fn deliver(&mut self, number: usize, setting: &Setting) {
-        let Task::Answered { mut id, mut participants } =
-            std::mem::replace(&mut self.nodes[number].task, Task::Idle)
-        else {
-            unreachable!("only an answer is delivered");
-        };
-        self.overhear(number);
-        if setting.mistake == Some(Mistake::GenerationNotRaised) {
-            for participant in &mut participants {
-                participant.standing.generation = participant.standing.generation.saturating_sub(1);
-            }
-        }
-        if setting.mistake == Some(Mistake::SleepForgotten) {
-            id = id.min(1 + participants.iter().map(|each| each.standing.adopted).max().unwrap_or(0));
-        }
-        self.feed(number, Event::Quorum { id, participants }, setting);
-    }
-
-    /// Whatever was answered before is heard before.
-    fn overhear(&mut self, number: usize) {
-        let node = &mut self.nodes[number];
-        if let Some((id, participants)) = node.overheard.take() {
-            let commands = node.protocol.handle(Event::Overheard { id, participants }).expect("at any time");
-            assert!(commands.is_empty(), "nobody acts on what is overheard");
-        }
-    }
-
     /// Whether a step was committed, more than half of the members whose copies were whole last stay and can talk to each
     /// other, and nothing that they were promised is lost.
     pub(crate) fn can_go_on(&self) -> bool {
@@ -445,6 +382,7 @@ impl World {
     /// Whether the job is done in the end if nothing more happens to anybody, and all get their turn.
     pub(crate) fn finishes(&self, setting: &Setting) -> bool {
         let mut world = self.clone();
+        world.moves_left = if setting.lighthouses > 1 { u8::MAX } else { 0 };
         for turn in 0..2000 {
             let mut possible = Vec::new();
             world.actions(setting, &mut possible);
@@ -452,28 +390,47 @@ impl World {
                 let is_change = matches!(action, Action::Start(_) | Action::Wake(_) | Action::Heal(..));
                 let is_early = matches!(action, Action::Waited(number) if world.is_cut(*number)
                     && world.nodes[*number].task == Task::Withdrawn);
-                !action.is_mishap() && !is_change && !is_early
+                !action.is_mishap() && !is_change && !is_early && !world.is_out_of_turn(*action)
             });
             // Who could go on does; only then does a wait end. Of the dead and frozen the Lighthouse hears no more.
             possible.sort_by_key(|action| match action {
                 Action::Fail(_) => 1,
+                Action::Waited(number) if world.nodes[*number].is_minority => u32::MAX,
                 Action::Waited(_) => 2,
-                Action::Answer(left_out) => 3 + u32::from(u8::MAX - left_out),
+                Action::Move(_) => 3,
+                Action::Answer(_, left_out) => 4 + u32::from(u8::MAX - left_out),
                 _ => 0,
             });
             let Some(first) = possible.first() else { break };
             let rank = std::mem::discriminant(first);
             let equal: Vec<Action> =
                 possible.iter().copied().filter(|action| std::mem::discriminant(action) == rank).collect();
-            let is_answer = matches!(first, Action::Answer(_));
+            let is_answer = matches!(first, Action::Answer(..));
             let action = if is_answer { *first } else { equal[turn % equal.len()] };
             world = world.after(action, setting);
         }
-        // Newcomers to a job that is over wait for another one.
-        let is_left = |node: &Node| {
-            node.life == Life::Up && node.protocol.is_established() && node.task != Task::Withdrawn
+        // Newcomers to a job that is over wait for another one, and a minority that others went on without for these.
+        let is_left = |(number, node): (usize, &Node)| {
+            let is_behind = node.is_minority && !world.promise.members.contains(&number);
+            let is_in = node.protocol.is_established() && node.task != Task::Withdrawn && !is_behind;
+            node.life == Life::Up && is_in
         };
-        world.broken.is_none() && !world.nodes.iter().any(is_left) && world.promise.is_over
+        world.broken.is_none() && !world.nodes.iter().enumerate().any(is_left) && world.promise.is_over
+    }
+
+    /// Whether members that look for each other would never meet if all moved on as they can: the first one stays.
+    fn is_out_of_turn(&self, action: Action) -> bool {
+        let first = self
+            .nodes
+            .iter()
+            .position(|node| node.life == Life::Up && node.is_minority && node.task == Task::Waiting);
+        match action {
+            Action::Move(number) => first == Some(number),
+            Action::Waited(number) => {
+                self.nodes[number].is_minority && self.lighthouses.len() > 1 && first != Some(number)
+            }
+            _ => false,
+        }
     }
 
     /// Whether every member that could is done.

@@ -3,7 +3,9 @@
 use super::copies::{Content, Copies, Holdings, Keeper, Snapshot, expand, kept, trained};
 use super::group::Part;
 use super::{Mistake, Setting, World};
-use evermoe::protocol::{Command, Event, Participant, Passed, Protocol, Settings, Standing, Stop, step_of};
+use evermoe::protocol::{
+    Command, Event, Participant, Passed, Protocol, Settings, Standing, Stop, Wait, step_of,
+};
 use evermoe::recovery::{Knowledge, plan, usable};
 
 /// Whether a process is there.
@@ -47,6 +49,10 @@ pub(crate) struct Node {
     pub life: Life,
     pub protocol: Protocol,
     pub task: Task,
+    /// The Lighthouse that it asks.
+    pub lighthouse: usize,
+    /// Whether it waits for a majority.
+    pub is_minority: bool,
     pub is_patient: bool,
     /// Whether it has looked again for missing units since somebody woke up.
     pub has_paused: bool,
@@ -75,6 +81,7 @@ impl Node {
             members: setting.members,
             is_fixed: false,
             goes_on_alone: false,
+            needs_majority: setting.lighthouses > 1 && setting.mistake != Some(Mistake::MinorityGoesOn),
             join_every: 1,
             rebalance_every: 0,
             generation: 0,
@@ -83,6 +90,8 @@ impl Node {
             life: Life::Absent,
             protocol: Protocol::new(settings),
             task: Task::Idle,
+            lighthouse: 0,
+            is_minority: false,
             is_patient: false,
             has_paused: false,
             content: Content::default(),
@@ -144,9 +153,13 @@ impl World {
                 }
             }
             Command::Compare { set } => self.enter_now(number, Part::Compare(set)),
-            Command::Wait(_) => self.nodes[number].task = Task::Waiting,
+            Command::Wait(why) => {
+                self.nodes[number].task = Task::Waiting;
+                self.nodes[number].is_minority = matches!(why, Wait::Minority { .. });
+            }
             Command::Withdraw => self.nodes[number].task = Task::Withdrawn,
             Command::Connect { epoch, members, .. } => {
+                self.nodes[number].is_minority = false;
                 self.drop_group(number);
                 let members = members.iter().map(|name| usize::from(name.as_bytes()[0] - b'a')).collect();
                 self.nodes[number].group = Some(epoch);
@@ -214,7 +227,7 @@ impl World {
         let (id, rank_key, is_patient) = (name(number), String::new(), self.nodes[number].is_patient);
         let participant =
             Participant { id, rank_key, trains: true, waits, is_patient, unreachable, standing };
-        self.lighthouse.asking.insert(number, participant);
+        self.lighthouses[self.nodes[number].lighthouse].asking.insert(number, participant);
     }
 
     fn copy(&mut self, number: usize, is_last: bool) {
@@ -236,7 +249,7 @@ impl World {
 
     fn end(&mut self, number: usize) {
         self.drop_group(number);
-        self.lighthouse.asking.remove(&number);
+        self.lighthouses.iter_mut().for_each(|lighthouse| _ = lighthouse.asking.remove(&number));
         self.groups.leave_all(number);
         self.nodes[number].life = Life::Gone;
         self.nodes[number].task = Task::Idle;

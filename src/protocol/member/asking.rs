@@ -3,7 +3,7 @@
 use super::{MOST_RECOVERIES, Phase, Protocol};
 use crate::protocol::agreement::{Agreement, Need, Verdict, judge};
 use crate::protocol::cut::reach_each_other;
-use crate::protocol::event::{Command, Participant, Standing, Stop, Wait};
+use crate::protocol::event::{Begun, Command, Participant, Seat, Standing, Stop, Wait};
 use crate::protocol::version::{generation_of, step_of};
 use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
@@ -67,6 +67,8 @@ impl Protocol {
             named: self.named.clone(),
             adopted: self.adopted.0,
             inquires: self.inquires,
+            seat: self.seat.clone(),
+            begun: self.begun.clone(),
         }
     }
 
@@ -127,7 +129,15 @@ impl Protocol {
     /// All members have come to the group. Before that, some may have gone on without this set, in a group that is whole.
     pub(super) fn connected(&mut self) {
         self.note_adopted(self.connecting);
-        self.adopted.1 = self.group.as_ref().map_or(0, |group| group.members.len());
+        let Some(group) = &self.group else { return };
+        self.adopted.1 = group.members.len();
+        self.begun.clear();
+        self.seat = self.settings.needs_majority.then(|| Seat {
+            epoch: group.epoch,
+            generation: group.generation,
+            size: group.members.len(),
+            is_first: group.members.iter().min() == Some(&self.settings.id),
+        });
     }
 
     pub(super) fn compare(&mut self, heard: Option<(u64, Vec<Participant>)>) -> Vec<Command> {
@@ -142,7 +152,7 @@ impl Protocol {
         let heard = self.heard.take();
         match heard {
             Some((id, participants)) if sets.iter().all(|&set| set == sets[0]) => {
-                self.judge(id, &participants)
+                self.judge(id, &participants, false)
             }
             heard => {
                 if let Some((id, _)) = heard {
@@ -154,14 +164,15 @@ impl Protocol {
         }
     }
 
-    pub(super) fn judge(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
+    pub(super) fn judge(&mut self, id: u64, participants: &[Participant], is_promoted: bool) -> Vec<Command> {
         self.inquires = false;
         self.saw_running |= participants.iter().any(|participant| participant.standing.established);
         self.note_named(id);
         let need = Need {
             members: self.settings.members,
             is_always: self.settings.is_fixed,
-            goes_on_alone: self.settings.goes_on_alone,
+            goes_on_alone: self.settings.goes_on_alone || is_promoted,
+            is_majority: self.settings.needs_majority,
         };
         let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
         match judge(id, participants, need, group) {
@@ -171,6 +182,7 @@ impl Protocol {
             }
             Verdict::New(agreement) => self.adopt(id, agreement),
             _ if self.group.is_some() => self.inquire_and_go_on(),
+            Verdict::Wait(Wait::Minority { .. }) if self.is_done => self.close(), // the others are through, or will be
             Verdict::Wait(why) => self.wait(why),
             Verdict::Cut(stay) if stay.contains(&self.settings.id) => self.wait(Wait::Cut),
             Verdict::Cut(_) => {
@@ -184,6 +196,15 @@ impl Protocol {
         }
     }
 
+    /// A later group of the same members stands for an earlier one: whoever is missing in the one is in the other.
+    fn note_begun(&mut self, agreement: &Agreement) {
+        let Agreement { epoch, generation, .. } = *agreement;
+        let mut members = agreement.members.clone();
+        members.sort();
+        self.begun.retain(|begun| begun.members != members);
+        self.begun.push(Begun { epoch, generation, members });
+    }
+
     pub(super) fn wait(&mut self, why: Wait) -> Vec<Command> {
         self.phase = Phase::Waiting;
         vec![Command::Wait(why)]
@@ -193,6 +214,9 @@ impl Protocol {
         let Agreement { epoch, generation, members, num_trainers } = agreement.clone();
         self.connecting = id;
         self.generation = generation;
+        if self.settings.needs_majority {
+            self.note_begun(&agreement);
+        }
         self.group = Some(agreement);
         self.phase = Phase::Connecting;
         vec![Command::Connect { epoch, generation, members, num_trainers }]

@@ -1,0 +1,56 @@
+//! Whether the members of a set are enough to go on where several Lighthouses may each name a set.
+
+use super::event::{Begun, Participant};
+
+/// How many of a group there are, and how many it had, if they are too few to go on in its place.
+///
+/// Two sets that share no member must never both go on. A group is followed by one that has more than half of its
+/// members, or exactly half with the lowest id among them: no two sets without a common member do. Members that begin to
+/// connect a group may not learn whether all came, so the rule holds for the newest group that a member here was
+/// connected in and for each later one that a member here has begun (dynamic voting: Yeger Lotem, Keidar, Dolev, 1997).
+///
+/// "a", "b" and "c" were connected; "a" and "b" are half of the four members that "a" has begun to connect since, and "a"
+/// has the lowest id. But "b" is one of the four and has not begun: it asks for another group now, so those four can
+/// never have been connected, and only the three count.
+pub(super) fn lacking(participants: &[Participant]) -> Option<(usize, usize)> {
+    let seats = || participants.iter().filter_map(|participant| participant.standing.seat.as_ref());
+    let newest = seats().max_by_key(|seat| seat.generation);
+    if let Some(newest) = newest {
+        let found = participants.iter().filter(|participant| has_begun(participant, newest.epoch)).count();
+        let has_first = seats().any(|seat| seat.epoch == newest.epoch && seat.is_first)
+            || begun(participants).any(|(id, begun)| begun.epoch == newest.epoch && is_first(begun, id));
+        if !is_enough(found, newest.size, has_first) {
+            return Some((found, newest.size));
+        }
+    }
+    let is_later = |begun: &Begun| newest.is_none_or(|newest| begun.generation >= newest.generation);
+    begun(participants).map(|(_, begun)| begun).filter(|begun| is_later(begun)).find_map(|begun| {
+        let members = || participants.iter().filter(|participant| begun.members.contains(&participant.id));
+        let may_be_connected = members().all(|participant| has_begun(participant, begun.epoch));
+        let (found, size) = (members().count(), begun.members.len());
+        let has_first = members().any(|participant| is_first(begun, &participant.id));
+        (may_be_connected && !is_enough(found, size, has_first)).then_some((found, size))
+    })
+}
+
+/// All groups that members here have begun, each with the member's id.
+fn begun(participants: &[Participant]) -> impl Iterator<Item = (&str, &Begun)> {
+    participants
+        .iter()
+        .flat_map(|participant| participant.standing.begun.iter().map(|begun| (&participant.id[..], begun)))
+}
+
+/// Whether a member has begun a group, connected or not.
+fn has_begun(participant: &Participant, epoch: u64) -> bool {
+    let standing = &participant.standing;
+    standing.seat.as_ref().is_some_and(|seat| seat.epoch == epoch)
+        || standing.begun.iter().any(|begun| begun.epoch == epoch)
+}
+
+fn is_first(begun: &Begun, id: &str) -> bool {
+    begun.members.first().is_some_and(|first| first == id)
+}
+
+fn is_enough(found: usize, size: usize, has_first: bool) -> bool {
+    2 * found > size || (2 * found == size && has_first)
+}

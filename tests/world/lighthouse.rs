@@ -1,0 +1,109 @@
+//! Lighthouses: who asks, which sets they may name, and how answers reach members.
+
+use super::{Action, Life, Mistake, Node, Setting, Task, World};
+use evermoe::protocol::{Event, Participant};
+use std::collections::BTreeMap;
+
+/// torchft's Lighthouse: it answers those who ask when all healthy members do, or after some time when most do.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub(crate) struct Lighthouse {
+    id: u64,
+    previous: Vec<usize>,
+    pub asking: BTreeMap<usize, Participant>,
+}
+
+impl World {
+    /// The sets that the Lighthouses may name. Each waits for all that are healthy, unless all of its last set ask; and
+    /// it may not know yet who has died. Healthy members come before its patience ends (its `join_limit`).
+    pub(super) fn answers(&self, found: &mut Vec<Action>) {
+        for which in 0..self.lighthouses.len() {
+            self.answers_of(which, found);
+        }
+    }
+
+    fn answers_of(&self, which: usize, found: &mut Vec<Action>) {
+        let lighthouse = &self.lighthouses[which];
+        let asking: Vec<usize> = lighthouse.asking.keys().copied().collect();
+        let sick = |number: usize| {
+            let node = &self.nodes[number];
+            node.life != Life::Up || node.task == Task::Withdrawn || node.lighthouse != which
+        };
+        let doubtful: u8 = asking.iter().filter(|&&number| sick(number)).map(|number| 1 << number).sum();
+        let all_healthy_ask = (0..self.nodes.len()).all(|number| sick(number) || asking.contains(&number));
+        for left_out in (0..=doubtful).filter(|mask| mask & !doubtful == 0) {
+            let named: Vec<usize> =
+                asking.iter().copied().filter(|number| left_out & (1 << number) == 0).collect();
+            // Where some only look for newcomers, all need not come in time: most of the healthy ones are named then.
+            let seems_healthy = |number: &usize| !sick(*number) || named.contains(number);
+            let healthy = (0..self.nodes.len()).filter(seems_healthy).count();
+            let is_at_leisure =
+                named.iter().any(|number| !lighthouse.asking[number].waits) && 2 * named.len() > healthy;
+            let is_fast = !lighthouse.previous.is_empty()
+                && lighthouse.previous.iter().all(|number| named.contains(number));
+            if !named.is_empty() && (is_fast || all_healthy_ask || is_at_leisure) {
+                found.push(Action::Answer(which, left_out));
+            }
+        }
+    }
+
+    pub(super) fn answer(&mut self, which: usize, left_out: u8) {
+        let lighthouse = &mut self.lighthouses[which];
+        let (named, others) = std::mem::take(&mut lighthouse.asking)
+            .into_iter()
+            .partition(|(number, _)| left_out & (1 << number) == 0);
+        lighthouse.asking = others; // of a member that is heard of no more; it has its turn when it wakes up
+        let named: BTreeMap<usize, Participant> = named;
+        let numbers: Vec<usize> = named.keys().copied().collect();
+        if numbers != lighthouse.previous {
+            lighthouse.id += 1;
+            lighthouse.previous.clone_from(&numbers);
+        }
+        let id = lighthouse.id;
+        let participants: Vec<Participant> = named.into_values().collect();
+        for (number, asked) in numbers.into_iter().zip(&participants) {
+            let node = &mut self.nodes[number];
+            if matches!(node.life, Life::Dead | Life::Gone) || node.lighthouse != which {
+                continue;
+            }
+            if !asked.waits {
+                node.overheard = Some((id, participants.clone()));
+            } else if node.task == Task::Asking {
+                node.task = Task::Answered { id, participants: participants.clone() };
+            }
+        }
+    }
+
+    pub(super) fn deliver(&mut self, number: usize, setting: &Setting) {
+        let Task::Answered { mut id, mut participants } =
+            std::mem::replace(&mut self.nodes[number].task, Task::Idle)
+        else {
+            unreachable!("only an answer is delivered");
+        };
+        self.overhear(number);
+        if setting.mistake == Some(Mistake::GenerationNotRaised) {
+            for participant in &mut participants {
+                participant.standing.generation = participant.standing.generation.saturating_sub(1);
+            }
+        }
+        if setting.mistake == Some(Mistake::SleepForgotten) {
+            id = id.min(1 + participants.iter().map(|each| each.standing.adopted).max().unwrap_or(0));
+        }
+        self.feed(number, Event::Quorum { id, participants, is_promoted: false }, setting);
+    }
+
+    /// Whatever was answered before is heard before.
+    pub(super) fn overhear(&mut self, number: usize) {
+        let node = &mut self.nodes[number];
+        if let Some((id, participants)) = node.overheard.take() {
+            let commands = node.protocol.handle(Event::Overheard { id, participants }).expect("at any time");
+            assert!(commands.is_empty(), "nobody acts on what is overheard");
+        }
+    }
+}
+
+impl Node {
+    /// From now on it asks the next Lighthouse; its last question stays at this one.
+    pub(super) fn move_on(&mut self, setting: &Setting) {
+        self.lighthouse = (self.lighthouse + 1) % setting.lighthouses;
+    }
+}
