@@ -482,6 +482,9 @@ class Secret:
     def is_tag(self, tag: bytes, purpose: str, parts: Sequence[bytes]) -> bool:
         """Whether it is the tag of the parts, compared in constant time."""
 
+def promote(id: str, job: str, secret: Secret | None = None) -> str:
+    """The JSON by which an operator tells the members of a job's set to go on though others may be missing."""
+
 def tell(id: str, job: str, message: str, secret: Secret | None = None) -> str:
     """The JSON by which a member tells the others about itself, from that of a `protocol::Message`.
 

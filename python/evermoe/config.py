@@ -54,6 +54,8 @@ def with_environment(config: SessionConfig) -> SessionConfig:
     for name in ("lighthouse", "job", "node", "address", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
+    if config.lighthouse is None and "lighthouse" not in found and os.environ.get("TORCHFT_LIGHTHOUSE"):
+        found["lighthouse"] = os.environ["TORCHFT_LIGHTHOUSE"]
     if os.environ.get("EVERMOE_GO_ON_ALONE"):
         found["go_on_alone"] = (
             checked("EVERMOE_GO_ON_ALONE", os.environ["EVERMOE_GO_ON_ALONE"], Literal["0", "1"]) == "1"

@@ -64,6 +64,7 @@ class LocalJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
     _server: Any = None
+    _hosted: Any = None
     _lock: Any = None
 
     def __enter__(self) -> LocalJob:
@@ -95,8 +96,9 @@ class LocalJob:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
-        if self._server is not None:
-            self._server.shutdown()
+        for server in (self._server, self._hosted):
+            if server is not None:
+                server.shutdown()
 
     def forget(self) -> None:
         """Removes the job's shared memory on this machine."""
@@ -110,6 +112,18 @@ class LocalJob:
     def is_marked(self, mark: str) -> bool:
         """Whether a worker of this machine has said that the job has begun, or that it is finished."""
         return (self.memory / mark).exists()
+
+    def host_lighthouse(self) -> None:
+        """Starts the one of the job's Lighthouses that is on this machine, unless it runs.
+
+        Raises:
+            ValueError: none of the addresses is this machine's.
+        """
+        from evermoe.comm.lighthouse import own_address, start_lighthouse
+
+        bind = own_address(str(self.lighthouse))
+        if bind is not None:
+            self._hosted = start_lighthouse(heartbeat_limit=self.heartbeat_limit, join_limit=self.hang_limit, bind=bind)
 
     @property
     def has_own_lighthouse(self) -> bool:

@@ -18,6 +18,8 @@ use std::collections::BTreeMap;
 pub const PROTOCOL: u64 = 3;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
+/// What stands in the place of a member's message in that of an operator.
+const PROMOTION: &str = "promote";
 /// Bytes of the longest message that is read.
 const MOST_BYTES: usize = 1 << 20;
 
@@ -73,6 +75,11 @@ pub enum Heard {
         job: String,
         /// What it told.
         message: Box<Message>,
+    },
+    /// An operator, who says that the members of the set go on though others may be missing.
+    Promotion {
+        /// Their job.
+        job: String,
     },
     /// A member of some job, of another protocol.
     OtherProtocol {
@@ -164,15 +171,32 @@ fn from_hex(text: &str) -> Option<Vec<u8>> {
 /// The reason why [`hear`] would not take it.
 pub fn tell(id: &str, job: &str, message: &Message, secret: Option<&Secret>) -> Result<String, String> {
     check(message)?;
-    let established = message.standing.established;
-    let text = |error: serde_json::Error| error.to_string();
-    let message = serde_json::to_string(message).map_err(text)?;
+    let inner = serde_json::to_string(message).map_err(|error| error.to_string())?;
+    wrap(id, job, inner, message.standing.established, secret)
+}
+
+/// The JSON by which an operator tells, under the name `id`, that the members of the set go on though others may be
+/// missing.
+///
+/// # Errors
+/// The reason why it cannot be written.
+pub fn promote(id: &str, job: &str, secret: Option<&Secret>) -> Result<String, String> {
+    wrap(id, job, PROMOTION.into(), false, secret)
+}
+
+fn wrap(
+    id: &str,
+    job: &str,
+    message: String,
+    established: bool,
+    secret: Option<&Secret>,
+) -> Result<String, String> {
     let seal = secret.map(|secret| {
         let parts = (PROTOCOL.to_le_bytes(), [u8::from(established)]);
         to_hex(&secret.tag(SEAL, &sealed(id, &parts.0, job, &parts.1, &message)))
     });
     serde_json::to_string(&Envelope { evermoe: PROTOCOL, job: job.into(), established, message, seal })
-        .map_err(text)
+        .map_err(|error| error.to_string())
 }
 
 /// Reads what was told under the name `id`, of which nothing is taken for granted.
@@ -204,6 +228,9 @@ fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> 
         });
     }
     let envelope: Envelope = parse(text)?;
+    if envelope.message == PROMOTION && !envelope.established {
+        return Ok(Heard::Promotion { job: envelope.job });
+    }
     let message: Message = parse(&envelope.message)?;
     // serde takes lists for objects and leaves out what may be none; members write every field, by its name.
     if serde_json::to_value(&message).ok() != Some(parse(&envelope.message)?) {

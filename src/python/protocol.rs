@@ -11,6 +11,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(step_of, module)?)?;
     module.add_function(wrap_pyfunction!(generation_of, module)?)?;
     module.add_function(wrap_pyfunction!(tell, module)?)?;
+    module.add_function(wrap_pyfunction!(promote, module)?)?;
     module.add_function(wrap_pyfunction!(hear, module)?)?;
     module.add("PROTOCOL", protocol::PROTOCOL)?;
     module.add_class::<Protocol>()
@@ -36,6 +37,13 @@ fn generation_of(version: u64) -> u64 {
 fn tell(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult<String> {
     let wrong = |why: String| Error::Invalid(format!("what this member tells others: {why}"));
     Ok(protocol::tell(id, job, &read(message)?, secret.map(Secret::get)).map_err(wrong)?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (id, job, secret=None))]
+fn promote(id: &str, job: &str, secret: Option<&Secret>) -> PyResult<String> {
+    let wrong = |why: String| Error::Runtime(format!("what an operator tells members: {why}"));
+    Ok(protocol::promote(id, job, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]

@@ -1,4 +1,4 @@
-"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe trace`, `evermoe info`."""
+"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe lighthouse`, `evermoe trace`, …"""
 
 from __future__ import annotations
 
@@ -41,7 +41,16 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         type=_processes,
         help="processes that train, over all machines, that a new job waits for (default: --workers)",
     )
-    run.add_argument("--lighthouse", help="http://host:port of a running torchft_lighthouse; default: one of its own")
+    run.add_argument(
+        "--lighthouse",
+        metavar="ADDRESS[,ADDRESS...]",
+        help="http://host:port of the job's Lighthouse, or of several; default: one of its own",
+    )
+    run.add_argument(
+        "--host-lighthouse",
+        action="store_true",
+        help="start the Lighthouse that --lighthouse names on this machine, unless it runs",
+    )
     run.add_argument("--job", help="name of the job, the same on all machines (default: the program's name)")
     run.add_argument(
         "--restarts", type=_processes, default=0, help="times a crashed worker is started again (%(default)s)"
@@ -49,6 +58,21 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    lighthouse = commands.add_parser("lighthouse", help="let the members of a job go on that wait for a majority")
+    actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
+    promote = actions.add_parser(
+        "promote",
+        help="tell the members of a job that ask this Lighthouse to go on, because the others are gone for good",
+        description="Tells the members of a job that wait at a Lighthouse to go on without a majority. Only where the "
+        "others are gone: what both halves of a job do after a cut cannot be brought together again.",
+    )
+    promote.add_argument("address", metavar="ADDRESS", help="http://host:port of the Lighthouse that they ask")
+    promote.add_argument(
+        "--job", required=True, help="name of the job; one with a secret needs EVERMOE_SECRET here, too"
+    )
+    promote.add_argument(
+        "--limit", type=float, default=60.0, help="seconds to wait for the members (%(default)s)", metavar="SECONDS"
+    )
     trace = commands.add_parser("trace", help="merge the traces of several ranks into one, for ui.perfetto.dev")
     trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
@@ -70,7 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = parser(given[0] if given else None).parse_args(given)
-        return {"demo": _demo, "plan": _plan, "run": _run, "trace": _trace, "info": _info}[options.command](options)
+        return {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "info": _info}[
+            options.command
+        ](options)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("rich", "matplotlib"):
             raise
@@ -120,7 +146,19 @@ def _run(options: argparse.Namespace) -> int:
     members = options.members or options.workers
     name = Path(options.program[0]).stem if options.job is None else options.job
     job = LocalJob(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
+    if options.host_lighthouse:
+        if options.lighthouse is None:
+            raise ValueError("--host-lighthouse: expected --lighthouse, too, with an address of this machine")
+        job.host_lighthouse()
     return run(job, options.workers, options.restarts, options.replicas)
+
+
+def _lighthouse(options: argparse.Namespace) -> int:
+    from evermoe.comm.promotion import promote
+
+    members = promote(options.address, options.job, options.limit)
+    print(f"job {options.job} goes on with {', '.join(members)}")
+    return 0
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from evermoe.comm._torchft import torchft
+from evermoe.comm.lighthouse import Lighthouses
 from evermoe.comm.reach import end_connections
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ ANSWER_LIMIT = timedelta(seconds=15)
 """Time after which a question is asked again: it waits for members that are late, or for a Lighthouse that hangs."""
 SILENT_SECONDS = 5.0
 """Time without a Lighthouse after which the log says so."""
+BACK_SECONDS = 30.0
+"""Time between two attempts to reach an earlier one of several Lighthouses again."""
 CLOSE_SECONDS = 1.0
 """Time that a question is given to end when its connection is shut."""
 
@@ -34,13 +36,14 @@ class Inquiry:
     """Asks the Lighthouse who there is, in a thread, again and again.
 
     Args:
-        lighthouse: its address.
+        lighthouses: the job's.
         member: this member's id.
     """
 
-    def __init__(self, lighthouse: str, member: str) -> None:
-        self._lighthouse, self._member = lighthouse, member
-        self._client: Any = None
+    def __init__(self, lighthouses: Lighthouses, member: str) -> None:
+        self._lighthouses, self._member = lighthouses, member
+        self._address, self._client = lighthouses.current, None
+        self._went_back = 0.0
         self._data: dict[str, Any] = {}
         self._seconds = 0.0
         self._is_over, self._is_due = threading.Event(), threading.Event()
@@ -89,14 +92,15 @@ class Inquiry:
         self.forget()
         deadline = time.monotonic() + CLOSE_SECONDS
         while self._thread.is_alive() and time.monotonic() < deadline:
-            end_connections(f":{urlsplit(self._lighthouse).port or 80}")
+            for address in self._lighthouses.addresses:
+                end_connections(f":{urlsplit(address).port or 80}")
             self._thread.join(RETRY_SECONDS)
 
     def _run(self, is_over: threading.Event, is_due: threading.Event, answers: queue.SimpleQueue[Any]) -> None:
         while not is_over.is_set():
             is_due.clear()
             try:
-                client = self._client = self._client or self._connect()
+                client = self._connected()
                 answer = client.quorum(self._member, ANSWER_LIMIT, world_size=1, data=self._data)
             except Exception as error:  # torchft's are of many kinds; whatever it is, this thread goes on
                 self._note_silence(str(error).split("\n", 1)[0])
@@ -106,8 +110,15 @@ class Inquiry:
             self._note_answer()
             is_due.wait(self._seconds)
 
-    def _connect(self) -> Any:
-        return torchft().coordination.LighthouseClient(self._lighthouse, CONNECT_LIMIT)
+    def _connected(self) -> Any:
+        """The client of the Lighthouse that is asked now."""
+        if time.monotonic() - self._went_back > BACK_SECONDS:
+            self._went_back = time.monotonic()
+            self._lighthouses.go_back()
+        if self._client is None or self._address != self._lighthouses.current:
+            self._address, self._client = self._lighthouses.connect(CONNECT_LIMIT)
+        self._lighthouses.beat(CONNECT_LIMIT)
+        return self._client
 
     def _note_silence(self, why: str) -> None:
         client, self._client = self._client, None
@@ -117,17 +128,21 @@ class Inquiry:
                 self._note_answer()  # it is there, and waits for members
                 return
         except Exception:  # as above
-            logger.debug("no heartbeat reaches the Lighthouse at %s", self._lighthouse)
-        if not self._has_said and time.monotonic() - self._heard > SILENT_SECONDS:
+            logger.debug("no heartbeat reaches the Lighthouse at %s", self._address)
+        if time.monotonic() - self._heard <= SILENT_SECONDS:
+            return
+        if self._lighthouses.are_several:
+            self._lighthouses.move_on(why)
+        if not self._has_said:
             self._has_said = True
             logger.warning(
                 "no Lighthouse answers at %s (%s): training goes on without it; until it is back nobody can join, and "
                 "after a failure the members wait for it",
-                self._lighthouse,
+                " and ".join(self._lighthouses.addresses),
                 why,
             )
 
     def _note_answer(self) -> None:
         if self._has_said:
-            logger.warning("the Lighthouse at %s answers again", self._lighthouse)
+            logger.warning("the Lighthouse at %s answers again", self._address)
         self._heard, self._has_said = time.monotonic(), False

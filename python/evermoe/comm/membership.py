@@ -11,18 +11,17 @@ import logging
 import os
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from evermoe._native import Secret
-from evermoe.comm._torchft import torchft
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.inquiry import Inquiry
-from evermoe.comm.messages import Identity, Messages
+from evermoe.comm.lighthouse import Lighthouses, split_addresses
+from evermoe.comm.messages import Identity, Messages, job_secret
 from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, find_place
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
@@ -30,10 +29,6 @@ from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 
 logger = logging.getLogger(__name__)
 
-SECRET_VARIABLE = "EVERMOE_SECRET"
-"""Environment variable of the job's secret: no option, so that it is in no script and in nothing that is printed."""
-HEARTBEAT_SECONDS = 0.1
-"""How often a member tells the Lighthouse that it lives."""
 RETRY_SECONDS = 0.1
 """Time between two attempts to agree."""
 RETURN_SECONDS = 1.0
@@ -47,7 +42,9 @@ class MembershipOptions(Options):
     """Which job a member belongs to, and how long it waits for others."""
 
     lighthouse: str | None = None
-    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE). None: a job of this process alone."""
+    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE, or TORCHFT_LIGHTHOUSE). Several,
+    separated by commas: members ask the first that answers, and only a majority goes on after a failure. None: a job
+    of this process alone."""
     job: str | None = option(None, is_name=True)
     """Name that the job's shared memory goes by (EVERMOE_JOB; default: a name that no other process finds)."""
     node: str | None = option(None, is_name=True)
@@ -77,6 +74,8 @@ class MembershipOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.lighthouse is not None:
+            split_addresses(self.lighthouse)
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
             raise ValueError(
                 "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same for all"
@@ -88,7 +87,7 @@ class Membership:
 
     Args:
         options: limits, and the role.
-        lighthouse: address of the job's Lighthouse, also of one that this process has started.
+        lighthouse: address of the job's Lighthouse, also of one that this process has started; several with commas.
         identity: what all members of the job share.
         node: the machine whose memory dies as one.
         device: device of the tensors that `trainer_group` takes.
@@ -106,11 +105,14 @@ class Membership:
         rank_key: str = "",
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
-        secret = Secret(os.environ[SECRET_VARIABLE]) if os.environ.get(SECRET_VARIABLE) else None
+        secret = job_secret()
         self.node = node
-        self.identity, self._messages = identity, Messages(self.id, identity, lighthouse, secret)
+        self._place = place = find_place(options.address, split_addresses(lighthouse))
+        self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
+        kind = "several" if self.lighthouses.are_several else "one"
+        self.identity = identity = replace(identity, options={**identity.options, "lighthouses": kind})
+        self.messages = Messages(self.id, identity, lighthouse, secret)
         self.role, self.goes_on_alone = options.role, options.go_on_alone
-        self._place = place = find_place(options.address, lighthouse)
         interface = place.address or options.address
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
@@ -134,8 +136,6 @@ class Membership:
         """Store of the current members, where further groups can meet, under a prefix that no other epoch uses."""
         self.device = device
         """Device of the tensors that `trainer_group` takes."""
-        self._coordination = torchft().coordination
-        self._lighthouse = lighthouse
         self._heartbeat_limit = options.heartbeat_limit
         self._hang_limit = timedelta(seconds=options.hang_limit)
         self._agree_limit, self._members = options.agree_limit, options.members or 1
@@ -147,9 +147,7 @@ class Membership:
         """When the Lighthouse answered first in this agreement."""
         self._named: dict[str, dict[str, Any]] = {}
         """What each member of the latest set has told, by id."""
-        self._client: Any = None
-        self._heart: Any = None
-        self._inquiry = Inquiry(lighthouse, self.id)
+        self._inquiry = Inquiry(self.lighthouses, self.id)
         self._stores, self._reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
         self.watch = Watch(
             self._reach,
@@ -175,6 +173,7 @@ class Membership:
         if self._deadline is None:
             self._deadline = time.monotonic() + self._agree_limit
             self._patience, self._answered = 0.0, None
+            self.lighthouses.begin()
 
     def end_agreement(self) -> None:
         """The members have agreed."""
@@ -193,7 +192,7 @@ class Membership:
 
     def timeout(self, problem: str) -> JoinTimeout:
         """The error of an agreement that took too long."""
-        doubt = self._messages.doubt
+        doubt = self.messages.doubt
         problem += f"; {doubt}" if doubt and doubt != problem else ""
         if self._is_expected:
             return JoinTimeout(
@@ -201,8 +200,9 @@ class Membership:
                 "two steps. Make agree_limit longer than a few steps."
             )
         advice = ". Check that the Lighthouse runs and is reachable, and that all workers were started with its address"
+        seconds, address = round(self._agree_limit), self.lighthouses.current
         return JoinTimeout(
-            f"no agreement on the members within {self._agree_limit:.0f} s (Lighthouse {self._lighthouse}): {problem}"
+            f"no agreement on the members within {seconds} s (Lighthouse {address}): {problem}"
             f"{advice if self._answered is None else ''}."
         )
 
@@ -218,7 +218,7 @@ class Membership:
         """What the Lighthouse has answered to `inquire` since the last call, as `ask` returns it."""
         heard = []
         for quorum in self._inquiry.take():
-            asked = self._messages.read(quorum.participants, is_established=True)
+            asked = self.messages.read(quorum.participants, is_established=True)
             if self.id in {member.id for member in asked}:
                 heard.append((quorum.quorum_id, [_participant(member.id, member.data) for member in asked]))
         return heard
@@ -243,13 +243,15 @@ class Membership:
             assert self._deadline is not None
             seconds = min(self._deadline - time.monotonic(), self._quorum_limit)
         try:
-            quorum = self._quorum(timedelta(seconds=max(0.1, seconds)), standing)
+            # A newcomer is patient as long as it does not know whether the job runs at another Lighthouse.
+            patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
+            data = self._message(standing, patience, waits=True)
+            quorum = self.lighthouses.ask(data, max(0.1, seconds))
             self._inquiry.forget()
-        except (RuntimeError, TimeoutError, ConnectionError) as error:
-            self._client = None
+        except ConnectionError:
             self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
-            raise ConnectionError(str(error).split("\n", 1)[0]) from None
-        asked = self._messages.read(
+            raise
+        asked = self.messages.read(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
         )
         if self.id not in {member.id for member in asked}:
@@ -259,24 +261,6 @@ class Membership:
         self._named = {member.id: member.data for member in asked}
         self._reach.forget_all_but(self._named)
         return quorum.quorum_id, [_participant(member.id, member.data) for member in asked]
-
-    def _quorum(self, limit: timedelta, standing: dict[str, Any]) -> Any:
-        if self._client is None:
-            self._client = self._coordination.LighthouseClient(self._lighthouse, limit)
-        if self._heart is None:
-            self._heart = self._coordination.ManagerServer(
-                self.id,
-                self._lighthouse,
-                self._place.host,
-                self._place.manager,
-                "",
-                1,
-                timedelta(seconds=HEARTBEAT_SECONDS),
-                limit,
-                0,
-            )
-        data = self._message(standing, self._patience, waits=True)
-        return self._client.quorum(self.id, limit, world_size=1, data=data)
 
     def _message(self, standing: dict[str, Any], patience: float, *, waits: bool) -> dict[str, Any]:
         message = {
@@ -291,7 +275,7 @@ class Membership:
             "door": self._reach.address,
             "unreachable": sorted(self._reach.unreachable),
         }
-        return self._messages.write(message)
+        return self.messages.write(message)
 
     def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
         """Connects the groups of an agreement.
@@ -322,7 +306,8 @@ class Membership:
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             problem = str(error).split("\n", 1)[0]
             logger.info("connecting failed, agreeing again: %s", problem)
-            self._client = self._meeting = None
+            self._meeting = None
+            self.lighthouses.hang_up()
         else:
             return
         self.trainer_group.drop(problem)
@@ -365,9 +350,7 @@ class Membership:
 
     def _stop_heart(self) -> None:
         self._inquiry.end()
-        heart, self._heart = self._heart, None
-        if heart is not None:
-            heart.shutdown()
+        self.lighthouses.stop_heart()
 
     def withdraw(self, seconds: float) -> None:
         """Tells the Lighthouse nothing more, until all members answer that did not, or so many seconds are over."""
@@ -376,7 +359,7 @@ class Membership:
             "the members go on without this one until it reaches them: no answer from %s",
             ", ".join(sorted(silent)) or "here, as others say",
         )
-        self._client = None
+        self.lighthouses.hang_up()
         self._stop_heart()
         end = time.monotonic() + seconds
         while time.monotonic() < end:

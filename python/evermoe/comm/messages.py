@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,8 +18,16 @@ from evermoe import _native
 
 logger = logging.getLogger(__name__)
 
+SECRET_VARIABLE = "EVERMOE_SECRET"
+"""Environment variable of the job's secret: no option, so that it is in no script and in nothing that is printed."""
 MOST_WARNED = 1000
 """Senders that are remembered as warned about."""
+
+
+def job_secret() -> _native.Secret | None:
+    """The job's secret, if the environment has one."""
+    text = os.environ.get(SECRET_VARIABLE)
+    return _native.Secret(text) if text else None
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,8 @@ class Messages:
     def __init__(self, id: str, identity: Identity, lighthouse: str, secret: _native.Secret | None) -> None:
         self._id, self._identity, self._lighthouse, self._secret = id, identity, lighthouse, secret
         self._warned: set[str] = set()
+        self.is_promoted = False
+        """Whether an operator has said, in the latest set, that its members go on though others may be missing."""
         self.doubt = ""
         """Why it waits: as many differ from it in the secret as agree with it. Empty where that is not so."""
 
@@ -140,10 +151,14 @@ class Messages:
 
     def _hear(self, members: list[Any]) -> Heard:
         found = Heard([], [], {})
+        self.is_promoted = False
         for each in members:
             heard = json.loads(_native.hear(each.replica_id, _text(each.data), self._secret))
             if heard["kind"] == "member":
                 found.told.append(Told(each.replica_id, heard["job"], heard["message"]))
+                continue
+            if heard["kind"] == "promotion":
+                self.is_promoted |= heard["job"] == self._identity.job
                 continue
             if heard["kind"] == "stranger":
                 self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")

@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -48,18 +48,18 @@ class Place(NamedTuple):
         return f"[{self.address}]:0" if ":" in self.address else f"{self.address}:0"
 
 
-def find_place(given: str | None, lighthouse: str) -> Place:
-    """The address that a member was given, else loopback if the Lighthouse is there, else all addresses.
+def find_place(given: str | None, lighthouses: Iterable[str]) -> Place:
+    """The address that a member was given, else loopback if all Lighthouses are there, else all addresses.
 
     An address that is none of this machine's, as behind a translation of addresses, says nothing about where to listen.
 
     Args:
         given: name or address by which others reach this process.
-        lighthouse: address of the Lighthouse.
+        lighthouses: addresses of the Lighthouses.
     """
     if given is not None:
         return Place(given, _own_address(given))
-    if _is_loopback(urlsplit(lighthouse).hostname or ""):
+    if all(_is_loopback(urlsplit(lighthouse).hostname or "") for lighthouse in lighthouses):
         return Place(LOOPBACK, LOOPBACK)
     return Place(_hostname(), None)
 

@@ -7,6 +7,7 @@ hands the others to a `Driver`, the session or the pipeline's session. The machi
 from __future__ import annotations
 
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.vote import Ballot, cast
 from evermoe.errors import LeftBehind, PeerLost
 from evermoe.state.version import step_of
+
+logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.05
 """Time between two questions to the Lighthouse while members are awaited."""
@@ -113,6 +116,7 @@ class Rendezvous:
 
     def __init__(self, driver: Driver, membership: Membership) -> None:
         self._driver, self._membership = driver, membership
+        self._minority = (0, 0)
 
     def drop(self, reason: str) -> None:
         """Closes this member's connections."""
@@ -136,7 +140,12 @@ class Rendezvous:
                 return {"event": "out_of_time", "reason": str(error)}
             time.sleep(WAIT_SECONDS)
             return {"event": "unanswered", "reason": str(error)}
-        return {"event": "quorum", "id": number, "participants": participants}
+        return {
+            "event": "quorum",
+            "id": number,
+            "participants": participants,
+            "is_promoted": self._membership.messages.is_promoted,
+        }
 
     def inquire(self, standing: dict[str, Any]) -> None:
         """Asks the Lighthouse beside training."""
@@ -161,7 +170,7 @@ class Rendezvous:
             self._driver.waiting()
             time.sleep(WAIT_SECONDS)
 
-    def wait(self, why: str, found: int = 0, needed: int = 0) -> Event:
+    def wait(self, why: str, found: int = 0, needed: int = 0, size: int = 0) -> Event:
         """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
         if why == "training":
             self._membership.expect_members()
@@ -172,10 +181,31 @@ class Rendezvous:
                     f"{found} of {needed} members have come: start {needed - found} more, or give the number that "
                     "there is (--members, EVERMOE_MEMBERS)"
                 )
+            if why == "minority":
+                reason = self._lacking(found, size)
+            silent = self._membership.lighthouses.silent
+            if silent and not self._membership.established:
+                reason = f"a new job begins once all its Lighthouses have answered, and {silent[0]} has not"
             return {"event": "out_of_time", "reason": reason}
+        if why == "minority":
+            self._note_minority(found, size)
+        self._membership.lighthouses.look_elsewhere(why, is_established=self._membership.established)
         self._driver.waiting()
         time.sleep(WAIT_SECONDS)
         return {"event": "waited"}
+
+    def _note_minority(self, found: int, size: int) -> None:
+        if (found, size) != self._minority:
+            self._minority = found, size
+            logger.warning("waiting: %s", self._lacking(found, size))
+
+    def _lacking(self, found: int, size: int) -> str:
+        address, job = self._membership.lighthouses.current, self._membership.identity.job
+        return (
+            f"{found} of the last {size} members are here, and with several Lighthouses only more than half of them go "
+            "on, or half with the lowest id. Bring back others or a Lighthouse that they reach; if they are gone for "
+            f"good, say: evermoe lighthouse promote {address} --job {job}"
+        )
 
     def withdraw(self) -> Event:
         """Leaves the others to themselves until they can be reached again: `waited` or `out_of_time`."""
@@ -238,6 +268,7 @@ class CommitProtocol:
                 "members": members,
                 "is_fixed": is_fixed,
                 "goes_on_alone": membership.goes_on_alone,
+                "needs_majority": membership.lighthouses.are_several,
                 "join_every": join_every,
                 "rebalance_every": rebalance_every,
                 "generation": generation,
@@ -367,19 +398,3 @@ class CommitProtocol:
                 "left; with go_on_alone it would train on from its own state."
             )
         raise self._membership.timeout(fields["reason"])
-
-
-def check_record(record: list[tuple[str, str]]) -> None:
-    """Feeds what a member has recorded to the machine again, which must give the same commands.
-
-    Args:
-        record: what `on_record` was told, from the start.
-
-    Raises:
-        ValueError: the machine gives another command than the one that was carried out.
-    """
-    machine = _native.Protocol(record[0][0])
-    for number, (event, commands) in enumerate(record[1:]):
-        found = machine.handle(event)
-        if found != commands:
-            raise ValueError(f"event {number}, {event}: the protocol gives {found}, recorded was {commands}")

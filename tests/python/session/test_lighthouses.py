@@ -1,0 +1,160 @@
+"""Jobs with several Lighthouses: one may go, and no two halves of a job ever go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from evermoe.comm.lighthouse import own_address, split_addresses, start_lighthouse
+from support.harness import FEWEST, HEARTBEAT_LIMIT, wait_until
+from support.history import check_history
+from support.worker import Fault
+
+JOIN_LIMIT = 5.0
+
+
+class Lighthouse:
+    """One of a job's, on loopback."""
+
+    def __init__(self) -> None:
+        self._server = start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=JOIN_LIMIT, bind="127.0.0.1:0")
+        self.port = int(self._server.address().rsplit(":", 1)[1])
+        self.address = f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server = None
+
+    def restart(self) -> None:
+        """A new one at the old address, without any memory."""
+        bind = f"127.0.0.1:{self.port}"
+        self._server = start_lighthouse(heartbeat_limit=HEARTBEAT_LIMIT, join_limit=JOIN_LIMIT, bind=bind)
+
+
+@pytest.fixture
+def two():
+    lighthouses = [Lighthouse(), Lighthouse()]
+    yield lighthouses
+    for each in lighthouses:
+        each.stop()
+
+
+def addresses(lighthouses):
+    return ",".join(each.address for each in lighthouses)
+
+
+def test_majority_goes_on_with_the_next_lighthouse(start_job, two):
+    job = start_job(lighthouse=addresses(two), **FEWEST)
+    job.open_gate(5)
+    workers = job.start_all({"b": [Fault("vote", 7)]}, gated=True, steps=20)
+    for each in workers:
+        each.wait_for("gate", step=5)
+    two[0].stop()
+    job.open_gate(20)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["members"] == 2
+
+
+def test_majority_leaves_a_frozen_lighthouse(start_job, two):
+    options = f"heartbeat_limit={HEARTBEAT_LIMIT}, join_limit={JOIN_LIMIT}, bind='127.0.0.1:0'"
+    code = f"from evermoe.comm.lighthouse import *; s = start_lighthouse({options}); print(s.address()); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-u", "-c", code], **pipes) as frozen:
+        try:
+            first = f"http://127.0.0.1:{frozen.stdout.readline().strip().rsplit(':', 1)[1]}"
+            job = start_job(lighthouse=f"{first},{two[1].address}", **FEWEST)
+            job.open_gate(5)
+            workers = job.start_all({"b": [Fault("vote", 7)]}, gated=True, steps=20)
+            for each in workers:
+                each.wait_for("gate", step=5)
+            frozen.send_signal(signal.SIGSTOP)
+            job.open_gate(20)
+            assert [each.join() for each in workers] == [0, -9, 0]
+            check_history(workers)
+        finally:
+            frozen.kill()
+
+
+def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, two):
+    """The first one is back without any memory: the newcomer must not begin a job of its own there."""
+    two[0].stop()
+    job = start_job(lighthouse=addresses(two), members=1, join_every=1)
+    job.open_gate(5)
+    workers = [job.start("a", gated=True, steps=400)]
+    times_moved = lambda: workers[0].log().count(f"{two[0].address} is silent")  # noqa: E731
+    wait_until(lambda: times_moved() >= 3, "a new job begins once all have answered")
+    assert not workers[0].events("gate")
+    two[0].restart()
+    workers[0].wait_for("gate", step=5)
+    two[0].stop()
+    before = times_moved()
+    wait_until(lambda: times_moved() > before, "it has moved on")
+    two[0].restart()
+    workers.append(job.start("b", gated=True, steps=400))
+    job.open_gate(400)
+    assert [each.join() for each in workers] == [0, 0]
+    assert workers[0].events("recovered")[-1]["members"] == 2
+    check_history(workers)
+
+
+@pytest.mark.parametrize("secret", ["", "correct horse battery"])
+def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monkeypatch, secret):
+    monkeypatch.setenv("EVERMOE_SECRET", secret)
+    job = start_job(lighthouse=addresses(two), copies=3, **FEWEST)
+    workers = job.start_all({name: [Fault("vote", 7)] for name in "bc"}, steps=12, secret=secret or None)
+    wait_until(lambda: "1 of the last 3 members are here" in workers[0].log(), "it says that it waits")
+    for each in two:
+        assert "1 of the last" not in promote(each.address, "another-job", 1).stdout
+    assert workers[0].process.is_alive()
+    if secret:
+        refused = promote(two[0].address, job.name, 3, EVERMOE_SECRET="another horse battery")
+        assert (refused.returncode, workers[0].process.is_alive()) == (2, True), refused.stderr
+    done = promote(two[0].address, job.name, 40)
+    assert done.returncode == 0, done.stderr
+    assert f"job {job.name} goes on with a-" in done.stdout
+    assert [each.join() for each in workers] == [0, -9, -9]
+    check_history(workers)
+
+
+def promote(address, job, limit, **environment):
+    arguments = ["-m", "evermoe", "lighthouse", "promote", address, "--job", job, "--limit", str(limit)]
+    environment = os.environ | environment
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=90, check=False, env=environment
+    )
+
+
+def test_workers_with_one_and_with_two_lighthouses_do_not_train_together(start_job, two):
+    job = start_job(lighthouse=addresses(two), members=2)
+    workers = [job.start("a"), job.start("b", lighthouse=two[0].address)]
+    codes = sorted(each.join() for each in workers)
+    assert codes != [0, 0]
+    assert any("lighthouses is" in each.events("failed")[0]["message"] for each in workers if each.events("failed"))
+
+
+@pytest.mark.parametrize("wrong", ["", "http://a:1,", "http://a:1,b", "http://a:1,http://a:1", "http://a,http://b:1"])
+def test_wrong_addresses_are_refused(wrong):
+    with pytest.raises(ValueError, match="lighthouse: expected"):
+        split_addresses(wrong)
+
+
+def test_own_address_is_the_one_of_this_machine_that_nobody_has():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match="another program listens"):
+            own_address(f"http://192.0.2.1:{port},http://127.0.0.1:{port}")
+    assert own_address(f"http://192.0.2.1:{port},http://127.0.0.1:{port}") == f"127.0.0.1:{port}"
+    with pytest.raises(ValueError, match="none of"):
+        own_address("http://192.0.2.1:1,http://192.0.2.2:1")
+    lighthouse = Lighthouse()
+    try:
+        assert own_address(lighthouse.address) is None
+    finally:
+        lighthouse.stop()
