@@ -244,10 +244,10 @@ class Membership:
             seconds = min(self._deadline - time.monotonic(), self._quorum_limit)
         try:
             quorum = self._quorum(timedelta(seconds=max(0.1, seconds)), standing)
-            self._inquiry.forget()
+            self._inquiry.give_way(quorum, is_intact=is_intact)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
-            self._client = None
-            self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
+            self._client = None  # the Lighthouse may come back without any memory, and to others a little later
+            self._patience, self._answered = RETURN_SECONDS, None
             raise ConnectionError(str(error).split("\n", 1)[0]) from None
         asked = self._messages.read(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members
