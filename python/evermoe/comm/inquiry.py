@@ -49,6 +49,8 @@ class Inquiry:
         self._is_over, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._latest: tuple[int, set[str]] = (0, set())
+        """Number and members of the latest set that was answered, so far as this is known."""
         self._heard = 0.0
         self._has_said = False
 
@@ -73,7 +75,28 @@ class Inquiry:
         taken = []
         while not self._answers.empty():
             taken.append(self._answers.get())
+            self._has_lost_memory(taken[-1])
         return taken
+
+    def _has_lost_memory(self, answer: Any) -> bool:
+        """Whether the Lighthouse no longer knows of the latest answer before this one."""
+        number, members = self._latest
+        self._latest = answer.quorum_id, {each.replica_id for each in answer.participants}
+        return self._latest[0] <= number and self._latest[1] != members
+
+    def give_way(self, answer: Any, *, is_intact: bool) -> None:
+        """Asks no more, and drops the answers that have not come yet, as another question was answered.
+
+        Args:
+            answer: to that question.
+            is_intact: whether the members are all there, whatever a Lighthouse says.
+
+        Raises:
+            ConnectionError: the Lighthouse has lost its memory, and others may be on their way to it; ask again.
+        """
+        self.forget()
+        if self._has_lost_memory(answer) and not is_intact:
+            raise ConnectionError("the Lighthouse has lost its memory, and others may be on their way to it")
 
     def end(self) -> None:
         """Asks no more. What has been asked may still be answered."""

@@ -245,11 +245,11 @@ class Membership:
         try:
             # A newcomer is patient as long as it does not know whether the job runs at another Lighthouse.
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
-            data = self._message(standing, patience, waits=True)
-            quorum = self.lighthouses.ask(data, max(0.1, seconds))
-            self._inquiry.forget()
+            quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
+            self._inquiry.give_way(quorum, is_intact=is_intact)
         except ConnectionError:
-            self._patience = RETURN_SECONDS  # the Lighthouse may come back without any memory
+            # The Lighthouse may come back without any memory, and to others a little later.
+            self._patience, self._answered = RETURN_SECONDS, None
             raise
         asked = self.messages.read(
             quorum.participants, is_established=self.established, steps=self.steps, needed=self._members

@@ -17,6 +17,8 @@ from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
+from support import disks
+from support.disks import fill, free
 from support.harness import FEWEST, wait_until
 from support.history import check_history
 from support.worker import SAMPLES, Model, dataset
@@ -24,25 +26,11 @@ from support.worker import SAMPLES, Model, dataset
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", folder]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
+    """A disk of 1 MiB."""
+    if not disks.may_mount():
         pytest.skip("this process may not mount file systems")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
-def fill(folder):
-    """Takes all the room that is left."""
-    with contextlib.suppress(OSError), (folder / "ballast").open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-
-
-def free(folder):
-    (folder / "ballast").unlink()
+    with disks.small_disk(tmp_path / "disk", 1) as folder:
+        yield folder
 
 
 def make():

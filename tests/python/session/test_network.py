@@ -1,5 +1,6 @@
 """Hosts that fall silent and networks that are cut, with hosts of their own: nobody waits without end."""
 
+import json
 import signal
 import time
 
@@ -131,6 +132,39 @@ def test_network_between_all_hosts_is_away_for_a_while(start_hosts):
     job.open_gate(STEPS)
     assert [each.join() for each in workers.values()] == [0, 0, 0]
     check_history(workers.values(), away="bc")
+    assert all(each.events("recovered")[-1]["members"] == 3 for each in workers.values())
+
+
+def test_member_that_is_reached_again_is_the_first_that_a_new_lighthouse_hears_of(start_hosts):
+    """Its question was on the way while the Lighthouse was away; the others are about to tell it of themselves."""
+    hosts, job, workers = start_hosts("abc", copies=3)
+    others, alone = [workers["a"], workers["b"]], workers["c"]
+    hosts.split("ab", "c")
+    since = time.time()
+    job.open_gate(STEPS // 2)
+    check_all_go_on(others, since, 2)
+    for each in others:
+        each.wait_for("gate", step=STEPS // 2)
+    job.stop_lighthouse()
+    heal(hosts, [alone])
+    for each in others:
+        each.signal(signal.SIGSTOP)
+        each.wait_until_stopped()
+    restarted = time.time()
+    job.restart_lighthouse()
+    answers = ("quorum", "unanswered")
+    wait_until(
+        lambda: any(
+            e["time"] > restarted and json.loads(e["said"])["event"] in answers for e in alone.events("protocol")
+        ),
+        "the Lighthouse answers the one",
+    )
+    for each in others:
+        each.signal(signal.SIGCONT)
+    job.open_gate(STEPS)
+    assert [each.join() for each in workers.values()] == [0, 0, 0]
+    check_history(workers.values(), away="c")
+    assert not alone.events("commit", members=1)
     assert all(each.events("recovered")[-1]["members"] == 3 for each in workers.values())
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.memory_folder import job_folder
-from evermoe.train.record import check_record
+from evermoe.train.replay_record import check_record
 from support import worker
 from support.worker import Fault, Options
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import itertools
 import os
 import select
@@ -26,9 +27,18 @@ Cable = tuple[str, str]
 """From one host to another: only what goes this way."""
 
 
+@functools.cache
+def may_make_hosts() -> bool:
+    """Whether this process may make network namespaces and their devices."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/net/tun"):
+        return False
+    line = ["unshare", "-n", "ip", "tuntap", "add", "evermoe0", "mode", "tap"]  # goes with the namespace
+    return not subprocess.run(line, capture_output=True, check=False).returncode
+
+
 def need_namespaces() -> None:
     """Skips the test where this process may not make network namespaces."""
-    if os.geteuid() != 0 or not os.path.exists("/dev/net/tun"):
+    if not may_make_hosts():
         pytest.skip("network namespaces need root and /dev/net/tun")
 
 

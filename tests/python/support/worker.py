@@ -37,8 +37,8 @@ class Fault:
     """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
 
     `point`: an event of the session, "phase <name>", or "forward" (between forward and backward).
-    `action`: kill, stop (until someone continues it), hang (until the job wakes it), raise, or flip (a bit of each copy
-    that it keeps; `where` is that of `support.flips`).
+    `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, or
+    flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
     """
 
     point: str
@@ -48,6 +48,7 @@ class Fault:
     part: float = 0.0
     """At `chunk`: of the bytes, that must have been sent."""
     where: str = "state"
+    seconds: float = 0.0
 
 
 @dataclass
@@ -202,6 +203,9 @@ class Recorder:
             self.write("fault", point=point, action=fault.action, at=step)
             if fault.action == "raise":
                 raise ZeroDivisionError(f"asked for at {point}")
+            if fault.action == "slow":
+                time.sleep(fault.seconds)
+                continue
             if fault.action == "hang":
                 while not (Path(self._options.folder) / "wake").exists():
                     time.sleep(0.01)
