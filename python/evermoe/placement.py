@@ -74,6 +74,34 @@ def place_layers(
     return placement
 
 
+def keep_in_place(
+    placement: LayerPlacements,
+    held: Mapping[str, np.ndarray],
+    nbytes: Mapping[str, Sequence[int]],
+    nodes: Sequence[str],
+) -> LayerPlacements:
+    """The same placement with its rows given to ranks so that the fewest bytes come from peers; the same on all ranks.
+
+    What each node's ranks hold together stays together, so that the loss of a node costs what it did.
+
+    Args:
+        placement: [R, E] of each layer.
+        held: [R, E] of each layer, whether a rank has the expert's bytes in memory, trained or as a copy.
+        nbytes: bytes of each expert of each layer.
+        nodes: name of the node of each rank; ranks of one node fail together.
+    """
+    domains = planning.failure_domains(nodes)
+    kept = {}
+    for path, matrix in placement.items():
+        left = np.flatnonzero(held[path].any(0))  # the others come from a checkpoint, wherever they go
+        kept[path] = matrix
+        if len(left):
+            moves = planning.migrate(held[path][:, left], matrix[:, left], np.array(nbytes[path])[left], domains)
+            kept[path] = np.empty_like(matrix)
+            kept[path][moves.node_map] = matrix
+    return kept
+
+
 def _slots(experts: int, domains: Sequence[Sequence[int]], options: PlacementOptions) -> int:
     """Replicas that each rank holds: as asked, but all experts fit; or so many that all wanted replicas do.
 
