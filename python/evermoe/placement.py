@@ -31,6 +31,9 @@ class PlacementOptions(Options):
     placement: PlacementPolicy | None = option(None, shared=True)
     """Policy of `evermoe.planning.place` for which rank holds which expert; None: the preset's. Ranks of one node fail
     together."""
+    placement_failures: int | None = option(None, shared=True, least=1)
+    """Nodes that fail at once, for which the policy weighs survival: `failures` of `evermoe.planning.place`. Of fewer
+    nodes all but one. None: as many as the fewest replicas of any expert; for `balanced` at least 2."""
     rebalance_every: int = option(100, shared=True, least=0)
     """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
 
@@ -64,13 +67,15 @@ def place_layers(
         boosts: factors of the load of the experts of some layers.
     """
     domains = planning.failure_domains(nodes)
+    failures = options.placement_failures and min(options.placement_failures, max(1, len(domains) - 1))
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
         slots = _slots(number, domains, options)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         replicas = planning.allocate(load, len(nodes), slots, options.replicas)
-        placed = planning.place(replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains)
-        placement[path] = placed.matrix
+        placement[path] = planning.place(
+            replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains, failures
+        ).matrix
     return placement
 
 
