@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from support.kernels import fast_kernels, fast_library, kernels, library
+from support.memories import small_disk
 
-__all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
+__all__ = ["fast_kernels", "fast_library", "kernels", "library", "small_disk", "start_job"]
 
 
 # Threads of small loops wait for each other by spinning: on a busy machine they take ten times as long as one. Tests

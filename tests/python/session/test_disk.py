@@ -12,26 +12,14 @@ import torch
 from evermoe import ElasticSampler, Session
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
-from evermoe.memory_folder import job_folder
 from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.harness import FEWEST, wait_until
 from support.history import check_history
+from support.memories import shrink, small_memories
 from support.worker import SAMPLES, Model, dataset
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", folder]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this process may not mount file systems")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def fill(folder):
@@ -253,27 +241,6 @@ def newest_saved(folder):
 
 
 # ---- shared memory
-
-
-@contextlib.contextmanager
-def small_memories(job, folder, names):
-    """A file system of 64 MiB for the memory of each node."""
-    nodes = [job_folder(folder, job.name) / name for name in names]
-    with contextlib.ExitStack() as stack:
-        for node in nodes:
-            node.mkdir(parents=True, mode=0o700)
-            node.parent.chmod(0o700)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", node], check=True)
-            stack.callback(subprocess.run, ["umount", "-l", node], check=True)
-        yield nodes
-
-
-def shrink(node, part):
-    """Leaves this part of what is used now."""
-    stats = os.statvfs(node)
-    used = (stats.f_blocks - stats.f_bfree) * stats.f_frsize
-    assert used > 1 << 16
-    subprocess.run(["mount", "-o", f"remount,size={int(used * part)}", node], check=True)
 
 
 def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):
