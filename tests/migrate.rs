@@ -67,7 +67,7 @@ fn check_transfers(old: &[i64], new: &[i64], nbytes: &[i64], migration: &Migrati
 }
 
 fn check_optimal(old: &[i64], new: &[i64], nbytes: &[i64]) {
-    let migration = migrate(old, new, nbytes).unwrap();
+    let migration = migrate(old, new, nbytes, None).unwrap();
     check_transfers(old, new, nbytes, &migration);
     let experts = nbytes.len();
     let all = assignments(new.len() / experts, old.len() / experts);
@@ -131,7 +131,7 @@ proptest! {
         // Rotated by some rows; every expert that a row needs is there.
         let mut rotated = rows.clone();
         rotated.rotate_left(seed.index(rows.len()));
-        let migration = migrate(&rows.concat(), &rotated.concat(), &[7, 1, 9, 2, 2, 5]).unwrap();
+        let migration = migrate(&rows.concat(), &rotated.concat(), &[7, 1, 9, 2, 2, 5], None).unwrap();
         prop_assert!(migration.transfers.is_empty() && migration.nbytes == 0);
     }
 
@@ -142,7 +142,7 @@ proptest! {
         let experts = nbytes.len();
         let mut old = vec![1; holders * experts];
         old.resize((holders + joiners) * experts, 0);
-        let migration = migrate(&old, &vec![1; old.len()], &nbytes).unwrap();
+        let migration = migrate(&old, &vec![1; old.len()], &nbytes, None).unwrap();
         let mut sent = vec![0; holders];
         for transfer in &migration.transfers {
             sent[transfer.source] += transfer.nbytes;
@@ -159,7 +159,7 @@ proptest! {
 
     #[test]
     fn many_nodes_move_no_more_than_by_number((old, new, nbytes) in case(513..=600, 7)) {
-        let migration = migrate(&old, &new, &nbytes).unwrap();
+        let migration = migrate(&old, &new, &nbytes, None).unwrap();
         check_transfers(&old, &new, &nbytes, &migration);
         let own: Vec<usize> = (0..new.len() / nbytes.len()).collect();
         prop_assert!(migration.nbytes <= moved(&old, &new, &nbytes, &own));
@@ -182,7 +182,7 @@ fn many_nodes_keep_their_rows_wherever_these_are_now() {
     let (old, experts) = many();
     let mut new = old.clone();
     new.rotate_left(7 * experts);
-    let migration = migrate(&old, &new, &vec![3; experts]).unwrap();
+    let migration = migrate(&old, &new, &vec![3; experts], None).unwrap();
     assert_eq!(migration.node_map, (0..600).map(|position| (position + 7) % 600).collect::<Vec<_>>());
     assert_eq!(migration.nbytes, 0);
 }
@@ -193,7 +193,7 @@ fn among_many(old: &[&[usize]], new: &[&[usize]]) -> Vec<usize> {
     let row = |held: &&[usize]| (0..10).map(|expert| i64::from(held.contains(&expert))).collect::<Vec<_>>();
     let mut matrix = old.iter().flat_map(row).collect::<Vec<_>>();
     matrix.resize(600 * 10, 0);
-    let migration = migrate(&matrix, &new.iter().flat_map(row).collect::<Vec<_>>(), &nbytes).unwrap();
+    let migration = migrate(&matrix, &new.iter().flat_map(row).collect::<Vec<_>>(), &nbytes, None).unwrap();
     check_transfers(&matrix, &new.iter().flat_map(row).collect::<Vec<_>>(), &nbytes, &migration);
     migration.node_map
 }
@@ -219,6 +219,92 @@ fn among_many_nodes_greed_gives_way_to_the_order_by_number() {
 #[test]
 fn many_nodes_that_need_what_they_have_stay() {
     // All nodes hold the same: every assignment moves nothing.
-    let migration = migrate(&vec![1; 1200], &vec![1; 1200], &[1, 1]).unwrap();
+    let migration = migrate(&vec![1; 1200], &vec![1; 1200], &[1, 1], None).unwrap();
     assert_eq!(migration.node_map, (0..600).collect::<Vec<_>>());
+}
+
+/// Nodes in domains of these sizes, dealt to them in turn.
+fn dealt(sizes: &[usize]) -> Vec<Vec<usize>> {
+    let mut domains = vec![Vec::new(); sizes.len()];
+    let mut node = 0;
+    for round in 0..sizes.iter().copied().max().unwrap_or(0) {
+        for (domain, _) in sizes.iter().enumerate().filter(|(_, size)| **size > round) {
+            domains[domain].push(node);
+            node += 1;
+        }
+    }
+    domains
+}
+
+/// The domain whose nodes take the positions of each domain; none if some take those of several.
+fn exchanged(domains: &[Vec<usize>], node_map: &[usize]) -> Option<Vec<usize>> {
+    let home = |node: usize| domains.iter().position(|domain| domain.contains(&node));
+    let taken = |domain: &Vec<usize>| {
+        let mut homes: Vec<_> = domain.iter().map(|&position| home(node_map[position])).collect();
+        homes.dedup();
+        if homes.len() == 1 { homes[0] } else { None }
+    };
+    domains.iter().map(taken).collect()
+}
+
+/// Sizes of domains, and old and new matrix of 4 experts on their nodes.
+fn case_in_domains() -> impl Strategy<Value = (Vec<usize>, Vec<i64>, Vec<i64>, Vec<i64>)> {
+    let sizes =
+        prop::collection::vec(1..=3_usize, 1..=3).prop_filter("few nodes", |s| s.iter().sum::<usize>() <= 6);
+    (sizes, prop::collection::vec(0_i64..9, 4)).prop_flat_map(|(sizes, nbytes)| {
+        let cells = sizes.iter().sum::<usize>() * 4;
+        let matrix = || prop::collection::vec(0_i64..3, cells);
+        (Just(sizes), matrix(), matrix(), Just(nbytes))
+            .prop_map(|(sizes, old, new, nbytes)| (sizes, whole(old, 4), new, nbytes))
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn no_assignment_that_keeps_domains_together_moves_fewer_bytes((sizes, old, new, nbytes) in case_in_domains()) {
+        let domains = dealt(&sizes);
+        let migration = migrate(&old, &new, &nbytes, Some(&domains)).unwrap();
+        check_transfers(&old, &new, &nbytes, &migration);
+        prop_assert!(exchanged(&domains, &migration.node_map).is_some(), "{migration:?}");
+        let nodes = sizes.iter().sum();
+        let all = assignments(nodes, nodes).into_iter().filter(|map| exchanged(&domains, map).is_some());
+        let best = all.map(|map| (moved(&old, &new, &nbytes, &map), usize::MAX - fixed(&map))).min();
+        prop_assert_eq!(Some((migration.nbytes, usize::MAX - fixed(&migration.node_map))), best);
+    }
+}
+
+#[test]
+fn domains_exchange_what_they_hold_as_a_whole() {
+    let old = [1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1];
+    let new = [0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0];
+    let migration = migrate(&old, &new, &[8; 4], Some(&[vec![0, 1], vec![2, 3]])).unwrap();
+    assert_eq!((migration.node_map, migration.nbytes), (vec![3, 2, 1, 0], 0));
+    let one_of_each = migrate(&old, &new, &[8; 4], Some(&[vec![0, 2], vec![1, 3]])).unwrap();
+    assert_eq!((one_of_each.node_map, one_of_each.nbytes), (vec![3, 2, 1, 0], 0));
+    let uneven = migrate(&old, &new, &[8; 4], Some(&[vec![0, 1, 2]])).unwrap();
+    assert_eq!(uneven.node_map[3], 3);
+}
+
+#[test]
+fn among_many_nodes_each_domain_keeps_its_own() {
+    let domains: Vec<Vec<usize>> = (0..300).map(|pair| vec![2 * pair, 2 * pair + 1]).collect();
+    let (old, experts) = many();
+    let mut new = old.clone();
+    for pair in new.chunks_exact_mut(2 * experts) {
+        pair.rotate_left(experts);
+    }
+    let migration = migrate(&old, &new, &vec![3; experts], Some(&domains)).unwrap();
+    assert_eq!(migration.node_map, (0..600).map(|position| position ^ 1).collect::<Vec<_>>());
+    assert_eq!(migration.nbytes, 0);
+}
+
+#[test]
+fn domains_need_a_row_for_each_node() {
+    let error = migrate(&[1, 0, 0, 1], &[1, 0], &[1, 1], Some(&[vec![0, 1]])).unwrap_err().to_string();
+    assert!(
+        error.starts_with("domains: with them, expected as many rows in new as in old, got 1 and 2"),
+        "{error}"
+    );
 }

@@ -1,6 +1,6 @@
 //! Allocation and placement: what must hold for all inputs, and everything on small sizes.
 
-use evermoe::placement::{Construction, Policy, Request, allocate, place};
+use evermoe::placement::{Construction, Policy, Request, allocate, migrate, place};
 use proptest::prelude::*;
 
 /// Lazarus Eq. 1 as it is printed, for whole loads.
@@ -376,6 +376,26 @@ proptest! {
             let counted = enumerated(&after.matrix, load.len(), &domain, after.reason.failures);
             prop_assert!((after.reason.survival - counted).abs() < 1e-9, "{} but {counted}", after.reason);
             prop_assert_eq!(&after, &place(&next).unwrap());
+        }
+    }
+
+    #[test]
+    fn no_rows_change_places_to_move_less(
+        (nodes, slots, load) in cluster(), (_, _, shift) in cluster(), racks in 1_usize..5, turn in 0_usize..8,
+    ) {
+        let racks: Vec<Vec<usize>> = (0..racks.min(nodes)).map(|rack| (rack..nodes).step_by(racks.min(nodes)).collect()).collect();
+        let policies = [Policy::Balanced, Policy::Safest, Policy::Mro, Policy::Spread, Policy::Compact];
+        for (policy, domains) in policies.into_iter().flat_map(|policy| [(policy, None), (policy, Some(&racks[..]))]) {
+            let replicas = allocate(&load, nodes, slots, 2).unwrap();
+            let first = Request { load: Some(&load), domains, ..request(&replicas, nodes, slots, policy) };
+            let mut previous = place(&first).unwrap().matrix;
+            previous.rotate_left(turn % nodes * load.len());
+            let mixed: Vec<f64> = load.iter().zip(shift.iter().cycle()).map(|(load, shift)| load + shift).collect();
+            let replicas = allocate(&mixed, nodes, slots, 2).unwrap();
+            let next = Request { replicas: &replicas, load: Some(&mixed), previous: Some(&previous), ..first };
+            let after = place(&next).unwrap();
+            let migration = migrate(&previous, &after.matrix, &vec![1; load.len()], domains).unwrap();
+            prop_assert_eq!(migration.nbytes, after.reason.moved.unwrap() as i128, "{:?} {}", policy, after.reason);
         }
     }
 

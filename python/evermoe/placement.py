@@ -31,6 +31,9 @@ class PlacementOptions(Options):
     placement: PlacementPolicy | None = option(None, shared=True)
     """Policy of `evermoe.planning.place` for which rank holds which expert; None: the preset's. Ranks of one node fail
     together."""
+    placement_failures: int | None = option(None, shared=True, least=1)
+    """Nodes that fail at once, for which the policy weighs survival: `failures` of `evermoe.planning.place`. Of fewer
+    nodes all but one. None: as many as the fewest replicas of any expert; for `balanced` at least 2."""
     rebalance_every: int = option(100, shared=True, least=0)
     """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
 
@@ -64,14 +67,44 @@ def place_layers(
         boosts: factors of the load of the experts of some layers.
     """
     domains = planning.failure_domains(nodes)
+    failures = options.placement_failures and min(options.placement_failures, max(1, len(domains) - 1))
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
         slots = _slots(number, domains, options)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         replicas = planning.allocate(load, len(nodes), slots, options.replicas)
-        placed = planning.place(replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains)
-        placement[path] = placed.matrix
+        placement[path] = planning.place(
+            replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains, failures
+        ).matrix
     return placement
+
+
+def keep_in_place(
+    placement: LayerPlacements,
+    held: Mapping[str, np.ndarray],
+    nbytes: Mapping[str, Sequence[int]],
+    nodes: Sequence[str],
+) -> LayerPlacements:
+    """The same placement with its rows given to ranks so that the fewest bytes come from peers; the same on all ranks.
+
+    What each node's ranks hold together stays together, so that the loss of a node costs what it did.
+
+    Args:
+        placement: [R, E] of each layer.
+        held: [R, E] of each layer, whether a rank has the expert's bytes in memory, trained or as a copy.
+        nbytes: bytes of each expert of each layer.
+        nodes: name of the node of each rank; ranks of one node fail together.
+    """
+    domains = planning.failure_domains(nodes)
+    kept = {}
+    for path, matrix in placement.items():
+        left = np.flatnonzero(held[path].any(0))  # the others come from a checkpoint, wherever they go
+        kept[path] = matrix
+        if len(left):
+            moves = planning.migrate(held[path][:, left], matrix[:, left], np.array(nbytes[path])[left], domains)
+            kept[path] = np.empty_like(matrix)
+            kept[path][moves.node_map] = matrix
+    return kept
 
 
 def _slots(experts: int, domains: Sequence[Sequence[int]], options: PlacementOptions) -> int:

@@ -16,18 +16,80 @@ pub(super) struct Assignment<'a> {
     pub(super) needers: &'a [Vec<usize>],
     pub(super) nodes: usize,
     pub(super) positions: usize,
+    /// Nodes that stay together: the positions with the numbers of one group go to the nodes of one group, of the same
+    /// size. Each node is in one group, and there are as many positions as nodes. Without groups, and where each has one
+    /// node, a position may go to any.
+    pub(super) groups: &'a [Vec<usize>],
 }
 
 impl Assignment<'_> {
     /// The node of each position. Up to [`MOST_EXACT`] nodes the fewest bytes move, and among such assignments the most
-    /// positions go to the node of the same number; beyond, no more bytes move than if all did.
+    /// positions go to the node of the same number; beyond, no more bytes move than if all did, and each group keeps its
+    /// own nodes.
     pub(super) fn solve(&self) -> Vec<usize> {
+        if self.groups.iter().any(|group| group.len() > 1) {
+            return if self.nodes <= MOST_EXACT { self.groups_exchanged() } else { self.groups_kept() };
+        }
         if self.nodes <= MOST_EXACT {
             return cheapest(&self.costs(), self.positions, self.nodes);
         }
         let greedy = self.greedy();
         let own: Vec<usize> = (0..self.positions).collect();
         if self.common(&own) >= self.common(&greedy) { own } else { greedy }
+    }
+
+    /// Groups of one size take each other's nodes, each by its best assignment to them.
+    fn groups_exchanged(&self) -> Vec<usize> {
+        let costs = self.costs();
+        let within = |from: &[usize], to: &[usize]| -> (i128, Vec<usize>) {
+            let cost = |position: usize, node: usize| costs[position * self.nodes + node];
+            let block: Vec<i128> =
+                from.iter().flat_map(|&position| to.iter().map(move |&node| cost(position, node))).collect();
+            let taken = cheapest(&block, from.len(), to.len());
+            (taken.iter().zip(from).map(|(&place, &position)| cost(position, to[place])).sum(), taken)
+        };
+        let mut node_map = vec![0; self.positions];
+        let mut sizes: Vec<usize> = self.groups.iter().map(Vec::len).collect();
+        sizes.sort_unstable();
+        sizes.dedup();
+        for size in sizes {
+            let alike: Vec<&Vec<usize>> = self.groups.iter().filter(|group| group.len() == size).collect();
+            let pairs: Vec<(i128, Vec<usize>)> =
+                alike.iter().flat_map(|from| alike.iter().map(|to| within(from, to))).collect();
+            let totals: Vec<i128> = pairs.iter().map(|(total, _)| *total).collect();
+            for (from, to) in cheapest(&totals, alike.len(), alike.len()).into_iter().enumerate() {
+                let (_, taken) = &pairs[from * alike.len() + to];
+                for (&position, &place) in alike[from].iter().zip(taken) {
+                    node_map[position] = alike[to][place];
+                }
+            }
+        }
+        node_map
+    }
+
+    /// Each group's positions go to its own nodes.
+    fn groups_kept(&self) -> Vec<usize> {
+        let mut node_map = vec![0; self.positions];
+        for group in self.groups {
+            let within = |rows: &[Vec<usize>]| -> Vec<Vec<usize>> {
+                let places = |row: &Vec<usize>| {
+                    (0..group.len()).filter(|&at| row.binary_search(&group[at]).is_ok()).collect()
+                };
+                rows.iter().map(places).collect()
+            };
+            let own = Assignment {
+                nbytes: self.nbytes,
+                holders: &within(self.holders),
+                needers: &within(self.needers),
+                nodes: group.len(),
+                positions: group.len(),
+                groups: &[],
+            };
+            for (place, node) in own.solve().into_iter().enumerate() {
+                node_map[group[place]] = group[node];
+            }
+        }
+        node_map
     }
 
     /// `[positions, nodes]`: the bytes that would move, less all that the position needs, times more than there are

@@ -1,6 +1,7 @@
 //! A placement with what it is worth: survival, evenness, spread, and what moves.
 
 use super::assign::Assignment;
+use super::domains::nodes_of;
 use super::layout::{Problem, fatal_sets};
 use super::result::{Construction, Placement, Reason};
 use super::survival::{Share, weigh};
@@ -83,36 +84,29 @@ impl Candidate {
         seen.into_iter().map(|(distinct, _)| distinct).min().unwrap_or(0)
     }
 
-    /// The placement with its rows given to the nodes that have the most of them already, within the nodes that fail
-    /// together.
+    /// The placement with its rows given to the nodes that have the most of them already; rows of nodes that fail together
+    /// stay together.
     pub(super) fn settled(mut self, problem: &Problem) -> Self {
         if problem.previous.is_empty() {
             return self;
         }
-        let groups = if problem.nodes_fail_alone() {
-            vec![(0..problem.nodes).collect()]
-        } else {
-            problem.nodes_of_domains()
-        };
         let experts = problem.experts;
+        let rows = |holds: &dyn Fn(usize) -> bool| -> Vec<Vec<usize>> {
+            let holders =
+                |expert: usize| (0..problem.nodes).filter(|node| holds(node * experts + expert)).collect();
+            (0..experts).map(holders).collect()
+        };
+        let assignment = Assignment {
+            nbytes: &vec![1; experts],
+            holders: &rows(&|cell| problem.previous[cell]),
+            needers: &rows(&|cell| self.matrix[cell] > 0),
+            nodes: problem.nodes,
+            positions: problem.nodes,
+            groups: &nodes_of(&problem.domain),
+        };
         let mut matrix = vec![0; self.matrix.len()];
-        for nodes in groups {
-            let rows = |holds: &dyn Fn(usize, usize) -> bool| -> Vec<Vec<usize>> {
-                let holders =
-                    |expert| (0..nodes.len()).filter(|&index| holds(nodes[index], expert)).collect();
-                (0..experts).map(holders).collect()
-            };
-            let assignment = Assignment {
-                nbytes: &vec![1; experts],
-                holders: &rows(&|node, expert| problem.held(node, expert)),
-                needers: &rows(&|node, expert| self.matrix[node * experts + expert] > 0),
-                nodes: nodes.len(),
-                positions: nodes.len(),
-            };
-            for (position, node) in assignment.solve().into_iter().enumerate() {
-                let (from, to) = (nodes[position] * experts, nodes[node] * experts);
-                matrix[to..to + experts].copy_from_slice(&self.matrix[from..from + experts]);
-            }
+        for (row, node) in self.matrix.chunks_exact(experts).zip(assignment.solve()) {
+            matrix[node * experts..][..experts].copy_from_slice(row);
         }
         self.matrix = matrix;
         self

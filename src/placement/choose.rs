@@ -187,7 +187,7 @@ fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> C
     improve(problem, &mut layout, &mut frame, target * problem.mean_load());
     let construction =
         if problem.previous.is_empty() { Construction::Cells(count) } else { Construction::Kept(count) };
-    Candidate::new(problem, construction, layout.matrix(problem))
+    Candidate::new(problem, construction, layout.matrix(problem)).settled(problem)
 }
 
 /// Cells that hold fragile experts now; they come first among the cells.

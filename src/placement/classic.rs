@@ -3,6 +3,7 @@
 //! Nodes that fail together are one place of as many slots as they have together; what it gets is then dealt to its
 //! nodes: "if a node has multiple GPUs, Lazarus distributes the assigned replicas among all GPUs on that node" (§4.1).
 
+use super::domains::nodes_of;
 use super::layout::Problem;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -126,7 +127,7 @@ impl Places {
         let mut order: Vec<usize> = (0..experts).collect();
         order.sort_by(|&a, &b| problem.weight[b].total_cmp(&problem.weight[a]).then(a.cmp(&b)));
         let mut matrix = vec![0; problem.nodes * experts];
-        for (place, nodes) in problem.nodes_of_domains().into_iter().enumerate() {
+        for (place, nodes) in nodes_of(&problem.domain).into_iter().enumerate() {
             // Loads are not negative, so their bits are in order.
             let rooms = nodes.into_iter().map(|node| Reverse((0, Reverse(problem.slots_of_node()), node)));
             let mut lightest: BinaryHeap<Reverse<(u64, Reverse<usize>, usize)>> = rooms.collect();

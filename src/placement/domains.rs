@@ -26,6 +26,15 @@ pub(crate) fn domain_of(nodes: usize, domains: &[Vec<usize>]) -> Result<Vec<usiz
     Ok(found.into_iter().map(|domain| domain.unwrap_or_else(&mut alone)).collect())
 }
 
+/// The nodes of each failure domain, ascending; `domain`: of each node, numbered from 0.
+pub(super) fn nodes_of(domain: &[usize]) -> Vec<Vec<usize>> {
+    let mut found = vec![Vec::new(); domain.iter().max().map_or(0, |last| last + 1)];
+    for (node, &domain) in domain.iter().enumerate() {
+        found[domain].push(node);
+    }
+    found
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

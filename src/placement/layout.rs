@@ -38,15 +38,6 @@ impl Problem {
         self.slots + self.each.iter().sum::<usize>()
     }
 
-    /// The nodes of each failure domain.
-    pub(super) fn nodes_of_domains(&self) -> Vec<Vec<usize>> {
-        let mut found = vec![Vec::new(); self.domains];
-        for (node, &domain) in self.domain.iter().enumerate() {
-            found[domain].push(node);
-        }
-        found
-    }
-
     /// The problem without anything to keep.
     pub(super) fn without_previous(&self) -> Self {
         Self { previous: Vec::new(), ..self.clone() }

@@ -1,6 +1,7 @@
 //! From one placement to another with the fewest bytes moved.
 
 use super::assign::Assignment;
+use super::domains::{domain_of, nodes_of};
 use crate::ensure;
 use crate::error::Result;
 use std::cmp::Reverse;
@@ -39,11 +40,15 @@ pub struct Migration {
 /// first, and the result moves no more than the assignment by number. Every transfer, largest first, comes from the
 /// holder with the fewest bytes to send so far.
 ///
+/// With `domains`, lists of nodes that fail together, `new` has as many rows as `old`, and the positions of the nodes of
+/// a domain go to the nodes of one domain of the same size: what a placement survives stays the same. A node in none is
+/// one of its own. With more than 512 nodes each domain keeps its own positions.
+///
 /// ```
 /// use evermoe::placement::{ExpertTransfer, migrate};
 /// // Node 0 holds expert 0, node 1 expert 1, node 2 joins. The new placement wants 1, 0 and 0 + 1: nodes 0 and 1 swap
 /// // positions and node 2 fetches both.
-/// let migration = migrate(&[1, 0, 0, 1, 0, 0], &[0, 1, 1, 0, 1, 1], &[64, 80])?;
+/// let migration = migrate(&[1, 0, 0, 1, 0, 0], &[0, 1, 1, 0, 1, 1], &[64, 80], None)?;
 /// assert_eq!(migration.node_map, [1, 0, 2]);
 /// assert_eq!(migration.nbytes, 144);
 /// let first = ExpertTransfer { expert: 1, source: 1, destination: 2, nbytes: 80 };
@@ -52,9 +57,14 @@ pub struct Migration {
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative numbers, more positions than nodes, and an
-/// expert that `new` needs and no node of `old` holds.
-pub fn migrate(old: &[i64], new: &[i64], nbytes: &[i64]) -> Result<Migration> {
+/// [`Error::Invalid`](crate::error::Error::Invalid) for wrong sizes, negative numbers, more positions than nodes,
+/// fewer with `domains`, domains that overlap, and an expert that `new` needs and no node of `old` holds.
+pub fn migrate(
+    old: &[i64],
+    new: &[i64],
+    nbytes: &[i64],
+    domains: Option<&[Vec<usize>]>,
+) -> Result<Migration> {
     check(old, new, nbytes)?;
     let experts = nbytes.len();
     let (holders, needers) = (by_expert(old, experts), by_expert(new, experts));
@@ -63,7 +73,18 @@ pub fn migrate(old: &[i64], new: &[i64], nbytes: &[i64]) -> Result<Migration> {
         ensure!(false, "old: no node holds expert {expert}, which new needs; recover it first");
     }
     let (nodes, positions) = (old.len() / experts, new.len() / experts);
-    let assignment = Assignment { nbytes, holders: &holders, needers: &needers, nodes, positions };
+    let groups = match domains {
+        Some(domains) => {
+            ensure!(
+                positions == nodes,
+                "domains: with them, expected as many rows in new as in old, got {positions} and {nodes}"
+            );
+            nodes_of(&domain_of(nodes, domains)?)
+        }
+        None => Vec::new(),
+    };
+    let assignment =
+        Assignment { nbytes, holders: &holders, needers: &needers, nodes, positions, groups: &groups };
     let node_map = assignment.solve();
     let transfers = transfers(nbytes, &holders, &needers, &node_map, nodes);
     let nbytes = transfers.iter().map(|transfer| i128::from(transfer.nbytes)).sum();
@@ -149,20 +170,21 @@ mod tests {
 
     #[test]
     fn a_node_too_many_leaves() {
-        let migration = migrate(&[1, 0, 0, 1, 1, 1], &[1, 1, 0, 1], &[5, 3]).unwrap();
+        let migration = migrate(&[1, 0, 0, 1, 1, 1], &[1, 1, 0, 1], &[5, 3], None).unwrap();
         assert_eq!((migration.node_map, migration.nbytes), (vec![2, 1], 0));
     }
 
     #[test]
     fn huge_sizes_do_not_overflow() {
-        let migration = migrate(&[1, 1, 0, 0, 0, 0], &[1; 6], &[i64::MAX / 2; 2]).unwrap();
+        let migration = migrate(&[1, 1, 0, 0, 0, 0], &[1; 6], &[i64::MAX / 2; 2], None).unwrap();
         assert_eq!(migration.nbytes, 4 * i128::from(i64::MAX / 2));
     }
 
     #[test]
     fn errors_name_the_argument() {
-        let message =
-            |old: &[i64], new: &[i64], nbytes: &[i64]| migrate(old, new, nbytes).unwrap_err().to_string();
+        let message = |old: &[i64], new: &[i64], nbytes: &[i64]| {
+            migrate(old, new, nbytes, None).unwrap_err().to_string()
+        };
         assert!(message(&[], &[], &[]).starts_with("nbytes: expected one size"));
         assert!(message(&[1], &[1], &[-1]).contains("nbytes: expert 0 has -1 bytes"));
         assert!(message(&[1, 1], &[1, 1], &[i64::MAX, 1]).contains("nbytes: all experts together have"));

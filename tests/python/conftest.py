@@ -58,3 +58,14 @@ def join(tmp_path):
     for member in members:
         member.persister.close(PATIENCE)
         assert not member.persister._thread.is_alive()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MiB."""
+    from support import disks
+
+    if not disks.may_mount():
+        pytest.skip("this process may not mount file systems")
+    with disks.small_disk(tmp_path / "disk", 1) as folder:
+        yield folder

@@ -31,6 +31,7 @@ from evermoe.options import checked, count
         "checkpoint_every": [1, -1],
         "slots": [0],
         "min_replicas": [0],
+        "placement_failures": [0, -1, 1.5, "1", True],
         "save_every": [0],
         "replica_device": ["none", None],
         "profile_steps": [-1],

@@ -13,8 +13,8 @@ from torch import Tensor
 from evermoe import planning
 from evermoe.comm.group import Group
 from evermoe.options import count
-from evermoe.placement import LayerPlacements, PlacementOptions, place_layers
-from evermoe.recovery.survey import Inventory
+from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers
+from evermoe.recovery.survey import PERSISTED, Inventory
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 
@@ -73,7 +73,7 @@ class ExpertTarget:
         self.checkpoints = Path(checkpoint_dir) if checkpoint_dir is not None else None
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
-        """A placement for the load as the newest member knows it; experts stay where they are if they can."""
+        """A placement for the load as the newest member knows it; experts stay where they or copies are if they can."""
         experts = {path: layer.num_experts for path, layer in self._state.layers.items()}
         previous = {path: np.zeros((len(self._nodes), number), np.int64) for path, number in experts.items()}
         for rank, inventory in enumerate(inventories):
@@ -82,10 +82,35 @@ class ExpertTarget:
                     previous[path][rank, held] = 1
         trained = [inventory for inventory in inventories if inventory.trains]
         newest = max(trained, key=lambda inventory: inventory.standing.version)
+        boosts = newest.standing.boosts
         with warnings.catch_warnings():
             if self._group.rank > 0:  # one member says it for all
                 warnings.simplefilter("ignore", planning.FewerReplicas)
-            return place_layers(experts, newest.load, previous, self._nodes, self._options, newest.standing.boosts)
+            placement = place_layers(experts, newest.load, previous, self._nodes, self._options, boosts)
+        return keep_in_place(placement, self._in_memory(version, inventories), self._sizes(), self._nodes)
+
+    def _in_memory(self, version: int, inventories: Sequence[Inventory]) -> dict[str, np.ndarray]:
+        """[R, E] of each layer: whether a training rank has an expert's bytes of this version, trained or as a copy."""
+        held = [
+            {each.unit for each in inventory.holdings if 0 < version == each.version and each.kind != PERSISTED}
+            for inventory in inventories[: len(self._nodes)]
+        ]
+        return {
+            path: np.array([[unit in units for unit in names] for units in held], np.int64)
+            for path, names in self._units().items()
+        }
+
+    def _sizes(self) -> dict[str, list[int]]:
+        """Bytes of each expert of each layer."""
+        by_name = self._state.catalog.by_name
+        return {path: [by_name[unit].nbytes for unit in names] for path, names in self._units().items()}
+
+    def _units(self) -> dict[str, list[str]]:
+        """Names of the units of each layer's experts."""
+        return {
+            path: [expert_unit(path, expert) for expert in range(layer.num_experts)]
+            for path, layer in self._state.layers.items()
+        }
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
         """All units that are not experts, and the rank's experts; nothing on a replica node."""

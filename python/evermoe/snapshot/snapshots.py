@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-import torch
-
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
@@ -125,11 +123,7 @@ class Snapshots(StateKeeper):
             some = [kept for kept in snapshots if kept.period == period]
             found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
         planned = [*found, *local_bundles(assignment, self._membership.nodes, self._options)]
-        everyone = self._membership.everyone
-        is_running = bool(everyone.all_reduce(torch.tensor([int(self._membership.established)])))
-        kept = self._store.replace_arenas(
-            planned, assignment.generation, assignment.member, everyone, all_must_fit=not is_running
-        )
+        kept = self._store.replace_arenas(planned, assignment.generation, self._membership)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
         self._sent = {n: (units, by_unit[units[0]].period) for n, units in left.items() if n < len(found)}

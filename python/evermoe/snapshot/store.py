@@ -21,7 +21,7 @@ from torch import Tensor
 
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.comm.gather import gather_json
-from evermoe.comm.group import Group
+from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
 from evermoe.snapshot.chunked_copy import ChunkedCopy
@@ -156,20 +156,19 @@ class SnapshotStore:
             if match and not path.is_dir():
                 yield int(match[1]), path
 
-    def replace_arenas(
-        self, planned: Sequence[Bundle], generation: int, member: str, everyone: Group, *, all_must_fit: bool
-    ) -> list[Bundle]:
+    def replace_arenas(self, planned: Sequence[Bundle], generation: int, membership: Membership) -> list[Bundle]:
         """Makes new arenas beside those of earlier generations; in their place, if there is no room for both.
 
         Collective. In place of them, nothing but the members' own state survives a failure until the copies are made.
+        A running job keeps what has room even then.
 
         Returns:
             The bundles with the holders that have room for them; without any where the primary has none.
 
         Raises:
-            OSError: `all_must_fit`, and the shared memory is too small, even without the arenas that are there.
+            OSError: a job starts, and the shared memory is too small, even without the arenas that are there.
         """
-        problem = ""
+        everyone, member, problem = membership.everyone, membership.id, ""
         try:
             self.create_arenas(planned, generation, member, everyone.rank)
         except OSError as error:
@@ -179,12 +178,13 @@ class SnapshotStore:
         if problem:
             warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
             self.prune(generation)
-        everyone.all_reduce(torch.zeros(1))  # all have let go of what they had, and it is gone
+        # Once all have come here, they have let go of what they had, and it is gone.
+        is_running = bool(everyone.all_reduce(torch.tensor([int(membership.established)])))
         full: list[int] = []
-        if problem and all_must_fit:
-            self.create_arenas(planned, generation, member, everyone.rank)
-        elif problem:
+        if problem and is_running:
             full = self._create_fitting(planned, generation, member, everyone.rank)
+        elif problem:
+            self.create_arenas(planned, generation, member, everyone.rank)
         kept = [
             bundle.without({rank for rank, numbers in enumerate(everyone_full) if number in numbers})
             for everyone_full in [gather_json(everyone, full)]

@@ -174,9 +174,12 @@ class PipelineDriver(Driver):
         return Recovery(self._state, stored, self._group, StageTarget(self._state, self.seats), standing)
 
     def protect(self, version: int, generation: int) -> Event:
-        """Copies all units as of `version`; returns when the copies are whole everywhere."""
+        """Copies all units as of `version`; returns when the copies are whole everywhere.
+
+        Ranks of a running job that have too little memory keep what has room, and warn.
+        """
         bundles = stage_bundles(self._options.preset, self.seats, self._options.copies)
-        self._store.create_arenas(bundles, generation, self._membership.id, self._group.rank)
+        self._store.replace_arenas(bundles, generation, self._membership)
         for _ in range(MOST_TRIES):
             self._round = SnapshotRound(self._store, version, self.courier).start()
             if not self.courier.wait(self._round.task, self._group):

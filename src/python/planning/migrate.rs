@@ -13,11 +13,13 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 #[pyfunction]
+#[pyo3(signature = (old, new, nbytes, domains))]
 fn migrate(
     py: Python<'_>,
     old: PyReadonlyArray2<'_, i64>,
     new: PyReadonlyArray2<'_, i64>,
     nbytes: PyReadonlyArray1<'_, i64>,
+    domains: Option<Vec<Vec<usize>>>,
 ) -> PyResult<Migration> {
     let nbytes: Vec<i64> = nbytes.as_array().iter().copied().collect();
     for (name, shape) in [("old", old.shape()), ("new", new.shape())] {
@@ -29,7 +31,7 @@ fn migrate(
         }
     }
     let (old, new) = (numbers(&old), numbers(&new));
-    let migration = py.detach(|| placement::migrate(&old, &new, &nbytes))?;
+    let migration = py.detach(|| placement::migrate(&old, &new, &nbytes, domains.as_deref()))?;
     let row = |transfer: placement::ExpertTransfer| {
         (transfer.expert, transfer.source, transfer.destination, transfer.nbytes)
     };

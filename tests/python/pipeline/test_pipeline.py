@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import evermoe
 from evermoe.comm import torch_groups
 from support import pipeline_worker
+from support.disks import shrink, small_memories
 from support.harness import PATIENCE, SERVER, Job, Worker
 from support.pipeline_worker import PEERS, STAGES, Options, Stage, batch
 
@@ -185,6 +187,53 @@ def test_a_node_with_two_stages_is_lost(start_job):
         assert recovered["step"] >= died_after - 1
         assert recovered["sources"] == {"local memory": 0, "peer": len(done[0]["digests"])}
     assert [each["different"] for each in done] == [[]] * RANKS
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk, uninterrupted, preset):
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset] | {"memory_dir": str(small_disk)})
+    with small_memories(pipeline.job, small_disk, ["n0", "n1", "n2", "n3"]) as nodes:
+        started = [pipeline.start(rank) for rank in range(RANKS)]
+        for each in started:
+            each.wait_for("step", step=3)
+        for node in nodes:
+            shrink(node, 1.1)
+        started[1].process.kill()
+        started[1].process.join(PATIENCE)
+        pipeline.start(1)
+        pipeline.finish_as(uninterrupted)
+    for each in pipeline.ranks[:1] + pipeline.ranks[2:]:
+        assert "Earlier copies make room" in each.log()
+        assert "fewer copies" not in each.log()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_newcomer_without_room_for_copies_keeps_none(start_job, small_disk, uninterrupted, preset):
+    """It neither has its own copied nor keeps those of others; and the next death costs no more than that."""
+    copies = PRESETS[preset] | {"memory_dir": str(small_disk), "profile_steps": 2}
+    pipeline = Pipeline(start_job(RANKS), copies=copies)
+    with small_memories(pipeline.job, small_disk, ["n0", "n1", "n2", "n3", "tiny"]) as nodes:
+        subprocess.run(["mount", "-o", "remount,size=64k", nodes[-1]], check=True)
+        started = [pipeline.start(rank, kill_in_step={3: 3, 1: 8}.get(rank)) for rank in range(RANKS)]
+        started[3].process.join(PATIENCE)
+        tiny = pipeline.start(3, copies=copies | {"node": "tiny"})
+        started[1].process.join(PATIENCE)
+        newcomer = pipeline.start(1)
+        pipeline.finish_as(uninterrupted)
+    assert "are kept with fewer copies" in tiny.log()
+    assert [each["step"] for each in newcomer.events("recovered")] == [8]
+    assert all(each.events("done")[0]["different"] == [] for each in (started[0], started[2], tiny, newcomer))
+
+
+def test_memory_that_is_too_small_at_the_start_is_said_at_once(start_job, small_disk):
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"memory_dir": str(small_disk)})
+    with small_memories(pipeline.job, small_disk, ["n0", "n1", "n2", "n3"]) as nodes:
+        for node in nodes:
+            subprocess.run(["mount", "-o", "remount,size=64k", node], check=True)
+        for rank in range(RANKS):
+            pipeline.start(rank)
+        assert [each.join() for each in pipeline.ranks] == [1] * RANKS
+    assert any("No space left" in each.log() and "OSError" in each.log() for each in pipeline.ranks)
 
 
 def test_all_processes_die_and_their_nodes_live(start_job, uninterrupted):

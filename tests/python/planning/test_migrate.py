@@ -30,6 +30,21 @@ def test_a_new_placement_arrives_whole(order):
     assert plan.nbytes < (nbytes_E * ((new_ME > 0) & (old_NE[:9] == 0))).sum()
 
 
+def test_what_ranks_of_a_node_hold_stays_together():
+    rng = np.random.default_rng(4)
+    domains = planning.failure_domains(["a", "a", "b", "b", "b", "c", "c", "d"])
+    for _ in range(20):
+        old_NE = (rng.random((8, 6)) < 0.5).astype(np.int64)
+        old_NE[0] |= old_NE.sum(0) == 0
+        new_NE = (rng.random((8, 6)) < 0.5).astype(np.int64)
+        plan = planning.migrate(old_NE, new_NE, [8] * 6, domains)
+        settled = np.empty_like(new_NE)
+        settled[plan.node_map] = new_NE
+        assert plan.nbytes == 8 * (settled > old_NE).sum() <= 8 * (new_NE > old_NE).sum()
+        together = {frozenset(domain) for domain in domains}
+        assert {frozenset(plan.node_map[row] for row in domain) for domain in domains} == together
+
+
 def test_a_migration_is_read_only():
     plan = planning.migrate([[1]], [[1]], [8])
     assert plan == planning.Migration(node_map=[0], transfers=[], nbytes=0)
@@ -55,6 +70,11 @@ def test_sizes_beyond_64_bits_in_all():
         (lambda: planning.migrate([[-1]], [[1]], [1]), r"old: row 0 has -1 replicas of expert 0"),
         (lambda: planning.migrate(np.zeros((2, 0), int), np.zeros((1, 0), int), []), r"nbytes: expected one size"),
         (lambda: planning.migrate([1], [[1]], [1]), r"old: expected 2 dimensions"),
+        (
+            lambda: planning.migrate([[1], [1]], [[1]], [1], [[0, 1]]),
+            r"domains: .*as many rows in new as in old, got 1",
+        ),
+        (lambda: planning.migrate([[1]], [[1]], [1], [[0], [0]]), r"domains: node 0 is in domain 0 and in domain 1"),
     ],
 )
 def test_errors_name_their_argument(call, message):

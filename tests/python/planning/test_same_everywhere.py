@@ -29,7 +29,7 @@ def plans() -> list[str]:
                 said.append(repr(planning.recovery_probability(placed.matrix, 3, domains=domains)))
         matrix = planning.place(replicas, 12, 5, load=load).matrix
         if previous is not None:
-            said.append(repr(planning.migrate(previous, matrix, [64] * 24)))
+            said += [repr(planning.migrate(previous, matrix, [64] * 24, domains)) for domains in (None, racks)]
         previous = matrix
         tokens = rng.integers(0, 50, (24, 12))
         for split in planning.SPLITS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 
@@ -12,25 +11,14 @@ import torch
 from evermoe import ElasticSampler, Session
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
-from evermoe.memory_folder import job_folder
 from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
-from support import disks
-from support.disks import fill, free
+from support.disks import fill, free, shrink, small_memories
 from support.harness import FEWEST, wait_until
 from support.history import check_history
 from support.worker import SAMPLES, Model, dataset
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 1 MiB."""
-    if not disks.may_mount():
-        pytest.skip("this process may not mount file systems")
-    with disks.small_disk(tmp_path / "disk", 1) as folder:
-        yield folder
 
 
 def make():
@@ -241,27 +229,6 @@ def newest_saved(folder):
 
 
 # ---- shared memory
-
-
-@contextlib.contextmanager
-def small_memories(job, folder, names):
-    """A file system of 64 MiB for the memory of each node."""
-    nodes = [job_folder(folder, job.name) / name for name in names]
-    with contextlib.ExitStack() as stack:
-        for node in nodes:
-            node.mkdir(parents=True, mode=0o700)
-            node.parent.chmod(0o700)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", node], check=True)
-            stack.callback(subprocess.run, ["umount", "-l", node], check=True)
-        yield nodes
-
-
-def shrink(node, part):
-    """Leaves this part of what is used now."""
-    stats = os.statvfs(node)
-    used = (stats.f_blocks - stats.f_bfree) * stats.f_frsize
-    assert used > 1 << 16
-    subprocess.run(["mount", "-o", f"remount,size={int(used * part)}", node], check=True)
 
 
 def test_memory_without_room_for_old_and_new_copies_does_not_end_the_job(start_job, small_disk):

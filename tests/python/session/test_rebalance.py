@@ -33,6 +33,26 @@ def test_experts_move_with_the_load(job):
     assert sum(event["fetched_units"] for each in workers for event in rebalances(each)) > 0
 
 
+def test_experts_move_between_nodes_of_several_workers(start_job):
+    """Nodes exchange what their workers hold together; the death of a node's workers is survived before and after."""
+    job = start_job(4, preset="gemini", slots=3, rebalance_every=3)
+    nodes = {"a": "x", "b": "x", "c": "y", "d": "y"}
+    job.open_gate(9)
+    workers = [job.start(name, session={"node": node}, steps=14, narrow=3, gated=True) for name, node in nodes.items()]
+    for each in workers:
+        each.wait_for("gate", step=9)
+    for each in workers[2:]:
+        each.process.kill()
+    job.open_gate(1 << 60)
+    assert [each.join() for each in workers] == [0, 0, -9, -9]
+    check_history(workers)
+    assert rebalances(workers[0])
+    for each in workers[:2]:
+        recovered = each.events("recovered")[-1]
+        assert (recovered["members"], recovered["steps_lost"], recovered["digests_mismatched"]) == (2, 0, 0)
+        assert each.events("verified")[0]["digests_mismatched"] == 0
+
+
 @pytest.mark.parametrize("point", ["phase fetch", "phase verify", "copy", "confirm"])
 def test_a_death_while_experts_move(job, point):
     step = None if point.startswith("phase") else 3  # the second time at step 3 is the rebalance

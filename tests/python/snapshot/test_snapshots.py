@@ -30,6 +30,7 @@ def make(group, folder):
     state.adopt({path: [0, 1] if group.rank == 0 else [2]}, {})
     found, background = members(group, folder, PATIENCE)
     membership = SimpleNamespace(
+        id="ab"[group.rank],
         trainer_group=found,
         everyone=found,
         background=background,

@@ -198,7 +198,7 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
     "LoadAverage": _average,
     "allocate": lambda draw: _native.allocate(draw.loads(), draw.size(), draw.size(), draw.size()),
     "place": _place,
-    "migrate": lambda draw: _native.migrate(draw.matrix(), draw.matrix(), draw.counts()),
+    "migrate": lambda draw: _native.migrate(draw.matrix(), draw.matrix(), draw.counts(), draw.maybe(draw.size_lists)),
     "copy_holders": lambda draw: _native.copy_holders(
         draw.few(draw.name), draw.size(), draw.word("mixed", "group", "ring", "previous")
     ),

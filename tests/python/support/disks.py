@@ -1,13 +1,17 @@
-"""Small disks: file systems in memory that can be filled and freed. Needs the right to mount."""
+"""File systems that are too small, of disks and of the shared memory of nodes. Needs the right to mount."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from evermoe.memory_folder import job_folder
+from support.harness import Job
 
 BALLAST = "ballast"
 
@@ -41,3 +45,23 @@ def fill(folder: Path) -> None:
 def free(folder: Path) -> None:
     """Gives back what `fill` has taken."""
     (folder / BALLAST).unlink()
+
+
+@contextlib.contextmanager
+def small_memories(job: Job, folder: Path, names: Iterable[str]) -> Iterator[list[Path]]:
+    """A file system of 64 MiB for the memory of each node."""
+    nodes = [job_folder(folder, job.name) / name for name in names]
+    with contextlib.ExitStack() as stack:
+        for node in nodes:
+            node.parent.mkdir(parents=True, exist_ok=True)
+            node.parent.chmod(0o700)
+            stack.enter_context(small_disk(node, 64))
+        yield nodes
+
+
+def shrink(node: Path, part: float) -> None:
+    """Leaves this part of what is used now."""
+    stats = os.statvfs(node)
+    used = (stats.f_blocks - stats.f_bfree) * stats.f_frsize
+    assert used > 1 << 16
+    subprocess.run(["mount", "-o", f"remount,size={int(used * part)}", node], check=True)

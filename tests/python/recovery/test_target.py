@@ -1,0 +1,134 @@
+"""Where experts go in a recovery: to ranks that have their bytes already, as far as the load and the nodes allow."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from torch import nn
+
+import evermoe
+from evermoe import SessionConfig, planning
+from evermoe.placement import place_layers
+from evermoe.recovery.survey import Holding, Inventory, Standing
+from evermoe.recovery.target import ExpertTarget
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import expert_unit
+from evermoe.state.version import version_of
+
+EXPERTS = 12
+NOW = version_of(1, 9)
+
+
+@pytest.fixture(scope="module")
+def state():
+    model = nn.ModuleDict({"moe": evermoe.MoE(4, 6, EXPERTS)})
+    return TrainingState(model, evermoe.optim.AdamW(model.parameters()))
+
+
+def holding(expert, kind, version=NOW):
+    return Holding(expert_unit("moe", expert), version, expert, kind)
+
+
+def inventory(trained, copied, load, version=NOW):
+    """What a rank brings that trains some experts and keeps copies of others."""
+    holdings = [holding(e, "active", version) for e in trained] + [holding(*copy) for copy in copied]
+    return Inventory(Standing(version, True), holdings, {"moe": list(trained)}, [load], [], True)
+
+
+def target(state, nodes, config):
+    return ExpertTarget(state, SimpleNamespace(rank=0, size=len(nodes)), nodes, config, None)
+
+
+def from_peers(state, inventories, matrix):
+    """Bytes of experts that ranks get from each other for a placement."""
+    needs = [[expert_unit("moe", int(e)) for e in np.flatnonzero(row)] for row in matrix]
+    sizes = [(expert_unit("moe", e), state.catalog.by_name[expert_unit("moe", e)].nbytes) for e in range(EXPERTS)]
+    plan = planning.recovery_plan(sizes, [each.holdings for each in inventories], needs)
+    assert plan.version == NOW
+    return sum(dict(sizes)[unit] for unit, source, destination, _ in plan.transfers if source != destination)
+
+
+def settings(ranks_of_node, config):
+    """Ranks' inventories after a node has died, and nodes: the survivors train what they did, and keep some copies."""
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        nodes = [f"n{rank // ranks_of_node}" for rank in range(4 * ranks_of_node)]
+        load = (random.random(EXPERTS) ** 2 + 0.01).tolist()
+        empty = {"moe": np.zeros((len(nodes), EXPERTS), np.int64)}
+        held_RE = place_layers({"moe": EXPERTS}, [load], empty, nodes, config, {})["moe"]
+        shifted = (np.array(load) * np.exp(random.normal(0, 0.7, EXPERTS))).tolist()
+        copies: list[list[tuple[int, str]]] = [[] for _ in nodes]
+        for expert in range(EXPERTS):
+            on = {nodes[rank] for rank in np.flatnonzero(held_RE[:, expert])}
+            others = [rank for rank, node in enumerate(nodes) if node not in on]
+            if len(on) == 1:
+                copies[min(others, key=lambda rank: len(copies[rank]))].append((expert, "snapshot"))
+        dead = f"n{seed % 4}"
+        alive = [rank for rank, node in enumerate(nodes) if node != dead]
+        trained = [np.flatnonzero(held_RE[rank]).tolist() for rank in alive]
+        yield (
+            [inventory(experts, copies[rank], shifted) for rank, experts in zip(alive, trained, strict=True)],
+            [nodes[rank] for rank in alive],
+        )
+
+
+def survival(matrix, nodes):
+    domains = planning.failure_domains(nodes)
+    return [float(planning.recovery_probability(matrix, lost, domains=domains)) for lost in (1, 2)]
+
+
+@pytest.mark.parametrize("policy", ["balanced", "safest", "mro"])
+@pytest.mark.parametrize("ranks_of_node", [1, 2, 3])
+def test_fewer_bytes_come_from_peers_and_a_node_costs_what_it_did(state, ranks_of_node, policy):
+    config = SessionConfig(placement=policy)
+    without, with_copies = 0, 0
+    for inventories, nodes in settings(ranks_of_node, config):
+        trained = np.zeros((len(nodes), EXPERTS), np.int64)
+        for rank, each in enumerate(inventories):
+            trained[rank, each.experts["moe"]] = 1
+        load = [inventories[0].load[0]]
+        placed = place_layers({"moe": EXPERTS}, load, {"moe": trained}, nodes, config, {})["moe"]
+        settled = target(state, nodes, config).place(NOW, inventories)["moe"]
+        assert sorted(map(tuple, settled)) == sorted(map(tuple, placed))
+        assert survival(settled, nodes) == survival(placed, nodes)
+        before, after = from_peers(state, inventories, placed), from_peers(state, inventories, settled)
+        assert after <= before
+        without, with_copies = without + before, with_copies + after
+    assert with_copies < without
+
+
+def test_all_ranks_place_alike(state):
+    config = SessionConfig()
+    for inventories, nodes in settings(2, config):
+        found = []
+        for rank in range(len(nodes)):
+            group = SimpleNamespace(rank=rank, size=len(nodes))
+            found.append(ExpertTarget(state, group, nodes, config, None).place(NOW, inventories)["moe"])
+        assert all((matrix == found[0]).all() for matrix in found)
+
+
+def placed_for(state, inventories):
+    nodes = [f"n{rank}" for rank in range(len(inventories))]
+    return target(state, nodes, SessionConfig(slots=6)).place(NOW, inventories)["moe"]
+
+
+def test_copies_of_another_version_and_files_do_not_count(state):
+    even = [1.0] * EXPERTS
+    none = placed_for(state, [inventory([], [], even), inventory([], [], even)])
+    for kind, version in (("snapshot", version_of(1, 8)), ("persisted", NOW)):
+        first = [(expert, kind, version) for expert in np.flatnonzero(none[1]).tolist()]
+        assert (placed_for(state, [inventory([], first, even), inventory([], [], even)]) == none).all()
+    first = [(expert, "replayed") for expert in np.flatnonzero(none[1]).tolist()]
+    now = placed_for(state, [inventory([], first, even), inventory([], [], even)])
+    assert (now == none[::-1]).all()
+
+
+def test_the_start_of_a_job_counts_nothing_as_held(state):
+    even = [1.0] * EXPERTS
+    fresh = [inventory(range(EXPERTS), [], even, version=0), inventory([], [], even, version=0)]
+    nodes = ["a", "b"]
+    matrix = target(state, nodes, SessionConfig(slots=6)).place(0, fresh)["moe"]
+    empty = {"moe": np.zeros((2, EXPERTS), np.int64)}
+    assert (matrix == place_layers({"moe": EXPERTS}, [even], empty, nodes, SessionConfig(slots=6), {})["moe"]).all()
