@@ -43,7 +43,7 @@ test-python: setup
 	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(TEST_PROCESSES) --dist worksteal
 
 test-long: setup ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
-	cargo test --quiet --lib --bins --tests -- --include-ignored
+	cargo test --quiet --profile long --lib --bins --tests -- --include-ignored --test-threads 1
 	cargo test --quiet --doc
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
 	$(BIN)/python tests/python/support/soak.py --runs 20

@@ -140,11 +140,15 @@ fn three_members_to_two_versions() {
     }
 }
 
-/// Runs of three members with two faults and a newcomer, chosen at random; in `make test-long` many more.
+/// Runs of three members with two faults and a newcomer, or two Lighthouses, chosen at random; in `make test-long` many
+/// more.
 fn walk(seconds: u64, seed: u64) {
-    for keeper in KEEPERS {
-        let setting =
-            Setting { joiners: 1, inquiries: 4, silences: 1, leaves: 1, cuts: 1, ..setting(3, 2, 2, keeper) };
+    for (keeper, lighthouses) in KEEPERS.into_iter().flat_map(|keeper| [(keeper, 1), (keeper, 2)]) {
+        let more = match lighthouses {
+            1 => Setting { joiners: 1, inquiries: 4, silences: 1, ..setting(3, 2, 2, keeper) },
+            _ => Setting { lighthouses, moves: 6, inquiries: 2, silences: 3, ..setting(3, 2, 2, keeper) },
+        };
+        let setting = Setting { leaves: 1, cuts: 1, ..more };
         let checker = Job(setting.clone()).checker().timeout(Duration::from_secs(seconds));
         let checker = checker.spawn_simulation(seed, UniformChooser).join();
         println!("{setting:?}: {} states in random runs from seed {seed}", checker.state_count());
@@ -156,13 +160,13 @@ fn walk(seconds: u64, seed: u64) {
 
 #[test]
 fn three_members_at_random() {
-    walk(5, 1);
+    walk(4, 1);
 }
 
 #[test]
 #[ignore = "takes ten minutes"]
 fn three_members_at_random_for_long() {
-    walk(300, 2);
+    walk(150, 2);
 }
 
 /// The checker finds what it is there for.
