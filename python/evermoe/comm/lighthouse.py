@@ -49,7 +49,7 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 
 def own_address(addresses: str) -> str | None:
-    """Where to start the Lighthouse that is this machine's: `host:port`; None if it runs.
+    """Where to start the first Lighthouse that is this machine's and does not run: `host:port`; None if all run.
 
     Args:
         addresses: see `split_addresses`.
@@ -57,6 +57,7 @@ def own_address(addresses: str) -> str | None:
     Raises:
         ValueError: none of the addresses is this machine's, or another program has its port.
     """
+    runs = False
     for address in split_addresses(addresses):
         parts = urlsplit(address)
         host, port = parts.hostname or "", parts.port or 0
@@ -70,10 +71,13 @@ def own_address(addresses: str) -> str | None:
                     if error.errno != errno.EADDRINUSE:
                         raise
                     if _is_there(address, "evermoe-run"):
-                        return None
+                        runs = True
+                        continue
                     raise ValueError(f"lighthouse: another program listens at {address}") from None
-            return f"{host}:{port}"
-    raise ValueError(f"lighthouse: none of {addresses} is an address of this machine")
+            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if not runs:
+        raise ValueError(f"lighthouse: none of {addresses} is an address of this machine")
+    return None
 
 
 def _is_address(text: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -188,3 +189,29 @@ def test_processors_are_divided_among_workers(start, tmp_path):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert start("--workers", "1", "--replicas", "1", "both.py").end()[1].count(f"threads {threads}\n") == 2
     assert start("train.py", OMP_NUM_THREADS="7").end()[1].count("threads 7\n") == 1
+
+
+@pytest.mark.timeout(200)
+def test_job_outlives_the_machine_of_its_first_lighthouse(start, tmp_path):
+    """Two machines host a Lighthouse each; the first one leaves with its worker and its Lighthouse."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("in (0, 5)", "% 20 == 0"))
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        addresses = ",".join(f"http://127.0.0.1:{each.getsockname()[1]}" for each in (one, other))
+    common = ["--members", "2", "--host-lighthouse", "--lighthouse", addresses, "train.py", "8", "11"]
+    machines = {}
+    for node in ("second", "first"):
+        memory = tmp_path / node
+        memory.mkdir(mode=0o700)
+        machines[node] = start("--memory-dir", str(memory), *common, EVERMOE_NODE=node, SAVED=str(tmp_path / "saved"))
+        machines[node].wait_for("job train, Lighthouse")
+    machines["first"].wait_for("^step")
+    machines["second"].press_control_c()
+    code, said = machines["second"].end()
+    assert code == 130, said
+    reached = int(machines["first"].wait_for(r"^step (\d+)")[1])
+    while int(machines["first"].wait_for(r"^step (\d+)")[1]) < reached + 200:
+        pass
+    machines["first"].press_control_c()
+    code, said = machines["first"].end()
+    assert code == 130, said
+    assert "Traceback" not in said

@@ -454,7 +454,9 @@ def test_arguments_out_of_range_are_named(wrong, words):
 def test_ranks_meet_before_they_connect():
     module = torch.nn.Linear(2, 2)
     place = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 2}
-    copies = evermoe.PipelineSession(module, torch.optim.SGD(module.parameters()), **place, lighthouse="", job="x")
+    copies = evermoe.PipelineSession(
+        module, torch.optim.SGD(module.parameters()), **place, lighthouse="http://localhost:1", job="x"
+    )
     with pytest.raises(ValueError, match=r"after recover\(\)"), copies.connecting():
         pass
     copies.close()

@@ -149,10 +149,10 @@ def test_own_address_is_the_one_of_this_machine_that_nobody_has():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ValueError, match="another program listens"):
-            own_address(f"http://192.0.2.1:{port},http://127.0.0.1:{port}")
-    assert own_address(f"http://192.0.2.1:{port},http://127.0.0.1:{port}") == f"127.0.0.1:{port}"
+            own_address(f"http://203.0.113.1:{port},http://127.0.0.1:{port}")
+    assert own_address(f"http://203.0.113.1:{port},http://127.0.0.1:{port}") == f"127.0.0.1:{port}"
     with pytest.raises(ValueError, match="none of"):
-        own_address("http://192.0.2.1:1,http://192.0.2.2:1")
+        own_address("http://203.0.113.1:1,http://198.51.100.1:1")
     lighthouse = Lighthouse()
     try:
         assert own_address(lighthouse.address) is None

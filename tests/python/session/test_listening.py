@@ -86,4 +86,4 @@ def test_place(monkeypatch, given, lighthouse, place):
         return [(2, 1, 6, "", (known.get(host, host), port or 0))]
 
     monkeypatch.setattr("socket.getaddrinfo", look_up)
-    assert find_place(given, lighthouse) == place
+    assert find_place(given, [lighthouse]) == place
