@@ -123,27 +123,27 @@ class Inquiry:
         while not is_over.is_set():
             is_due.clear()
             try:
-                client = self._connected()
+                client = self._connected(is_over)
                 answer = client.quorum(self._member, ANSWER_LIMIT, world_size=1, data=self._data)
             except Exception as error:  # torchft's are of many kinds; whatever it is, this thread goes on
-                self._note_silence(str(error).split("\n", 1)[0])
+                self._note_silence(str(error).split("\n", 1)[0], is_over)
                 is_over.wait(RETRY_SECONDS)
                 continue
             answers.put(answer)
             self._note_answer()
             is_due.wait(self._seconds)
 
-    def _connected(self) -> Any:
+    def _connected(self, is_over: threading.Event) -> Any:
         """The client of the Lighthouse that is asked now."""
         if time.monotonic() - self._went_back > BACK_SECONDS:
             self._went_back = time.monotonic()
-            self._lighthouses.go_back()
+            self._lighthouses.go_back(is_over.is_set)
         if self._client is None or self._address != self._lighthouses.current:
             self._address, self._client = self._lighthouses.connect(CONNECT_LIMIT)
         self._lighthouses.beat(CONNECT_LIMIT)
         return self._client
 
-    def _note_silence(self, why: str) -> None:
+    def _note_silence(self, why: str, is_over: threading.Event) -> None:
         client, self._client = self._client, None
         try:
             if client is not None:
@@ -154,7 +154,7 @@ class Inquiry:
             logger.debug("no heartbeat reaches the Lighthouse at %s", self._address)
         if time.monotonic() - self._heard <= SILENT_SECONDS:
             return
-        if self._lighthouses.are_several:
+        if self._lighthouses.are_several and not is_over.is_set():
             self._lighthouses.move_on(why)
         if not self._has_said:
             self._has_said = True

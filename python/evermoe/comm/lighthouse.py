@@ -8,7 +8,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -141,18 +141,20 @@ class Lighthouses:
             ConnectionError: there is none; the next question goes to another Lighthouse if this one is silent.
         """
         seconds = timedelta(seconds=min(limit, ANSWER_SECONDS) if self.are_several else limit)
+        with self._lock:
+            address, client = self.current, self._client
         try:
-            if self._client is None:
+            if client is None:
                 connect = CONNECT_LIMIT if self.are_several else seconds
-                self._client = self._coordination.LighthouseClient(self.current, connect)
+                client = self._client = self._coordination.LighthouseClient(address, connect)
             self.beat(seconds)
-            answer = self._client.quorum(self._member, seconds, world_size=1, data=data)
+            answer = client.quorum(self._member, seconds, world_size=1, data=data)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             self._client = None
-            if self.are_several and not _is_there(self.current, self._member):
+            if self.are_several and address == self.current and not _is_there(address, self._member):
                 self.move_on(str(error))
             raise ConnectionError(_first_line(str(error))) from None
-        self._answered.add(self.current)
+        self._answered.add(address)
         return answer
 
     def beat(self, limit: timedelta) -> None:
@@ -219,10 +221,14 @@ class Lighthouses:
             self.begin()
         self._go(self.addresses.index(self.silent[0]) if self.silent else 0)
 
-    def go_back(self) -> None:
-        """Asks an earlier Lighthouse again if one answers, so that all members ask the same."""
+    def go_back(self, is_over: Callable[[], bool]) -> None:
+        """Asks an earlier Lighthouse again if one answers, so that all members ask the same.
+
+        Args:
+            is_over: whether it is too late for that: another thread asks.
+        """
         for number in range(self._at):
-            if _is_there(self.addresses[number], self._member):
+            if _is_there(self.addresses[number], self._member) and not is_over():
                 logger.info("the Lighthouse at %s answers again", self.addresses[number])
                 self._go(number)
                 return
