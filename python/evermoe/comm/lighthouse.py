@@ -106,6 +106,7 @@ class Lighthouses:
         self._lock = threading.RLock()
         self._at, self._until = 0, 0.0
         self._heart: Any = None
+        self._is_still = True
         self._client: Any = None
         self._answered: set[str] = set()
         self._toured = time.monotonic()
@@ -142,7 +143,7 @@ class Lighthouses:
         """
         seconds = timedelta(seconds=min(limit, ANSWER_SECONDS) if self.are_several else limit)
         with self._lock:
-            address, client = self.current, self._client
+            address, client, self._is_still = self.current, self._client, False
         try:
             if client is None:
                 connect = CONNECT_LIMIT if self.are_several else seconds
@@ -158,13 +159,13 @@ class Lighthouses:
         return answer
 
     def beat(self, limit: timedelta) -> None:
-        """Lets the heart beat, unless it does.
+        """Lets the heart beat, unless it does, or was stopped since this member has asked.
 
         Args:
             limit: time in which the Lighthouse must be reached.
         """
         with self._lock:
-            if self._heart is None:
+            if self._heart is None and not self._is_still:
                 self._heart = self._coordination.ManagerServer(
                     self._member, self.current, self._host, self._manager, "", 1, HEARTBEAT, limit, 0
                 )
@@ -179,9 +180,13 @@ class Lighthouses:
         self._client = None
 
     def stop_heart(self) -> None:
-        """The Lighthouse hears of this member no more."""
+        """The Lighthouse hears of this member no more, until it asks."""
         with self._lock:
-            heart, self._heart = self._heart, None
+            self._is_still = True
+            self._end_heart()
+
+    def _end_heart(self) -> None:
+        heart, self._heart = self._heart, None
         if heart is not None:
             heart.shutdown()
 
@@ -239,7 +244,7 @@ class Lighthouses:
                 return
             self._at, self._client = number, None
             self._until = time.monotonic() + random.uniform(*STAY_SECONDS)
-            self.stop_heart()
+            self._end_heart()
 
 
 def _first_line(text: str) -> str:
