@@ -1,8 +1,8 @@
 //! The commit protocol of one member: what it says to each event.
 
 use evermoe::protocol::{
-    Command, Event, Need, Participant, Passed, Protocol, Settings, Standing, Stop, Verdict, Wait, judge,
-    step_of, version_of,
+    Begun, Command, Event, Need, Participant, Passed, Protocol, Seat, Settings, Standing, Stop, Verdict,
+    Wait, judge, step_of, version_of,
 };
 
 const NEED: Need = Need { members: 2, is_always: false, goes_on_alone: false, is_majority: false };
@@ -285,4 +285,30 @@ fn nobody_leaves_before_the_end_of_the_last_step() {
         let commands = member.handle(Event::Look { until: 2 }).unwrap();
         assert_eq!(commands, [if leaves { Command::Settle } else { Command::Step { number: 1 } }]);
     }
+}
+
+/// In set 1 "a", "b" and "c" are connected, "d" joins, and all four begin that group: "a" and "d" hear that all have come,
+/// "b" and "c" do not. "a", "b" and "d" begin it once more. After a cut only "a" and "d" may go on.
+#[test]
+fn a_group_that_was_begun_twice_counts_both_times() {
+    let need = Need { is_majority: true, ..NEED };
+    let members: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();
+    let told = |id: &str, seat: Option<(u64, usize, bool)>, groups: &[(u64, u64)]| {
+        let seat = seat.map(|(at, size, is_first)| Seat { epoch: at, generation: at, size, is_first });
+        let begun = Begun { members: members.clone(), groups: groups.to_vec() };
+        let begun = if groups.is_empty() { vec![] } else { vec![begun] };
+        participant(id, Standing { generation: 3, seat, begun, ..standing(true, 4) })
+    };
+    let a = told("a", Some((2, 4, true)), &[(3, 3)]);
+    let d = told("d", Some((2, 4, false)), &[(3, 3)]);
+    let b = told("b", Some((1, 3, false)), &[(2, 2), (3, 3)]);
+    let c = told("c", Some((1, 3, false)), &[(2, 2)]);
+    let judge = |set: &[&Participant]| {
+        judge(1, &set.iter().map(|&each| each.clone()).collect::<Vec<_>>(), need, None)
+    };
+    assert_eq!(judge(&[&b, &c]), Verdict::Wait(Wait::Minority { found: 2, size: 4 }));
+    assert!(matches!(judge(&[&a, &d]), Verdict::New(_)));
+    // Whoever has begun a group counts for it, whatever it has begun since.
+    assert!(matches!(judge(&[&d, &b, &c]), Verdict::New(_)));
+    assert_eq!(judge(&[&d]), Verdict::Wait(Wait::Minority { found: 1, size: 4 }));
 }

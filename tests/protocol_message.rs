@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 fn messages() -> impl Strategy<Value = Message> {
     let seat = (any::<u64>(), 0..1_u64 << 20, 0..9_usize, any::<bool>())
         .prop_map(|(epoch, generation, size, is_first)| Seat { epoch, generation, size, is_first });
-    let begun = (any::<u64>(), 0..1_u64 << 20, prop::collection::vec(".*", 0..3))
-        .prop_map(|(epoch, generation, members)| Begun { epoch, generation, members });
+    let group = (any::<u64>(), 0..1_u64 << 20);
+    let begun = (prop::collection::vec(".*", 0..3), prop::collection::vec(group, 0..3))
+        .prop_map(|(members, groups)| Begun { members, groups });
     let groups = (prop::option::of(seat), prop::collection::vec(begun, 0..3));
     let standing = (
         any::<Option<u64>>(),

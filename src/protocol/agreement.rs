@@ -1,6 +1,6 @@
 //! What a set that the Lighthouse names means for one of its members: the same on all of them.
 
-use super::cut::reach_each_other;
+use super::cut::who_stays;
 use super::event::{Participant, Standing, Wait};
 use super::majority::lacking;
 use std::collections::BTreeSet;
@@ -84,7 +84,7 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
         let is_sure = !standings().any(|standing| standing.inquires);
         return if is_sure { Verdict::LeftBehind { adopted } } else { Verdict::Wait(Wait::Unheard) };
     }
-    let stay = reach_each_other(participants);
+    let stay = who_stays(participants, need.is_majority);
     if !participants.iter().all(|participant| stay.contains(participant.id.as_str())) {
         return Verdict::Cut(stay.into_iter().map(str::to_owned).collect());
     }
@@ -100,7 +100,8 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     if awaits_absent(participants) {
         return Verdict::Wait(Wait::Absent);
     }
-    if let Some((found, size)) = lacking(participants).filter(|_| need.is_majority && !need.goes_on_alone) {
+    let all: Vec<&Participant> = participants.iter().collect();
+    if let Some((found, size)) = lacking(&all).filter(|_| need.is_majority && !need.goes_on_alone) {
         return Verdict::Wait(Wait::Minority { found, size });
     }
     let mut ordered: Vec<&Participant> = participants.iter().collect();

@@ -1,6 +1,7 @@
 //! Which members go on when some cannot reach each other.
 
 use super::event::Participant;
+use super::majority::lacking;
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
@@ -28,6 +29,11 @@ const MOST_BRANCHES: usize = 20_000;
 /// assert_eq!(reach_each_other(&table).into_iter().collect::<Vec<_>>(), ["a", "b"]);
 /// ```
 pub fn reach_each_other(participants: &[Participant]) -> BTreeSet<&str> {
+    who_stays(participants, false)
+}
+
+/// As [`reach_each_other`]; with `is_majority` a set that may go on where there are several Lighthouses comes first.
+pub(super) fn who_stays(participants: &[Participant], is_majority: bool) -> BTreeSet<&str> {
     let ids: BTreeSet<&str> = participants.iter().map(|participant| participant.id.as_str()).collect();
     let ids: Vec<&str> = ids.into_iter().collect();
     let index = |id: &str| ids.binary_search(&id).ok();
@@ -46,8 +52,18 @@ pub fn reach_each_other(participants: &[Participant]) -> BTreeSet<&str> {
             is_newest[member] = true;
         }
     }
-    let mut search =
-        Search { cut: &cut, is_newest: &is_newest, best: BTreeSet::new(), branches: MOST_BRANCHES };
+    let may_go_on = |set: &BTreeSet<usize>| {
+        let is_in = |participant: &&Participant| index(&participant.id).is_some_and(|at| set.contains(&at));
+        !set.is_empty()
+            && (!is_majority || lacking(&participants.iter().filter(is_in).collect::<Vec<_>>()).is_none())
+    };
+    let mut search = Search {
+        cut: &cut,
+        is_newest: &is_newest,
+        may_go_on: &may_go_on,
+        best: BTreeSet::new(),
+        branches: MOST_BRANCHES,
+    };
     search.run((0..ids.len()).collect());
     search.best.into_iter().map(|member| ids[member]).collect()
 }
@@ -58,14 +74,16 @@ struct Search<'a> {
     cut: &'a [BTreeSet<usize>],
     /// By member, whether its state is of the newest generation.
     is_newest: &'a [bool],
+    /// Whether a set may go on.
+    may_go_on: &'a dyn Fn(&BTreeSet<usize>) -> bool,
     best: BTreeSet<usize>,
     branches: usize,
 }
 
 impl Search<'_> {
-    fn worth<'a>(&self, set: &'a BTreeSet<usize>) -> (usize, usize, Reverse<Vec<&'a usize>>) {
+    fn worth<'a>(&self, set: &'a BTreeSet<usize>) -> (bool, usize, usize, Reverse<Vec<&'a usize>>) {
         let newest = set.iter().filter(|&&member| self.is_newest[member]).count();
-        (newest, set.len(), Reverse(set.iter().collect()))
+        ((self.may_go_on)(set), newest, set.len(), Reverse(set.iter().collect()))
     }
 
     fn run(&mut self, left: BTreeSet<usize>) {

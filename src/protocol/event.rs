@@ -57,16 +57,14 @@ pub struct Seat {
     pub is_first: bool,
 }
 
-/// A group that a member has begun to connect.
+/// Groups of the same members that a member has begun to connect, one after the other.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Begun {
-    /// Names the group.
-    pub epoch: u64,
-    /// Generation of its agreement.
-    pub generation: u64,
-    /// Its members, in the order of their ids.
+    /// Their members, in the order of their ids.
     pub members: Vec<String>,
+    /// The epoch of each, which names it, and the generation of its agreement.
+    pub groups: Vec<(u64, u64)>,
 }
 
 /// One member of a set that the Lighthouse named.

@@ -1,4 +1,4 @@
-//! Whether the members of a set are enough to go on where several Lighthouses may each name a set.
+//! Whether the members of a set may go on where several Lighthouses might name two sets at a time.
 
 use super::event::{Begun, Participant};
 
@@ -12,39 +12,45 @@ use super::event::{Begun, Participant};
 /// "a", "b" and "c" were connected; "a" and "b" are half of the four members that "a" has begun to connect since, and "a"
 /// has the lowest id. But "b" is one of the four and has not begun: it asks for another group now, so those four can
 /// never have been connected, and only the three count.
-pub(super) fn lacking(participants: &[Participant]) -> Option<(usize, usize)> {
+pub(super) fn lacking(participants: &[&Participant]) -> Option<(usize, usize)> {
     let seats = || participants.iter().filter_map(|participant| participant.standing.seat.as_ref());
     let newest = seats().max_by_key(|seat| seat.generation);
     if let Some(newest) = newest {
         let found = participants.iter().filter(|participant| has_begun(participant, newest.epoch)).count();
         let has_first = seats().any(|seat| seat.epoch == newest.epoch && seat.is_first)
-            || begun(participants).any(|(id, begun)| begun.epoch == newest.epoch && is_first(begun, id));
+            || begun(participants).any(|(id, begun, epoch, _)| epoch == newest.epoch && is_first(begun, id));
         if !is_enough(found, newest.size, has_first) {
             return Some((found, newest.size));
         }
     }
-    let is_later = |begun: &Begun| newest.is_none_or(|newest| begun.generation >= newest.generation);
-    begun(participants).map(|(_, begun)| begun).filter(|begun| is_later(begun)).find_map(|begun| {
+    let is_later = |generation: u64| newest.is_none_or(|newest| generation >= newest.generation);
+    begun(participants).filter(|&(.., generation)| is_later(generation)).find_map(|(_, begun, epoch, _)| {
         let members = || participants.iter().filter(|participant| begun.members.contains(&participant.id));
-        let may_be_connected = members().all(|participant| has_begun(participant, begun.epoch));
+        let may_be_connected = members().all(|participant| has_begun(participant, epoch));
         let (found, size) = (members().count(), begun.members.len());
         let has_first = members().any(|participant| is_first(begun, &participant.id));
         (may_be_connected && !is_enough(found, size, has_first)).then_some((found, size))
     })
 }
 
-/// All groups that members here have begun, each with the member's id.
-fn begun(participants: &[Participant]) -> impl Iterator<Item = (&str, &Begun)> {
-    participants
-        .iter()
-        .flat_map(|participant| participant.standing.begun.iter().map(|begun| (&participant.id[..], begun)))
+/// All groups that members here have begun: the member's id, the group's members, its epoch and its generation.
+fn begun<'a>(participants: &[&'a Participant]) -> impl Iterator<Item = (&'a str, &'a Begun, u64, u64)> {
+    participants.iter().flat_map(|&participant| {
+        let groups = move |begun: &'a Begun| {
+            begun
+                .groups
+                .iter()
+                .map(move |&(epoch, generation)| (&participant.id[..], begun, epoch, generation))
+        };
+        participant.standing.begun.iter().flat_map(groups)
+    })
 }
 
 /// Whether a member has begun a group, connected or not.
 fn has_begun(participant: &Participant, epoch: u64) -> bool {
     let standing = &participant.standing;
     standing.seat.as_ref().is_some_and(|seat| seat.epoch == epoch)
-        || standing.begun.iter().any(|begun| begun.epoch == epoch)
+        || standing.begun.iter().flat_map(|begun| &begun.groups).any(|&(begun, _)| begun == epoch)
 }
 
 fn is_first(begun: &Begun, id: &str) -> bool {

@@ -268,7 +268,8 @@ fn check(message: &Message) -> Result<(), String> {
     let most = (1 << (u64::BITS - STEP_BITS)) - 1;
     let own = [("generation", standing.generation), ("state", standing.state)];
     let groups = standing.seat.iter().map(|seat| ("seat", seat.generation));
-    let begun = standing.begun.iter().map(|begun| ("begun", begun.generation));
+    let begun = standing.begun.iter().flat_map(|begun| &begun.groups);
+    let begun = begun.map(|&(_, generation)| ("begun", generation));
     for (name, generation) in own.into_iter().chain(groups).chain(begun) {
         if generation >= most {
             return Err(format!("{name}: expected a generation below {most}, got {generation}"));

@@ -27,9 +27,8 @@ fn message(draw: &mut Draw) -> Message {
         }),
         begun: (0..draw.below(3))
             .map(|_| Begun {
-                epoch: draw.word(),
-                generation: draw.word() >> 50,
                 members: vec!["b".into(); draw.below(3)],
+                groups: vec![(draw.word(), draw.word() >> 50); draw.below(3)],
             })
             .collect(),
     };

@@ -49,8 +49,8 @@ class Inquiry:
         self._is_over, self._is_due = threading.Event(), threading.Event()
         self._thread = threading.Thread()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._latest: tuple[int, set[str]] = (0, set())
-        """Number and members of the latest set that was answered, so far as this is known."""
+        self._latest: dict[str, tuple[int, set[str]]] = {}
+        """By Lighthouse, number and members of the latest set that it has answered, so far as this is known."""
         self._heard = 0.0
         self._has_said = False
 
@@ -80,9 +80,10 @@ class Inquiry:
 
     def _has_lost_memory(self, answer: Any) -> bool:
         """Whether the Lighthouse no longer knows of the latest answer before this one."""
-        number, members = self._latest
-        self._latest = answer.quorum_id, {each.replica_id for each in answer.participants}
-        return self._latest[0] <= number and self._latest[1] != members
+        address = self._lighthouses.current
+        number, members = self._latest.get(address, (0, set()))
+        self._latest[address] = found = answer.quorum_id, {each.replica_id for each in answer.participants}
+        return found[0] <= number and found[1] != members
 
     def give_way(self, answer: Any, *, is_intact: bool) -> None:
         """Asks no more, and drops the answers that have not come yet, as another question was answered.
@@ -156,6 +157,8 @@ class Inquiry:
             return
         if self._lighthouses.are_several and not is_over.is_set():
             self._lighthouses.move_on(why)
+            self._heard = time.monotonic()
+            return
         if not self._has_said:
             self._has_said = True
             logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import logging
 import random
 import socket
@@ -40,10 +41,11 @@ def split_addresses(text: str) -> tuple[str, ...]:
         ValueError: one is no `http://host:port`, or comes twice.
     """
     found = tuple(each.strip() for each in text.split(","))
-    for each in found:
-        if not each or (len(found) > 1 and not _is_address(each)):
-            raise ValueError(f"lighthouse: expected http://host:port, or several separated by commas, got {text!r}")
-    if len(set(found)) < len(found):
+    if len(found) == 1 and found[0]:
+        return found
+    if not all(_is_address(each) for each in found):
+        raise ValueError(f"lighthouse: expected http://host:port, or several separated by commas, got {text!r}")
+    if len({urlsplit(each).netloc.lower() for each in found}) < len(found):
         raise ValueError(f"lighthouse: expected each address once, got {text!r}")
     return found
 
@@ -59,31 +61,46 @@ def own_address(addresses: str) -> str | None:
     """
     runs = False
     for address in split_addresses(addresses):
+        if not _is_address(address):
+            raise ValueError(f"lighthouse: expected http://host:port, got {address!r}")
         parts = urlsplit(address)
         host, port = parts.hostname or "", parts.port or 0
-        with suppress(OSError):
+        with suppress(socket.gaierror):
             family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind(where)
                 except OSError as error:
+                    if error.errno == errno.EADDRNOTAVAIL:
+                        continue
                     if error.errno != errno.EADDRINUSE:
-                        raise
+                        raise ValueError(f"lighthouse: {address}: {error.strerror}") from None
                     if _is_there(address, "evermoe-run"):
                         runs = True
                         continue
                     raise ValueError(f"lighthouse: another program listens at {address}") from None
-            return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            # A machine's own name may mean loopback there, and another address on the other machines.
+            listens = host if host == "localhost" or _is_number(host) else "0.0.0.0"
+            return f"[{listens}]:{port}" if ":" in listens else f"{listens}:{port}"
     if not runs:
         raise ValueError(f"lighthouse: none of {addresses} is an address of this machine")
     return None
 
 
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_address(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+        is_plain = parts.path in ("", "/") and not parts.query
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and bool(parts.port) and is_plain
     except ValueError:
         return False
 

@@ -74,8 +74,11 @@ class MembershipOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lighthouse is not None:
-            split_addresses(self.lighthouse)
+        if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.go_on_alone:
+            raise ValueError(
+                "go_on_alone (EVERMOE_GO_ON_ALONE) lets each part of a job go on, and lighthouse names several: "
+                "expected one of the two. To let the members at one Lighthouse go on: evermoe lighthouse promote"
+            )
         if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
             raise ValueError(
                 "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same for all"

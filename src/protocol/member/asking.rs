@@ -171,7 +171,7 @@ impl Protocol {
         let need = Need {
             members: self.settings.members,
             is_always: self.settings.is_fixed,
-            goes_on_alone: self.settings.goes_on_alone || is_promoted,
+            goes_on_alone: self.settings.goes_on_alone || (is_promoted && self.settings.needs_majority),
             is_majority: self.settings.needs_majority,
         };
         let group = self.group.as_ref().map(|group| (&group.members[..], group.epoch));
@@ -196,13 +196,15 @@ impl Protocol {
         }
     }
 
-    /// A later group of the same members stands for an earlier one: whoever is missing in the one is in the other.
     fn note_begun(&mut self, agreement: &Agreement) {
         let Agreement { epoch, generation, .. } = *agreement;
         let mut members = agreement.members.clone();
         members.sort();
-        self.begun.retain(|begun| begun.members != members);
-        self.begun.push(Begun { epoch, generation, members });
+        let group = (epoch, generation);
+        match self.begun.iter_mut().find(|begun| begun.members == members) {
+            Some(begun) => begun.groups.push(group),
+            None => self.begun.push(Begun { members, groups: vec![group] }),
+        }
     }
 
     pub(super) fn wait(&mut self, why: Wait) -> Vec<Command> {

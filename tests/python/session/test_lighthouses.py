@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from evermoe.comm.lighthouse import own_address, split_addresses, start_lighthouse
+from evermoe.comm.membership import MembershipOptions
 from support.harness import FEWEST, HEARTBEAT_LIMIT, wait_until
 from support.history import check_history
 from support.worker import Fault
@@ -139,10 +140,22 @@ def test_workers_with_one_and_with_two_lighthouses_do_not_train_together(start_j
     assert any("lighthouses is" in each.events("failed")[0]["message"] for each in workers if each.events("failed"))
 
 
-@pytest.mark.parametrize("wrong", ["", "http://a:1,", "http://a:1,b", "http://a:1,http://a:1", "http://a,http://b:1"])
+@pytest.mark.parametrize("wrong", ["", "http://a:1,", "http://a:1,b", "http://a:1,http://a:1/", "http://a,http://b:1"])
 def test_wrong_addresses_are_refused(wrong):
     with pytest.raises(ValueError, match="lighthouse: expected"):
         split_addresses(wrong)
+
+
+def test_going_on_alone_with_several_lighthouses_is_refused():
+    two = {"lighthouse": "http://localhost:1,http://localhost:2", "job": "x"}
+    with pytest.raises(ValueError, match="evermoe lighthouse promote"):
+        MembershipOptions(**two, go_on_alone=True)
+
+
+@pytest.mark.parametrize("wrong", ["http://localhost", "localhost:29510", "http://localhost:1/path"])
+def test_address_to_host_needs_a_port(wrong):
+    with pytest.raises(ValueError, match="lighthouse: expected"):
+        own_address(wrong)
 
 
 def test_own_address_is_the_one_of_this_machine_that_nobody_has():
