@@ -44,6 +44,7 @@ fn standing(established: bool, size: usize) -> Standing {
         named: vec![],
         adopted,
         inquires: false,
+        is_done: false,
         seat: None,
         begun: vec![],
     }
@@ -311,4 +312,17 @@ fn a_group_that_was_begun_twice_counts_both_times() {
     // Whoever has begun a group counts for it, whatever it has begun since.
     assert!(matches!(judge(&[&d, &b, &c]), Verdict::New(_)));
     assert_eq!(judge(&[&d]), Verdict::Wait(Wait::Minority { found: 1, size: 4 }));
+}
+
+/// "a" has come to the end with others that are through, and "b" was away for the last steps: together they might have all
+/// of the state before.
+#[test]
+fn a_member_that_was_away_takes_nobody_back_from_the_end() {
+    let a = participant("a", Standing { is_done: true, state: 2, ..standing(true, 1) });
+    let b = participant("b", Standing { state: 1, ..standing(true, 1) });
+    let new = participant("n", Standing { state: 0, ..standing(false, 0) });
+    let stay = |ids: &[&str]| Verdict::Cut(ids.iter().map(|&id| id.to_owned()).collect());
+    assert_eq!(judge(2, &[a.clone(), b.clone()], NEED, None), stay(&["a"]));
+    assert_eq!(judge(2, &[a.clone(), b.clone(), new.clone()], NEED, None), stay(&["a", "n"]));
+    assert!(matches!(judge(2, &[a, new], NEED, None), Verdict::New(_)));
 }

@@ -18,11 +18,19 @@ fn messages() -> impl Strategy<Value = Message> {
         0..9_usize,
         0..1_u64 << 20,
         0..1_u64 << 20,
-        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<u64>(), any::<bool>()),
+        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<u64>(), any::<[bool; 2]>()),
         groups,
     )
         .prop_map(
-            |(epoch, established, size, generation, state, (named, adopted, inquires), (seat, begun))| {
+            |(
+                epoch,
+                established,
+                size,
+                generation,
+                state,
+                (named, adopted, [inquires, is_done]),
+                (seat, begun),
+            )| {
                 Standing {
                     epoch,
                     established,
@@ -32,6 +40,7 @@ fn messages() -> impl Strategy<Value = Message> {
                     named,
                     adopted,
                     inquires,
+                    is_done,
                     seat,
                     begun,
                 }
@@ -112,6 +121,7 @@ fn example() -> Message {
         named: vec![],
         adopted: 0,
         inquires: false,
+        is_done: false,
         seat: None,
         begun: vec![],
     };

@@ -17,7 +17,8 @@ pub enum Verdict {
         /// Number of the newest set that a member here has adopted.
         adopted: u64,
     },
-    /// Some members cannot reach each other: these ids go on once all others have withdrawn.
+    /// Some members cannot reach each other, or are behind others that have come to the end: these ids go on once all others
+    /// have withdrawn.
     Cut(BTreeSet<String>),
     /// The group that all are connected in is still right.
     Unchanged,
@@ -68,7 +69,7 @@ pub struct Need {
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
 /// let standing = Standing {
 ///     epoch: None, established: true, size: 2, generation: 3, state: 3, named: vec![], adopted: 3, inquires: false,
-///     seat: None, begun: vec![],
+///     is_done: false, seat: None, begun: vec![],
 /// };
 /// let b = Participant {
 ///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
@@ -83,6 +84,9 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     if let Some(adopted) = slept(id, standings()).filter(|_| !need.goes_on_alone && !need.is_majority) {
         let is_sure = !standings().any(|standing| standing.inquires);
         return if is_sure { Verdict::LeftBehind { adopted } } else { Verdict::Wait(Wait::Unheard) };
+    }
+    if let Some(stay) = at_the_end(participants) {
+        return Verdict::Cut(stay);
     }
     let stay = who_stays(participants, need.is_majority);
     if !participants.iter().all(|participant| stay.contains(participant.id.as_str())) {
@@ -115,6 +119,20 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     }
     let generation = 1 + standings().map(|standing| standing.generation).max().unwrap_or(0);
     Verdict::New(Agreement { epoch: name(&members, generation), generation, members, num_trainers: found })
+}
+
+/// The members without those that have an older state than one that has come to the end, if there are such.
+///
+/// They were not in its last group, or would have its state. It may miss what others have taken along that are through;
+/// together they might have all of an older state, and undo the last steps with it.
+fn at_the_end(participants: &[Participant]) -> Option<BTreeSet<String>> {
+    let standings = participants.iter().map(|participant| &participant.standing);
+    let end = standings.filter(|standing| standing.is_done).map(|standing| standing.state).max()?;
+    let is_behind =
+        |participant: &&Participant| participant.standing.established && participant.standing.state < end;
+    let stay: BTreeSet<String> =
+        participants.iter().filter(|each| !is_behind(each)).map(|each| each.id.clone()).collect();
+    (stay.len() < participants.len()).then_some(stay)
 }
 
 /// Whether some established members may be absent and those that are here still give them time: all established ones, or

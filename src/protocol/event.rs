@@ -36,6 +36,8 @@ pub struct Standing {
     pub adopted: u64,
     /// Whether it has asked beside training since it was last answered otherwise: more sets than `named` may have named it.
     pub inquires: bool,
+    /// Whether all steps are committed and it has come to the end: what it lacks, others have taken along that are through.
+    pub is_done: bool,
     /// The newest group that it was connected in. None before the first, and where the job has one Lighthouse.
     pub seat: Option<Seat>,
     /// Groups that it has begun to connect since, of which it does not know whether all came. None where the job has one

@@ -19,6 +19,7 @@ fn message(draw: &mut Draw) -> Message {
         named: vec![(draw.word(), draw.extreme()); draw.below(3)],
         adopted: draw.extreme(),
         inquires: draw.one_in(2),
+        is_done: draw.one_in(2),
         seat: draw.one_in(2).then(|| Seat {
             epoch: draw.word(),
             generation: draw.word() >> 50,

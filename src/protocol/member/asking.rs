@@ -67,6 +67,7 @@ impl Protocol {
             named: self.named.clone(),
             adopted: self.adopted.0,
             inquires: self.inquires,
+            is_done: self.is_done,
             seat: self.seat.clone(),
             begun: self.begun.clone(),
         }
