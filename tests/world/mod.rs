@@ -395,6 +395,8 @@ impl World {
             // Who could go on does; only then does a wait end. Of the dead and frozen the Lighthouse hears no more.
             possible.sort_by_key(|action| match action {
                 Action::Fail(_) => 1,
+                // Who has withdrawn stays away for longer than the Lighthouse takes to name the others.
+                Action::Waited(number) if world.nodes[*number].task == Task::Withdrawn => u32::MAX,
                 Action::Waited(number) if world.nodes[*number].is_minority => u32::MAX,
                 Action::Waited(_) => 2,
                 Action::Move(_) => 3,
