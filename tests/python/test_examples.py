@@ -22,7 +22,7 @@ PRINTED = {
         "the replica of 2080 parameters has the trainer's bits: True",
     ],
     "05_replica_node": [
-        r"worker 0 recovered at step 12; it fetched 2 units: \{'peer': 2\}",
+        r"worker 0 recovered at step 12; it fetched 2 units: \{'(peer|local memory)': 2\}",
         "30 steps, loss .*, 0 steps lost",
         "the replica node followed 30 steps and trained none",
     ],
