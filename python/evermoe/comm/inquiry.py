@@ -75,11 +75,11 @@ class Inquiry:
         taken = []
         while not self._answers.empty():
             taken.append(self._answers.get())
-            self._has_lost_memory(taken[-1])
+            self._note_set(taken[-1])
         return taken
 
-    def _has_lost_memory(self, answer: Any) -> bool:
-        """Whether the Lighthouse no longer knows of the latest answer before this one."""
+    def _note_set(self, answer: Any) -> bool:
+        """Remembers the set; whether the Lighthouse no longer knew of the latest one before it."""
         address = self._lighthouses.current
         number, members = self._latest.get(address, (0, set()))
         self._latest[address] = found = answer.quorum_id, {each.replica_id for each in answer.participants}
@@ -96,7 +96,7 @@ class Inquiry:
             ConnectionError: the Lighthouse has lost its memory, and others may be on their way to it; ask again.
         """
         self.forget()
-        if self._has_lost_memory(answer) and not is_intact:
+        if self._note_set(answer) and not is_intact:
             raise ConnectionError("the Lighthouse has lost its memory, and others may be on their way to it")
 
     def end(self) -> None:

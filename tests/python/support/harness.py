@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from evermoe import _native
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.memory_folder import job_folder
-from evermoe.train.replay_record import check_record
 from support import worker
 from support.worker import Fault, Options
 
@@ -189,6 +189,22 @@ def check_protocol(workers: Iterable[Worker]) -> None:
         record = [(event["said"], event["commands"]) for event in each.events("protocol")]
         if record:  # none of a process that was killed before it had a session
             check_record(record)
+
+
+def check_record(record: list[tuple[str, str]]) -> None:
+    """Feeds what a member has recorded to the machine again, which must give the same commands.
+
+    Args:
+        record: what `on_record` was told, from the start.
+
+    Raises:
+        ValueError: the machine gives another command than the one that was carried out.
+    """
+    machine = _native.Protocol(record[0][0])
+    for number, (event, commands) in enumerate(record[1:]):
+        found = machine.handle(event)
+        if found != commands:
+            raise ValueError(f"event {number}, {event}: the protocol gives {found}, recorded was {commands}")
 
 
 def as_json(options: Options) -> str:
