@@ -109,13 +109,14 @@ class PartialCheckpoints(StateKeeper):
 
     def _open(self, member: str, members: Collection[str], version: int) -> None:
         """Opens the folder to resume from `version`: newer versions were never committed, and are removed."""
+        assert self._assignment is not None
         try:
             if self._persister is None:
                 catalog = self._state.catalog
                 self._persister = Persister(
                     self.folder, member, catalog.layout, units=catalog.units, on_skipped=self._note_skipped
                 )
-            self._persister.rewind(version)
+            self._persister.rewind(version, self._assignment.generation)
             sweep(self.folder, members)
         except (OSError, PersistFailed) as error:
             self.close()

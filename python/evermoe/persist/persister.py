@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from evermoe._native import TripleBuffer, digest
-from evermoe.errors import PersistFailed
+from evermoe.errors import LeftBehind, PersistFailed
 from evermoe.persist.folder import DATA, DRAFT, folder_name, folders, manifests, prune, remove
 from evermoe.persist.manifest import MANIFEST, manifest_text
 from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
 from evermoe.state.unit import Unit
+from evermoe.state.version import generation_of
 
 ALIGNMENT = 64
 """Bytes at which each unit starts in a slot."""
@@ -52,6 +53,9 @@ class Persister:
     Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
     never wait for the folder. Where snapshots come faster than the folder takes them, the newest goes first and those
     in between are skipped: `on_durable` says which units became durable, `on_skipped` which did not.
+
+    A member that was left out of the job without knowing it, since it slept, persists nothing more: the members that
+    went on are of a newer generation, and so is what they have persisted.
 
     A folder that refuses a snapshot does not disturb training: `error` keeps why, one warning tells it, and the next
     snapshot takes its place. `flush` tries the same one again.
@@ -95,6 +99,8 @@ class Persister:
         """Guards all that both threads use; never held while the folder is."""
         self._gate = threading.Lock()
         """Held while a manifest comes or goes: a rewind and a rename exclude each other."""
+        self._generation = 0
+        """Of the members that this one knows to be with."""
         self._may_try, self._busy, self._closing, self._told = True, False, False, False
         make_folder(self.folder)
         for path, _, owner in folders(self.folder):
@@ -159,8 +165,10 @@ class Persister:
         with self._changed:
             self._buffer.abandon()
 
-    def rewind(self, version: int) -> None:
+    def rewind(self, version: int, generation: int = 0) -> None:
         """Rolls back: deletes every member's versions newer than `version`, since those steps were undone.
+
+        `generation` is that of the members that go on from there.
 
         To be called on every member before any of them begins a newer version, and on none later. Waits while a
         manifest is being renamed, so that nothing newer of this member appears afterwards.
@@ -170,6 +178,7 @@ class Persister:
         """
         with self._gate:
             with self._changed:
+                self._generation = generation
                 recovery = self._buffer.recovery
                 if recovery is not None and self._slots[recovery].version > version:
                     self._buffer = TripleBuffer()  # all that is there is newer
@@ -244,6 +253,11 @@ class Persister:
             if not is_wanted:  # rewound meanwhile
                 remove(path)
                 return
+            try:
+                self._check_not_left_behind(snapshot.version)
+            except LeftBehind:
+                remove(path)
+                raise
             os.rename(path / DRAFT, path / MANIFEST)
             flush(path)
             flush(self.folder)
@@ -254,6 +268,12 @@ class Persister:
                 self._on_durable(snapshot.version, list(snapshot.units))
         self._tell_skipped(skipped)
         prune(self.folder, self.layout, self._may_lag)
+
+    def _check_not_left_behind(self, version: int) -> None:
+        known = max(self._generation, generation_of(version))
+        newest = max((generation_of(each.version) for each in manifests(self.folder, self.layout, MANIFEST)), default=0)
+        if newest > known:
+            raise LeftBehind(f"members of generation {newest} persist here, this one is of generation {known}")
 
     def _write_draft(self, path: Path, snapshot: _Snapshot) -> None:
         """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""

@@ -223,6 +223,21 @@ def test_files_of_a_member_that_is_gone_are_rewound_by_the_others(tmp_path, join
     assert versions(tmp_path) == {"a": [1]}
 
 
+def test_a_member_that_was_left_behind_persists_nothing_more(tmp_path, join):
+    asleep, awake = join("asleep"), join("awake")
+    asleep.persister.rewind(0, generation=1)
+    awake.persister.rewind(0, generation=2)
+    awake.persist(2 << 40 | 3, ["a"])
+    kept = versions(tmp_path)
+    asleep.snapshot(1 << 40 | 4, ["b"])
+    with pytest.raises(PersistFailed, match="not persisted: LeftBehind: members of generation 2 persist here, this "):
+        asleep.persister.flush(PATIENCE)
+    assert (versions(tmp_path), len(os.listdir(tmp_path))) == (kept, 1)
+    asleep.persister.rewind(2 << 40 | 3, generation=2)  # it is back
+    asleep.persist(2 << 40 | 4, ["a"])
+    assert versions(tmp_path)["a"][0] == 2 << 40 | 4
+
+
 # ---- arguments and states
 def test_errors_name_the_argument(tmp_path, join):
     persister = join().persister
