@@ -288,6 +288,39 @@ fn nobody_leaves_before_the_end_of_the_last_step() {
     }
 }
 
+fn seated(epoch: u64, size: usize, is_first: bool) -> Seat {
+    Seat { epoch, generation: epoch, size, is_first, leaves: false, left: 0 }
+}
+
+/// "a" and "b" were connected with "c" and "d". Who stays and knows that others left does not need them; where nobody
+/// knows, a leaver is as good as lost for the rest, who may know it.
+#[test]
+fn members_that_left_do_not_count_and_a_leaver_counts_only_with_more_than_half_of_the_rest() {
+    let need = Need { is_majority: true, ..NEED };
+    let minority = |found, size| Verdict::Wait(Wait::Minority { found, size });
+    let seat = |leaves, left| move |size, is_first| Some(Seat { leaves, left, ..seated(2, size, is_first) });
+    let (stays, leaves, knows) = (seat(false, 0), seat(true, 0), seat(false, 1));
+    let judge = |set: &[(&str, Option<Seat>)]| {
+        let told = |(id, seat): &(&str, Option<Seat>)| {
+            participant(id, Standing { seat: seat.clone(), ..standing(true, 2) })
+        };
+        judge(1, &set.iter().map(told).collect::<Vec<_>>(), need, None)
+    };
+    let goes_on = |set: &[(&str, Option<Seat>)]| matches!(judge(set), Verdict::New(_));
+    // Of two "a" leaves. "b" alone knows it, or it does not; "a" cannot know whether "b" does.
+    assert!(goes_on(&[("b", knows(2, false))]));
+    assert_eq!(judge(&[("b", stays(2, false))]), minority(1, 2));
+    assert_eq!(judge(&[("a", leaves(2, true))]), minority(0, 1));
+    assert!(goes_on(&[("a", leaves(2, true)), ("b", stays(2, false))]), "it leaves after another vote");
+    // Of four.
+    assert_eq!(judge(&[("a", leaves(4, true)), ("b", stays(4, false))]), minority(1, 3));
+    assert!(goes_on(&[("c", knows(4, false)), ("d", knows(4, false))]), "two of three");
+    assert!(goes_on(&[("a", leaves(4, true)), ("b", stays(4, false)), ("c", stays(4, false))]));
+    // Of three, and "c" is lost: had it gone on without "a", it would be half of the rest without the lowest id.
+    assert!(goes_on(&[("a", leaves(3, true)), ("b", stays(3, false))]));
+    assert_eq!(judge(&[("c", knows(3, false))]), minority(1, 2));
+}
+
 /// In set 1 "a", "b" and "c" are connected, "d" joins, and all four begin that group: "a" and "d" hear that all have come,
 /// "b" and "c" do not. "a", "b" and "d" begin it once more. After a cut only "a" and "d" may go on.
 #[test]
@@ -295,7 +328,7 @@ fn a_group_that_was_begun_twice_counts_both_times() {
     let need = Need { is_majority: true, ..NEED };
     let members: Vec<String> = ["a", "b", "c", "d"].map(String::from).to_vec();
     let told = |id: &str, seat: Option<(u64, usize, bool)>, groups: &[(u64, u64)]| {
-        let seat = seat.map(|(at, size, is_first)| Seat { epoch: at, generation: at, size, is_first });
+        let seat = seat.map(|(at, size, is_first)| seated(at, size, is_first));
         let begun = Begun { members: members.clone(), groups: groups.to_vec() };
         let begun = if groups.is_empty() { vec![] } else { vec![begun] };
         participant(id, Standing { generation: 3, seat, begun, ..standing(true, 4) })

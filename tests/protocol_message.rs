@@ -6,8 +6,16 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 fn messages() -> impl Strategy<Value = Message> {
-    let seat = (any::<u64>(), 0..1_u64 << 20, 0..9_usize, any::<bool>())
-        .prop_map(|(epoch, generation, size, is_first)| Seat { epoch, generation, size, is_first });
+    let seat = (any::<u64>(), 0..1_u64 << 20, 0..9_usize, any::<[bool; 2]>(), 0..9_usize).prop_map(
+        |(epoch, generation, size, [is_first, leaves], left)| Seat {
+            epoch,
+            generation,
+            size,
+            is_first,
+            leaves,
+            left,
+        },
+    );
     let group = (any::<u64>(), 0..1_u64 << 20);
     let begun = (prop::collection::vec(".*", 0..3), prop::collection::vec(group, 0..3))
         .prop_map(|(members, groups)| Begun { members, groups });

@@ -111,6 +111,22 @@ fn two_members_with_two_lighthouses() {
 }
 
 #[test]
+fn two_members_with_two_lighthouses_that_leave_on_notice() {
+    for keeper in KEEPERS {
+        explore(&Setting { lighthouses: 2, silences: 1, leaves: 1, ..setting(2, 2, 1, keeper) });
+    }
+}
+
+/// All that is within these bounds; in `make test-long`.
+#[test]
+#[ignore = "takes minutes and gigabytes"]
+fn two_members_with_two_lighthouses_that_leave_on_notice_and_move() {
+    for keeper in KEEPERS {
+        explore(&Setting { lighthouses: 2, silences: 2, moves: 1, leaves: 1, ..setting(2, 2, 1, keeper) });
+    }
+}
+
+#[test]
 fn two_members_that_do_not_reach_each_other() {
     for keeper in KEEPERS {
         explore(&Setting { cuts: 1, ..setting(2, 2, 1, keeper) });
@@ -136,7 +152,7 @@ fn two_members_and_a_newcomer() {
 #[ignore = "takes minutes and gigabytes"]
 fn three_members_to_two_versions() {
     for keeper in KEEPERS {
-        explore(&Setting { inquiries: 1, ..setting(3, 2, 2, keeper) });
+        explore(&setting(3, 2, 2, keeper));
     }
 }
 
@@ -179,11 +195,14 @@ fn mistakes_are_found() {
         (Mistake::ReportedEarly, Keeper::Snapshots),
         (Mistake::SleepForgotten, Keeper::Replicas),
         (Mistake::MinorityGoesOn, Keeper::Replicas),
+        (Mistake::LeaverCounts, Keeper::Replicas),
     ];
     for (mistake, keeper) in mistakes {
-        let is_of_two = mistake == Mistake::MinorityGoesOn;
-        let (lighthouses, silences) = (1 + usize::from(is_of_two), u8::from(is_of_two));
-        let setting = Setting { mistake: Some(mistake), lighthouses, silences, ..setting(2, 3, 2, keeper) };
+        let of_two = matches!(mistake, Mistake::MinorityGoesOn | Mistake::LeaverCounts);
+        let (lighthouses, silences) = (1 + usize::from(of_two), u8::from(of_two));
+        let leaves = u8::from(mistake == Mistake::LeaverCounts);
+        let more = Setting { lighthouses, silences, leaves, ..setting(2, 3, 2, keeper) };
+        let setting = Setting { mistake: Some(mistake), ..more };
         let checker = Job(setting).checker().threads(2).timeout(Duration::from_secs(120)).spawn_bfs().join();
         let (rule, path) =
             broken(&checker).unwrap_or_else(|| panic!("{mistake:?} with {keeper:?} was not found"));

@@ -57,6 +57,10 @@ pub struct Seat {
     pub size: usize,
     /// Whether the member that tells it has the lowest id of them.
     pub is_first: bool,
+    /// Whether the member that tells it has voted there to leave.
+    pub leaves: bool,
+    /// How many members left, if it knows that the vote at which they did has passed; else 0.
+    pub left: usize,
 }
 
 /// Groups of the same members that a member has begun to connect, one after the other.

@@ -1,6 +1,6 @@
 //! Whether the members of a set may go on where several Lighthouses might name two sets at a time.
 
-use super::event::{Begun, Participant};
+use super::event::{Begun, Participant, Seat};
 
 /// How many of a group there are, and how many it had, if they are too few to go on in its place.
 ///
@@ -15,13 +15,8 @@ use super::event::{Begun, Participant};
 pub(super) fn lacking(participants: &[&Participant]) -> Option<(usize, usize)> {
     let seats = || participants.iter().filter_map(|participant| participant.standing.seat.as_ref());
     let newest = seats().max_by_key(|seat| seat.generation);
-    if let Some(newest) = newest {
-        let found = participants.iter().filter(|participant| has_begun(participant, newest.epoch)).count();
-        let has_first = seats().any(|seat| seat.epoch == newest.epoch && seat.is_first)
-            || begun(participants).any(|(id, begun, epoch, _)| epoch == newest.epoch && is_first(begun, id));
-        if !is_enough(found, newest.size, has_first) {
-            return Some((found, newest.size));
-        }
+    if let Some(lacking) = newest.and_then(|newest| lacking_of_connected(newest, participants)) {
+        return Some(lacking);
     }
     let is_later = |generation: u64| newest.is_none_or(|newest| generation >= newest.generation);
     begun(participants).filter(|&(.., generation)| is_later(generation)).find_map(|(_, begun, epoch, _)| {
@@ -31,6 +26,28 @@ pub(super) fn lacking(participants: &[&Participant]) -> Option<(usize, usize)> {
         let has_first = members().any(|participant| is_first(begun, &participant.id));
         (may_be_connected && !is_enough(found, size, has_first)).then_some((found, size))
     })
+}
+
+/// The same for the newest group that a member here was connected in.
+///
+/// Members that leave on notice do not count for those who know that they left. Others cannot know, also the leavers
+/// themselves: those who stay may have gone on without them. So a set with leavers needs more than half of the rest, too.
+fn lacking_of_connected(newest: &Seat, participants: &[&Participant]) -> Option<(usize, usize)> {
+    let seats = || {
+        let seats = participants.iter().filter_map(|participant| participant.standing.seat.as_ref());
+        seats.filter(|seat| seat.epoch == newest.epoch)
+    };
+    let found = participants.iter().filter(|participant| has_begun(participant, newest.epoch)).count();
+    let has_first = seats().any(|seat| seat.is_first)
+        || begun(participants).any(|(id, begun, epoch, _)| epoch == newest.epoch && is_first(begun, id));
+    let leavers = seats().filter(|seat| seat.leaves).count();
+    let stay = found - leavers;
+    let left = seats().map(|seat| seat.left).max().unwrap_or(0);
+    let needed = match left {
+        0 => vec![(found, newest.size), (stay, newest.size.saturating_sub(leavers))],
+        _ => vec![(stay, newest.size.saturating_sub(left))],
+    };
+    needed.into_iter().find(|&(found, size)| !is_enough(found, size, has_first))
 }
 
 /// All groups that members here have begun: the member's id, the group's members, its epoch and its generation.

@@ -356,6 +356,9 @@ impl Protocol {
 
     fn vote(&mut self, is_whole: bool, leaves: bool) -> Vec<Command> {
         self.leaves = leaves;
+        if let Some(seat) = &mut self.seat {
+            seat.leaves |= leaves && step_of(self.version) + 1 < self.until;
+        }
         self.pending = is_whole.then_some(self.stepped());
         self.phase = Phase::Voting;
         vec![Command::Vote { version: self.version, calls: std::mem::take(&mut self.calls) }]
@@ -378,6 +381,9 @@ impl Protocol {
         if leaving > 0 && step + 1 < self.until {
             // Those who stay will have what the others hold: nothing has to be repeated.
             self.leaving = leaving;
+            if let Some(seat) = &mut self.seat {
+                seat.left = leaving;
+            }
             self.phase = Phase::Settling;
             commands.push(Command::Settle);
         }

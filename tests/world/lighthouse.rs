@@ -85,6 +85,11 @@ impl World {
                 participant.standing.generation = participant.standing.generation.saturating_sub(1);
             }
         }
+        if setting.mistake == Some(Mistake::LeaverCounts) {
+            for seat in participants.iter_mut().filter_map(|participant| participant.standing.seat.as_mut()) {
+                seat.leaves = false;
+            }
+        }
         if setting.mistake == Some(Mistake::SleepForgotten) {
             id = id.min(1 + participants.iter().map(|each| each.standing.adopted).max().unwrap_or(0));
         }

@@ -59,6 +59,8 @@ pub(crate) enum Mistake {
     SleepForgotten,
     /// Members go on without a majority although there are several Lighthouses.
     MinorityGoesOn,
+    /// A leaver counts as any other member where nobody knows whether it has left.
+    LeaverCounts,
 }
 
 /// One state of the whole job.
@@ -221,6 +223,14 @@ impl World {
         (0..self.nodes.len()).any(|other| self.are_cut(number, other))
     }
 
+    /// Whether a member that has withdrawn would only be told to withdraw again: it does not reach all others, or one of
+    /// them is at the end of the job and asks on.
+    fn is_kept_out(&self, number: usize) -> bool {
+        let is_at_the_end =
+            |(other, node): (usize, &Node)| other != number && node.life == Life::Up && node.is_done;
+        self.is_cut(number) || self.nodes.iter().enumerate().any(is_at_the_end)
+    }
+
     fn own_actions(&self, number: usize, setting: &Setting, found: &mut Vec<Action>) {
         if self.faults_left > 0 {
             found.extend([Action::Crash(number), Action::Freeze(number)]);
@@ -232,8 +242,8 @@ impl World {
             Task::Asking if self.silences_left > 0 => found.push(Action::Silence(number)),
             Task::Asking | Task::Idle => {}
             Task::Answered { .. } => found.push(Action::Deliver(number)),
-            // Who does not reach the others comes back once in vain: more often is the same once more, without end.
-            Task::Withdrawn if self.is_cut(number) && self.has_come_in_vain => {}
+            // Who is kept out comes back once in vain: more often is the same once more, without end.
+            Task::Withdrawn if self.is_kept_out(number) && self.has_come_in_vain => {}
             Task::Waiting | Task::Withdrawn => {
                 found.push(Action::Waited(number));
                 if self.nodes[number].is_minority && self.moves_left > 0 {
@@ -293,7 +303,7 @@ impl World {
         let mut world = self.clone();
         match action {
             Action::Start(number) => world.start(number, setting),
-            Action::Crash(number) => world.crash(number),
+            Action::Crash(number) => world.crash(number, setting),
             Action::Freeze(number) => world.freeze(number),
             Action::Wake(number) => {
                 world.nodes[number].life = Life::Up;
@@ -318,7 +328,8 @@ impl World {
                 world.feed(number, Event::Unanswered { reason: "silence".into() }, setting);
             }
             Action::Waited(number) => {
-                world.has_come_in_vain |= world.nodes[number].task == Task::Withdrawn && world.is_cut(number);
+                world.has_come_in_vain |=
+                    world.nodes[number].task == Task::Withdrawn && world.is_kept_out(number);
                 world.nodes[number].is_patient = false;
                 let is_pausing = world.nodes[number].task == Task::Pausing;
                 world.nodes[number].has_paused |= is_pausing;
@@ -350,11 +361,11 @@ impl World {
         world
     }
 
-    fn crash(&mut self, number: usize) {
+    fn crash(&mut self, number: usize, setting: &Setting) {
         self.faults_left -= 1;
         self.count_loss(number);
         self.groups.leave_all(number);
-        self.nodes[number].die();
+        self.nodes[number].die(number, setting);
     }
 
     fn freeze(&mut self, number: usize) {
@@ -388,7 +399,7 @@ impl World {
             world.actions(setting, &mut possible);
             possible.retain(|action| {
                 let is_change = matches!(action, Action::Start(_) | Action::Wake(_) | Action::Heal(..));
-                let is_early = matches!(action, Action::Waited(number) if world.is_cut(*number)
+                let is_early = matches!(action, Action::Waited(number) if world.is_kept_out(*number)
                     && world.nodes[*number].task == Task::Withdrawn);
                 !action.is_mishap() && !is_change && !is_early && !world.is_out_of_turn(*action)
             });

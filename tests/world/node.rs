@@ -51,6 +51,8 @@ pub(crate) struct Node {
     pub task: Task,
     /// The Lighthouse that it asks.
     pub lighthouse: usize,
+    /// Whether it has come to the end of the job.
+    pub is_done: bool,
     /// Whether it waits for a majority.
     pub is_minority: bool,
     pub is_patient: bool,
@@ -91,6 +93,7 @@ impl Node {
             protocol: Protocol::new(settings),
             task: Task::Idle,
             lighthouse: 0,
+            is_done: false,
             is_minority: false,
             is_patient: false,
             has_paused: false,
@@ -105,11 +108,9 @@ impl Node {
         }
     }
 
-    pub(crate) fn die(&mut self) {
-        self.life = Life::Dead;
-        self.task = Task::Idle;
-        self.copies = Copies::default();
-        self.group = None;
+    /// Of the dead nothing is left that could differ.
+    pub(crate) fn die(&mut self, number: usize, setting: &Setting) {
+        *self = Self { life: Life::Dead, ..Self::new(number, setting) };
     }
 
     /// Versions and states that this member has, running or as copies.
@@ -183,7 +184,10 @@ impl World {
             Command::Settle => self.copy(number, true),
             Command::Vote { .. } => {} // entered with the ballot, see `vote`
             Command::Commit { step } => self.commit(number, step),
-            Command::Farewell { .. } => self.enter_now(number, Part::Farewell),
+            Command::Farewell { .. } => {
+                self.nodes[number].is_done = true;
+                self.enter_now(number, Part::Farewell);
+            }
             Command::Pause => self.nodes[number].task = Task::Pausing,
             Command::Stop(Stop::UnitsLost) => {
                 // Others may have gone on meanwhile without this member: it may come back, with a new process.
@@ -202,7 +206,7 @@ impl World {
             Command::Leave => {
                 self.count_loss(number);
                 self.end(number);
-                self.nodes[number].die();
+                self.nodes[number].die(number, setting);
             }
             Command::Follow { .. } | Command::Weigh => unreachable!("not in this job"),
         }

@@ -153,7 +153,7 @@ class Messages:
         found = Heard([], [], {})
         self.is_promoted = False
         for each in members:
-            heard = json.loads(_native.hear(each.replica_id, _text(each.data), self._secret))
+            heard = json.loads(_native.hear(each.replica_id, as_text(each.data), self._secret))
             if heard["kind"] == "member":
                 found.told.append(Told(each.replica_id, heard["job"], heard["message"]))
                 continue
@@ -227,8 +227,8 @@ class Messages:
             )
 
 
-def _text(data: Any) -> str:
-    """As JSON again; nothing where it is too deep for that."""
+def as_text(data: Any) -> str:
+    """What somebody tells, as JSON again; nothing where it is too deep for that."""
     try:
         return json.dumps(data)
     except RecursionError:

@@ -11,7 +11,7 @@ from typing import Any
 from evermoe import _native
 from evermoe.comm._torchft import torchft
 from evermoe.comm.lighthouse import split_addresses
-from evermoe.comm.messages import job_secret
+from evermoe.comm.messages import as_text, job_secret
 from evermoe.options import check_name
 
 ANSWER_LIMIT = timedelta(seconds=5)
@@ -29,7 +29,7 @@ def promote(address: str, job: str, limit: float) -> list[str]:
         limit: seconds to wait until they do.
 
     Returns:
-        ids of the members that go on.
+        ids of the members that go on, or that have heard it and ask no more.
 
     Raises:
         ValueError: the address or the name is wrong, no member has asked within the limit, or the members train
@@ -40,8 +40,9 @@ def promote(address: str, job: str, limit: float) -> list[str]:
     check_name("--job", job)
     who, own, deadline = f"promote-{uuid.uuid4().hex[:8]}", job_secret(), time.monotonic() + limit
     data = json.loads(_native.promote(who, job, own))
-    problem, has_promoted = f"no member of job {job!r} has asked there", False
+    problem, told = f"no member of job {job!r} has asked there", list[str]()
     while time.monotonic() < deadline:
+        members = {}
         try:
             client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
             answer = client.quorum(who, ANSWER_LIMIT, world_size=1, data=data)
@@ -52,20 +53,22 @@ def promote(address: str, job: str, limit: float) -> list[str]:
         members = _members(answer, job, own)
         trains = sorted(name for name, message in members.items() if message["standing"]["epoch"] is not None)
         if trains:
-            if has_promoted:
+            if told:
                 return trains
             raise ValueError(f"{', '.join(trains)} of job {job!r} train: there is nothing to promote at {address}")
-        has_promoted |= bool(members)
         if members:
-            problem = f"{', '.join(sorted(members))} of job {job!r} did not go on"
+            told = sorted(members)
+            problem = f"{', '.join(told)} of job {job!r} did not go on"
         time.sleep(RETRY_SECONDS)
+    if told and not members:
+        return told  # they have heard it and ask no more: the job ended soon after
     raise ValueError(f"{address}: {problem} within {limit:.0f} s")
 
 
 def _members(answer: Any, job: str, own: _native.Secret | None) -> dict[str, dict[str, Any]]:
     """By id, what each member of the job has told."""
     heard = {
-        each.replica_id: json.loads(_native.hear(each.replica_id, json.dumps(each.data), own))
+        each.replica_id: json.loads(_native.hear(each.replica_id, as_text(each.data), own))
         for each in answer.participants
     }
     return {name: told["message"] for name, told in heard.items() if told["kind"] == "member" and told["job"] == job}

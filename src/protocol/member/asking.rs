@@ -138,6 +138,8 @@ impl Protocol {
             generation: group.generation,
             size: group.members.len(),
             is_first: group.members.iter().min() == Some(&self.settings.id),
+            leaves: false,
+            left: 0,
         });
     }
 

@@ -124,6 +124,20 @@ def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monke
     check_history(workers)
 
 
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_one_of_two_leaves_and_the_other_goes_on(start_job, two, leaver):
+    job = start_job(lighthouse=addresses(two), members=2)
+    job.open_gate(5)
+    workers = [job.start(name, gated=True, steps=20) for name in "ab"]
+    for each in workers:
+        each.wait_for("gate", step=5)
+    workers[leaver].signal(signal.SIGTERM)
+    job.open_gate(20)
+    assert workers[leaver].join() == 143
+    assert workers[1 - leaver].join() == 0
+    check_history(workers)
+
+
 def promote(address, job, limit, **environment):
     arguments = ["-m", "evermoe", "lighthouse", "promote", address, "--job", job, "--limit", str(limit)]
     environment = os.environ | environment
