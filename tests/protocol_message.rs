@@ -1,6 +1,6 @@
 //! What strangers tell the Lighthouse never does more than to be called a stranger's; what members tell is understood.
 
-use evermoe::protocol::{Begun, Heard, Message, PROTOCOL, Role, Seat, Standing, hear, tell};
+use evermoe::protocol::{Begun, Heard, Message, PROTOCOL, Role, Seat, Standing, hear, promote, tell};
 use evermoe::secret::Secret;
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -303,6 +303,24 @@ fn a_seal_is_of_the_sender_and_of_every_field() {
         envelope[name] = value;
         let heard = hear("a", &envelope.to_string(), Some(&secret));
         assert!(matches!(heard, Heard::OtherSecret { .. }), "{name} is changed: {heard:?}");
+    }
+}
+
+#[test]
+fn an_operators_word_names_the_generation_that_it_is_for() {
+    let (secret, other) = secrets();
+    for generation in [None, Some(0), Some(7), Some(u64::MAX)] {
+        let text = promote("p", "j", generation, Some(&secret)).unwrap();
+        assert_eq!(hear("p", &text, Some(&secret)), Heard::Promotion { job: "j".into(), generation });
+        assert!(matches!(hear("p", &text, Some(&other)), Heard::OtherSecret { .. }));
+        let mut envelope: Value = serde_json::from_str(&text).unwrap();
+        envelope["message"] = json!("promote 8");
+        assert!(matches!(hear("p", &envelope.to_string(), Some(&secret)), Heard::OtherSecret { .. }));
+    }
+    let mut envelope: Value = serde_json::from_str(&promote("p", "j", None, None).unwrap()).unwrap();
+    for wrong in ["promote ", "promote x", "promote -1", "promote1", "promote 1 2"] {
+        envelope["message"] = json!(wrong);
+        assert!(is_stranger(&envelope.to_string()), "{wrong:?}");
     }
 }
 

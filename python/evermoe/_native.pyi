@@ -482,8 +482,11 @@ class Secret:
     def is_tag(self, tag: bytes, purpose: str, parts: Sequence[bytes]) -> bool:
         """Whether it is the tag of the parts, compared in constant time."""
 
-def promote(id: str, job: str, secret: Secret | None = None) -> str:
-    """The JSON by which an operator tells the members of a job's set to go on though others may be missing."""
+def promote(id: str, job: str, generation: int | None = None, secret: Secret | None = None) -> str:
+    """The JSON by which an operator tells the members of a job's set to go on though others may be missing.
+
+    It holds while `generation` is the newest of the members; without one it only asks who is there.
+    """
 
 def tell(id: str, job: str, message: str, secret: Secret | None = None) -> str:
     """The JSON by which a member tells the others about itself, from that of a `protocol::Message`.

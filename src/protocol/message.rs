@@ -80,6 +80,8 @@ pub enum Heard {
     Promotion {
         /// Their job.
         job: String,
+        /// The newest generation of the members that it is for; none if it only asks who is there.
+        generation: Option<u64>,
     },
     /// A member of some job, of another protocol.
     OtherProtocol {
@@ -178,10 +180,20 @@ pub fn tell(id: &str, job: &str, message: &Message, secret: Option<&Secret>) -> 
 /// The JSON by which an operator tells, under the name `id`, that the members of the set go on though others may be
 /// missing.
 ///
+/// It holds while `generation` is the newest of the members: what somebody has recorded means nothing once they have gone
+/// on. Without one it only asks who is there.
+///
 /// # Errors
 /// The reason why it cannot be written.
-pub fn promote(id: &str, job: &str, secret: Option<&Secret>) -> Result<String, String> {
-    wrap(id, job, PROMOTION.into(), false, secret)
+pub fn promote(
+    id: &str,
+    job: &str,
+    generation: Option<u64>,
+    secret: Option<&Secret>,
+) -> Result<String, String> {
+    let message =
+        generation.map_or_else(|| PROMOTION.to_owned(), |generation| format!("{PROMOTION} {generation}"));
+    wrap(id, job, message, false, secret)
 }
 
 fn wrap(
@@ -228,8 +240,13 @@ fn read(id: &str, text: &str, secret: Option<&Secret>) -> Result<Heard, String> 
         });
     }
     let envelope: Envelope = parse(text)?;
-    if envelope.message == PROMOTION && !envelope.established {
-        return Ok(Heard::Promotion { job: envelope.job });
+    if let Some(generation) = envelope.message.strip_prefix(PROMOTION).filter(|_| !envelope.established) {
+        let generation = match generation.strip_prefix(' ') {
+            Some(digits) => Some(digits.parse().map_err(|error| format!("promotion: {error}"))?),
+            None if generation.is_empty() => None,
+            None => return Err("promotion: expected a generation after it".into()),
+        };
+        return Ok(Heard::Promotion { job: envelope.job, generation });
     }
     let message: Message = parse(&envelope.message)?;
     // serde takes lists for objects and leaves out what may be none; members write every field, by its name.

@@ -40,10 +40,10 @@ fn tell(id: &str, job: &str, message: &str, secret: Option<&Secret>) -> PyResult
 }
 
 #[pyfunction]
-#[pyo3(signature = (id, job, secret=None))]
-fn promote(id: &str, job: &str, secret: Option<&Secret>) -> PyResult<String> {
+#[pyo3(signature = (id, job, generation=None, secret=None))]
+fn promote(id: &str, job: &str, generation: Option<u64>, secret: Option<&Secret>) -> PyResult<String> {
     let wrong = |why: String| Error::Runtime(format!("what an operator tells members: {why}"));
-    Ok(protocol::promote(id, job, secret.map(Secret::get)).map_err(wrong)?)
+    Ok(protocol::promote(id, job, generation, secret.map(Secret::get)).map_err(wrong)?)
 }
 
 #[pyfunction]

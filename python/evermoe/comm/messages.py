@@ -151,14 +151,15 @@ class Messages:
 
     def _hear(self, members: list[Any]) -> Heard:
         found = Heard([], [], {})
-        self.is_promoted = False
+        promoted: set[int | None] = set()
         for each in members:
             heard = json.loads(_native.hear(each.replica_id, as_text(each.data), self._secret))
             if heard["kind"] == "member":
                 found.told.append(Told(each.replica_id, heard["job"], heard["message"]))
                 continue
             if heard["kind"] == "promotion":
-                self.is_promoted |= heard["job"] == self._identity.job
+                if heard["job"] == self._identity.job:
+                    promoted.add(heard["generation"])
                 continue
             if heard["kind"] == "stranger":
                 self._warn(each.replica_id, f"what it tells is no message of a member: {heard['why']}")
@@ -172,6 +173,8 @@ class Messages:
             self._warn(each.replica_id, f"it speaks protocol {protocol}, this member {_native.PROTOCOL}")
             if heard["job"] == self._identity.job:
                 found.others.append(Other(each.replica_id, heard["established"], protocol))
+        own = [each.data["standing"]["generation"] for each in found.told if each.job == self._identity.job]
+        self.is_promoted = max(own, default=0) in promoted
         return found
 
     def _warn(self, sender: str, why: str) -> None:

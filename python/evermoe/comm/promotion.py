@@ -39,10 +39,11 @@ def promote(address: str, job: str, limit: float) -> list[str]:
         raise ValueError(f"expected the address of the one Lighthouse that the members shall ask, got {address}")
     check_name("--job", job)
     who, own, deadline = f"promote-{uuid.uuid4().hex[:8]}", job_secret(), time.monotonic() + limit
-    data = json.loads(_native.promote(who, job, own))
+    generation: int | None = None
     problem, told = f"no member of job {job!r} has asked there", list[str]()
     while time.monotonic() < deadline:
         members = {}
+        data = json.loads(_native.promote(who, job, generation, own))
         try:
             client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)
             answer = client.quorum(who, ANSWER_LIMIT, world_size=1, data=data)
@@ -57,8 +58,10 @@ def promote(address: str, job: str, limit: float) -> list[str]:
                 return trains
             raise ValueError(f"{', '.join(trains)} of job {job!r} train: there is nothing to promote at {address}")
         if members:
-            told = sorted(members)
-            problem = f"{', '.join(told)} of job {job!r} did not go on"
+            newest = max(message["standing"]["generation"] for message in members.values())
+            told = sorted(members) if newest == generation else told
+            generation = newest  # from the next question on
+            problem = f"{', '.join(sorted(members))} of job {job!r} did not go on"
         time.sleep(RETRY_SECONDS)
     if told and not members:
         return told  # they have heard it and ask no more: the job ended soon after

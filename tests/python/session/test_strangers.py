@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
-from evermoe._native import PROTOCOL
+from evermoe._native import PROTOCOL, promote
 from evermoe.comm._torchft import torchft
 from evermoe.comm.messages import Identity, Messages
 from support.history import check_history
@@ -78,6 +79,33 @@ def test_deep_data_are_a_strangers(caplog):
         "ignoring 'deep' at the Lighthouse",
         "ignoring 'odd' at the Lighthouse",
     ]
+
+
+def test_operators_word_is_of_no_use_once_the_members_have_gone_on():
+    messages = Messages("a", Identity("job", "layout"), "http://lighthouse", None)
+
+    def is_promoted(newest, *words):
+        standing = {
+            "epoch": None, "established": True, "size": 2, "generation": newest, "state": 1, "named": [], "adopted": 1,
+            "inquires": False, "is_done": False, "seat": None, "begun": [],
+        }  # fmt: skip
+        own = messages.write({
+            "standing": standing, "waits": True, "store": "h:1", "door": "h:2", "role": "train", "node": "n", "rank_key": "",
+            "steps": 9, "patience": 0.0, "unreachable": [],
+        })  # fmt: skip
+        data = {"a": own} | {f"p{at}": json.loads(word) for at, word in enumerate(words)}
+        members = [SimpleNamespace(replica_id=name, data=each) for name, each in data.items()]
+        assert len(messages.read(members, is_established=True)) == 1
+        return messages.is_promoted
+
+    def word(generation, job="job"):
+        return promote("p0", job, generation)
+
+    assert not is_promoted(3)
+    assert not is_promoted(3, word(None))
+    assert is_promoted(3, word(3))
+    assert not is_promoted(4, word(3))
+    assert not is_promoted(3, word(3, "another"))
 
 
 def test_member_of_another_protocol_is_refused_on_its_own_side(start_job, stranger):
