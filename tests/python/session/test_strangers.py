@@ -90,8 +90,8 @@ def test_operators_word_is_of_no_use_once_the_members_have_gone_on():
             "inquires": False, "is_done": False, "seat": None, "begun": [],
         }  # fmt: skip
         own = messages.write({
-            "standing": standing, "waits": True, "store": "h:1", "door": "h:2", "role": "train", "node": "n", "rank_key": "",
-            "steps": 9, "patience": 0.0, "unreachable": [],
+            "standing": standing, "waits": True, "store": "h:1", "door": "h:2", "role": "train", "node": "n", 
+            "rank_key": "", "steps": 9, "patience": 0.0, "unreachable": [],
         })  # fmt: skip
         data = {"a": own} | {f"p{at}": json.loads(word) for at, word in enumerate(words)}
         members = [SimpleNamespace(replica_id=name, data=each) for name, each in data.items()]
