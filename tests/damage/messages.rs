@@ -25,6 +25,8 @@ fn message(draw: &mut Draw) -> Message {
             generation: draw.word() >> 50,
             size: draw.below(9),
             is_first: draw.one_in(2),
+            leaves: draw.one_in(2),
+            left: draw.below(9),
         }),
         begun: (0..draw.below(3))
             .map(|_| Begun {
