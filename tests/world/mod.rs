@@ -255,7 +255,10 @@ impl World {
                 let is_met = others().any(|(_, node)| node.life == Life::Up && node.task != Task::Pausing)
                     && !self.nodes[number].has_paused;
                 let is_away = |node: &Node| {
-                    let is_busy = matches!(node.task, Task::Copying { .. } | Task::Collective { .. });
+                    let is_busy = matches!(
+                        node.task,
+                        Task::Copying { .. } | Task::Collective { .. } | Task::Answered { .. }
+                    );
                     node.life == Life::Frozen || (node.life == Life::Up && is_busy)
                 };
                 if is_met || !others().any(|(_, node)| is_away(node)) {
