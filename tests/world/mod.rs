@@ -412,6 +412,8 @@ impl World {
                 // Who has withdrawn stays away for longer than the Lighthouse takes to name the others.
                 Action::Waited(number) if world.nodes[*number].task == Task::Withdrawn => u32::MAX,
                 Action::Waited(number) if world.nodes[*number].is_minority => u32::MAX,
+                // Who misses units waits for as long as those who have them take to come.
+                Action::Waited(number) if world.nodes[*number].task == Task::Pausing => u32::MAX,
                 Action::Waited(_) => 2,
                 Action::Move(_) => 3,
                 Action::Answer(_, left_out) => 4 + u32::from(u8::MAX - left_out),
@@ -436,14 +438,17 @@ impl World {
 
     /// Whether members that look for each other would never meet if all moved on as they can: the first one stays.
     fn is_out_of_turn(&self, action: Action) -> bool {
-        let first = self
-            .nodes
-            .iter()
-            .position(|node| node.life == Life::Up && node.is_minority && node.task == Task::Waiting);
+        let is_looking = |node: &Node| {
+            let is_asking = matches!(node.task, Task::Waiting | Task::Asking | Task::Answered { .. });
+            node.life == Life::Up && node.is_minority && is_asking
+        };
+        let mut looking = (0..self.nodes.len()).filter(|&number| is_looking(&self.nodes[number]));
+        let first = looking.next();
+        let stays = first.filter(|_| looking.next().is_some()); // who is alone looks for those that go on
         match action {
-            Action::Move(number) => first == Some(number),
+            Action::Move(number) => stays == Some(number),
             Action::Waited(number) => {
-                self.nodes[number].is_minority && self.lighthouses.len() > 1 && first != Some(number)
+                self.nodes[number].is_minority && self.lighthouses.len() > 1 && stays != Some(number)
             }
             _ => false,
         }
