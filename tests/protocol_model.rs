@@ -161,10 +161,10 @@ fn three_members_to_two_versions() {
 fn walk(seconds: u64, seed: u64) {
     for (keeper, lighthouses) in KEEPERS.into_iter().flat_map(|keeper| [(keeper, 1), (keeper, 2)]) {
         let more = match lighthouses {
-            1 => Setting { joiners: 1, inquiries: 4, silences: 1, leaves: 1, ..setting(3, 2, 2, keeper) },
+            1 => Setting { joiners: 1, inquiries: 4, silences: 1, ..setting(3, 2, 2, keeper) },
             _ => Setting { lighthouses, moves: 6, inquiries: 2, silences: 3, ..setting(3, 2, 2, keeper) },
         };
-        let setting = Setting { cuts: 1, ..more };
+        let setting = Setting { leaves: 1, cuts: 1, ..more };
         let checker = Job(setting.clone()).checker().timeout(Duration::from_secs(seconds));
         let checker = checker.spawn_simulation(seed, UniformChooser).join();
         println!("{setting:?}: {} states in random runs from seed {seed}", checker.state_count());

@@ -15,7 +15,7 @@ pub(crate) use node::{Life, Node, Task};
 use evermoe::protocol::{Event, step_of};
 use group::Groups;
 use lighthouse::Lighthouse;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// What a run of the model looks like.
 #[derive(Clone, Debug)]
@@ -397,7 +397,8 @@ impl World {
     pub(crate) fn finishes(&self, setting: &Setting) -> bool {
         let mut world = self.clone();
         world.moves_left = if setting.lighthouses > 1 { u8::MAX } else { 0 };
-        for turn in 0..2000 {
+        let mut taken: HashMap<Action, u32> = HashMap::new();
+        for _ in 0..2000 {
             let mut possible = Vec::new();
             world.actions(setting, &mut possible);
             possible.retain(|action| {
@@ -424,7 +425,9 @@ impl World {
             let equal: Vec<Action> =
                 possible.iter().copied().filter(|action| std::mem::discriminant(action) == rank).collect();
             let is_answer = matches!(first, Action::Answer(..));
-            let action = if is_answer { *first } else { equal[turn % equal.len()] };
+            let rarest = *equal.iter().min_by_key(|action| taken.get(action)).expect("the first is one");
+            let action = if is_answer { *first } else { rarest };
+            *taken.entry(action).or_insert(0) += 1;
             world = world.after(action, setting);
         }
         // Newcomers to a job that is over wait for another one, and a minority that others went on without for these.
