@@ -41,8 +41,8 @@ def promote(address: str, job: str, limit: float) -> list[str]:
     who, own, deadline = f"promote-{uuid.uuid4().hex[:8]}", job_secret(), time.monotonic() + limit
     generation: int | None = None
     problem, told = f"no member of job {job!r} has asked there", list[str]()
+    members: dict[str, dict[str, Any]] = {}
     while time.monotonic() < deadline:
-        members = {}
         data = json.loads(_native.promote(who, job, generation, own))
         try:
             client = torchft().coordination.LighthouseClient(address, ANSWER_LIMIT)

@@ -271,6 +271,8 @@ class Persister:
 
     def _check_not_left_behind(self, version: int) -> None:
         known = max(self._generation, generation_of(version))
+        if all(generation_of(found) <= known for _, found, _ in folders(self.folder)):
+            return  # most often; else it might be another model's
         newest = max((generation_of(each.version) for each in manifests(self.folder, self.layout, MANIFEST)), default=0)
         if newest > known:
             raise LeftBehind(f"members of generation {newest} persist here, this one is of generation {known}")

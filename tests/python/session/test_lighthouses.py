@@ -7,13 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
+from evermoe.comm._torchft import torchft
 from evermoe.comm.lighthouse import own_address, split_addresses, start_lighthouse
 from evermoe.comm.membership import MembershipOptions
+from evermoe.comm.messages import Identity, Messages
 from support.harness import FEWEST, HEARTBEAT_LIMIT, wait_until
 from support.history import check_history
+from support.messages import told
 from support.worker import Fault
 
 JOIN_LIMIT = 5.0
@@ -136,6 +141,23 @@ def test_one_of_two_leaves_and_the_other_goes_on(start_job, two, leaver):
     assert workers[leaver].join() == 143
     assert workers[1 - leaver].join() == 0
     check_history(workers)
+
+
+def test_members_that_have_heard_a_promotion_and_ask_no_more_have_gone_on(two):
+    """A short job may be over before the operator's command asks again."""
+    messages = Messages("a", Identity("job", "layout"), two[0].address, None)
+    client = torchft().coordination.LighthouseClient(two[0].address, timedelta(seconds=5))
+
+    def ask_until_promoted():
+        while not messages.is_promoted:
+            answer = client.quorum("a", timedelta(seconds=5), world_size=1, data=told(messages, generation=3))
+            messages.read(answer.participants, is_established=True)
+
+    with ThreadPoolExecutor() as pool:
+        member = pool.submit(ask_until_promoted)
+        done = promote(two[0].address, "job", 10)
+        member.result(timeout=20)
+    assert (done.returncode, done.stdout.strip()) == (0, "job job goes on with a"), done.stderr
 
 
 def promote(address, job, limit, **environment):

@@ -13,6 +13,7 @@ from evermoe._native import PROTOCOL, promote
 from evermoe.comm._torchft import torchft
 from evermoe.comm.messages import Identity, Messages
 from support.history import check_history
+from support.messages import told
 
 HALF = {"layout": "5e", "options": {}, "arithmetic": "", "job": "other", "standing": {}}
 """Some of the fields that members tell."""
@@ -85,15 +86,7 @@ def test_operators_word_is_of_no_use_once_the_members_have_gone_on():
     messages = Messages("a", Identity("job", "layout"), "http://lighthouse", None)
 
     def is_promoted(newest, *words):
-        standing = {
-            "epoch": None, "established": True, "size": 2, "generation": newest, "state": 1, "named": [], "adopted": 1,
-            "inquires": False, "is_done": False, "seat": None, "begun": [],
-        }  # fmt: skip
-        own = messages.write({
-            "standing": standing, "waits": True, "store": "h:1", "door": "h:2", "role": "train", "node": "n", 
-            "rank_key": "", "steps": 9, "patience": 0.0, "unreachable": [],
-        })  # fmt: skip
-        data = {"a": own} | {f"p{at}": json.loads(word) for at, word in enumerate(words)}
+        data = {"a": told(messages, newest)} | {f"p{at}": json.loads(word) for at, word in enumerate(words)}
         members = [SimpleNamespace(replica_id=name, data=each) for name, each in data.items()]
         assert len(messages.read(members, is_established=True)) == 1
         return messages.is_promoted

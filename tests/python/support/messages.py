@@ -1,0 +1,28 @@
+"""What a member tells the Lighthouse, for tests that speak to it without a session."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from evermoe.comm.messages import Messages
+
+
+def told(messages: Messages, generation: int) -> dict[str, Any]:
+    """The message of an established member that waits; the newest generation that it knows is this one."""
+    standing = {
+        "epoch": None,
+        "established": True,
+        "size": 2,
+        "generation": generation,
+        "state": 1,
+        "named": [],
+        "adopted": 1,
+        "inquires": False,
+        "is_done": False,
+        "seat": None,
+        "begun": [],
+    }
+    addresses = {"store": "localhost:1", "door": "localhost:2", "node": "n", "rank_key": "", "unreachable": []}
+    return messages.write(
+        {"standing": standing, "waits": True, "role": "train", "steps": 9, "patience": 0.0} | addresses
+    )
