@@ -92,6 +92,23 @@ fn a_member_that_was_left_behind_goes_on_if_its_operator_says_so() {
 }
 
 #[test]
+fn nobody_withdraws_in_favour_of_a_member_that_died_while_it_asked_beside_training() {
+    let trained = Participant {
+        waits: false,
+        ..participant("a", Standing { epoch: Some(7), named: vec![(1, 1)], ..standing(true, 2) })
+    };
+    let lost = Participant {
+        unreachable: vec!["a".into()],
+        ..participant("b", Standing { named: vec![(1, 1)], ..standing(true, 2) })
+    };
+    let table = [trained.clone(), lost.clone()];
+    assert_eq!(judge(2, &table, NEED, None), Verdict::Wait(Wait::Unheard));
+    // "a" trains in a later group, which "b" cannot reach.
+    let later = Participant { standing: Standing { generation: 2, ..trained.standing.clone() }, ..trained };
+    assert_eq!(judge(2, &[later, lost], NEED, None), Verdict::Cut(["a".to_string()].into()));
+}
+
+#[test]
 fn a_step_is_taken_when_all_have_voted_and_reported_at_the_next_vote() {
     let mut member = trained_with_b();
     member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();

@@ -88,6 +88,9 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     if let Some(stay) = at_the_end(participants) {
         return Verdict::Cut(stay);
     }
+    if participants.iter().any(|participant| is_outdated(participant, participants)) {
+        return Verdict::Wait(Wait::Unheard);
+    }
     let stay = who_stays(participants, need.is_majority);
     if !participants.iter().all(|participant| stay.contains(participant.id.as_str())) {
         return Verdict::Cut(stay.into_iter().map(str::to_owned).collect());
@@ -133,6 +136,21 @@ fn at_the_end(participants: &[Participant]) -> Option<BTreeSet<String>> {
     let stay: BTreeSet<String> =
         participants.iter().filter(|each| !is_behind(each)).map(|each| each.id.clone()).collect();
     (stay.len() < participants.len()).then_some(stay)
+}
+
+/// Whether what a member has told is older than the end of its group: it asked while it trained, and another one that
+/// knows the group waits outside of it.
+///
+/// It may be dead: then the others do not reach it, and nobody may withdraw in favour of it. Else it will ask again.
+fn is_outdated(participant: &Participant, participants: &[Participant]) -> bool {
+    let standing = &participant.standing;
+    let has_left = |other: &Participant| {
+        other.waits
+            && other.standing.established
+            && other.standing.epoch.is_none()
+            && other.standing.generation >= standing.generation
+    };
+    !participant.waits && standing.epoch.is_some() && participants.iter().any(has_left)
 }
 
 /// Whether some established members may be absent and those that are here still give them time: all established ones, or

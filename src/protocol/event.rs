@@ -238,7 +238,8 @@ pub enum Wait {
     Cut,
     /// The members train. They have heard of this one now, and will ask once they are between two steps.
     Training,
-    /// It cannot be told yet whether members were left behind: some have not heard an answer, or it was lost.
+    /// What some members have told is too old: they trained when they asked, and their group has broken since. Or it
+    /// cannot be told yet whether members were left behind: some have not heard an answer, or it was lost.
     Unheard,
     /// The job has several Lighthouses, and too few members of the last group are here to go on: others may do so.
     Minority {

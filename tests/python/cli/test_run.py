@@ -144,7 +144,7 @@ def test_control_c_lets_all_workers_leave_after_their_step(start, tmp_path):
     assert "SIGINT: the workers complete their step and leave the job; a second one kills them" in said
     assert "stopped before the last step; the same command resumes job train from" in said
     assert "Traceback" not in said
-    assert len(find(saved)) == 1
+    assert 1 <= len(find(saved)) <= 2  # the workers may leave at two steps, one after the other
 
 
 def test_second_control_c_kills(start, tmp_path):
