@@ -1,30 +1,22 @@
 //! Devices: loading the embedded kernels, and launching one by name.
 
+use super::kernels::BINARIES;
 use crate::error::{Error, Result};
 use cudarc::driver::{
-    CudaContext, CudaFunction, CudaModule, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg,
-    result, sys,
+    CudaContext, CudaFunction, CudaStream, DeviceRepr, DriverError, LaunchConfig, PushKernelArg, result, sys,
 };
 use std::collections::HashMap;
 use std::ffi::c_void;
+use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
-#[cfg(cuda_kernels)]
-const FATBINS: &[&[u8]] = &[
-    include_bytes!(concat!(env!("OUT_DIR"), "/histogram.fatbin")),
-    include_bytes!(concat!(env!("OUT_DIR"), "/dispatch.fatbin")),
-    include_bytes!(concat!(env!("OUT_DIR"), "/exchange.fatbin")),
-    include_bytes!(concat!(env!("OUT_DIR"), "/replay.fatbin")),
-    include_bytes!(concat!(env!("OUT_DIR"), "/copy.fatbin")),
-];
-#[cfg(not(cuda_kernels))]
-const FATBINS: &[&[u8]] = &[];
+/// The oldest driver that takes the kernels: they are compiled with CUDA 13.0.
+const LEAST_DRIVER: i32 = 13_000;
 
 /// A device's context with the kernels loaded, for the life of the process.
 pub(super) struct Device {
     context: Arc<CudaContext>,
-    modules: Vec<Arc<CudaModule>>,
-    functions: Mutex<HashMap<&'static str, CudaFunction>>,
+    functions: HashMap<&'static str, CudaFunction>,
 }
 
 static DEVICES: Mutex<Vec<(usize, Arc<Device>)>> = Mutex::new(Vec::new());
@@ -126,7 +118,7 @@ impl Launcher {
         if num_bytes == 0 {
             return Ok(());
         }
-        driver(self.device.context.bind_to_thread(), "cuCtxSetCurrent")?;
+        let _current = self.device.make_current()?;
         // SAFETY: by the caller's promise; the context is current.
         let status = unsafe { result::memset_d8_async(address, byte, num_bytes, self.stream.cu_stream()) };
         driver(status, "cuMemsetD8Async")
@@ -164,13 +156,14 @@ impl Launcher {
             block_dim: (small(grid.threads)?, 1, 1),
             shared_mem_bytes: small(grid.shared_bytes)?,
         };
-        let mut builder = self.stream.launch_builder(&function);
+        let mut builder = self.stream.launch_builder(function);
         for argument in arguments {
             builder.arg(argument);
         }
         if let Some(table) = table {
             builder.arg(table);
         }
+        let _current = self.device.make_current()?;
         // SAFETY: by the caller's promise.
         driver(unsafe { builder.launch(config) }, name).map(drop)
     }
@@ -205,7 +198,7 @@ impl Device {
         }
         // SAFETY: the device's context, which lives as long as the process.
         driver(unsafe { result::ctx::set_current(mine) }, "cuCtxSetCurrent")?;
-        Ok(Current(Some(before.unwrap_or(std::ptr::null_mut()))))
+        Ok(Current(Some(before.unwrap_or(null_mut()))))
     }
 
     pub(super) fn get(index: usize) -> Result<Arc<Self>> {
@@ -219,7 +212,7 @@ impl Device {
     }
 
     fn open(index: usize) -> Result<Self> {
-        if FATBINS.is_empty() {
+        if BINARIES.is_empty() {
             return Err(Error::Runtime(
                 "this build of evermoe has no CUDA kernels: no nvcc was found when it was compiled".into(),
             ));
@@ -228,25 +221,73 @@ impl Device {
         if !unsafe { sys::is_culib_present() } {
             return Err(Error::Runtime("libcuda.so.1, the NVIDIA driver, cannot be loaded".into()));
         }
+        result::init().map_err(|error| not_started(&error))?;
+        // The new context becomes the thread's; torch's comes back.
+        let before =
+            Current(Some(driver(result::ctx::get_current(), "cuCtxGetCurrent")?.unwrap_or(null_mut())));
         let context = driver(CudaContext::new(index), "cuDevicePrimaryCtxRetain")?;
         // SAFETY: memory and its order on streams are torch's business; cudarc allocates nothing here.
         unsafe { context.disable_event_tracking() };
-        let load = |fatbin: &&[u8]| {
-            let kernels = cudarc::nvrtc::Ptx::from_binary(fatbin.to_vec());
-            driver(context.load_module(kernels), "loading evermoe's kernels")
-        };
-        let modules = FATBINS.iter().map(load).collect::<Result<_>>()?;
-        Ok(Self { context, modules, functions: Mutex::default() })
+        // All at once: a kernel that is loaded later may wait for what runs, as NCCL, which may wait for it.
+        let mut functions = HashMap::new();
+        for binary in BINARIES {
+            let kernels = cudarc::nvrtc::Ptx::from_binary(binary.image.to_vec());
+            let module = context.load_module(kernels).map_err(|error| refused(&error, driver_version()))?;
+            for name in binary.names {
+                functions.insert(*name, driver(module.load_function(name), name)?);
+            }
+        }
+        drop(before);
+        Ok(Self { context, functions })
     }
 
-    fn function(&self, name: &'static str) -> Result<CudaFunction> {
-        let mut functions = self.functions.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(function) = functions.get(name) {
-            return Ok(function.clone());
-        }
-        let found = self.modules.iter().find_map(|module| module.load_function(name).ok());
-        let function = found.ok_or_else(|| Error::Runtime(format!("CUDA: no kernel named {name}")))?;
-        functions.insert(name, function.clone());
-        Ok(function)
+    fn function(&self, name: &'static str) -> Result<&CudaFunction> {
+        self.functions.get(name).ok_or_else(|| Error::Runtime(format!("CUDA: no kernel named {name}")))
+    }
+}
+
+/// The driver's version as CUDA has it, 13000 for 13.0; 0 if it does not say.
+fn driver_version() -> i32 {
+    let mut version = 0;
+    // SAFETY: the place of an integer.
+    let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
+    if status == sys::cudaError_enum::CUDA_SUCCESS { version } else { 0 }
+}
+
+/// Why the driver does not start.
+fn not_started(error: &DriverError) -> Error {
+    let advice = if error.0 == sys::cudaError_enum::CUDA_ERROR_STUB_LIBRARY {
+        ": libcuda.so is the toolkit's stub; take its folder out of LD_LIBRARY_PATH"
+    } else {
+        ""
+    };
+    Error::Runtime(format!("CUDA: cuInit failed: {error}{advice}"))
+}
+
+/// Why the kernels cannot be loaded.
+fn refused(error: &dyn std::fmt::Display, version: i32) -> Error {
+    let (major, minor) = (version / 1000, version % 1000 / 10);
+    let advice = if (1..LEAST_DRIVER).contains(&version) {
+        format!(
+            ": the driver is that of CUDA {major}.{minor}, and the kernels need one of CUDA 13.0 or newer (R580); update \
+             it, or build evermoe with an nvcc of CUDA {major}.{minor}"
+        )
+    } else {
+        String::new()
+    };
+    Error::Runtime(format!("CUDA: evermoe's kernels cannot be loaded: {error}{advice}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_driver_is_named() {
+        let said = |version| refused(&"unsupported PTX", version).to_string();
+        let old = "that of CUDA 12.8, and the kernels need one of CUDA 13.0 or newer (R580)";
+        assert!(said(12_080).contains(old), "{}", said(12_080));
+        assert!(!said(13_000).contains("R580"));
+        assert!(!said(0).contains("R580"), "the driver does not say");
     }
 }

@@ -11,6 +11,7 @@ mod device;
 mod exchange;
 mod fetch;
 mod histogram;
+mod kernels;
 mod launch;
 mod optim;
 mod pinned;

@@ -1,0 +1,36 @@
+//! The compiled kernels: one fat binary a source file, and the names in it.
+
+/// Kernels of one source file.
+pub(super) struct Binary {
+    /// What `build.rs` has compiled.
+    pub(super) image: &'static [u8],
+    /// All its kernels. The driver is asked for each in its own binary alone: tools report every question in vain.
+    pub(super) names: &'static [&'static str],
+}
+
+#[cfg(cuda_kernels)]
+macro_rules! binary {
+    ($file:literal: $($name:literal)*) => {
+        Binary { image: include_bytes!(concat!(env!("OUT_DIR"), "/", $file, ".fatbin")), names: &[$($name),*] }
+    };
+}
+
+#[cfg(not(cuda_kernels))]
+pub(super) const BINARIES: &[Binary] = &[];
+#[cfg(cuda_kernels)]
+#[rustfmt::skip]
+pub(super) const BINARIES: &[Binary] = &[
+    binary!("histogram": "expert_histograms"),
+    binary!("dispatch":
+        "plan_count_i32" "plan_count_i64" "plan_starts" "plan_segments" "plan_place_i32" "plan_place_i64"
+        "invert_positions" "permute"
+        "unpermute_f32_f32" "unpermute_bf16_f32" "unpermute_bf16_bf16" "unpermute_f16_f32" "unpermute_f16_f16"
+        "unpermute_backward_f32_f32_i32" "unpermute_backward_f32_f32_i64"
+        "unpermute_backward_bf16_f32_i32" "unpermute_backward_bf16_f32_i64"
+        "unpermute_backward_bf16_bf16_i32" "unpermute_backward_bf16_bf16_i64"
+        "unpermute_backward_f16_f32_i32" "unpermute_backward_f16_f32_i64"
+        "unpermute_backward_f16_f16_i32" "unpermute_backward_f16_f16_i64"),
+    binary!("exchange": "regroup_starts" "regroup" "split_tokens"),
+    binary!("replay": "adamw_4" "adamw_1" "sgd_4" "sgd_1"),
+    binary!("copy": "pack_chunks" "hash_blocks" "unpack_chunks"),
+];
