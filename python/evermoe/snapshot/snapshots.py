@@ -193,6 +193,7 @@ class Snapshots(StateKeeper):
         self.before_update()
         is_whole = self.wait()
         self._round = None
+        self._store.release_sources()
         return is_whole
 
     @property

@@ -24,15 +24,13 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
-from evermoe.snapshot.chunked_copy import ChunkedCopy
+from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION
 
 MOST_TRIES = 3
 """Send attempts before `CorruptCopy`."""
-STAGING_CHUNKS = 4
-"""Page-locked chunks that a capture from a GPU goes through."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 """Errors of a file system that has too little room."""
 _FILE = re.compile(r"^(\d{10})-.*\.arena$")
@@ -86,8 +84,8 @@ class BundleArena:
     arena: Arena
     index: int = -1
     """The buffer that is being written."""
-    chunks: tuple[list[int], ChunkedCopy] | None = None
-    """Addresses of tensors on a GPU, and the chunks that they are captured through."""
+    on_gpu: GpuSource | None = None
+    """What tensors on a GPU are captured through."""
 
 
 def _open_engine() -> CopyEngine:
@@ -257,25 +255,37 @@ class SnapshotStore:
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
     def capture(self, kept: BundleArena, version: int) -> Capture | None:
-        """Begins to capture a bundle's units as they are now; None if they are on several devices or not contiguous."""
+        """Begins to capture a bundle's units as they are now; None if they cannot be read beside training.
+
+        That is so if they are not contiguous, or on a GPU and much of them elsewhere.
+        """
         tensors = self.state.tensors(kept.bundle.units)
         every = [tensor for each in tensors for tensor in each]
-        if len({tensor.device for tensor in every}) != 1 or not all(tensor.is_contiguous() for tensor in every):
+        if not all(tensor.is_contiguous() for tensor in every):
             return None
-        if every[0].is_cuda:
-            capture = self._through_chunks(kept, every).capture(self.engine, kept.arena, version, [*map(len, tensors)])
-        else:
+        gpu = next((tensor.device for tensor in every if tensor.is_cuda), None)
+        if gpu is None:
             runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in each] for each in tensors]
             capture = self.engine.capture(kept.arena, version, runs, every)
+        elif GpuSource.fits(every, gpu):
+            source = self._source(kept, every, gpu)
+            capture = source.copy().capture(self.engine, kept.arena, version, [*map(len, tensors)])
+        else:
+            return None
         kept.index = capture.index
         return capture
 
-    def _through_chunks(self, kept: BundleArena, tensors: list[Tensor]) -> ChunkedCopy:
-        """Page-locked chunks for tensors on a GPU, made once as long as the tensors stay where they are."""
-        places = [tensor.data_ptr() for tensor in tensors]
-        if kept.chunks is None or kept.chunks[0] != places:
-            kept.chunks = places, ChunkedCopy(tensors, staging=STAGING_CHUNKS)
-        return kept.chunks[1]
+    @staticmethod
+    def _source(kept: BundleArena, tensors: Sequence[Tensor], gpu: torch.device) -> GpuSource:
+        if kept.on_gpu is None or not kept.on_gpu.is_of(tensors):
+            kept.on_gpu = None  # its memory makes room
+            kept.on_gpu = GpuSource(tensors, gpu)
+        return kept.on_gpu
+
+    def release_sources(self) -> None:
+        """Lets go of the tensors that were captured: their memory is needed for those that take their place."""
+        for kept in self.own:
+            kept.on_gpu = None
 
     def stored(self) -> Iterator[SnapshotUnit]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""

@@ -1,0 +1,78 @@
+"""Units on a GPU as a copier can take them: each tensor in memory of its own, all on one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evermoe.snapshot.chunked_copy import ChunkedCopy
+
+STAGING_CHUNKS = 4
+"""Page-locked chunks that a capture goes through."""
+MOST_STAND_INS = 1 / 16
+"""Part of the bytes that may have stand-ins, which take room on the GPU."""
+
+
+class GpuSource:
+    """Chunks for the tensors of units, made once as long as the tensors stay where they are.
+
+    Optimizers keep one `step` for all experts of a layer, and some keep it on the CPU. For what several units share,
+    and what is elsewhere, each unit has a *stand-in* on the GPU, which is written before each capture.
+
+    Args:
+        tensors: contiguous, unit by unit.
+        device: where all but small ones are.
+
+    Raises:
+        RuntimeError: too little page-locked memory.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+        self._places = _places(tensors)
+        uses = Counter(self._places)
+        originals: dict[tuple[int, int], Tensor] = {}
+        self._stand_ins: list[tuple[tuple[int, int], Tensor]] = []
+        own = []
+        for tensor, place in zip(tensors, self._places, strict=True):
+            if tensor.nbytes and (tensor.device != device or uses[place] > 1):
+                originals[place] = _bytes(tensor)
+                own.append(torch.empty(tensor.nbytes, dtype=torch.uint8, device=device))
+                self._stand_ins.append((place, own[-1]))
+            else:
+                own.append(tensor)
+        self._originals = originals
+        self._device = device
+        self._copy = ChunkedCopy(own, staging=STAGING_CHUNKS)
+
+    @staticmethod
+    def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
+        """Whether all but small parts of the tensors are on the device."""
+        elsewhere = sum(tensor.nbytes for tensor in tensors if tensor.device != device)
+        return elsewhere <= MOST_STAND_INS * sum(tensor.nbytes for tensor in tensors)
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it was made for these tensors, where they are now."""
+        return self._places == _places(tensors)
+
+    def copy(self) -> ChunkedCopy:
+        """The chunks, for one capture of the tensors as torch's current stream will have left them."""
+        there = {
+            place: original if original.device == self._device else original.to(self._device, non_blocking=True)
+            for place, original in self._originals.items()
+        }
+        if self._stand_ins:
+            torch._foreach_copy_(
+                [stand_in for _, stand_in in self._stand_ins], [there[place] for place, _ in self._stand_ins]
+            )
+        return self._copy
+
+
+def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
