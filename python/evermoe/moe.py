@@ -23,8 +23,9 @@ from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
-ROW_ALIGNMENT = 16
-"""An expert's flat weights are padded to this many elements, so that optimizers treat all replicas alike (SIMD)."""
+ROW_ALIGNMENT = 32
+"""An expert's flat weights are padded to this many elements, whole SIMD registers of any type: what is left over at the
+end of a tensor is rounded otherwise, so that replicas of an expert would differ by where they are in a stack."""
 
 REENTRANT = "CheckpointFunction.backward"
 """What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
@@ -235,7 +236,7 @@ class MoE(nn.Module):
 
     def _product(self, counts_e: np.ndarray, device: torch.device) -> Product:
         """The product for so many rows of each local expert."""
-        if not moe_ops.is_aligned(self._compute_dtype(device), [columns for _, columns in self.matrices]):
+        if not moe_ops.takes_groups(device, self._compute_dtype(device), [columns for _, columns in self.matrices]):
             lengths = counts_e.tolist()
             return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths)
         ends_e = torch.from_numpy(counts_e.cumsum().astype(np.int32)).to(device)

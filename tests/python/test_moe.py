@@ -227,7 +227,7 @@ def test_router_noise_only_in_training():
 
 def test_expert_padding_is_zero_and_stays_out_of_the_result():
     layer = make(1, False)
-    assert layer.row_padding == -(2 * 6 * H) % 16
+    assert layer.row_padding == -(2 * 6 * H) % 32
     odd = MoE(3, 5, 2)
     assert odd.weights.shape == (2, 32)
     assert not odd.weights[:, 30:].any()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
+from evermoe.moe import ROW_ALIGNMENT
 
-_ROWS, _ROW = 4, 16
+_ROWS, _ROW = 4, ROW_ALIGNMENT
 """Shape of what an optimizer is tried on: rows of whole SIMD registers, so that it steps all of them alike."""
 _TRIAL_RATE = 1e-2
+_BATCHES = 16
+"""Steps in which the state of all parameters is made, at least."""
 _LARGEST_DIFFERENCE = 1e-3
 """Part of the largest update by which updates may differ that should be the same: more than rounding."""
 _ADVICE = "Use an elementwise optimizer such as torch.optim.AdamW(fused=True) or SGD."
@@ -57,26 +60,44 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 def _start_from_zeros(optimizer: torch.optim.Optimizer) -> None:
-    """A step with zero gradients and a zero learning rate, then all state back to zero."""
+    """Steps with zero gradients and a zero learning rate, then all state back to zero.
+
+    A few parameters at a time have a gradient, so that this takes little memory beside the state.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
-    saved = {p: p.detach().clone() for group in optimizer.param_groups for p in group["params"]}
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        for parameter in group["params"]:
+    for batch in _batches([parameter for group in optimizer.param_groups for parameter in group["params"]]):
+        saved = [parameter.detach().clone() for parameter in batch]
+        for parameter in batch:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for parameter, value in zip(batch, saved, strict=True):
+                parameter.copy_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    with torch.no_grad():
-        for parameter, value in saved.items():
-            parameter.copy_(value)
-    optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         for key in [key for key, value in state.items() if value is None]:
             del state[key]
         for value in state.values():
             if isinstance(value, Tensor):
                 value.zero_()
+
+
+def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters, together at most as large as the largest of them or a part of all."""
+    sizes = [parameter.nbytes for parameter in parameters]
+    limit = max([sum(sizes) // _BATCHES, *sizes])
+    batch: list[Tensor] = []
+    for parameter, size in zip(parameters, sizes, strict=True):
+        if batch and sum(each.nbytes for each in batch) + size > limit:
+            yield batch
+            batch = []
+        batch.append(parameter)
+    if batch:
+        yield batch
 
 
 # ---- trials on scratch tensors

@@ -146,30 +146,33 @@ class TrainingState:
     def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:
         """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.
 
-        Nothing is changed before all inputs are checked: an expert that is neither held nor fetched is a KeyError.
+        Nothing is changed before all inputs are checked: an expert that is neither held nor fetched is a KeyError. Only
+        layers whose experts change get new memory, one layer after the other.
         """
-        stacks = {path: self._restack(path, ids, fetched) for path, ids in experts.items()}
-        for path, tensors in stacks.items():
-            self._replace(self.layers[path], experts[path], tensors)
+        for path, ids in experts.items():
+            missing = {expert_unit(path, expert) for expert in set(ids) - set(self.layers[path].experts)}
+            if not missing <= fetched.keys():
+                raise KeyError(*sorted(missing - fetched.keys()))
+        for path, ids in experts.items():
+            if ids != self.layers[path].experts:
+                self._replace(self.layers[path], ids, self._restack(path, ids))
+        held = set(self.held())
         for name, data in fetched.items():
-            unit = self.catalog.by_name[name]
-            if unit.layer is None:
+            if name in held:
+                unit = self.catalog.by_name[name]
                 for target, value in zip(self._tensors(unit), unit.tensors(data).values(), strict=True):
                     target.copy_(value)
 
-    def _restack(self, path: str, ids: list[int], fetched: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _restack(self, path: str, ids: list[int]) -> dict[str, Tensor]:
+        """New stacks with the rows that are held already; the others are to be written."""
         layer = self.layers[path]
-        old = self._stacks(layer)
-        rows = {e: i for i, e in enumerate(layer.experts)}
-        new = {key: t.new_empty((len(ids), *t.shape[1:])) if t.dim() == 2 else t.clone() for key, t in old.items()}
-        for i, expert in enumerate(ids):
-            name = expert_unit(path, expert)
-            if name in fetched:
-                values = list(self.catalog.by_name[name].tensors(fetched[name]).values())
-            else:
-                values = [stack[rows[expert]] if stack.dim() == 2 else stack for stack in old.values()]
-            for target, value in zip(new.values(), values, strict=True):
-                (target[i] if target.dim() == 2 else target).copy_(value)
+        rows = {expert: row for row, expert in enumerate(layer.experts)}
+        kept = [(to, rows[expert]) for to, expert in enumerate(ids) if expert in rows]
+        new = {}
+        for key, old in self._stacks(layer).items():
+            new[key] = old.new_empty((len(ids), *old.shape[1:])) if old.dim() == 2 else old
+            for to, row in kept if old.dim() == 2 else ():
+                new[key][to].copy_(old[row])
         return new
 
     def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:

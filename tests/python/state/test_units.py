@@ -105,6 +105,36 @@ def test_giving_experts_away_and_taking_them_back():
     assert digests(state) == before
 
 
+def test_a_layer_whose_experts_stay_keeps_its_memory():
+    _, optimizer, state = make("adamw-fused", steps=2)
+    layer, whole, before = state.layers["moe"], read(state), digests(state)
+    weights, address = layer.weights, layer.weights.data_ptr()
+    with torch.no_grad():
+        layer.weights.zero_()
+        optimizer.state[layer.weights]["exp_avg"].zero_()
+    state.adopt({"moe": layer.experts}, {expert_unit("moe", 1): whole[expert_unit("moe", 1)]})
+    assert layer.weights is weights
+    assert layer.weights.data_ptr() == address
+    after = digests(state)
+    assert {name for name in before if before[name] == after[name]} == before.keys() - {
+        expert_unit("moe", expert) for expert in (0, 2, 3)
+    }
+
+
+def test_the_optimizers_state_is_made_a_few_parameters_at_a_time():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with_gradients = []
+    optimizer.register_step_pre_hook(
+        lambda *_: with_gradients.append(sum(p.nbytes for p in model.parameters() if p.grad is not None))
+    )
+    state = TrainingState(model, optimizer)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(with_gradients) == whole
+    assert max(with_gradients) <= whole / 10
+    assert all("exp_avg" in state.optimizer.state[parameter] for parameter in model.parameters())
+
+
 def test_an_expert_that_is_neither_held_nor_fetched_changes_nothing():
     _, _, state = make("adamw")
     state.adopt({"moe": [0, 1]}, {})
