@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,20 +21,44 @@ def of_experts(state: TrainingState) -> list[Tensor]:
     return [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]
 
 
-def squares(state: TrainingState, rank: int) -> float:
+class SquareSum:
     """This rank's part of the square of the global gradient's norm.
 
     Those are the squares of the local experts' gradients, each divided by its number of hosts, and on rank 0 also of
     all other gradients, which are the same everywhere.
+
+    Args:
+        state: whose gradients are reduced.
+        rank: of this member.
+
+    Attributes:
+        norms: float64 `[n]`, of the gradients of which it is made, on their device.
     """
-    total = 0.0
-    if rank == 0:
-        dense = [p.grad for p in state.dense if p.grad is not None]
-        total = sum(float(gradient.double().square().sum()) for gradient in dense)
-    for layer, gradient in zip(state.layers.values(), of_experts(state), strict=True):
-        hosts = torch.from_numpy(np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0))
-        total += float((gradient.double().square().sum(1).cpu() / hosts).sum())
-    return total
+
+    def __init__(self, state: TrainingState, rank: int) -> None:
+        parts = [p.grad for p in state.dense if p.grad is not None] if rank == 0 else []
+        self._hosts = [1] * len(parts)
+        for layer in state.layers.values():
+            if layer.weights.grad is not None:
+                parts += layer.weights.grad.unbind()
+                self._hosts += np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0).tolist()
+        self.norms = torch.stack(torch._foreach_norm(parts, 2, torch.float64)) if parts else torch.zeros(0)
+
+    def value(self, norms: Sequence[float]) -> float:
+        """The sum for the norms as the host has read them."""
+        return math.fsum(norm * norm / hosts for norm, hosts in zip(norms, self._hosts, strict=True))
+
+
+def read(*tensors: Tensor) -> list[list[float]]:
+    """The elements of each tensor, as float64; a GPU is waited for once."""
+    found: list[list[float]] = [[] for _ in tensors]
+    for device in {tensor.device for tensor in tensors}:
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        flat = [tensors[number].detach().double().reshape(-1) for number in numbers]
+        values = iter(torch.cat(flat).tolist())
+        for number, each in zip(numbers, flat, strict=True):
+            found[number] = list(itertools.islice(values, len(each)))
+    return found
 
 
 def are_finite(gradients: Sequence[Tensor]) -> Tensor:

@@ -102,18 +102,21 @@ class SessionDriver(RecoveryDriver):
         is_whole, asked = self._protection.finish(step.number + 1)
         self._emit(Vote(step.number))
         assert step.loss is not None
-        loss = float(step.loss)
-        is_finite = math.isfinite(loss) and bool(has_finite)
         is_clipped = self._config.max_grad_norm is not None
-        squares = gradients.squares(self._state, self._group.rank) if is_clipped else 0.0
+        squares = gradients.SquareSum(self._state, self._group.rank) if is_clipped else None
+        experts_are_finite = torch.tensor(True) if is_clipped else gradients.are_finite(experts)
+        (loss,), (dense_are_finite,), (experts_finite,), norms = gradients.read(
+            step.loss, has_finite, experts_are_finite, torch.zeros(0) if squares is None else squares.norms
+        )
+        is_finite = math.isfinite(loss) and bool(dense_are_finite)
         capture_seconds, step_seconds = self._protection.measures()
         return Ballot(
             votes=float(is_whole and self._group.is_whole()),
             loss=loss,
-            squares=squares,
+            squares=0.0 if squares is None else squares.value(norms),
             nonfinite=float(not is_finite),
             nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
-            nonfinite_experts=0.0 if is_clipped else float(not gradients.are_finite(experts)),
+            nonfinite_experts=1.0 - experts_finite,
             asked=float(asked),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,

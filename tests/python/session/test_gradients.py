@@ -1,9 +1,13 @@
 """Whether gradients are finite: in any type, place and size."""
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from evermoe.train.gradients import are_finite
+from evermoe import MoE
+from evermoe.state.training_state import TrainingState
+from evermoe.train.gradients import SquareSum, are_finite, read
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -17,3 +21,35 @@ def test_one_bad_element_is_found_wherever_it_is(dtype, value):
         assert not are_finite(gradients)
         gradients[0].view(-1)[place] = -largest
     assert are_finite([])
+
+
+def squares(state, rank):
+    found = SquareSum(state, rank)
+    return found.value(*read(found.norms))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squares_are_those_of_all_gradients_once(device, dtype):
+    """Two ranks: expert 0 is on both, 1 and 2 on one of them each, and the dense gradients are the same everywhere."""
+    layer = MoE(8, 8, 3, top_k=1, device=device, dtype=dtype)
+    state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    matrix = np.array([[1, 1, 0], [1, 0, 1]])
+    everything = torch.randn(3, layer.weights.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    dense = torch.full_like(layer.router.weight, 3)
+    total = 0.0
+    for rank, row in enumerate(matrix):
+        experts = np.flatnonzero(row).tolist()
+        layer.experts, layer.matrix_RE = experts, matrix
+        layer.weights = nn.Parameter(layer.weights.detach()[: len(experts)].clone())
+        assert squares(state, rank) == 0.0, "no gradients yet"
+        layer.weights.grad, layer.router.weight.grad = everything[experts], dense
+        total += squares(state, rank)
+        layer.router.weight.grad = None
+        layer.weights = nn.Parameter(torch.zeros(3, layer.weights.shape[1], device=device, dtype=dtype))
+    expected = everything.double().square().sum() + dense.double().square().sum()
+    assert total == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_numbers_are_read_together(device):
+    numbers = torch.tensor(3, dtype=torch.int64, device=device), torch.tensor([0.5, 2.0]), torch.zeros(0, device=device)
+    assert read(*numbers, torch.tensor(True, device=device)) == [[3.0], [0.5, 2.0], [], [1.0]]
