@@ -8,6 +8,9 @@ Rules that the code below keeps:
 
 from __future__ import annotations
 
+import logging
+import os
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,6 +25,11 @@ from evermoe.comm.waits import Wait
 from evermoe.errors import PeerLost
 from evermoe.options import count
 
+logger = logging.getLogger(__name__)
+
+ABORT_ALONE = "2"
+"""What torch does where NCCL fails, as TORCH_NCCL_ASYNC_ERROR_HANDLING has it: it aborts the communicator, and leaves
+the process to us. Its default ends the process."""
 CONNECT_SECONDS = 3.0
 """Time to connect, per hundred members: they agreed a moment ago, so one that takes longer has died since then."""
 
@@ -72,10 +80,18 @@ def _gloo(address: str | None, timeout: timedelta) -> Any:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             group, cpu = dist.ProcessGroup(store, rank, size), dist.ProcessGroup.BackendType.GLOO
             group._set_default_backend(cpu)
-            group._register_backend(torch.device("cpu"), cpu, dist.ProcessGroupGloo(store, rank, size, options))
+            backend = dist.ProcessGroupGloo(store, rank, size, options)
+            for device in ("cpu", "cuda"):
+                group._register_backend(torch.device(device), cpu, backend)
             return group
 
     return Gloo(timeout=timeout)
+
+
+def _identity(device: torch.device) -> torch.Tensor:
+    """int64 `[2]`: the UUID of a GPU, which no other one shares."""
+    identity = uuid.UUID(str(torch.cuda.get_device_properties(device).uuid))
+    return torch.frombuffer(bytearray(identity.bytes), dtype=torch.int64)
 
 
 def _first_line(error: Exception) -> str:
@@ -87,7 +103,8 @@ class Group:
 
     A fresh `Group()` has one member and needs no network. Every failure of a peer is raised as `PeerLost`, after
     this member's own sockets are closed; from then on every call raises `PeerLost` until the group is rebuilt.
-    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL.
+    Tensors on the CPU travel over gloo, tensors on a GPU over NCCL; where several members share a GPU, which NCCL
+    refuses, over gloo, too.
 
     Threads may wait for it while another one drops it.
 
@@ -103,6 +120,7 @@ class Group:
         self.is_alone = True
         """Whether `size` is 1; compiled graphs depend on this alone."""
         self._groups: dict[str, Any] = {}
+        """Process groups by the type of the tensors' device; without one of its own, a device has that of the CPU."""
         self._timeout = timedelta(0)
         self._waits: set[Wait] = set()
         """For messages that are under way."""
@@ -211,7 +229,7 @@ class Group:
 
     def _wait(self, start: Callable[[Any], Any], device: str) -> str | None:
         try:
-            works = start(self._groups[device])
+            works = start(self._groups.get(device, self._groups["cpu"]))
             if not isinstance(works, list):
                 works.wait()
                 return None
@@ -244,7 +262,9 @@ class Group:
         if nccl is None:
             return True
         torch.cuda.current_stream().synchronize()
-        return self.broken is None and nccl.errored() is None
+        if self.broken is not None or nccl._errored is not None:  # errored() would wait for all streams of the device
+            return False
+        return bool(nccl._pg._get_backend(torch.device("cuda")).get_error().name == "SUCCESS")
 
     def drop(self, reason: str) -> None:
         """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
@@ -266,17 +286,32 @@ class Group:
         self._drop_alone("the group is being rebuilt")
         if not self._groups:
             self._groups["cpu"] = _gloo(self._address, timeout)
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-                self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=timeout)
         self.rank, self.size, self._timeout = rank, size, timeout
         self.is_alone = size == 1
         if size > 1:
-            self._groups["cpu"].set_timeout(min(connect_limit(size), timeout))
-            for name, group in self._groups.items():
-                group._pg = group._create_pg(dist.PrefixStore(name, store), rank, size)
-            self._groups["cpu"]._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
+            gloo = self._groups["cpu"]
+            gloo.set_timeout(min(connect_limit(size), timeout))
+            gloo._pg = gloo._create_pg(dist.PrefixStore("cpu", store), rank, size)
+            gloo._pg._get_backend(torch.device("cpu")).set_timeout(timeout)
+            if device.type == "cuda":
+                self._connect_gpus(store, device)
         self.broken = None
+
+    def _connect_gpus(self, store: Any, device: torch.device) -> None:
+        """Connects the members' GPUs by NCCL, unless some share one."""
+        torch.cuda.set_device(device)
+        self.broken = None
+        gpus = self.all_gather(_identity(device))
+        if len(gpus.unique(dim=0)) < self.size:
+            if self.rank == 0:
+                logger.warning("several members share a GPU: their tensors travel over gloo, as NCCL refuses that")
+            self._groups.pop("cuda", None)
+            return
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ALONE)
+        if "cuda" not in self._groups:
+            self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=self._timeout)
+        nccl = self._groups["cuda"]
+        nccl._pg = nccl._create_pg(dist.PrefixStore("cuda", store), self.rank, self.size)
 
 
 class Transfer:
