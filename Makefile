@@ -97,11 +97,12 @@ test-gpu: ## The tests that need a CUDA device, then some under compute-sanitize
 bench-gpu: ## The benches on a CUDA device; JSON in out/gpu
 	$$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) tests/python/support/on_gpu.py bench
 
-wheel: setup ## Build the abi3 wheel into out/wheels, with the torchft that a torch machine lacks (GPU_PYTHON=3.12)
+wheel: setup ## Build the abi3 wheel into out/wheels, with all that a machine with torch lacks (GPU_PYTHON=3.12)
 	rm -rf out/wheels
 	$(BIN)/maturin build --release --quiet --out out/wheels
+	$(BIN)/python tests/release/carried.py > out/wheels/requirements.txt
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
-	  -d out/wheels "$$(grep ^torchft constraints.txt)"
+	  -d out/wheels -r out/wheels/requirements.txt
 
 release: setup ## Build what a release uploads into out/release, and check it as its users will get it
 	tests/release/release.sh

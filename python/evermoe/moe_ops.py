@@ -45,10 +45,14 @@ def register(layer: Layer) -> Tensor:
     return torch.tensor(number, device="cpu")
 
 
-def is_aligned(dtype: torch.dtype, widths: Sequence[int]) -> bool:
-    """Whether `grouped_mm` takes matrices of this type with rows of these many elements: whole 16 bytes each."""
-    whole = all(width * dtype.itemsize % 16 == 0 for width in widths)
-    return whole and dtype in (torch.float32, torch.bfloat16, torch.float16)
+def takes_groups(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Whether `grouped_mm` is quick for matrices of this type with rows of these many elements.
+
+    Rows must be whole 16 bytes. On a GPU only bfloat16 has a kernel of its own: with others torch copies the rows' ends
+    to the host and goes from expert to expert.
+    """
+    quick = (torch.bfloat16,) if device.type == "cuda" else (torch.float32, torch.bfloat16, torch.float16)
+    return dtype in quick and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
 # ---- planning
@@ -135,7 +139,7 @@ exchange_rows.register_autograd(
 
 
 def multiply_at_once(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
-    """`multiply` of matrices that `is_aligned` takes."""
+    """`multiply` of matrices that `takes_groups` allows."""
     return F.grouped_mm(rows_NC, matrices_eDC.transpose(1, 2), offs=ends_e)
 
 
@@ -156,7 +160,7 @@ def multiply(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> Tensor:
         matrices_eDC: of the same type.
         ends_e: int32, the end of each expert's rows.
     """
-    if is_aligned(rows_NC.dtype, matrices_eDC.shape[1:]):
+    if takes_groups(rows_NC.device, rows_NC.dtype, matrices_eDC.shape[1:]):
         return multiply_at_once(rows_NC, matrices_eDC, ends_e)
     return multiply_one_by_one(rows_NC, matrices_eDC, _lengths(ends_e))
 
@@ -172,7 +176,7 @@ def multiply_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `multiply` for the rows and for the matrices."""
     gradient_ND = gradient_ND.contiguous()
-    if is_aligned(rows_NC.dtype, matrices_eDC.shape[1:]):
+    if takes_groups(rows_NC.device, rows_NC.dtype, matrices_eDC.shape[1:]):
         rows = F.grouped_mm(gradient_ND, matrices_eDC, offs=ends_e)
         return rows, F.grouped_mm(gradient_ND.t(), rows_NC, offs=ends_e)
     lengths = _lengths(ends_e)

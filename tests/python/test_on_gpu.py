@@ -48,6 +48,31 @@ def test_the_results_of_a_run_are_counted(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "some.json").read_text()) == found
 
 
+def test_a_command_that_takes_too_long_is_interrupted_with_all_that_it_has_started(tmp_path):
+    report = tmp_path / "said"
+    child = f"import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: open({str(report)!r}, 'w').write('enough')"
+    assert on_gpu.limited(["sh", "-c", f'{sys.executable} -c "{child}"; true'], 1, None) == "time-out"
+    assert report.read_text() == "enough"
+    assert on_gpu.limited([sys.executable, "-c", "raise SystemExit(3)"], 20, None) == 3
+
+
+@pytest.mark.long
+def test_every_test_that_needs_a_gpu_is_in_the_list():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", "tests/python"]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, cwd=ROOT).stdout
+    names = [line for line in listed.splitlines() if "::" in line]
+    assert len(names) > 500
+    places = tuple(f"tests/python/{path}" for path in on_gpu.TESTS)
+    assert [name for name in names if not name.startswith(places)] == []
+
+
+def test_each_op_has_an_example_for_the_sanitizer():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "gpu", *on_gpu.SANITIZED]
+    listed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, cwd=ROOT).stdout
+    for name in ("histogram", "plan", "permute", "regroup", "split", "test_adamw", "test_sgd", "test_chunks"):
+        assert any(name in line for line in listed.splitlines() if "::" in line), name
+
+
 def test_each_kernel_is_checked(library):
     lists = [path.read_text() for path in library.parent.glob("*.kernels.cpp")]
     names = [name for text in lists for name in re.findall(r"EVERMOE_KERNEL\((\w+)", text)]

@@ -1,6 +1,8 @@
 """The version and the extras are said in one place, and everything else agrees with it."""
 
 import re
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -46,3 +48,12 @@ def test_extras_that_are_named_anywhere_exist():
     assert any(named.values())
     for file, lists in named.items():
         assert {extra for names in lists for extra in names.split(",")} <= extras, file
+
+
+def test_what_is_carried_to_a_machine_with_torch_is_all_that_evermoe_needs():
+    command = [sys.executable, str(ROOT / "tests" / "release" / "carried.py")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    names = {line.split("==")[0] for line in lines}
+    assert {"torchft", "opentelemetry-sdk", "safetensors", "rich", "pytest-xdist"} <= names
+    assert not names & {"torch", "numpy", "evermoe", "typing-extensions"}
+    assert all(metadata.version(line.split("==")[0]) == line.split("==")[1] for line in lines)

@@ -327,6 +327,21 @@ def test_what_is_no_tensor_or_has_no_rows_is_named(name, call, bad):
         call(bad, torch.tensor([[0], [1]]))
 
 
+def test_permute_example(device):
+    """Token 0 goes to experts 1 and 0, token 1 to 1 alone: its second slot is unrouted. And the gradients of that."""
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device, requires_grad=True)
+    row_ids = torch.tensor([1, 0, 2], device=device)
+    positions = torch.tensor([[1, 0], [2, -1]], device=device)
+    weights = torch.tensor([[0.5, 0.25], [1.0, 7.0]], device=device, requires_grad=True)
+    rows = ops.permute(x, row_ids, positions)
+    assert rows.tolist() == [[1, 2], [1, 2], [3, 4]]
+    out = ops.unpermute(rows * torch.tensor([[1.0], [10.0], [100.0]], device=device), positions, weights)
+    assert out.tolist() == [[5.25, 10.5], [300, 400]]
+    out.sum().backward()
+    assert x.grad.tolist() == [[5.25, 5.25], [100, 100]]
+    assert weights.grad.tolist() == [[30, 3], [700, 0]]
+
+
 def test_bad_values_are_named_on_the_cpu():
     ids = torch.tensor([[0, 1], [2, 7]])
     with pytest.raises(RuntimeError, match=r"ids\[3\].* = 7 is out of range: expected -1 .*num_experts = 3"):

@@ -87,6 +87,8 @@ class Options:
     """So many steps with the whole vocabulary, then as many with three tokens of it, and so on; 0: always all."""
     trace: bool = False
     """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
+    device: str = "cpu"
+    """Where the model is."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -280,7 +282,7 @@ def _train(options: Options, record: Recorder) -> None:
         os.environ["EVERMOE_SECRET"] = options.secret
     if options.metadata is not None:
         sys.path.insert(0, options.metadata)
-    model, data = Model(), dataset()
+    model, data = Model().to(options.device), dataset().to(options.device)
     optimizer = make_optimizer(options.optimizer, model)
     if options.lr is not None:
         optimizer.param_groups[0]["lr"] = options.lr

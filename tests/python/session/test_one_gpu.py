@@ -1,0 +1,49 @@
+"""Several members on one GPU: gloo takes the place of NCCL, and all that a session copies from a GPU is at work."""
+
+import pytest
+import torch
+
+from support.harness import FEWEST
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+SLOW = 120.0
+"""Seconds for workers that open a GPU each."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
+def test_survivors_of_a_kill_go_on_from_copies(start_job, device, preset):
+    job = start_job(3, preset=preset, hang_limit=30.0, **FEWEST)
+    workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, steps=10)
+    assert workers[1].join(SLOW) == -9
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    check_history(workers)
+    if preset != "moetion":
+        check_recovered(workers, workers[0])
+    assert workers[0].events("recovered")[-1]["digests_mismatched"] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("optimizer", ["adamw", "evermoe", "sgd", "sgd-fused"])
+@pytest.mark.parametrize("preset", ["auto", "gemini"])
+def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
+    """The copies are compared with the state after the first steps, and at the end."""
+    job = start_job(2, preset=preset, hang_limit=30.0, **FEWEST)
+    workers = job.start_all({}, "ab", device=device, optimizer=optimizer, steps=6)
+    assert [each.join(SLOW) for each in workers] == [0, 0]
+    check_history(workers)
+    verified = [event for each in workers for event in each.events("verified")]
+    assert sum(event["digests_checked"] for event in verified) > 0
+    assert sum(event["digests_mismatched"] for event in verified) == 0
+
+
+@pytest.mark.timeout(300)
+def test_a_gpu_trains_as_the_processor_does(start_job, device):
+    """Losses are equal but for the order of sums."""
+    losses = []
+    for place in ("cpu", device):
+        (worker,) = start_job(1).start_all({}, "a", device=place, steps=8)
+        assert worker.join(SLOW) == 0
+        losses.append(torch.tensor([event["loss"] for event in worker.events("commit")]))
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=0.0)
