@@ -21,6 +21,7 @@ from evermoe import moe_ops, ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
+from evermoe.moe_exchange import Exchange
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
 ROW_ALIGNMENT = 32
@@ -141,13 +142,13 @@ class MoE(nn.Module):
         counts_E = ops.expert_histogram(ids_TK, self.num_experts)
         if torch.compiler.is_compiling():
             return self._forward_in_graph(x, ids_TK, weights_TK, counts_E, mean_probability_E)
-        send_ER, receive_RE = self.plan_exchange(counts_E)
-        self.balance_loss = self._balance_loss(self.share(), mean_probability_E)
-        row_ids, positions_TK = ops.dispatch_plan(ids_TK, torch.from_numpy(send_ER).to(ids_TK.device))
-        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
-        arrived_NH = all_to_all(rows_NH, send_ER.sum(0), receive_RE.sum(1), self.group)
-        outputs_NH = self._run_experts(arrived_NH, receive_RE[:, self.experts])
-        returned_NH = all_to_all(outputs_NH, receive_RE.sum(1), send_ER.sum(0), self.group)
+        exchange = self.plan_exchange(counts_E)
+        self.balance_loss = self._balance_loss(exchange.share_E, mean_probability_E)
+        row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
+        rows_NH = ops.permute(x_TH.to(self._compute_dtype(x.device)), row_ids, positions_TK)
+        arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
+        outputs_NH = self._run_experts(arrived_NH, exchange)
+        returned_NH = all_to_all(outputs_NH, exchange.received_R, exchange.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x.dtype).reshape(x.shape)
 
     def _forward_in_graph(
@@ -158,7 +159,8 @@ class MoE(nn.Module):
         share_E, send_ER, receive_Re, splits_2R = moe_ops.plan_exchange(self._name, counts_E, num_local)
         self.balance_loss = self._balance_loss(share_E, mean_probability_E)
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
-        rows_NH = ops.permute(x.reshape(-1, self.hidden), row_ids, positions_TK)
+        x_TH = x.reshape(-1, self.hidden).to(self._compute_dtype(x.device))
+        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
         ends_e = receive_Re.sum(0).cumsum(0).to(torch.int32)
         product: Product = lambda rows_NC, matrices_eDC: moe_ops.multiply(rows_NC, matrices_eDC, ends_e)  # noqa: E731
         if self.group.is_alone:
@@ -184,35 +186,34 @@ class MoE(nn.Module):
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return ids_TK, weights_TK, probabilities_TE.sum(0) / max(len(x_TH), 1)
 
-    def plan_exchange(self, counts_E: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Gathers and counts the load, and plans the exchange on the host: `send_ER` and `receive_RE`; collective.
+    def plan_exchange(self, counts_E: Tensor) -> Exchange:
+        """Gathers and counts the load, and plans the exchange on the host; collective.
 
-        It is the step's only extra exchange.
+        It is the step's only extra exchange, and the layer's only wait for a GPU.
         """
-        tokens_RE = self.group.all_gather(counts_E.cpu())
-        self.tokens_E = tokens_RE.sum(0).numpy()
+        tokens_RE = self.group.all_gather(counts_E)
+        on_host_RE = tokens_RE.cpu()
+        self.group.check()  # a GPU may have been let go without the counts
+        self.tokens_E = on_host_RE.sum(0).numpy()
         if self.training and not _is_recomputing():
             self.load_E = self.load_E + self.tokens_E
-        tokens_ER = np.ascontiguousarray(tokens_RE.numpy().T)
-        return split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
-
-    def share(self) -> Tensor:
-        """float64 `[E]`: parts of all ranks' tokens that went to each expert in the latest forward."""
-        return torch.from_numpy(self.tokens_E / max(self.tokens_E.sum(), 1))
+        tokens_ER = np.ascontiguousarray(on_host_RE.numpy().T)
+        planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
+        return Exchange.of(tokens_RE, *planned, self.experts)
 
     def _balance_loss(self, share_E: Tensor, mean_probability_E: Tensor) -> Tensor:
         return self.num_experts * (share_E.to(mean_probability_E) * mean_probability_E).sum()
 
-    def _run_experts(self, rows_NH: Tensor, counts_Re: np.ndarray) -> Tensor:
+    def _run_experts(self, rows_NH: Tensor, exchange: Exchange) -> Tensor:
         """Rows ordered by (source rank, expert) → the experts' outputs in the same order."""
         if len(self.experts) == 0:
             return self._take_part(rows_NH)
-        counts = torch.from_numpy(counts_Re).to(rows_NH.device)
-        is_mixed = min(counts.shape) > 1  # else both orders are the same
+        counts_Re = exchange.receive_Re
+        is_mixed = min(counts_Re.shape) > 1  # else both orders are the same
         if is_mixed:
-            rows_NH = ops.regroup(rows_NH, counts)
-        outputs_NH = self._feed_forward(rows_NH, self._product(counts_Re.sum(0), rows_NH.device))
-        return ops.regroup(outputs_NH, counts, inverse=True) if is_mixed else outputs_NH
+            rows_NH = ops.regroup(rows_NH, counts_Re)
+        outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype))
+        return ops.regroup(outputs_NH, counts_Re, inverse=True) if is_mixed else outputs_NH
 
     def _take_part(self, rows_NH: Tensor) -> Tensor:
         """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
@@ -220,10 +221,8 @@ class MoE(nn.Module):
 
     def _feed_forward(self, rows_NH: Tensor, product: Product) -> Tensor:
         """Rows ordered by local expert → the experts' outputs in the same order."""
-        dtype = self._compute_dtype(rows_NH.device)
-        rows_NH = rows_NH.to(dtype)
         sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
-        parts = self.weights.to(dtype).split(sizes, 1)
+        parts = self.weights.to(rows_NH.dtype).split(sizes, 1)
         matrices = [part.unflatten(1, shape) for part, shape in zip(parts, self.matrices, strict=False)]
         inner_NI = self.activation(product(rows_NH, matrices[0]))
         if len(matrices) == 3:
@@ -234,13 +233,12 @@ class MoE(nn.Module):
         kind = device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weights.dtype
 
-    def _product(self, counts_e: np.ndarray, device: torch.device) -> Product:
+    def _product(self, exchange: Exchange, dtype: torch.dtype) -> Product:
         """The product for so many rows of each local expert."""
-        if not moe_ops.takes_groups(device, self._compute_dtype(device), [columns for _, columns in self.matrices]):
-            lengths = counts_e.tolist()
-            return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths)
-        ends_e = torch.from_numpy(counts_e.cumsum().astype(np.int32)).to(device)
-        return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
+        ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
+        if moe_ops.takes_groups(ends_e.device, dtype, [columns for _, columns in self.matrices]):
+            return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
+        return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
 
 
 def _is_recomputing() -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from evermoe.comm.group import Group
+from evermoe.moe_exchange import Exchange
 
 
 class Layer(Protocol):
@@ -25,12 +25,8 @@ class Layer(Protocol):
     group: Group
     experts: list[int]
 
-    def plan_exchange(self, counts_E: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """`send_ER` and `receive_RE` for this rank's tokens of each expert; collective."""
-        ...
-
-    def share(self) -> Tensor:
-        """float64 `[E]`: parts of all ranks' tokens that went to each expert, of the latest plan."""
+    def plan_exchange(self, counts_E: Tensor) -> Exchange:
+        """The exchange of this rank's tokens of each expert; collective."""
         ...
 
 
@@ -71,13 +67,9 @@ def plan_exchange(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tens
         `share_E`, float32; `send_ER` and `receive_Re`, int64, on the device of the counts; `splits_2R`, int64 on the
         CPU: rows to each rank, and from each rank.
     """
-    owner = _layers[int(layer)]
-    send_ER, receive_RE = owner.plan_exchange(counts_E)
-    splits_2R = torch.from_numpy(np.stack([send_ER.sum(0), receive_RE.sum(1)]))
-    receive_Re = np.ascontiguousarray(receive_RE[:, owner.experts])
-    device = counts_E.device
-    share_E = owner.share().to(device, torch.float32)
-    return share_E, torch.from_numpy(send_ER).to(device), torch.from_numpy(receive_Re).to(device), splits_2R
+    exchange = _layers[int(layer)].plan_exchange(counts_E)
+    splits_2R = torch.tensor([exchange.sent_R, exchange.received_R], device="cpu")
+    return exchange.share_E.float(), exchange.send_ER, exchange.receive_Re, splits_2R
 
 
 @plan_exchange.register_fake

@@ -18,6 +18,7 @@ ROOMS = [
     "optim",
     "plotting",
     "comm",
+    "moe_exchange",
     "moe_ops",
     "moe",
     "sampler",

@@ -33,12 +33,11 @@ class _AllToAll(torch.autograd.Function):
         return ctx.group.all_to_all(rows, ctx.receive, ctx.send), None, None, None
 
 
-def all_to_all(rows: Tensor, send_R: np.ndarray, receive_R: np.ndarray, group: Group) -> Tensor:
-    """Differentiable `Group.all_to_all`: `send_R[r]` rows go to rank r, `receive_R[r]` come from it."""
+def all_to_all(rows: Tensor, sent_R: list[int], received_R: list[int], group: Group) -> Tensor:
+    """Differentiable `Group.all_to_all`: `sent_R[r]` rows go to rank r, `received_R[r]` come from it."""
     if group.size == 1:
-        return rows[: int(send_R[0])]
-    sent = rows[: int(send_R.sum())]
-    return _AllToAll.apply(sent, send_R.tolist(), receive_R.tolist(), group)
+        return rows.narrow(0, 0, sent_R[0])
+    return _AllToAll.apply(rows.narrow(0, 0, sum(sent_R)), sent_R, received_R, group)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,11 @@ def _identity(device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(identity.bytes), dtype=torch.int64)
 
 
+def _has_failed(nccl: Any) -> bool:
+    """Whether NCCL has failed or was aborted; its own `errored` would wait for all streams of the device."""
+    return nccl._errored is not None or nccl._pg._get_backend(torch.device("cuda")).get_error().name != "SUCCESS"
+
+
 def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0] or "the group was aborted"
 
@@ -143,7 +148,7 @@ class Group:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """`[size, *tensor.shape]`: what each member brought, by rank. Shapes must agree."""
         if self.size == 1 and self.broken is None:
-            return tensor[None].clone()
+            return tensor.unsqueeze(0).clone()
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         self._call("all_gather", tensor, lambda pg: pg.allgather([gathered], [tensor], c10d.AllgatherOptions()))
         return torch.stack(gathered)
@@ -262,9 +267,18 @@ class Group:
         if nccl is None:
             return True
         torch.cuda.current_stream().synchronize()
-        if self.broken is not None or nccl._errored is not None:  # errored() would wait for all streams of the device
-            return False
-        return bool(nccl._pg._get_backend(torch.device("cuda")).get_error().name == "SUCCESS")
+        return self.broken is None and not _has_failed(nccl)
+
+    def check(self) -> None:
+        """To be called when the host has read what a collective has brought to a GPU: it might be nothing.
+
+        Raises:
+            PeerLost: NCCL has given up since.
+        """
+        nccl = self._groups.get("cuda") if self.size > 1 else None
+        if nccl is not None and (self.broken is not None or _has_failed(nccl)):
+            self.drop("NCCL has given up")
+            raise PeerLost(f"a collective among {count(self.size, 'member')} failed: {self.broken}")
 
     def drop(self, reason: str) -> None:
         """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
