@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from evermoe.comm.group import Group
 
 ROUND_BYTES = 256 << 20
-"""Bytes that the whole group exchanges in one round, at most; a larger unit has a round of its own."""
+"""Bytes that a rank sends in one round, and that it receives, at most; a larger unit has a round of its own."""
 
 
 class Transfer(NamedTuple):
@@ -22,6 +23,22 @@ class Transfer(NamedTuple):
     destination: int
     kind: str
     """Kind of the copy at the source."""
+
+
+class _Filling:
+    """The newest round of one end, and how many bytes it has there."""
+
+    def __init__(self) -> None:
+        self._round = self._nbytes = 0
+
+    def first_with_room(self, nbytes: int) -> int:
+        is_full = self._nbytes > 0 and self._nbytes + nbytes > ROUND_BYTES
+        return self._round + is_full
+
+    def add(self, number: int, nbytes: int) -> None:
+        if number > self._round:
+            self._round, self._nbytes = number, 0
+        self._nbytes += nbytes
 
 
 class Fetch:
@@ -64,14 +81,20 @@ class Fetch:
         return fetched
 
     def _rounds(self, transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+        """Each transfer in the first round that has room at both ends, and none before one of the same end's.
+
+        Example, of units of 100 MiB, as (source, destination): (0, 1), (0, 2), (0, 3), (2, 1), (3, 2) take the rounds
+        0, 0, 1, 0, 0: rank 0 has sent 200 MiB by then.
+        """
         rounds: list[list[Transfer]] = []
-        room = 0
+        sends, receives = defaultdict[int, _Filling](_Filling), defaultdict[int, _Filling](_Filling)
         for transfer in transfers:
-            if room < self._sizes[transfer.unit] or not rounds:
-                rounds.append([])
-                room = ROUND_BYTES
-            rounds[-1].append(transfer)
-            room -= self._sizes[transfer.unit]
+            size, ends = self._sizes[transfer.unit], (sends[transfer.source], receives[transfer.destination])
+            number = max(end.first_with_room(size) for end in ends)
+            for end in ends:
+                end.add(number, size)
+            rounds += [[] for _ in range(number + 1 - len(rounds))]
+            rounds[number].append(transfer)
         return rounds
 
     def _bytes_by_rank(self, transfers: Sequence[Transfer], peer: Callable[[Transfer], int]) -> list[int]:

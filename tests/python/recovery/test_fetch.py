@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -50,8 +52,30 @@ def test_every_rank_gets_its_units(tmp_path, round_bytes):
         assert list(local) == (["a"] if rank == 0 else [])
 
 
-@pytest.mark.parametrize(("round_bytes", "rounds"), [(1, [1] * 6), (8, [3, 1, 2]), (100, [6])])
-def test_rounds_are_bounded(monkeypatch, round_bytes, rounds):
+def test_rounds_as_documented():
+    sizes = {f"{number}": 100 << 20 for number in range(5)}
+    ends = [(0, 1), (0, 2), (0, 3), (2, 1), (3, 2)]
+    transfers = [Transfer(f"{number}", *each, "active") for number, each in enumerate(ends)]
+    rounds = Fetch(Group(), sizes, lambda transfer, out: None)._rounds(transfers)
+    assert [[int(each.unit) for each in part] for part in rounds] == [[0, 1, 3, 4], [2]]
+
+
+@pytest.mark.parametrize("round_bytes", [1, 8, 20, 1000])
+def test_no_rank_sends_or_receives_more_than_a_round_holds(monkeypatch, round_bytes):
     monkeypatch.setattr(fetch, "ROUND_BYTES", round_bytes)
-    found = Fetch(Group(), SIZES, lambda transfer, out: None)
-    assert [len(part) for part in found._rounds(TRANSFERS[1:])] == rounds
+    draw = random.Random(round_bytes)
+    sizes = {f"u{number}": draw.randint(0, 12) for number in range(200)}
+    transfers = [Transfer(unit, *draw.sample(range(6), 2), "active") for unit in sizes]
+    rounds = Fetch(Group(), sizes, lambda transfer, out: None)._rounds(transfers)
+    assert sorted(each for part in rounds for each in part) == sorted(transfers)
+    for part in rounds:
+        for end in ("source", "destination"):
+            for rank in range(6):
+                own = [sizes[each.unit] for each in part if getattr(each, end) == rank]
+                assert sum(own) <= round_bytes or sum(size > 0 for size in own) == 1
+    busiest = max(
+        sum(sizes[each.unit] for each in transfers if getattr(each, end) == rank)
+        for end in ("source", "destination")
+        for rank in range(6)
+    )
+    assert len(rounds) <= 1 + 4 * busiest / round_bytes, "not one rank after the other"
