@@ -60,7 +60,7 @@ class LocalJob:
     lighthouse: str | None = None
     memory_dir: str = DEFAULT
     hang_limit: float = 30.0
-    heartbeat_limit: float = 0.4
+    heartbeat_limit: float = 0.35
     environment: Mapping[str, str] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
     _server: Any = None
