@@ -306,7 +306,7 @@ class Membership:
             self._meeting = None
             if self.watch.silent:
                 raise ConnectionError(f"{self.watch.silent[0]} fell silent while the groups were connected")
-        except (RuntimeError, TimeoutError, ConnectionError) as error:
+        except (RuntimeError, TimeoutError, ConnectionError, PeerLost) as error:
             problem = str(error).split("\n", 1)[0]
             logger.info("connecting failed, agreeing again: %s", problem)
             self._meeting = None

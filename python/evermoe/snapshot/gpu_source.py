@@ -33,18 +33,17 @@ class GpuSource:
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._places = _places(tensors)
         uses = Counter(self._places)
-        originals: dict[tuple[int, int], Tensor] = {}
+        self._device = device
+        self._originals: dict[tuple[int, int], Tensor] = {}
         self._stand_ins: list[tuple[tuple[int, int], Tensor]] = []
         own = []
         for tensor, place in zip(tensors, self._places, strict=True):
-            if tensor.nbytes and (tensor.device != device or uses[place] > 1):
-                originals[place] = _bytes(tensor)
+            if tensor.device != device or (tensor.nbytes and uses[place] > 1):
+                self._originals[place] = tensor.detach().reshape(-1).view(torch.uint8)
                 own.append(torch.empty(tensor.nbytes, dtype=torch.uint8, device=device))
                 self._stand_ins.append((place, own[-1]))
             else:
                 own.append(tensor)
-        self._originals = originals
-        self._device = device
         self._copy = ChunkedCopy(own, staging=STAGING_CHUNKS)
 
     @staticmethod
@@ -59,10 +58,7 @@ class GpuSource:
 
     def copy(self) -> ChunkedCopy:
         """The chunks, for one capture of the tensors as torch's current stream will have left them."""
-        there = {
-            place: original if original.device == self._device else original.to(self._device, non_blocking=True)
-            for place, original in self._originals.items()
-        }
+        there = {place: each.to(self._device, non_blocking=True) for place, each in self._originals.items()}
         if self._stand_ins:
             torch._foreach_copy_(
                 [stand_in for _, stand_in in self._stand_ins], [there[place] for place, _ in self._stand_ins]
@@ -72,7 +68,3 @@ class GpuSource:
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ _ROWS, _ROW = 4, ROW_ALIGNMENT
 """Shape of what an optimizer is tried on: rows of whole SIMD registers, so that it steps all of them alike."""
 _TRIAL_RATE = 1e-2
 _BATCHES = 16
-"""Steps in which the state of all parameters is made, at least."""
+"""Steps in which the state of all parameters is made, about, where none of them is larger than such a part."""
 _LARGEST_DIFFERENCE = 1e-3
 """Part of the largest update by which updates may differ that should be the same: more than rounding."""
 _ADVICE = "Use an elementwise optimizer such as torch.optim.AdamW(fused=True) or SGD."
@@ -86,18 +86,19 @@ def _start_from_zeros(optimizer: torch.optim.Optimizer) -> None:
                 value.zero_()
 
 
-def _batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _batches(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     """Parameters, together at most as large as the largest of them or a part of all."""
     sizes = [parameter.nbytes for parameter in parameters]
     limit = max([sum(sizes) // _BATCHES, *sizes])
-    batch: list[Tensor] = []
-    for parameter, size in zip(parameters, sizes, strict=True):
-        if batch and sum(each.nbytes for each in batch) + size > limit:
-            yield batch
-            batch = []
-        batch.append(parameter)
-    if batch:
-        yield batch
+    batches: list[list[Tensor]] = [[]]
+    room = limit
+    for parameter in parameters:
+        if parameter.nbytes > room:
+            batches.append([])
+            room = limit
+        batches[-1].append(parameter)
+        room -= parameter.nbytes
+    return batches
 
 
 # ---- trials on scratch tensors

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,7 +45,7 @@ class SquareSum:
 
     def value(self, norms: Sequence[float]) -> float:
         """The sum for the norms as the host has read them."""
-        return math.fsum(norm * norm / hosts for norm, hosts in zip(norms, self._hosts, strict=True))
+        return sum((norm * norm / hosts for norm, hosts in zip(norms, self._hosts, strict=True)), 0.0)
 
 
 def read(*tensors: Tensor) -> list[list[float]]:

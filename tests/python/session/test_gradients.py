@@ -1,5 +1,7 @@
 """Whether gradients are finite: in any type, place and size."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,15 @@ def test_squares_are_those_of_all_gradients_once(device, dtype):
         layer.weights = nn.Parameter(torch.zeros(3, layer.weights.shape[1], device=device, dtype=dtype))
     expected = everything.double().square().sum() + dense.double().square().sum()
     assert total == pytest.approx(float(expected), rel=1e-12)
+
+
+def test_squares_that_no_float_holds_are_infinite():
+    layer = MoE(8, 8, 2, top_k=1, dtype=torch.float64)
+    state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    layer.weights.grad = torch.full_like(layer.weights, 9.6e152)
+    found = SquareSum(state, 1)
+    assert all(norm * norm < math.inf for norm in found.norms.tolist()), "each alone is finite"
+    assert found.value(*read(found.norms)) == math.inf
 
 
 def test_numbers_are_read_together(device):
