@@ -3,18 +3,24 @@
 //! | variable | meaning |
 //! |---|---|
 //! | `EVERMOE_CUDA` | `auto` (default): kernels if there is an nvcc; `off`: none; `require`: fail without one |
-//! | `EVERMOE_CUDA_ARCHS` | comma-separated targets; default `sm_80,sm_90,compute_90` |
+//! | `EVERMOE_CUDA_ARCHS` | comma-separated targets; default `sm_80,sm_90,sm_100,compute_90` |
 //! | `NVCC`, `CUDA_HOME`, `CUDA_PATH` | where nvcc is; else PATH, the Python environment, `/usr/local/cuda` |
+//! | `EVERMOE_PTXAS` | assembler of CUDA 12.8, for drivers older than 580; else the Python environment; empty: nvcc's own |
 
 use std::env;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const KERNEL_FILES: [&str; 5] = ["histogram", "dispatch", "exchange", "replay", "copy"];
-const DEFAULT_ARCHS: &str = "sm_80,sm_90,compute_90";
-const INPUTS: [&str; 8] = [
+const KERNEL_FILES: [&str; 6] = ["histogram", "plan", "rows", "exchange", "replay", "copy"];
+const DEFAULT_ARCHS: &str = "sm_80,sm_90,sm_100,compute_90";
+/// An assembler whose images drivers from 525 on take (sm_100: from 570 on), and the PTX that it reads.
+const OLDER_RELEASE: &str = "12.8";
+const OLDER_PTX: &str = "8.7";
+const INPUTS: [&str; 9] = [
     "EVERMOE_CUDA",
     "EVERMOE_CUDA_ARCHS",
+    "EVERMOE_PTXAS",
     "NVCC",
     "CUDA_HOME",
     "CUDA_PATH",
@@ -42,10 +48,12 @@ fn main() {
     }
     match find_nvcc() {
         Some(nvcc) => {
+            let tools = Tools::find(nvcc);
             for file in KERNEL_FILES {
-                compile(&nvcc, file);
+                compile(&tools, file);
             }
             println!("cargo:rustc-cfg=cuda_kernels");
+            println!("cargo:rustc-env=EVERMOE_CUDA_RELEASE={}", tools.release);
         }
         None if mode == "require" => panic!("EVERMOE_CUDA=require, but there is no nvcc: {HOW_TO_GET_NVCC}"),
         None => println!("cargo:warning=no nvcc found, building without CUDA kernels: {HOW_TO_GET_NVCC}"),
@@ -75,19 +83,64 @@ fn runs(nvcc: &Path) -> bool {
 
 /// The compilers of pip's `nvidia-cuda-nvcc` in the environments that may be meant, newest first.
 fn nvcc_of_python() -> Vec<PathBuf> {
-    const LIST: &str = "import glob, os, sys\nfor path in sys.path:\n    for nvcc in sorted(glob.glob(os.path.join(path, \
-                        'nvidia', 'cu*', 'bin', 'nvcc')), reverse=True):\n        print(nvcc)";
+    in_pythons("cu*/bin/nvcc")
+}
+
+/// What the environments that may be meant have of pip's nvidia wheels.
+fn in_pythons(pattern: &str) -> Vec<PathBuf> {
+    const LIST: &str = "import glob, os, sys\nfor path in sys.path:\n    for found in sorted(glob.glob(os.path.join(path, \
+                        'nvidia', sys.argv[1])), reverse=True):\n        print(found)";
     let mut pythons: Vec<PathBuf> = env::var_os("PYO3_PYTHON").map(PathBuf::from).into_iter().collect();
     pythons.extend(env::var_os("VIRTUAL_ENV").map(|venv| Path::new(&venv).join("bin/python")));
     pythons.push(crate_root().join(".venv/bin/python"));
     pythons.push("python3".into());
     let mut found = Vec::new();
     for python in pythons {
-        if let Ok(output) = Command::new(python).args(["-c", LIST]).output() {
+        if let Ok(output) = Command::new(python).args(["-c", LIST, pattern]).output() {
             found.extend(String::from_utf8_lossy(&output.stdout).lines().map(PathBuf::from));
         }
     }
     found
+}
+
+/// The programs that make the images.
+struct Tools {
+    nvcc: PathBuf,
+    ptxas: PathBuf,
+    /// Whether the assembler is older than nvcc, so that older drivers take what it makes.
+    is_older: bool,
+    /// Release of CUDA of the assembler, as "12.8".
+    release: String,
+}
+
+impl Tools {
+    /// An nvcc, and an assembler of CUDA 12.8 if there is one and nvcc is newer; else its own.
+    fn find(nvcc: PathBuf) -> Self {
+        let named = env::var_os("EVERMOE_PTXAS").map(PathBuf::from);
+        let older = match &named {
+            Some(path) if path.as_os_str().is_empty() => None,
+            Some(path) => {
+                let found = release(path);
+                assert!(found.is_some(), "EVERMOE_PTXAS={} does not run", path.display());
+                Some(path.clone())
+            }
+            None => in_pythons("cuda_nvcc/bin/ptxas")
+                .into_iter()
+                .find(|path| release(path).as_deref() == Some(OLDER_RELEASE)),
+        };
+        let own = release(&nvcc).unwrap_or_default();
+        let is_older = older.is_some() && own.split('.').next() != OLDER_RELEASE.split('.').next();
+        let ptxas = older.filter(|_| is_older).unwrap_or_else(|| nvcc.with_file_name("ptxas"));
+        Self { release: release(&ptxas).unwrap_or(own), nvcc, ptxas, is_older }
+    }
+}
+
+/// The release of CUDA that a program says it is of; none if it does not run.
+fn release(program: &Path) -> Option<String> {
+    let output = Command::new(program).arg("--version").output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let (_, rest) = text.split_once("release ")?;
+    rest.split(',').next().map(str::to_owned)
 }
 
 fn crate_root() -> PathBuf {
@@ -95,22 +148,58 @@ fn crate_root() -> PathBuf {
 }
 
 /// Compiles `kernels/<file>.cu` to `$OUT_DIR/<file>.fatbin`. Spills and warnings are errors.
-fn compile(nvcc: &Path, file: &str) {
+fn compile(tools: &Tools, file: &str) {
     let out_dir = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let archs = env::var("EVERMOE_CUDA_ARCHS").unwrap_or_else(|_| DEFAULT_ARCHS.into());
-    let mut command = Command::new(nvcc);
-    command.args(["-fatbin", "-O3", "-std=c++17", "--compress-mode=size", "-Werror=all-warnings"]);
-    command.args(["-Xptxas", "-Werror,--warn-on-spills,--warn-on-local-memory-usage"]);
+    let mut images = Vec::new();
     for arch in archs.split(',').map(str::trim) {
         let number = arch.trim_start_matches("sm_").trim_start_matches("compute_");
-        command.arg(format!("-gencode=arch=compute_{number},code={arch}"));
+        let ptx = out_dir.join(format!("{file}.{number}.ptx"));
+        let mut nvcc = Command::new(&tools.nvcc);
+        nvcc.args(["-ptx", "-O3", "-std=c++17", "-Werror=all-warnings"])
+            .arg(format!("-arch=compute_{number}"));
+        // pip's layout keeps the headers of the CUDA runtime beside the compiler.
+        let root = tools.nvcc.parent().and_then(Path::parent);
+        if let Some(root) = root.filter(|root| root.join("include").is_dir()) {
+            nvcc.arg("-I").arg(root.join("include"));
+        }
+        run(nvcc.arg("-o").arg(&ptx).arg(format!("kernels/{file}.cu")));
+        if tools.is_older {
+            state_older_version(&ptx);
+        }
+        let (kind, image) = match arch.strip_prefix("sm_") {
+            None => ("ptx", ptx),
+            Some(_) => {
+                let image = out_dir.join(format!("{file}.{number}.cubin"));
+                let mut ptxas = Command::new(&tools.ptxas);
+                ptxas.args(["-O3", "-Werror", "--warn-on-spills", "--warn-on-local-memory-usage"]);
+                run(ptxas.arg(format!("-arch={arch}")).arg("-o").arg(&image).arg(ptx));
+                ("elf", image)
+            }
+        };
+        images.push(format!("--image3=kind={kind},sm={number},file={}", image.display()));
     }
-    // pip's layout keeps the headers of the CUDA runtime beside the compiler.
-    if let Some(root) = nvcc.parent().and_then(Path::parent).filter(|root| root.join("include").is_dir()) {
-        command.arg("-I").arg(root.join("include"));
-    }
-    command.arg("-o").arg(out_dir.join(format!("{file}.fatbin"))).arg(format!("kernels/{file}.cu"));
-    let output = command.output().unwrap_or_else(|error| panic!("{}: {error}", nvcc.display()));
+    // Older drivers cannot read what other modes write.
+    let mut fatbinary = Command::new(tools.nvcc.with_file_name("fatbinary"));
+    fatbinary.args(["-64", "--compress-all", "--compress-mode=speed"]);
+    run(fatbinary.arg(format!("--create={}", out_dir.join(format!("{file}.fatbin")).display())).args(images));
+}
+
+/// States the version of PTX that ptxas of CUDA 12.8 takes. A kernel that needs a newer one is an error there.
+fn state_older_version(ptx: &Path) {
+    let text = fs::read_to_string(ptx).unwrap_or_else(|error| panic!("{}: {error}", ptx.display()));
+    let older = |line: &str| match line.strip_prefix(".version ") {
+        Some(_) => format!(".version {OLDER_PTX}"),
+        None => line.to_owned(),
+    };
+    let text: Vec<String> = text.lines().map(older).collect();
+    fs::write(ptx, text.join("\n") + "\n").unwrap_or_else(|error| panic!("{}: {error}", ptx.display()));
+}
+
+fn run(command: &mut Command) {
+    let output = command
+        .output()
+        .unwrap_or_else(|error| panic!("{}: {error}", Path::new(command.get_program()).display()));
     assert!(
         output.status.success(),
         "{command:?} failed:\n{}{}",

@@ -9,10 +9,6 @@
 constexpr unsigned kWarp = 32;  // threads of a warp
 constexpr int kInFlight = 4;    // loads of each thread that are on their way before the first of them is used
 
-// ---- dispatch.cu: slots of a tile, a power of two -------------------------------------------------
-constexpr size_t kLeastTileSlots = 512;    // at least
-constexpr size_t kTileSlotsPerExpert = 2;  // at least, so that the counts of a tile take at most two bytes a slot
-
 // ---- histogram.cu ---------------------------------------------------------------------------------
 constexpr size_t kMaxLayers = 64;  // of one launch
 
@@ -25,8 +21,8 @@ struct LayerIds {
 struct LayersIds { LayerIds at[kMaxLayers]; };
 
 // ---- exchange.cu: dynamic shared memory of split_tokens -------------------------------------------
-constexpr size_t kHolderBytes = 64;  // of each rank, and of one more
-constexpr size_t kSourceBytes = 16;  // of each thread of a warp, with a sum of 8 bytes
+constexpr size_t kHolderBytes = 32;  // of each rank, with a number of 4 bytes
+constexpr size_t kClaimBytes = 16;   // of each source's part for each holder, and for itself
 
 // ---- replay.cu ------------------------------------------------------------------------------------
 constexpr int kMaxSteps = 8;       // of one launch

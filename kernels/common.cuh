@@ -18,6 +18,16 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 __device__ inline size_t global_thread() { return static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline size_t num_threads() { return static_cast<size_t>(gridDim.x) * blockDim.x; }
 
+// ---- indices ------------------------------------------------------------------------------------
+// Row ids and positions are int32, or int64 where `wide` is not 0: all threads take the same side of the branch, and one
+// kernel serves both.
+__device__ inline int64_t index_at(const void* indices, size_t i, size_t wide) {
+  return wide ? static_cast<const int64_t*>(indices)[i] : static_cast<const int32_t*>(indices)[i];
+}
+__device__ inline void set_index(void* indices, size_t i, size_t wide, int64_t value) {
+  if (wide) static_cast<int64_t*>(indices)[i] = value; else static_cast<int32_t*>(indices)[i] = static_cast<int32_t>(value);
+}
+
 // ---- row types: 16-bit floats are carried as their bits ------------------------------------------
 struct Bf16 { uint16_t bits; };
 struct Fp16 { uint16_t bits; };
@@ -115,32 +125,3 @@ __device__ inline void copy_rows(const void* __restrict__ rows,  // [num_rows, r
 
 // ---- counts ---------------------------------------------------------------------------------------
 __device__ inline int64_t at_least_zero(int64_t count) { return count < 0 ? 0 : count; }
-
-// starts[i] = sum of the cells before cell i, where cell i is counts[i % inner * stride + i / inner], or 0 if that is
-// negative; returns, in the last thread, the sum of all. Each thread sums a run of cells, the block scans the sums, each
-// thread writes its run. `sums`: shared, an int64_t of each thread; the block is a power of two.
-// Example, counts = [[0, 1], [2, 1]] by columns (inner = 2, stride = 2): starts = [0, 0, 2, 3], the sum is 4.
-__device__ inline int64_t scan_counts(const int64_t* __restrict__ counts,  // device
-                                      int64_t* __restrict__ starts,        // [num_cells]  device, written
-                                      int64_t* sums, size_t num_cells, size_t inner, size_t stride) {
-  const size_t run = (num_cells + blockDim.x - 1) / blockDim.x;
-  const size_t begin = threadIdx.x * run < num_cells ? threadIdx.x * run : num_cells;
-  const size_t end = begin + run < num_cells ? begin + run : num_cells;
-  int64_t sum = 0;
-  for (size_t i = begin; i < end; ++i) sum += at_least_zero(counts[i % inner * stride + i / inner]);
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  for (unsigned step = 1; step < blockDim.x; step *= 2) {
-    const int64_t left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
-    __syncthreads();
-    sums[threadIdx.x] += left;
-    __syncthreads();
-  }
-  int64_t start = sums[threadIdx.x] - sum;
-  for (size_t i = begin; i < end; ++i) {
-    starts[i] = start;
-    start += at_least_zero(counts[i % inner * stride + i / inner]);
-  }
-  __syncthreads();
-  return start;
-}

@@ -8,6 +8,42 @@
 // A segment is the rows of one source for one expert, which are next to each other in both orders: by source
 // (number r * E + e) and by expert (number e * R + r). regroup_starts -> regroup, on one stream.
 
+// i % inner * stride + i / inner; a 64-bit division takes several times as long as a 32-bit one.
+__device__ inline size_t turned(size_t i, size_t inner, size_t stride) {
+  const bool small = ((i | inner) >> 32) == 0;
+  const size_t quotient = small ? static_cast<uint32_t>(i) / static_cast<uint32_t>(inner) : i / inner;
+  return (i - quotient * inner) * stride + quotient;
+}
+
+// starts[i] = sum of the cells before cell i, where cell i is counts[i % inner * stride + i / inner], or 0 if that is
+// negative; returns, in the last thread, the sum of all. Each thread sums a run of cells, the block scans the sums, each
+// thread writes its run. `sums`: shared, an int64_t of each thread; the block is a power of two.
+// Example, counts = [[0, 1], [2, 1]] by columns (inner = 2, stride = 2): starts = [0, 0, 2, 3], the sum is 4.
+__device__ inline int64_t scan_counts(const int64_t* __restrict__ counts,  // device
+                                      int64_t* __restrict__ starts,        // [num_cells]  device, written
+                                      int64_t* sums, size_t num_cells, size_t inner, size_t stride) {
+  const size_t run = (num_cells + blockDim.x - 1) / blockDim.x;
+  const size_t begin = threadIdx.x * run < num_cells ? threadIdx.x * run : num_cells;
+  const size_t end = begin + run < num_cells ? begin + run : num_cells;
+  int64_t sum = 0;
+  for (size_t i = begin; i < end; ++i) sum += at_least_zero(counts[turned(i, inner, stride)]);
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (unsigned step = 1; step < blockDim.x; step *= 2) {
+    const int64_t left = threadIdx.x >= step ? sums[threadIdx.x - step] : 0;
+    __syncthreads();
+    sums[threadIdx.x] += left;
+    __syncthreads();
+  }
+  int64_t start = sums[threadIdx.x] - sum;
+  for (size_t i = begin; i < end; ++i) {
+    starts[i] = start;
+    start += at_least_zero(counts[turned(i, inner, stride)]);
+  }
+  __syncthreads();
+  return start;
+}
+
 // First rows of the segments in both orders, and the number of all rows behind them. Negative counts are zeros.
 // Example: counts = [[1, 2], [3, 0]]: by_source = [0, 1, 3, 6, 6], by_expert = [0, 1, 4, 6, 6].
 // Launch: one block, dynamic shared memory for an int64_t of each thread.
@@ -22,26 +58,52 @@ extern "C" __global__ void regroup_starts(const int64_t* __restrict__ counts,  /
   if (threadIdx.x == blockDim.x - 1) by_source[num_segments] = by_expert[num_segments] = num_rows;
 }
 
+// The first i with starts[i] > row, num if there is none: by one thread, or by a warp that looks for one row and cuts what is
+// left into 32 parts at a time. Example: starts = [0, 1, 4, 6, 6], row = 4: 3.
+__device__ inline size_t first_past(const int64_t* __restrict__ starts, size_t num, int64_t row) {
+  size_t low = 0, high = num;
+  while (low < high) {
+    const size_t middle = (low + high) / 2;
+    if (starts[middle] > row) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+__device__ inline size_t first_past_by_warp(const int64_t* __restrict__ starts, size_t num, int64_t row) {
+  size_t low = 0, high = num;
+  while (low < high) {
+    const size_t part = (high - low + kWarp - 1) / kWarp, last = low + (threadIdx.x % kWarp + 1) * part - 1;
+    const unsigned past = __ballot_sync(kAllLanes, last >= high || starts[last] > row);
+    if (!past) return high;
+    const size_t found = static_cast<size_t>(__ffs(static_cast<int>(past)) - 1);
+    low += found * part;
+    if (low + part - 1 < high) high = low + part - 1;
+  }
+  return low;
+}
+
 // out[to[i] + j] = rows[from[k] + j]: segment i of the one order is segment k = i % inner * outer + i / inner of the other,
 // where the inner index of the output's order is the outer one of the input's. Rows past the counts become zeros.
 // Example (as above), by expert: inner = 2 sources, outer = 2 experts. Row 4: the last i with by_expert[i] <= 4 is 2, whose k
 // is 2 % 2 * 2 + 2 / 2 = 1: row by_source[1] + 4 - by_expert[2] = 1. All: rows 0 | 1 2 || 3 4 5 | become 0 3 4 5 | 1 2.
-// Launch: 1-D grid of any size, blocks of a power of two; row_bytes is even.
+// Launch: 1-D grid of any size, blocks of a power of two, at least a warp; row_bytes is even.
 extern "C" __global__ void regroup(const void* rows,                  // [num_rows, row_bytes]  device
                                    const int64_t* __restrict__ from,  // [inner * outer + 1]    device, in the order of rows
                                    const int64_t* __restrict__ to,    // [outer * inner + 1]    device, in the order of out
                                    void* out,                         // [num_rows, row_bytes]  device, written
                                    size_t num_rows, size_t row_bytes, size_t inner, size_t outer) {
   const size_t num_segments = inner * outer;
-  copy_rows(rows, out, num_rows, row_bytes, num_rows, [=](size_t row) {
-    size_t low = 0, high = num_segments + 1;  // the first i with to[i] > row
-    while (low < high) {
-      const size_t middle = (low + high) / 2;
-      if (to[middle] > static_cast<int64_t>(row)) high = middle; else low = middle + 1;
+  const bool by_warp = row_bytes > kWarp / 2 * 16;  // more than half a warp takes a row, whatever the units: all of it does
+  int64_t begin = 0, end = 0, shift = 0;            // of the segment of the row before, which mostly is this row's, too
+  copy_rows(rows, out, num_rows, row_bytes, num_rows, [=](size_t row) mutable {
+    const int64_t at = static_cast<int64_t>(row);
+    if (at < begin || at >= end) {
+      const size_t next = by_warp ? first_past_by_warp(to, num_segments + 1, at) : first_past(to, num_segments + 1, at);
+      if (next == 0 || next > num_segments) return num_rows;
+      begin = to[next - 1];
+      end = to[next];
+      shift = from[turned(next - 1, inner, outer)] - begin;
     }
-    if (low == 0 || low > num_segments) return num_rows;
-    const size_t i = low - 1;
-    return static_cast<size_t>(from[i % inner * outer + i / inner] + static_cast<int64_t>(row) - to[i]);
+    return static_cast<size_t>(at + shift);
   });
 }
 
@@ -53,29 +115,24 @@ using Wide = __int128;
 using UnsignedWide = unsigned __int128;
 constexpr uint64_t kMaxScale = uint64_t{1} << 61;  // of t * r, so that products of two such numbers fit
 
-// A rank with room left or, behind them, what the source keeps itself.
+// A rank with room left.
 struct Holder {
-  Wide owed;      // exact minus rounded tokens of the rows so far, over the common denominator
-  Wide claim;     // what the floor cut off, and what it was owed: the largest get the odd tokens
-  int64_t room;   // scaled
-  int64_t floor;  // of its share of this row
+  Wide owed;     // exact minus rounded tokens of the rows so far, over the common denominator
+  int64_t room;  // scaled
   uint32_t rank;
-  uint32_t has_rest;  // whether the floor cut anything off
 };
-struct Source { int64_t count, kept; };  // tokens of a rank; what it has room for, scaled
-static_assert(sizeof(Holder) == kHolderBytes && sizeof(Source) == kSourceBytes, "what the launcher asks shared memory for");
+static_assert(sizeof(Holder) == kHolderBytes && sizeof(Wide) == kClaimBytes, "what the launcher asks shared memory for");
+
+// What a holder may get an odd token for: the rest that the floor cut off, and what it was owed. None without a rest.
+constexpr Wide kNoClaim = static_cast<Wide>(UnsignedWide{1} << 127);
 
 // Sum of a number of each lane, at most kMaxScale + 1: what is more, or was negative, is that.
 __device__ inline uint64_t add_up_to(uint64_t sum, uint64_t more) {
   return more > kMaxScale || sum + more > kMaxScale ? kMaxScale + 1 : sum + more;
 }
-__device__ inline uint64_t warp_sum(uint64_t* sums, uint64_t mine) {
-  sums[threadIdx.x] = mine;
-  __syncwarp();
-  uint64_t total = 0;
-  for (unsigned lane = 0; lane < kWarp; ++lane) total = add_up_to(total, sums[lane]);
-  __syncwarp();
-  return total;
+__device__ inline uint64_t warp_sum(uint64_t mine) {
+  for (unsigned other = kWarp / 2; other > 0; other /= 2) mine = add_up_to(mine, __shfl_xor_sync(kAllLanes, mine, other));
+  return mine;
 }
 
 // Quotient (below 2^62) and remainder.
@@ -98,118 +155,147 @@ __device__ inline int64_t divide(UnsignedWide share, UnsignedWide denominator, U
   return static_cast<int64_t>(quotient);
 }
 
-// Whether `one` gets an odd token before `other`.
-__device__ inline bool precedes(const Holder& one, const Holder& other) {
-  if (one.has_rest != other.has_rest) return one.has_rest;
-  if (one.claim != other.claim) return one.claim > other.claim;
-  return one.rank < other.rank;
-}
+// The split of one expert.
+struct Expert {
+  const int64_t* tokens_R;    // [num_ranks]                       device
+  const int64_t* replicas_E;  // [num_ranks], num_experts apart    device
+  int64_t* send_R;            // [num_ranks]                       device
+  int64_t* receive_E;         // [num_ranks], num_experts apart    device
+  size_t num_experts, num_ranks, rank;
+  int64_t total, held;        // tokens and replicas of all ranks
+  uint64_t room_sum;          // scaled
+  UnsignedWide denominator;   // of all shares
+};
 
-// Lists the ranks with room left, ascending; returns how many they are, and the sum of their room.
-__device__ inline size_t find_holders(const int64_t* tokens_R, const int64_t* replicas_E, Holder* holders, uint64_t* sums,
-                                      int64_t total, int64_t held, size_t num_experts, size_t num_ranks, uint64_t& room_sum) {
+// Lists the ranks with room left, ascending; returns how many they are, and the sum of their room. Each warp finds them, the
+// first one writes.
+__device__ inline size_t find_holders(const Expert& expert, Holder* holders, uint64_t& room_sum) {
+  const unsigned lane = threadIdx.x % kWarp;
   size_t num_holders = 0;
   uint64_t mine = 0;
-  for (size_t first = 0; first < num_ranks; first += kWarp) {
-    const size_t rank = first + threadIdx.x;
-    const int64_t replicas = rank < num_ranks ? replicas_E[rank * num_experts] : 0;
-    const int64_t room = replicas > 0 ? total * replicas - tokens_R[rank] * held : 0;
-    const unsigned same = __match_any_sync(kAllLanes, static_cast<unsigned>(room > 0));
-    const unsigned with_room = room > 0 ? same : ~same;
+  for (size_t first = 0; first < expert.num_ranks; first += kWarp) {
+    const size_t rank = first + lane;
+    const int64_t replicas = rank < expert.num_ranks ? expert.replicas_E[rank * expert.num_experts] : 0;
+    const int64_t room = replicas > 0 ? expert.total * replicas - expert.tokens_R[rank] * expert.held : 0;
+    const unsigned with_room = __ballot_sync(kAllLanes, room > 0);
     if (room > 0) {
-      Holder& holder = holders[num_holders + __popc(with_room & ((1u << threadIdx.x) - 1))];
-      holder.owed = 0;
-      holder.room = room;
-      holder.rank = static_cast<uint32_t>(rank);
       mine += static_cast<uint64_t>(room);
+      const size_t at = num_holders + __popc(with_room & ((1u << lane) - 1));
+      if (threadIdx.x < kWarp) holders[at] = {0, room, static_cast<uint32_t>(rank)};
     }
     num_holders += __popc(with_room);
   }
-  room_sum = warp_sum(sums, mine);
+  room_sum = warp_sum(mine);
   return num_holders;
 }
 
-// The row of one source with tokens left over: lanes take holders in turn. Afterwards `floor` holds the tokens of each.
-__device__ inline void split_row(Holder* holders, uint64_t* sums, size_t num_holders, const Source& row, size_t source,
-                                 int64_t held, uint64_t room_sum) {
-  const uint64_t left_over = static_cast<uint64_t>(row.count * held - row.kept);
-  const UnsignedWide denominator = static_cast<UnsignedWide>(held) * room_sum;
-  const size_t num_entries = num_holders + (row.kept > 0);
+// The row of a source without its odd tokens, by one warp: writes the floors, and the rests to claims. The last claim is that
+// of what the source keeps. Returns how many odd tokens there are.
+__device__ inline uint32_t split_row(const Expert& expert, const Holder* holders, Wide* claims, size_t num_holders,
+                                     size_t source, int64_t count, int64_t kept) {
+  const unsigned lane = threadIdx.x % kWarp;
+  const bool is_ours = source == expert.rank;
+  if (count == 0) return 0;
+  if (count * expert.held <= kept) {
+    if (is_ours && lane == 0) expert.send_R[source] = expert.receive_E[source * expert.num_experts] = count;
+    return 0;
+  }
+  const uint64_t left_over = static_cast<uint64_t>(count * expert.held - kept);
   uint64_t floors = 0;
-  for (size_t h = threadIdx.x; h < num_entries; h += kWarp) {
-    Holder& holder = holders[h];
+  for (size_t h = lane; h <= num_holders; h += kWarp) {
     const bool is_own = h == num_holders;
-    if (is_own) {
-      holder.owed = 0;
-      holder.rank = static_cast<uint32_t>(source);
-    }
-    const UnsignedWide share = is_own ? static_cast<UnsignedWide>(row.kept) * room_sum
-                                      : static_cast<UnsignedWide>(left_over) * static_cast<uint64_t>(holder.room);
+    const UnsignedWide share = is_own ? static_cast<UnsignedWide>(kept) * expert.room_sum
+                                      : static_cast<UnsignedWide>(left_over) * static_cast<uint64_t>(holders[h].room);
     UnsignedWide rest;
-    holder.floor = divide(share, denominator, rest);
-    holder.has_rest = rest != 0;
-    holder.claim = static_cast<Wide>(rest) + holder.owed;
-    floors += static_cast<uint64_t>(holder.floor);
+    const int64_t floor = divide(share, expert.denominator, rest);
+    const size_t destination = is_own ? source : holders[h].rank;
+    claims[h] = rest ? static_cast<Wide>(rest) : kNoClaim;
+    if (is_ours) expert.send_R[destination] = floor;
+    if (destination == expert.rank) expert.receive_E[source * expert.num_experts] = floor;
+    floors += static_cast<uint64_t>(floor);
   }
-  const uint64_t odd = static_cast<uint64_t>(row.count) - warp_sum(sums, floors);
-  for (size_t h = threadIdx.x; h < num_entries; h += kWarp) {
-    Holder& holder = holders[h];
-    uint64_t before = 0;
-    for (size_t other = 0; odd > 0 && other < num_entries; ++other) before += precedes(holders[other], holder);
+  return static_cast<uint32_t>(static_cast<uint64_t>(count) - warp_sum(floors));
+}
+
+// Gives the odd tokens of a row to the largest claims, of equals to those of lower ranks. By as many threads as are given:
+// one warp, or the block. There are more rests than odd tokens, as these are the sum of the rests.
+__device__ inline void give_odd_tokens(const Expert& expert, Holder* holders, Wide* claims, size_t num_holders, size_t source,
+                                       uint32_t odd, unsigned threads) {
+  for (size_t h = threadIdx.x; h < num_holders; h += threads)
+    if (claims[h] != kNoClaim) claims[h] += holders[h].owed;
+  if (threads == kWarp) __syncwarp(); else __syncthreads();
+  for (size_t h = threadIdx.x; h <= num_holders; h += threads) {
+    const Wide claim = claims[h];
+    if (claim == kNoClaim) continue;
+    const auto rank_of = [=](size_t i) { return i < num_holders ? static_cast<size_t>(holders[i].rank) : source; };
+    const size_t destination = rank_of(h);
+    uint32_t before = 0;
+    for (size_t other = 0; other <= num_holders; ++other)
+      before += claims[other] > claim || (claims[other] == claim && rank_of(other) < destination);
     const bool extra = before < odd;
-    holder.owed = extra ? holder.claim - static_cast<Wide>(denominator) : holder.claim;
-    holder.floor += extra;
+    if (h < num_holders) holders[h].owed = extra ? claim - static_cast<Wide>(expert.denominator) : claim;
+    if (extra && source == expert.rank) ++expert.send_R[destination];
+    if (extra && destination == expert.rank) ++expert.receive_E[source * expert.num_experts];
   }
-  __syncwarp();
 }
 
 // What `rank` sends and receives. An expert with negative numbers, with tokens and no replica, or with more than kMaxScale
-// tokens x replicas sends nothing. Launch: one block of 32 threads for each expert, dynamic shared memory for num_ranks + 1
-// Holders, 32 Sources and 32 uint64_t.
+// tokens x replicas sends nothing. Rows of many sources are divided at once, a warp each; only who gets their odd tokens depends
+// on the rows before. Launch: one block of whole warps for each expert, dynamic shared memory for num_claims claims, num_ranks
+// holders and num_ranks uint32_t; num_claims is more than num_ranks, and the more, the more sources are divided at once.
 // Example: one expert, tokens = [5, 0, 1], a replica on each rank: t = 6, r = 3, room for 2 each. Rank 0 keeps 2 and has 3 left
 // over for the room left of [-, 2, 1]: it sends [2, 2, 1], and rank 2 keeps its 1: send of rank 0 = [2, 2, 1], receive of rank 2 =
 // [1, 0, 1].
-extern "C" __global__ void split_tokens(const int64_t* __restrict__ tokens,    // [num_experts, num_ranks]  device
-                                        const int64_t* __restrict__ replicas,  // [num_ranks, num_experts]  device
-                                        int64_t* __restrict__ send,            // [num_experts, num_ranks]  device, zeroed
-                                        int64_t* __restrict__ receive,         // [num_ranks, num_experts]  device, zeroed
-                                        size_t num_experts, size_t num_ranks, size_t rank) {
-  EVERMOE_DYNAMIC_SHARED(Holder, holders);
-  Source* const sources = reinterpret_cast<Source*>(holders + num_ranks + 1);
-  uint64_t* const sums = reinterpret_cast<uint64_t*>(sources + kWarp);
+extern "C" __global__ __launch_bounds__(256) void split_tokens(
+    const int64_t* __restrict__ tokens,    // [num_experts, num_ranks]  device
+    const int64_t* __restrict__ replicas,  // [num_ranks, num_experts]  device
+    int64_t* __restrict__ send,            // [num_experts, num_ranks]  device, written
+    int64_t* __restrict__ receive,         // [num_ranks, num_experts]  device, written
+    size_t num_claims, size_t num_experts, size_t num_ranks, size_t rank) {
+  EVERMOE_DYNAMIC_SHARED(Wide, all_claims);
+  Holder* const holders = reinterpret_cast<Holder*>(all_claims + num_claims);
+  uint32_t* const odds = reinterpret_cast<uint32_t*>(holders + num_ranks);
+  const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   const size_t e = blockIdx.x;
-  const int64_t* const tokens_R = tokens + e * num_ranks;
+  Expert expert{tokens + e * num_ranks, replicas + e, send + e * num_ranks, receive + e, num_experts, num_ranks, rank, 0, 0, 0, 0};
+  for (size_t r = threadIdx.x; r < num_ranks; r += blockDim.x) expert.send_R[r] = expert.receive_E[r * num_experts] = 0;
+
   uint64_t my_total = 0, my_held = 0;
-  for (size_t r = threadIdx.x; r < num_ranks; r += kWarp) {
-    my_total = add_up_to(my_total, static_cast<uint64_t>(tokens_R[r]));
-    my_held = add_up_to(my_held, static_cast<uint64_t>(replicas[r * num_experts + e]));
+  for (size_t r = lane; r < num_ranks; r += kWarp) {
+    my_total = add_up_to(my_total, static_cast<uint64_t>(expert.tokens_R[r]));
+    my_held = add_up_to(my_held, static_cast<uint64_t>(expert.replicas_E[r * num_experts]));
   }
-  const uint64_t all = warp_sum(sums, my_total), replicas_of_all = warp_sum(sums, my_held);
+  const uint64_t all = warp_sum(my_total), replicas_of_all = warp_sum(my_held);
   if (all == 0 || replicas_of_all == 0 || static_cast<UnsignedWide>(all) * replicas_of_all > kMaxScale) return;
-  const int64_t total = static_cast<int64_t>(all), held = static_cast<int64_t>(replicas_of_all);
-  uint64_t room_sum;
-  const size_t num_holders =
-      find_holders(tokens_R, replicas + e, holders, sums, total, held, num_experts, num_ranks, room_sum);
-  for (size_t source = 0; source < num_ranks; ++source) {
-    const size_t in_round = source % kWarp;
-    if (in_round == 0) {
-      __syncwarp();
-      const size_t mine = source + threadIdx.x;
-      if (mine < num_ranks) sources[threadIdx.x] = {tokens_R[mine], total * replicas[mine * num_experts + e]};
-      __syncwarp();
+  expert.total = static_cast<int64_t>(all);
+  expert.held = static_cast<int64_t>(replicas_of_all);
+  const size_t num_holders = find_holders(expert, holders, expert.room_sum);
+  expert.denominator = static_cast<UnsignedWide>(replicas_of_all) * expert.room_sum;
+  // Later sources send nothing to a rank without room.
+  const bool has_room = expert.total * expert.replicas_E[rank * num_experts] > expert.tokens_R[rank] * expert.held;
+  const size_t num_sources = has_room ? num_ranks : rank + 1, num_entries = num_holders + 1;
+  const size_t fit = num_claims / num_entries, at_once = fit < num_ranks ? fit : num_ranks;
+  const unsigned threads = num_entries <= kWarp ? kWarp : blockDim.x;
+  __syncthreads();
+
+  for (size_t first = 0; first < num_sources; first += at_once) {
+    const size_t sources = first + at_once < num_sources ? at_once : num_sources - first;
+    for (size_t begin = warp; begin < sources; begin += static_cast<size_t>(warps) * kWarp) {
+      const size_t mine = first + begin + static_cast<size_t>(lane) * warps;
+      const int64_t my_count = mine < num_sources ? expert.tokens_R[mine] : 0;
+      const int64_t my_kept = mine < num_sources ? expert.total * expert.replicas_E[mine * num_experts] : 0;
+      for (unsigned i = 0; i < kWarp && begin + static_cast<size_t>(i) * warps < sources; ++i) {
+        const size_t row = begin + static_cast<size_t>(i) * warps;
+        const int64_t count = __shfl_sync(kAllLanes, my_count, i), kept = __shfl_sync(kAllLanes, my_kept, i);
+        const uint32_t odd = split_row(expert, holders, all_claims + row * num_entries, num_holders, first + row, count, kept);
+        if (lane == 0) odds[row] = odd;
+      }
     }
-    const Source row = sources[in_round];
-    if (row.count == 0) continue;
-    if (row.count * held <= row.kept) {
-      if (source == rank && threadIdx.x == 0) send[e * num_ranks + rank] = receive[rank * num_experts + e] = row.count;
-      continue;
+    __syncthreads();
+    for (size_t row = 0; threadIdx.x < threads && row < sources; ++row) {
+      if (odds[row] == 0) continue;
+      give_odd_tokens(expert, holders, all_claims + row * num_entries, num_holders, first + row, odds[row], threads);
     }
-    split_row(holders, sums, num_holders, row, source, held, room_sum);
-    for (size_t h = threadIdx.x; h < num_holders + (row.kept > 0); h += kWarp) {
-      const size_t destination = holders[h].rank;
-      if (source == rank) send[e * num_ranks + destination] = holders[h].floor;
-      if (destination == rank) receive[source * num_experts + e] = holders[h].floor;
-    }
-    __syncwarp();
+    __syncthreads();
   }
 }

@@ -45,8 +45,9 @@ fn launchers_agree_with_the_cpu() {
     histograms(&launcher, &ids);
     regroup(&launcher);
     split_tokens(&launcher);
-    let (row_ids, positions) = plan::<i32>(&launcher, &ids, &counts);
-    let (wide_row_ids, wide_positions) = plan::<i64>(&launcher, &ids, &counts);
+    let (row_ids, positions) = plan::<i32, i32>(&launcher, &ids, &counts, EXPERTS);
+    let (wide_row_ids, wide_positions) = plan::<i32, i64>(&launcher, &ids, &counts, EXPERTS);
+    plans(&launcher);
     scratch_is_small();
     for width in [16, 12, 10, 13] {
         let x: Vec<bf16> =
@@ -122,7 +123,7 @@ fn regroup(launcher: &Launcher) {
 }
 
 fn split_tokens(launcher: &Launcher) {
-    for ranks in [1, 3, 40] {
+    for ranks in [1, 3, 40, 128] {
         let tokens: Vec<i64> = (0..EXPERTS * ranks).map(|cell| (cell * cell * 37 % 101) as i64).collect();
         let replicas: Vec<i64> =
             (0..EXPERTS * ranks).map(|cell| (cell < EXPERTS || cell % 3 == 0).into()).collect();
@@ -145,8 +146,8 @@ fn split_tokens(launcher: &Launcher) {
             finish();
             assert_eq!((send, receive), (expected.send, expected.receive), "rank {rank} of {ranks}");
             // SAFETY: refused before it reads.
-            let refused = unsafe { launcher.split_tokens(&cuda::SplitTokens { num_ranks: 756, ..split }) };
-            assert!(refused.unwrap_err().to_string().contains("at most 755 ranks on CUDA, got 756"));
+            let refused = unsafe { launcher.split_tokens(&cuda::SplitTokens { num_ranks: 945, ..split }) };
+            assert!(refused.unwrap_err().to_string().contains("at most 944 ranks on CUDA, got 945"));
         }
     }
 }
@@ -155,33 +156,90 @@ fn split_tokens(launcher: &Launcher) {
 fn scratch_is_small() {
     for experts in [1, 8, 64, 256, 1000, 4096, 12_288] {
         let slots = 8 * 65_536;
-        let per_token = cuda::Plan::scratch_bytes(slots, experts, 1) - 16 * experts;
+        let per_token = cuda::Plan::scratch_bytes(slots, experts, 1) - 12 * experts;
         assert!(per_token as f64 / 65_536.0 + 64.0 <= 100.0, "{experts} experts: {per_token}");
     }
 }
 
-fn plan<I: cpu::Id>(launcher: &Launcher, ids: &[i32], send_counts: &[i64]) -> (Vec<I>, Vec<I>) {
-    let mut expected = (vec![I::NONE; SLOTS], vec![I::NONE; SLOTS]);
-    cpu::dispatch_plan(ids, send_counts, EXPERTS, &mut expected.0, &mut expected.1, &Serial).unwrap();
-    let (mut row_ids, mut positions) = (vec![I::new(9); SLOTS], vec![I::new(9); SLOTS]);
-    let mut scratch = vec![0x5a_u64; cuda::Plan::scratch_bytes(SLOTS, EXPERTS, RANKS).div_ceil(8) + 1];
-    let plan = cuda::Plan {
-        ids: at(ids),
-        wide_ids: false,
-        send_counts: at(send_counts),
-        scratch: at_mut(&mut scratch),
-        row_ids: at_mut(&mut row_ids),
-        positions: at_mut(&mut positions),
-        wide: is_wide::<I>(),
-        num_slots: SLOTS,
-        num_experts: EXPERTS,
-        num_ranks: RANKS,
+/// One and many experts, ranks and tiles; more warps than tables; no slot at all, and none that is routed.
+fn plans(launcher: &Launcher) {
+    let shapes = [(1, 1), (3, 128), (64, 64), (257, 3), (768, 1), (1000, 2), (4096, 128), (12_286, 1)];
+    for (experts, ranks) in shapes {
+        for slots in [0, 1, 40, 4097, 30_011] {
+            plan_of(launcher, slots, experts, ranks);
+        }
+    }
+    plan_of(launcher, (1 << 20) + 4097, 16, 3);
+    plan::<i32, i32>(launcher, &[-1; 5000], &[0; 6], 3);
+    let ids = [0_i32; 4];
+    let refuse = |num_experts, num_ranks| {
+        let plan = cuda::Plan {
+            num_experts,
+            num_ranks,
+            ..plan_arguments(&ids, &[], 1, &mut [], &mut [0; 4], &mut [0_i32; 4])
+        };
+        // SAFETY: refused before it reads.
+        unsafe { launcher.dispatch_plan(&plan) }.unwrap_err().to_string()
     };
+    assert!(refuse(12_289, 1).contains("at most 12288 on CUDA, got 12289"));
+    assert!(
+        refuse(12_000, 288)
+            .contains("fewer than 12288 experts and ranks together on CUDA, got 12000 and 288")
+    );
+}
+
+fn plan_of(launcher: &Launcher, slots: usize, experts: usize, ranks: usize) {
+    let ids: Vec<i64> =
+        (0..slots as i64).map(|slot| slot * (slot >> 3) % 9973 % (experts as i64 + 1) - 1).collect();
+    let mut counts = vec![0; experts * ranks];
+    for (slot, &id) in ids.iter().enumerate().filter(|&(_, &id)| id >= 0) {
+        counts[id as usize * ranks + slot / 5 % ranks] += 1;
+    }
+    let narrow: Vec<i32> = ids.iter().map(|&id| id as i32).collect();
+    plan::<i64, i32>(launcher, &ids, &counts, experts);
+    plan::<i32, i64>(launcher, &narrow, &counts, experts);
+}
+
+fn plan_arguments<I, P>(
+    ids: &[I],
+    send_counts: &[i64],
+    num_experts: usize,
+    scratch: &mut [u32],
+    row_ids: &mut [P],
+    positions: &mut [P],
+) -> cuda::Plan {
+    cuda::Plan {
+        ids: at(ids),
+        wide_ids: is_wide::<I>(),
+        send_counts: at(send_counts),
+        scratch: at_mut(scratch),
+        row_ids: at_mut(row_ids),
+        positions: at_mut(positions),
+        wide: is_wide::<P>(),
+        num_slots: ids.len(),
+        num_experts,
+        num_ranks: send_counts.len() / num_experts,
+    }
+}
+
+fn plan<I: cpu::Id, P: cpu::Id>(
+    launcher: &Launcher,
+    ids: &[I],
+    send_counts: &[i64],
+    experts: usize,
+) -> (Vec<P>, Vec<P>) {
+    let (slots, ranks) = (ids.len(), send_counts.len() / experts);
+    let mut expected = (vec![P::NONE; slots], vec![P::NONE; slots]);
+    cpu::dispatch_plan(ids, send_counts, experts, &mut expected.0, &mut expected.1, &Serial).unwrap();
+    let (mut row_ids, mut positions) = (vec![P::new(9); slots], vec![P::new(9); slots]);
+    let mut scratch = vec![0x5a_u32; cuda::Plan::scratch_bytes(slots, experts, ranks) / 4 + 1];
+    let plan = plan_arguments(ids, send_counts, experts, &mut scratch, &mut row_ids, &mut positions);
     // SAFETY: arrays of the stated lengths, which live until the stream is finished.
     unsafe { launcher.dispatch_plan(&plan) }.unwrap();
     finish();
-    assert!((&row_ids, &positions) == (&expected.0, &expected.1), "wide: {}", is_wide::<I>());
-    assert_eq!(scratch.last(), Some(&0x5a), "a write past the scratch memory");
+    let case = format!("{slots} slots, {experts} experts, {ranks} ranks, wide: {}", is_wide::<P>());
+    assert!((&row_ids, &positions) == (&expected.0, &expected.1), "{case}");
+    assert_eq!(scratch.last(), Some(&0x5a), "a write past the scratch memory: {case}");
     (row_ids, positions)
 }
 
@@ -196,7 +254,9 @@ fn rows<I: cpu::Id>(launcher: &Launcher, x: &[bf16], width: usize, row_ids: &[I]
     let permute = cuda::Permute {
         x: at(x),
         row_ids: at(row_ids),
-        wide: is_wide::<I>(),
+        positions: at(positions),
+        wide_ids: is_wide::<I>(),
+        wide_positions: is_wide::<I>(),
         out: at_mut(&mut rows),
         num_rows: SLOTS,
         row_bytes: width * 2,

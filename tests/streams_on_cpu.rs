@@ -6,7 +6,7 @@
 use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM};
-use evermoe::cuda::LayerIds;
+use evermoe::cuda::{Launcher, LayerIds};
 use std::ffi::c_void;
 use std::ptr;
 
@@ -100,6 +100,8 @@ fn a_missing_wait_shows() {
         assert_ne!(stale, COUNTS, "policy {policy}");
     }
     questions_let_work_run(&driver);
+    waits_that_keep_a_processor_busy_fail();
+    each_device_has_its_own(&driver);
     the_default_stream_waits(&driver);
     a_copy_past_the_end_fails(&driver);
 }
@@ -117,6 +119,46 @@ fn questions_let_work_run(driver: &Driver) {
         assert_eq!(busy.0, sys::CUresult::CUDA_ERROR_NOT_READY);
         assert!((0..9).any(|_| result::event::query(gear.event).is_ok()));
     }
+}
+
+/// A wait for an event that was not made for it would spin.
+fn waits_that_keep_a_processor_busy_fail() {
+    let gear = Gear::new();
+    let mut event = ptr::null_mut();
+    // SAFETY: a live event each, the second destroyed once.
+    unsafe {
+        assert!(result::event::synchronize(gear.event).is_err());
+        let flags = sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        sys::cuEventCreate(&raw mut event, flags).result().unwrap();
+        result::event::synchronize(event).unwrap();
+        result::event::destroy(event).unwrap();
+    }
+}
+
+/// A launcher takes its own device, whichever the thread has, and gives the thread's back; without that it would fail.
+fn each_device_has_its_own(driver: &Driver) {
+    let gear = Gear::new(); // of device 0
+    let mut found = COUNTS.map(|_| 0);
+    // SAFETY: memory of the stated sizes, which lives until the default stream is synchronized.
+    unsafe {
+        result::memcpy_htod_sync(gear.ids, &IDS).unwrap();
+        let second = Launcher::new(1, ptr::null_mut()).unwrap();
+        let layer = LayerIds { ids: gear.ids, wide_ids: false, num_slots: IDS.len() };
+        second.histograms(&[layer], gear.counts, COUNTS.len()).unwrap();
+        let mine = result::ctx::get_current().unwrap();
+        assert_eq!(mine, Some(result::primary_ctx::retain(0).unwrap()));
+        driver.make_current(1);
+        result::stream::synchronize(ptr::null_mut()).unwrap();
+        result::memcpy_dtoh_sync(&mut found, gear.counts).unwrap();
+        assert_eq!(found, COUNTS);
+        // What the thread of device 1 may not do with what is device 0's, and a thread without a device not at all.
+        assert!(result::event::record(gear.event, ptr::null_mut()).is_ok());
+        let stream = result::stream::create(StreamKind::NonBlocking).unwrap();
+        assert!(result::event::record(gear.event, stream).is_err(), "an event of device 0");
+        result::stream::destroy(stream).unwrap();
+        assert!(std::thread::spawn(|| result::malloc_sync(BYTES).is_err()).join().unwrap());
+    }
+    driver.make_current(0);
 }
 
 /// The default stream waits for streams that are not told to be apart, and only for those.

@@ -41,8 +41,14 @@ class _Optimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: an option that was changed since is out of its range.
-            RuntimeError: a gradient is of another dtype or device, or sparse.
+            RuntimeError: a gradient is of another dtype or device, or sparse; or a CUDA graph is being captured, which
+                would repeat this step's numbers for ever.
         """
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"evermoe.optim.{type(self).__name__}: expected no capture of a CUDA graph: the learning rate and the "
+                "number of the step are read on the host. Take the step outside of the graph"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

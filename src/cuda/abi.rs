@@ -6,16 +6,12 @@ use cudarc::driver::DeviceRepr;
 pub(super) const WARP: usize = 32;
 /// Loads of a thread at once.
 pub(super) const IN_FLIGHT: usize = 4;
-/// Slots of a tile of a dispatch plan, at least.
-pub(super) const LEAST_TILE_SLOTS: usize = 512;
-/// Slots of a tile for each expert, at least.
-pub(super) const TILE_SLOTS_PER_EXPERT: usize = 2;
 /// Layers of one launch, which are arguments by value.
 pub(super) const MAX_LAYERS: usize = 64;
 /// Shared memory of each rank in the split of tokens.
-pub(super) const HOLDER_BYTES: usize = 64;
-/// Shared memory of each thread there, beside a sum.
-pub(super) const SOURCE_BYTES: usize = 16;
+pub(super) const HOLDER_BYTES: usize = 32;
+/// Shared memory of what each holder claims of a source's tokens there.
+pub(super) const CLAIM_BYTES: usize = 16;
 /// Steps of one launch, which are arguments by value.
 pub(super) const MAX_STEPS: usize = 8;
 /// Numbers of a step in the table of steps.
@@ -94,14 +90,12 @@ mod tests {
     const HEADER: &str = include_str!("../../kernels/abi.h");
 
     /// The constants of the header, and what they are here.
-    const CONSTANTS: [(&str, usize); 20] = [
+    const CONSTANTS: [(&str, usize); 18] = [
         ("kWarp", WARP),
         ("kInFlight", IN_FLIGHT),
-        ("kLeastTileSlots", LEAST_TILE_SLOTS),
-        ("kTileSlotsPerExpert", TILE_SLOTS_PER_EXPERT),
         ("kMaxLayers", MAX_LAYERS),
         ("kHolderBytes", HOLDER_BYTES),
-        ("kSourceBytes", SOURCE_BYTES),
+        ("kClaimBytes", CLAIM_BYTES),
         ("kMaxSteps", MAX_STEPS),
         ("kTorchLanes", TORCH_LANES),
         ("kZero", GradientKind::Zero as usize),

@@ -10,8 +10,8 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The oldest driver that takes the kernels: they are compiled with CUDA 13.0.
-const LEAST_DRIVER: i32 = 13_000;
+/// Release of CUDA that has made the kernels' images, as "12.8"; none where there are none.
+const RELEASE: Option<&str> = option_env!("EVERMOE_CUDA_RELEASE");
 
 /// A device's context with the kernels loaded, for the life of the process.
 pub(super) struct Device {
@@ -232,7 +232,9 @@ impl Device {
         let mut functions = HashMap::new();
         for binary in BINARIES {
             let kernels = cudarc::nvrtc::Ptx::from_binary(binary.image.to_vec());
-            let module = context.load_module(kernels).map_err(|error| refused(&error, driver_version()))?;
+            let module = context
+                .load_module(kernels)
+                .map_err(|error| refused(&error, driver_version(), RELEASE.unwrap_or_default()))?;
             for name in binary.names {
                 functions.insert(*name, driver(module.load_function(name), name)?);
             }
@@ -265,12 +267,18 @@ fn not_started(error: &DriverError) -> Error {
 }
 
 /// Why the kernels cannot be loaded.
-fn refused(error: &dyn std::fmt::Display, version: i32) -> Error {
+fn refused(error: &dyn std::fmt::Display, version: i32, release: &str) -> Error {
     let (major, minor) = (version / 1000, version % 1000 / 10);
-    let advice = if (1..LEAST_DRIVER).contains(&version) {
+    let needed = release.split('.').next().and_then(|major| major.parse().ok()).unwrap_or(0);
+    let advice = if version > 0 && major < needed {
+        let older = if needed > 12 {
+            "; or build evermoe with pip's nvidia-cuda-nvcc-cu12==12.8.* beside it"
+        } else {
+            ""
+        };
         format!(
-            ": the driver is that of CUDA {major}.{minor}, and the kernels need one of CUDA 13.0 or newer (R580); update \
-             it, or build evermoe with an nvcc of CUDA {major}.{minor}"
+            ": the driver is that of CUDA {major}.{minor}, and the kernels need one of CUDA {needed}.0 or newer; update \
+             it{older}"
         )
     } else {
         String::new()
@@ -284,10 +292,13 @@ mod tests {
 
     #[test]
     fn an_old_driver_is_named() {
-        let said = |version| refused(&"unsupported PTX", version).to_string();
-        let old = "that of CUDA 12.8, and the kernels need one of CUDA 13.0 or newer (R580)";
-        assert!(said(12_080).contains(old), "{}", said(12_080));
-        assert!(!said(13_000).contains("R580"));
-        assert!(!said(0).contains("R580"), "the driver does not say");
+        let said = |version, release| refused(&"unsupported PTX", version, release).to_string();
+        let old = "that of CUDA 12.8, and the kernels need one of CUDA 13.0 or newer; update it; or build";
+        assert!(said(12_080, "13.0").contains(old), "{}", said(12_080, "13.0"));
+        let old = "that of CUDA 11.8, and the kernels need one of CUDA 12.0 or newer; update it";
+        assert!(said(11_080, "12.8").ends_with(old), "{}", said(11_080, "12.8"));
+        for (version, release) in [(13_000, "13.0"), (12_020, "12.8"), (0, "13.0")] {
+            assert!(!said(version, release).contains("need"), "{version} {release}");
+        }
     }
 }

@@ -1,15 +1,19 @@
 //! Launching what crosses ranks: the split of tokens, and the regrouping of rows.
 
-use super::abi::{HOLDER_BYTES, IN_FLIGHT, SOURCE_BYTES, WARP};
+use super::abi::{CLAIM_BYTES, HOLDER_BYTES, IN_FLIGHT};
 use super::device::{Grid, Launcher};
 use super::launch::row_grid;
 use crate::ensure;
 use crate::error::Result;
 
-/// Shared memory of a warp in the split of tokens, beside the holders.
-const WARP_BYTES: usize = WARP * (SOURCE_BYTES + size_of::<u64>());
-/// Holders must fit into the shared memory that every GPU gives without asking.
-const MAX_RANKS: usize = (48 * 1024 - WARP_BYTES) / HOLDER_BYTES - 1;
+/// Shared memory that every GPU gives without asking.
+const SHARED_BYTES: usize = 48 * 1024;
+/// Shared memory of a rank in the split of tokens, beside claims.
+const RANK_BYTES: usize = HOLDER_BYTES + size_of::<u32>();
+/// Ranks of which at least one at a time can be split over all.
+const MAX_RANKS: usize = (SHARED_BYTES - CLAIM_BYTES) / (RANK_BYTES + CLAIM_BYTES);
+/// Threads of an expert there: a warp takes a source, and all of them many holders.
+const SPLIT_THREADS: usize = 256;
 
 /// Arguments of [`Launcher::regroup`].
 #[derive(Debug, Clone, Copy)]
@@ -109,21 +113,17 @@ impl Launcher {
             num_ranks <= MAX_RANKS,
             "counts: expected at most {MAX_RANKS} ranks on CUDA, got {num_ranks}; split the tokens on the CPU"
         );
-        let num_bytes = num_experts * num_ranks * size_of::<i64>();
-        let grid = Grid {
-            blocks: num_experts,
-            threads: WARP,
-            shared_bytes: (num_ranks + 1) * HOLDER_BYTES + WARP_BYTES,
-        };
-        let arguments = [tokens, replicas, send, receive, num_experts as u64, num_ranks as u64, rank as u64];
-        // SAFETY: by the caller's promise; the kernel's arguments in its order.
-        unsafe {
-            self.fill(send, 0, num_bytes)?;
-            self.fill(receive, 0, num_bytes)?;
-            if num_bytes == 0 {
-                return Ok(());
-            }
-            self.launch("split_tokens", grid, &arguments)
+        if num_experts == 0 || num_ranks == 0 {
+            return Ok(());
         }
+        // All sources at once, or as many as there is memory for.
+        let free = SHARED_BYTES - num_ranks * RANK_BYTES;
+        let num_claims = (free / CLAIM_BYTES).min(num_ranks * (num_ranks + 1));
+        let shared_bytes = num_claims * CLAIM_BYTES + num_ranks * RANK_BYTES;
+        let grid = Grid { blocks: num_experts, threads: SPLIT_THREADS, shared_bytes };
+        let sizes = [num_claims, num_experts, num_ranks, rank].map(|size| size as u64);
+        let arguments = [&[tokens, replicas, send, receive], &sizes[..]].concat();
+        // SAFETY: by the caller's promise; the kernel's arguments in its order.
+        unsafe { self.launch("split_tokens", grid, &arguments) }
     }
 }

@@ -21,8 +21,8 @@ pub(super) const BINARIES: &[Binary] = &[];
 #[rustfmt::skip]
 pub(super) const BINARIES: &[Binary] = &[
     binary!("histogram": "expert_histograms"),
-    binary!("dispatch":
-        "plan_count_i32" "plan_count_i64" "plan_starts" "plan_segments" "plan_place_i32" "plan_place_i64"
+    binary!("plan": "plan_count_i32" "plan_count_i64" "plan_place_i32" "plan_place_i64"),
+    binary!("rows":
         "invert_positions" "permute"
         "unpermute_f32_f32" "unpermute_bf16_f32" "unpermute_bf16_bf16" "unpermute_f16_f32" "unpermute_f16_f16"
         "unpermute_backward_f32_f32_i32" "unpermute_backward_f32_f32_i64"

@@ -1,17 +1,24 @@
 //! One method per operation: checks, grid, arguments. Addresses are the device's.
 
-use super::abi::{IN_FLIGHT, LEAST_TILE_SLOTS, TILE_SLOTS_PER_EXPERT, WARP};
+use super::abi::{IN_FLIGHT, WARP};
 use super::device::{Grid, Launcher};
 use crate::ensure;
 use crate::error::{Error, Result};
 
 const THREADS: usize = 256;
-/// Threads of a block, at most.
-const MAX_THREADS: usize = 1024;
 /// Blocks of a grid whose blocks take several items in turn.
 const MAX_BLOCKS: usize = 1 << 16;
 /// Counts per expert must fit into the shared memory that every GPU gives without asking.
-const MAX_EXPERTS: usize = 48 * 1024 / size_of::<u32>();
+const MAX_EXPERTS: usize = SHARED_WORDS;
+const SHARED_WORDS: usize = 48 * 1024 / size_of::<u32>();
+/// Threads of a block of the plan.
+const PLAN_THREADS: usize = 512;
+/// Slots of a tile, at least: as many as a block has ids on their way.
+const LEAST_TILE_SLOTS: usize = 8 * PLAN_THREADS;
+/// Slots of a tile for each expert, at least, so that the counts of a tile take at most two bytes a slot.
+const TILE_SLOTS_PER_EXPERT: usize = 2;
+/// Tiles, at most: each reads the counts of those before it.
+const MAX_TILES: usize = 256;
 
 /// Element types of rows and weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,8 +69,12 @@ pub struct Permute {
     pub x: u64,
     /// `[num_rows]` int32 or int64
     pub row_ids: u64,
+    /// `[num_tokens, top_k]` int32 or int64
+    pub positions: u64,
     /// Whether `row_ids` are int64.
-    pub wide: bool,
+    pub wide_ids: bool,
+    /// Whether `positions` are int64.
+    pub wide_positions: bool,
     /// `[num_rows, row_bytes]`, written
     pub out: u64,
     /// Rows.
@@ -116,11 +127,28 @@ pub struct Backward {
     pub grad_weights: u64,
 }
 
+/// The scratch memory of a plan, in words of 4 bytes: see `kernels/plan.cu`.
+struct PlanScratch {
+    tile_counts: usize,
+    begins: usize,
+    first_rows: usize,
+}
+
+impl PlanScratch {
+    fn new(num_slots: usize, num_experts: usize, num_ranks: usize) -> Self {
+        Self {
+            tile_counts: num_slots.div_ceil(tile_slots(num_slots, num_experts)) * num_experts,
+            begins: num_experts * (num_ranks + 1),
+            first_rows: num_ranks * (num_experts + 1),
+        }
+    }
+}
+
 impl Plan {
-    /// Bytes of the counts per tile, at most 2 a slot (of whole tiles), and of the starts and ends of the segments.
+    /// Bytes of the counts per tile, at most 2 a slot (of whole tiles), and of the starts of the segments.
     pub fn scratch_bytes(num_slots: usize, num_experts: usize, num_ranks: usize) -> usize {
-        let tile_counts = num_slots.div_ceil(tile_slots(num_experts)) * num_experts * size_of::<u32>();
-        tile_counts.next_multiple_of(8) + 2 * num_experts * num_ranks * size_of::<i64>()
+        let words = PlanScratch::new(num_slots, num_experts, num_ranks);
+        (words.tile_counts + words.begins + words.first_rows) * size_of::<u32>()
     }
 }
 
@@ -132,9 +160,9 @@ pub(super) fn check_experts(num_experts: usize) -> Result<()> {
     Ok(())
 }
 
-/// Slots of a tile, as the function of this name in `kernels/dispatch.cu` counts them.
-fn tile_slots(num_experts: usize) -> usize {
-    (TILE_SLOTS_PER_EXPERT * num_experts).next_power_of_two().max(LEAST_TILE_SLOTS)
+fn tile_slots(num_slots: usize, num_experts: usize) -> usize {
+    let least = LEAST_TILE_SLOTS.max(TILE_SLOTS_PER_EXPERT * num_experts);
+    num_slots.div_ceil(MAX_TILES).max(least).next_multiple_of(PLAN_THREADS)
 }
 
 fn index_bytes(wide: bool) -> usize {
@@ -156,13 +184,13 @@ pub(super) fn row_grid(num_rows: usize, row_bytes: usize, at_once: usize) -> Gri
 // "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
 // anything else, which lives until the stream has passed the launches.
 impl Launcher {
-    /// The plan of a dispatch: see `kernels/dispatch.cu`.
+    /// The plan of a dispatch: see `kernels/plan.cu`.
     ///
     /// # Safety
     /// The addresses hold what [`Plan`] states.
     ///
     /// # Errors
-    /// More experts or slots than the kernels handle, or the driver's.
+    /// More experts, ranks or slots than the kernels handle, or the driver's.
     pub unsafe fn dispatch_plan(&self, plan: &Plan) -> Result<()> {
         let Plan {
             ids,
@@ -177,36 +205,40 @@ impl Launcher {
             ..
         } = *plan;
         check_experts(num_experts)?;
+        ensure!(
+            num_experts + num_ranks < SHARED_WORDS,
+            "send_counts: expected fewer than {SHARED_WORDS} experts and ranks together on CUDA, got {num_experts} and \
+             {num_ranks}"
+        );
         ensure!(num_slots <= u32::MAX as usize, "ids: expected fewer than 2**32 slots, got {num_slots}");
         if num_slots == 0 {
             return Ok(());
         }
-        let num_tiles = num_slots.div_ceil(tile_slots(num_experts));
-        let tile_counts = scratch;
-        let ends = scratch + (num_tiles * num_experts * size_of::<u32>()).next_multiple_of(8) as u64;
-        let first_rows = ends + (num_experts * num_ranks * size_of::<i64>()) as u64;
-        let (slots, experts, ranks) = (num_slots as u64, num_experts as u64, num_ranks as u64);
-        let tiles = Grid { blocks: num_tiles, threads: WARP, shared_bytes: num_experts * size_of::<u32>() };
-        let starts = Grid {
-            blocks: num_experts.div_ceil(WARP),
-            threads: MAX_THREADS,
-            shared_bytes: MAX_THREADS * size_of::<u32>(),
-        };
-        let segments = Grid { blocks: 1, threads: MAX_THREADS, shared_bytes: MAX_THREADS * size_of::<i64>() };
+        let words = PlanScratch::new(num_slots, num_experts, num_ranks);
+        let (tile, tile_counts) = (tile_slots(num_slots, num_experts), scratch);
+        let begins = tile_counts + (words.tile_counts * size_of::<u32>()) as u64;
+        let first_rows = begins + (words.begins * size_of::<u32>()) as u64;
+        let (num_tiles, warps) = (num_slots.div_ceil(tile), PLAN_THREADS / WARP);
+        let num_tables = ((SHARED_WORDS - num_ranks - 1) / num_experts.max(1)).clamp(1, warps);
+        let block =
+            |blocks, words| Grid { blocks, threads: PLAN_THREADS, shared_bytes: words * size_of::<u32>() };
+        let count_grid = block(num_tiles + (num_experts + num_ranks).div_ceil(warps), num_experts);
+        let place_grid = block(num_tiles, num_tables * num_experts + num_ranks + 1);
         let (count, place) = if plan.wide_ids {
             ("plan_count_i64", "plan_place_i64")
         } else {
             ("plan_count_i32", "plan_place_i32")
         };
+        let arguments = |addresses: [u64; 6], number: usize| {
+            let sizes = [tile, number, num_slots, num_experts, num_ranks].map(|size| size as u64);
+            [&addresses[..], &[u64::from(wide)], &sizes[..]].concat()
+        };
+        let counted = arguments([ids, send_counts, tile_counts, begins, first_rows, row_ids], num_tiles);
+        let placed = arguments([ids, tile_counts, begins, first_rows, row_ids, positions], num_tables);
         // SAFETY: by the caller's promise; the kernels' arguments in their order.
         unsafe {
-            self.fill(row_ids, 0xff, num_slots * index_bytes(wide))?;
-            self.launch(count, tiles, &[ids, tile_counts, slots, experts])?;
-            self.launch("plan_starts", starts, &[tile_counts, num_tiles as u64, experts])?;
-            self.launch("plan_segments", segments, &[send_counts, ends, first_rows, experts, ranks])?;
-            let addresses = [ids, tile_counts, ends, first_rows, row_ids, positions];
-            let arguments = [&addresses[..], &[u64::from(wide), slots, experts, ranks]].concat();
-            self.launch(place, tiles, &arguments)
+            self.launch(count, count_grid, &counted)?;
+            self.launch(place, place_grid, &placed)
         }
     }
 
@@ -244,18 +276,16 @@ impl Launcher {
     /// # Errors
     /// The driver's.
     pub unsafe fn permute(&self, permute: &Permute) -> Result<()> {
-        let Permute { x, row_ids, wide, out, num_rows, row_bytes, num_tokens, top_k } = *permute;
-        ensure!(
-            row_bytes.is_multiple_of(2) && top_k > 0,
-            "permute: expected rows of even size and top_k above 0"
-        );
+        let Permute { x, row_ids, positions, out, num_rows, row_bytes, num_tokens, top_k, .. } = *permute;
+        ensure!(row_bytes.is_multiple_of(2), "permute: expected rows of even size, got {row_bytes} bytes");
         if num_rows == 0 || row_bytes == 0 {
             return Ok(());
         }
         let sizes = [num_rows, row_bytes, num_tokens, top_k].map(|size| size as u64);
-        let arguments = [&[x, row_ids, out, u64::from(wide)], &sizes[..]].concat();
+        let wide = [permute.wide_ids, permute.wide_positions].map(u64::from);
+        let arguments = [&[x, row_ids, positions, out], &wide[..], &sizes[..]].concat();
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
-        unsafe { self.launch("permute", row_grid(num_rows, row_bytes, IN_FLIGHT), &arguments) }
+        unsafe { self.launch("permute", row_grid(num_tokens.max(1), row_bytes, 1), &arguments) }
     }
 
     /// The weighted sum of each token's rows.
@@ -298,15 +328,15 @@ impl Launcher {
         let name = backward.forward.kernels()?.backward[usize::from(wide)];
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
         unsafe {
-            self.fill(grad_weights, 0, num_slots * backward.forward.weight_type.bytes())?;
-            self.invert_positions(positions, row_ids, wide, num_slots, num_rows)?;
             if num_rows == 0 || width == 0 {
-                return Ok(());
+                return self.fill(grad_weights, 0, num_slots * backward.forward.weight_type.bytes());
             }
+            self.invert_positions(positions, row_ids, wide, num_slots, num_rows)?;
             // Without slots every row is zeroed, and top_k divides nothing.
             let sizes = [num_rows as u64, width as u64, num_slots as u64, top_k.max(1) as u64];
-            let addresses = [grad, rows, row_ids, weights, grad_rows, grad_weights];
-            self.launch(name, grid(num_rows * WARP), &[&addresses[..], &sizes[..]].concat())
+            let addresses = [grad, rows, positions, row_ids, weights, grad_rows, grad_weights];
+            let warps = num_slots.max(num_rows);
+            self.launch(name, grid(warps * WARP), &[&addresses[..], &sizes[..]].concat())
         }
     }
 }

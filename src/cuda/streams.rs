@@ -70,10 +70,14 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
+    /// One whose waits leave the processor to others.
     pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
+        const FLAGS: u32 = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
+            | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
         let _current = device.make_current()?;
-        let event =
-            driver(result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING), "cuEventCreate")?;
+        let mut event = std::ptr::null_mut();
+        // SAFETY: writes the event's handle.
+        driver(unsafe { sys::cuEventCreate(&raw mut event, FLAGS) }.result(), "cuEventCreate")?;
         Ok(Self { device: device.clone(), event })
     }
 

@@ -115,16 +115,18 @@ pub(super) fn invert_positions(positions: &Tensor, row_ids: &mut Tensor) -> Resu
     })
 }
 
-pub(super) fn permute(x: &Tensor, row_ids: &Tensor, top_k: i64, out: &mut Tensor) -> Result<()> {
+pub(super) fn permute(x: &Tensor, row_ids: &Tensor, positions: &Tensor, out: &mut Tensor) -> Result<()> {
     let permute = Permute {
         x: address(x),
         row_ids: address(row_ids),
-        wide: is_wide(row_ids),
+        positions: address(positions),
+        wide_ids: is_wide(row_ids),
+        wide_positions: is_wide(positions),
         out: address(out),
         num_rows: size(row_ids, 0),
         row_bytes: size(x, 1) * x.dtype().bytes(),
         num_tokens: size(x, 0),
-        top_k: top_k as usize,
+        top_k: size(positions, 1),
     };
     // SAFETY: see above.
     launch(x, |launcher| unsafe { launcher.permute(&permute) })

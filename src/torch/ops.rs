@@ -27,8 +27,12 @@ fn table() -> [Op; 18] {
         Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),
         Op::new("dispatch_plan", "(Tensor ids, Tensor send_counts) -> (Tensor, Tensor)", dispatch_plan),
         Op::new("invert_positions", "(Tensor positions, SymInt num_rows) -> Tensor", invert_positions),
-        Op::new("permute", "(Tensor x, Tensor row_ids, SymInt top_k) -> Tensor", permute),
-        Op::new("permute_out", "(Tensor x, Tensor row_ids, SymInt top_k, Tensor(a!) out) -> ()", permute_out),
+        Op::new("permute", "(Tensor x, Tensor row_ids, Tensor positions) -> Tensor", permute),
+        Op::new(
+            "permute_out",
+            "(Tensor x, Tensor row_ids, Tensor positions, Tensor(a!) out) -> ()",
+            permute_out,
+        ),
         Op::new("unpermute", "(Tensor rows, Tensor positions, Tensor? weights) -> Tensor", unpermute),
         Op::new(
             "unpermute_out",
@@ -144,34 +148,40 @@ fn invert_positions(positions: Tensor, num_rows: i64) -> Result<Tensor> {
     Ok(row_ids)
 }
 
-fn permute(x: Tensor, row_ids: Tensor, top_k: i64) -> Result<Tensor> {
+fn permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Result<Tensor> {
     let [_, width] = shape("x", "[T, H]", &x)?;
     let [num_rows] = shape("row_ids", "[N]", &row_ids)?;
     let mut out = Tensor::empty(&[num_rows, width], x.dtype(), &x)?;
-    permute_into(x, row_ids, top_k, &mut out)?;
+    permute_into(x, row_ids, positions, &mut out)?;
     Ok(out)
 }
 
-fn permute_out(x: Tensor, row_ids: Tensor, top_k: i64, mut out: Tensor) -> Result<()> {
+fn permute_out(x: Tensor, row_ids: Tensor, positions: Tensor, mut out: Tensor) -> Result<()> {
     let [_, width] = shape("x", "[T, H]", &x)?;
     let [num_rows] = shape("row_ids", "[N]", &row_ids)?;
     check_out("out", &out, [num_rows, width], &x)?;
     out.bump_version()?;
-    permute_into(x, row_ids, top_k, &mut out)
+    permute_into(x, row_ids, positions, &mut out)
 }
 
-fn permute_into(x: Tensor, row_ids: Tensor, top_k: i64, out: &mut Tensor) -> Result<()> {
+fn permute_into(x: Tensor, row_ids: Tensor, positions: Tensor, out: &mut Tensor) -> Result<()> {
     check_rows("x", &x)?;
-    let [_, width] = shape("x", "[T, H]", &x)?;
-    check_ids("row_ids", &row_ids)?;
-    check_device("row_ids", &row_ids, &x)?;
-    ensure!(top_k >= 1, "top_k: expected 1 or more, got {top_k}");
-    let (x, row_ids) = (x.contiguous()?, row_ids.contiguous()?);
-    check_disjoint("out", out, &[("x", &x), ("row_ids", &row_ids)])?;
-    if x.device() != Device::Cpu {
-        return on_cuda!(permute(&x, &row_ids, top_k, out));
+    let [tokens, width] = shape("x", "[T, H]", &x)?;
+    let [rows_of_positions, top_k] = shape("positions", "[T, K]", &positions)?;
+    ensure!(
+        rows_of_positions == tokens,
+        "positions: expected shape [T, K] with T = {tokens} as in x, got [{rows_of_positions}, {top_k}]"
+    );
+    for (name, indices) in [("row_ids", &row_ids), ("positions", &positions)] {
+        check_ids(name, indices)?;
+        check_device(name, indices, &x)?;
     }
-    let (top_k, width) = (top_k as usize, width as usize);
+    let (x, row_ids, positions) = (x.contiguous()?, row_ids.contiguous()?, positions.contiguous()?);
+    check_disjoint("out", out, &[("x", &x), ("row_ids", &row_ids), ("positions", &positions)])?;
+    if x.device() != Device::Cpu {
+        return on_cuda!(permute(&x, &row_ids, &positions, out));
+    }
+    let (top_k, width) = (top_k.max(1) as usize, width as usize);
     with_ids!(row_ids, I => with_rows!(x, F => {
         cpu::permute::<F, I>(x.slice()?, row_ids.slice()?, top_k, width, out.slice_mut()?, &TorchPool)
     }))

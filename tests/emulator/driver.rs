@@ -43,7 +43,18 @@ impl Driver {
         // SAFETY: the function's type in fake_driver.cpp.
         let set_policy =
             unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(c_int)>(set_policy) };
-        Some(Self { set_policy })
+        let driver = Self { set_policy };
+        driver.make_current(0);
+        Some(driver)
+    }
+
+    /// Makes a device's context this thread's, for the calls of the test itself.
+    pub(crate) fn make_current(&self, device: c_int) {
+        // SAFETY: the driver is loaded; its contexts stay.
+        unsafe {
+            let context = result::primary_ctx::retain(device).expect("a context");
+            result::ctx::set_current(context).expect("a context");
+        }
     }
 
     /// How streams are ordered from now on.

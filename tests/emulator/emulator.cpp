@@ -44,7 +44,7 @@ Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulator {
 namespace {
-constexpr size_t kStackBytes = 128 << 10, kPage = 4096, kMaxThreads = 1024, kMaxShared = 227 << 10;
+constexpr size_t kStackBytes = 128 << 10, kPage = 4096, kMaxThreads = 1024, kMaxShared = 48 << 10;
 constexpr unsigned kWarp = 32, kMaxBlocks = 0x7fffffff;
 constexpr unsigned char kPoison = 0xa5, kCanary = 0x5a;
 constexpr size_t kCanaryBytes = 64;
@@ -210,7 +210,7 @@ const char* over_limits(const Kernel& k, unsigned first, unsigned blocks, unsign
   if (!block_threads || block_threads > kMaxThreads) return "a block has 1 to 1024 threads";
   if (block_threads > k.max_threads) return "more threads in a block than the kernel's __launch_bounds__";
   if (block_threads % kWarp) return "blocks are whole warps here";
-  return shared_bytes > kMaxShared ? "more than 227 KiB of shared memory" : nullptr;
+  return shared_bytes > kMaxShared ? "more than 48 KiB of shared memory, which a kernel must ask for" : nullptr;
 }
 void fail(const char* format, ...) {
   char text[700];

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evermoe.optim import AdamW
+from evermoe.optim import SGD, AdamW
 
 
 def make_model():
@@ -181,3 +181,31 @@ def test_refused_gradient_counts_no_step():
         optimizer.step()
     assert optimizer.state[parameter]["step"].item() == 0
     assert torch.equal(parameter, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_capture_of_a_graph_is_refused_and_nothing_changes(kind, monkeypatch):
+    """Which would repeat one step's numbers for ever. Torch says itself whether it captures; only a GPU can."""
+    model = make_model()
+    optimizer = kind(model.parameters(), lr=0.1)
+    loss_of(model, 0).backward()
+    before = copy.deepcopy(model)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=rf"evermoe.optim.{kind.__name__}: expected no capture of a CUDA graph"):
+        optimizer.step()
+    equal(model, before)
+    assert not optimizer.state
+
+
+@pytest.mark.gpu
+def test_capture_of_a_graph_is_refused_on_a_gpu():
+    parameter = torch.nn.Parameter(torch.ones(64, device="cuda"))
+    optimizer = AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match="expected no capture of a CUDA graph"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()

@@ -32,7 +32,7 @@ def _(positions: Tensor, num_rows: int) -> Tensor:
 
 
 @torch.library.register_fake("evermoe::permute")
-def _(x: Tensor, row_ids: Tensor, top_k: int) -> Tensor:
+def _(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
     return x.new_empty((row_ids.shape[0], x.shape[1]))
 
 
@@ -47,7 +47,7 @@ def _(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[T
 
 
 @torch.library.register_fake("evermoe::permute_out")
-def _(x: Tensor, row_ids: Tensor, top_k: int, out: Tensor) -> None:
+def _(x: Tensor, row_ids: Tensor, positions: Tensor, out: Tensor) -> None:
     pass
 
 

@@ -38,7 +38,7 @@ def dispatch_plan(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int32 or int64 `[T, K]`: experts in `0..E`, or -1 for unrouted.
-        send_counts: int64 `[E, R]`; each row adds up to the number of slots of its expert.
+        send_counts: int64 `[E, R]`; each row adds up to the number of slots of its expert. On CUDA E + R < 12288.
 
     Returns:
         `row_ids`, `[T * K]`: the slot of each row; as many -1 at the end as there are unrouted slots.
@@ -63,17 +63,18 @@ def permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
     Args:
         x: float32, bfloat16 or float16 `[T, H]`.
         row_ids: int32 or int64 `[N]`, from `dispatch_plan`; a prefix of it will do, to leave the unrouted tail out.
-        positions: int32 or int64 `[T, K]`, from the same plan; gives K, and the gradient.
+        positions: int32 or int64 `[T, K]`, from the same plan: gives K and the gradient, and on CUDA the rows of
+            each token, which is read once for all of them.
 
     Returns:
         `[N, H]`, dtype of `x`.
 
     Example: x `[a, b]`, K = 2, row_ids `[2, 0, 3, -1]`: `[b, a, b, 0]`.
     """
-    top_k = _top_k(x, positions)
+    check_rows(x=x, positions=positions)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Permute.apply(x, row_ids, positions)
-    return torch_ops.permute.default(x, row_ids, top_k)
+    return torch_ops.permute.default(x, row_ids, positions)
 
 
 def permute_out(x: Tensor, row_ids: Tensor, positions: Tensor, out: Tensor) -> Tensor:
@@ -82,7 +83,8 @@ def permute_out(x: Tensor, row_ids: Tensor, positions: Tensor, out: Tensor) -> T
     Not differentiable: raises when a gradient would be needed.
     """
     refuse_grad("permute_out", "use permute, or torch.no_grad()", x, out)
-    torch_ops.permute_out.default(x, row_ids, _top_k(x, positions), out)
+    check_rows(x=x, positions=positions)
+    torch_ops.permute_out.default(x, row_ids, positions, out)
     return out
 
 
@@ -201,15 +203,6 @@ def regroup_out(rows: Tensor, counts: Tensor, inverse: bool, out: Tensor) -> Ten
     return out
 
 
-def _top_k(x: Tensor, positions: Tensor) -> int:
-    check_rows(x=x, positions=positions)
-    if positions.dim() != 2 or positions.shape[0] != x.shape[0]:
-        raise RuntimeError(
-            f"positions: expected shape [T, K] with T = {x.shape[0]} as in x, got {list(positions.shape)}"
-        )
-    return max(positions.shape[1], 1)
-
-
 # ---- gradients --------------------------------------------------------------------------------
 # Functions rather than torch.library.register_autograd, which would cost every call several microseconds,
 # also where no gradient is needed.
@@ -223,7 +216,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
         ctx.save_for_backward(positions)
-        return torch_ops.permute.default(x, row_ids, max(positions.shape[1], 1))
+        return torch_ops.permute.default(x, row_ids, positions)
 
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -52,30 +52,33 @@ def test_ids_out_of_range_are_not_counted(kernels):
     count(kernels, [ids, ids.int()[:5]], [1, 1], 3).equals(torch.tensor([[1, 1, 1], [1, 1, 1]]))
 
 
-def split_on_kernel(kernels, counts, replicas, rank):
+def split_on_kernel(kernels, counts, replicas, rank, warps=2, at_once=1):
+    """With claims for as many sources at once as named, if all ranks have room."""
     experts, ranks = counts.shape
-    send, receive = Buffer([experts, ranks], torch.int64, 0), Buffer([ranks, experts], torch.int64, 0)
-    sizes = (experts, ranks, rank)
-    shared = (ranks + 1) * 64 + 32 * 24
-    kernels("split_tokens", experts, 32, shared, counts, replicas, send, receive, *sizes)
+    send, receive = Buffer([experts, ranks], torch.int64), Buffer([ranks, experts], torch.int64)
+    claims = min(min(at_once, ranks) * (ranks + 1), ((48 << 10) - ranks * 36) // 16)
+    shared = claims * 16 + ranks * 36
+    kernels("split_tokens", experts, 32 * warps, shared, counts, replicas, send, receive, claims, experts, ranks, rank)
     return send, receive
 
 
-def check_split(kernels, counts, replicas, rank):
+def check_split(kernels, counts, replicas, rank, **launch):
     counts, replicas = torch.as_tensor(counts), torch.as_tensor(replicas)
-    found = split_on_kernel(kernels, counts, replicas, rank)
+    found = split_on_kernel(kernels, counts, replicas, rank, **launch)
     for ours, theirs in zip(found, planning.split_tokens(counts.numpy(), replicas.numpy(), rank), strict=True):
         ours.equals(torch.from_numpy(theirs))
 
 
 def test_split_of_random_tokens(kernels):
     for seed in range(40):
-        check_split(kernels, *draw_split(seed + 1000 * kernels.order))
+        check_split(kernels, *draw_split(seed + 1000 * kernels.order), warps=1 + seed % 3, at_once=1 + seed % 5)
 
 
 def test_split_of_many_random_tokens(fast_kernels):
     for seed in range(1500):
-        check_split(fast_kernels, *draw_split(seed + 1500 * fast_kernels.order))
+        check_split(
+            fast_kernels, *draw_split(seed + 1500 * fast_kernels.order), warps=1 + seed % 8, at_once=1 + seed % 9
+        )
 
 
 def test_split_of_extremes(kernels):
@@ -98,12 +101,23 @@ def test_split_of_extremes(kernels):
 
 
 def test_split_over_as_many_ranks_as_fit(fast_kernels):
-    ranks = (48 * 1024 - 32 * 24) // 64 - 1
+    ranks = (48 * 1024 - 16) // 52
     random = torch.Generator().manual_seed(0)
     counts = torch.randint(0, 100, (1, ranks), generator=random)
     replicas = (torch.rand(ranks, 1, generator=random) < 0.2).long()
-    check_split(fast_kernels, counts, replicas, 7)
-    check_split(fast_kernels, counts[:, :300], torch.ones(300, 1, dtype=torch.int64), 299)
+    check_split(fast_kernels, counts, replicas, 7, warps=8)
+    check_split(fast_kernels, counts[:, :300], torch.ones(300, 1, dtype=torch.int64), 299, warps=8)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 64, 128])
+def test_split_where_some_or_all_ranks_hold_the_expert(kernels, ranks):
+    """Up to 32 claims a warp gives the odd tokens, above that the block does."""
+    random = torch.Generator().manual_seed(ranks)
+    counts = torch.randint(0, 1000, (2, ranks), generator=random)
+    replicas = torch.stack([torch.rand(ranks, generator=random) < 0.3, torch.ones(ranks).bool()], 1).long()
+    replicas[ranks // 2] = 2
+    for rank, warps, at_once in [(0, 1, min(ranks, 64)), (ranks // 2, 3, 2), (ranks - 1, 8, 7)]:
+        check_split(kernels, counts, replicas, rank, warps=warps, at_once=at_once)
 
 
 def test_experts_that_cannot_be_split_send_nothing(kernels):
@@ -123,7 +137,7 @@ def regroup_on_kernel(kernels, rows, counts, inverse, threads=64):
     order = [*starts, out, len(rows), rows[:1].nbytes, sources, experts]
     if inverse:
         order[:2], order[5:] = order[1::-1], order[:4:-1]
-    kernels("regroup", 3, 32, 0, rows, *order)
+    kernels("regroup", 3, 64, 0, rows, *order)
     return starts, out
 
 
@@ -138,6 +152,19 @@ def test_regroup(kernels, width, counts):
         starts[0].equals(torch.cat([flat.new_zeros(1), flat.cumsum(0)]))
         starts[1].equals(torch.cat([flat.new_zeros(1), turned.cumsum(0)]))
         out.equals(ops.regroup(rows, counts, inverse))
+
+
+@pytest.mark.parametrize("width", [130, 136, 300])  # of int16: a warp or more takes a row
+def test_regroup_of_long_rows(kernels, width):
+    random = torch.Generator().manual_seed(width)
+    counts = torch.randint(0, 4, (13, 17), generator=random) * (torch.rand(13, 17, generator=random) < 0.3)
+    rows = torch.arange(int(counts.sum()) * width).short().view(-1, width)
+    for inverse in (False, True):
+        _, out = regroup_on_kernel(kernels, rows, counts, inverse)
+        out.equals(ops.regroup(rows, counts, inverse))
+    past = torch.tensor([[0, 2, -1], [0, 0, 3]])
+    _, out = regroup_on_kernel(kernels, rows[:9], past, False)
+    out.equals(torch.cat([rows[:5], rows[:4] * 0]))
 
 
 def test_regroup_of_more_segments_than_threads(kernels):

@@ -1,4 +1,4 @@
-"""The kernels of dispatch.cu, bit by bit against the CPU ops."""
+"""The kernels of rows.cu, bit by bit against the CPU ops."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from support.kernels import Buffer, sparse
 raw = torch.ops.evermoe
 # tokens, choices, experts, columns, ranks
 SHAPES = [(1, 1, 1, 1, 1), (7, 3, 5, 13, 2), (31, 2, 64, 257, 3), (64, 2, 4, 64, 4), (700, 2, 3, 8, 5)]
-LARGE = (6001, 4, 96, 136, 9)
 MANY_ROWS = (1201, 4, 96, 136, 9)
 TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 INDICES = [torch.int32, torch.int64]
@@ -39,11 +38,6 @@ def case(shape, dtype=torch.float32):
     return ids, counts, row_ids, positions, x, torch.rand(tokens, top_k, generator=random)
 
 
-def tile_slots(experts):
-    """As in dispatch.cu."""
-    return max(512, 1 << (2 * experts - 1).bit_length())
-
-
 def at_offset(tensor, offset):
     """A copy that starts so many elements past an aligned address."""
     memory = torch.empty(tensor.numel() + offset, dtype=tensor.dtype)[offset:]
@@ -60,52 +54,13 @@ def offset_buffer(shape, dtype, offset):
     return buffer
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (700, 1, 300, 1, 2)])
-@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("index", INDICES)
-def test_plan(kernels, shape, bits, index):
-    check_plan(kernels, shape, bits, index)
-
-
-@pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("index", INDICES)
-def test_large_plan(fast_kernels, bits, index):
-    check_plan(fast_kernels, LARGE, bits, index)
-
-
-def check_plan(kernels, shape, bits, index):
-    ids, counts, row_ids, positions, _, _ = case(shape)
-    experts, ranks = counts.shape
-    slots, tile = ids.numel(), tile_slots(experts)
-    tiles = -(-slots // tile)
-    typed = ids.to(torch.int32 if bits == 32 else torch.int64)
-    tile_counts = Buffer([tiles, experts], torch.int32)
-    kernels(f"plan_count_i{bits}", tiles, 32, 4 * experts, typed, tile_counts.tensor, slots, experts)
-    per_tile = torch.stack([ops.expert_histogram(part, experts) for part in ids.flatten().split(tile)])
-    tile_counts.equals(per_tile.int())
-    kernels("plan_starts", -(-experts // 32), 64, 4 * 64, tile_counts.tensor, tiles, experts)
-    tile_counts.equals((per_tile.cumsum(0) - per_tile).int())
-    ends, first_rows = Buffer([experts, ranks], torch.int64), Buffer([ranks, experts], torch.int64)
-    kernels("plan_segments", 1, 64, 64 * 8, counts, ends.tensor, first_rows.tensor, experts, ranks)
-    ends.equals(counts.cumsum(1))
-    first_rows.equals((counts.t().flatten().cumsum(0) - counts.t().flatten()).view(ranks, experts))
-    ours = Buffer([slots], index, 0xFF), Buffer(ids.shape, index)
-    arguments = (tile_counts.tensor, ends.tensor, first_rows.tensor, ours[0].tensor, ours[1].tensor)
-    wide = int(index == torch.int64)
-    kernels(f"plan_place_i{bits}", tiles, 32, 4 * experts, typed, *arguments, wide, slots, experts, ranks)
-    ours[0].equals(row_ids.to(index))
-    ours[1].equals(positions.to(index))
-    inverse = Buffer([slots], index, 0xFF)
-    kernels("invert_positions", 2, 32, 0, positions.to(index), inverse.tensor, wide, slots, slots)
+def test_invert_positions(kernels, shape, index):
+    _, _, row_ids, positions, _, _ = case(shape)
+    slots, inverse = len(row_ids), Buffer(row_ids.shape, index, 0xFF)
+    kernels("invert_positions", 2, 32, 0, positions.to(index), inverse, int(index == torch.int64), slots, slots)
     inverse.equals(row_ids.to(index))
-
-
-@pytest.mark.parametrize(("tiles", "experts", "threads"), [(1, 1, 32), (7, 33, 64), (70, 3, 1024), (64, 64, 128)])
-def test_starts_of_many_tiles(kernels, tiles, experts, threads):
-    counts = torch.randint(100, (tiles, experts), generator=torch.Generator().manual_seed(tiles))
-    ours = Buffer([tiles, experts], torch.int32).set(counts)
-    kernels("plan_starts", -(-experts // 32), threads, 4 * threads, ours.tensor, tiles, experts)
-    ours.equals((counts.cumsum(0) - counts).int())
 
 
 @pytest.mark.parametrize("row", TYPES)
@@ -128,10 +83,12 @@ def check_permute(kernels, shape, row, offset):
     (tokens, top_k), width = positions.shape, x.shape[1]
     x, expected = at_offset(x, offset), ops.permute(x, row_ids, positions)
     for index in INDICES:
-        rows = offset_buffer(expected.shape, x.dtype, offset)
-        sizes = (int(index == torch.int64), len(row_ids), width * x.dtype.itemsize, tokens, max(top_k, 1))
-        kernels("permute", 3, 64, 0, x, row_ids.to(index), rows.tensor, *sizes)
-        rows.equals(expected)
+        sizes = (len(row_ids), width * x.dtype.itemsize, tokens, top_k)
+        for other in INDICES:
+            rows = offset_buffer(expected.shape, x.dtype, offset)
+            wide = int(index == torch.int64), int(other == torch.int64)
+            kernels("permute", 3, 64, 0, x, row_ids.to(index), positions.to(other), rows.tensor, *wide, *sizes)
+            rows.equals(expected)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
@@ -174,8 +131,8 @@ def check_unpermute_backward(kernels, shape, row, weight, offset):
     slots, width = rows.shape
     for index in INDICES:
         grad_rows = offset_buffer(rows.shape, x.dtype, offset)
-        grad_weights = Buffer(positions.shape, weights.dtype, 0)
-        arguments = (x, rows, row_ids.to(index), weights, grad_rows.tensor, grad_weights.tensor)
+        grad_weights = Buffer(positions.shape, weights.dtype)
+        arguments = (x, rows, positions.to(index), row_ids.to(index), weights, grad_rows.tensor, grad_weights.tensor)
         bits = 8 * index.itemsize
         sizes = (slots, width, slots, positions.shape[1])
         kernels(f"unpermute_backward_{row}_{weight_type}_i{bits}", 2, 64, 0, *arguments, *sizes)
@@ -185,17 +142,10 @@ def check_unpermute_backward(kernels, shape, row, weight, offset):
 
 @pytest.mark.parametrize("index", INDICES)
 def test_values_out_of_range_are_unrouted(kernels, index):
-    ids, counts = torch.tensor([0, 1, 2, 7, -5]), torch.tensor([[1], [0], [3]])
-    starts, ends, first_rows = torch.zeros(1, 3, dtype=torch.int32), Buffer([3], torch.int64), Buffer([3], torch.int64)
-    kernels("plan_segments", 1, 32, 256, counts, ends.tensor, first_rows.tensor, 3, 1)
-    row_ids, positions = Buffer([5], index, 0xFF), Buffer([5], index)
-    arguments = (ids, starts, ends.tensor, first_rows.tensor, row_ids.tensor, positions.tensor)
     wide = int(index == torch.int64)
-    kernels("plan_place_i64", 1, 32, 12, *arguments, wide, 5, 3, 1)
-    row_ids.equals(torch.tensor([0, 2, -1, -1, -1], dtype=index))
-    positions.equals(torch.tensor([0, -1, 1, -1, -1], dtype=index))
     x, rows = torch.tensor([[1.0], [2.0]]), Buffer([4, 1], torch.float32)
-    kernels("permute", 1, 32, 0, x, torch.tensor([1, 2, -2, 0], dtype=index), rows.tensor, wide, 4, 4, 2, 1)
+    row_ids, positions = torch.tensor([1, 2, -2, 0], dtype=index), torch.tensor([3, 0], dtype=index)
+    kernels("permute", 1, 32, 0, x, row_ids, positions, rows.tensor, wide, wide, 4, 4, 2, 1)
     rows.equals(torch.tensor([[2.0], [0.0], [0.0], [1.0]]))
 
 
@@ -206,13 +156,13 @@ def test_more_than_2_to_31_elements(kernels):
     x[-1] = torch.arange(width) / 8
     row_ids = torch.full([tokens], -1)
     row_ids[-1] = last = (tokens - 1) * top_k + 1
-    blocks = -(-tokens // 4)  # of four rows
-    kernels("permute", blocks, 32, 0, x, row_ids, rows, 1, tokens, 2 * width, tokens, top_k, first_block=blocks - 1)
+    positions, weights = torch.full([tokens, top_k], -1), torch.zeros(tokens, top_k)
+    positions[-1, 1], weights[-1, 1] = tokens - 1, 0.5
+    sizes = (1, 1, tokens, 2 * width, tokens, top_k)
+    kernels("permute", tokens, 32, 0, x, row_ids, positions, rows, *sizes, first_block=tokens - 1)
     assert torch.equal(rows[-1], x[-1])
     assert not rows[-2].any()
 
-    positions, weights = torch.full([tokens, top_k], -1), torch.zeros(tokens, top_k)
-    positions[-1, 1], weights[-1, 1] = tokens - 1, 0.5
     out = sparse([tokens, width], torch.bfloat16)
     blocks = -(-tokens // 2)  # of two tokens
     sizes = (1, tokens, top_k, tokens, width)
@@ -222,6 +172,7 @@ def test_more_than_2_to_31_elements(kernels):
     grad_rows, grad_weights = sparse([tokens, width], torch.bfloat16), torch.zeros(tokens, top_k)
     sizes = (tokens, width, tokens * top_k, top_k)
     name = "unpermute_backward_bf16_f32_i64"
-    kernels(name, tokens, 32, 0, x, rows, row_ids, weights, grad_rows, grad_weights, *sizes, first_block=tokens - 1)
+    arguments, blocks = (x, rows, positions, row_ids, weights, grad_rows, grad_weights), tokens * top_k
+    kernels(name, blocks, 32, 0, *arguments, *sizes, first_block=blocks - 1)
     assert torch.equal(grad_rows[-1], x[-1] / 2)
     assert grad_weights.flatten()[last] > 0

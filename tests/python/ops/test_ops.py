@@ -188,8 +188,8 @@ def opcheck_cases(device):
         "expert_histogram": (ids, 5),
         "dispatch_plan": (ids, counts),
         "invert_positions": (positions, 21),
-        "permute": (x, row_ids, 3),
-        "permute_out": (x, row_ids, 3, torch.empty_like(rows)),
+        "permute": (x, row_ids, positions),
+        "permute_out": (x, row_ids, positions, torch.empty_like(rows)),
         "unpermute": (rows, positions, weights),
         "unpermute_out": (rows, positions, None, torch.empty_like(x)),
         "unpermute_backward": (x, rows, positions, weights),
@@ -415,7 +415,7 @@ def test_freed_storage_is_refused():
         arguments = [torch.ones(4, 2), torch.ones(4, 2)]
         arguments[freed].untyped_storage().resize_(0)
         with pytest.raises(RuntimeError, match=r"shape \[4, 2\] whose storage was freed"):
-            raw.permute_out(arguments[0], row_ids, 1, arguments[1])
+            raw.permute_out(arguments[0], row_ids, row_ids[:, None], arguments[1])
 
 
 def test_threads_get_their_own_messages():
