@@ -80,7 +80,7 @@ fmt: setup ## Format all sources
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies, by preset; snapshots beside compute; recovery by phase; the profiler
+bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; the profiler
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
 	$(BIN)/python benches/bench_optim.py
@@ -88,6 +88,8 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step w
 	$(BIN)/python benches/bench_session.py
 	$(BIN)/python benches/bench_presets.py
 	$(BIN)/python benches/bench_overlap.py
+	$(BIN)/python benches/bench_transport.py
+	$(BIN)/python benches/kernel_table.py
 	$(BIN)/python benches/bench_profile.py
 
 # Both run with the python on PATH where there is no .venv, and with the wheels of `make wheel` where there is no evermoe.

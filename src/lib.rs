@@ -18,6 +18,7 @@
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
 //! | [`selection`] | pure: tokens at risk → which experts to copy now; which rank saves which part of the rest |
 //! | [`reach`] | whether members can be reached: a port of each that answers, and who asks |
+//! | [`transport`] | messages between members beside their collectives: from memory to memory, in threads of their own |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
 //! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
@@ -47,3 +48,4 @@ pub mod secret;
 pub mod selection;
 pub mod snapshot;
 pub mod torch;
+pub mod transport;

@@ -39,7 +39,7 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 16] = [
+const LAYERS: [(&str, &[&str]); 17] = [
     ("error", &[]),
     ("secret", &["error"]),
     ("dispatch", &["error"]),
@@ -47,6 +47,7 @@ const LAYERS: [(&str, &[&str]); 16] = [
     ("placement", &["error", "dispatch"]),
     ("protocol", &["error", "secret"]),
     ("reach", &["error", "secret"]),
+    ("transport", &["error", "reach", "secret"]),
     ("recovery", &["error", "protocol"]),
     ("schedule", &["error", "placement"]),
     ("protection", &["error", "placement", "schedule"]),

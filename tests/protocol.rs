@@ -46,16 +46,22 @@ fn standing(established: bool, size: usize) -> Standing {
         inquires: false,
         is_done: false,
         seat: None,
+        known: 0,
         begun: vec![],
     }
 }
 
 /// A member that has begun a job with "b", and computes step 0.
 fn trained_with_b() -> Protocol {
-    let mut member = Protocol::new(settings());
+    began_with("b", settings())
+}
+
+fn began_with(other: &str, settings: Settings) -> Protocol {
+    let id = settings.id.clone();
+    let mut member = Protocol::new(settings);
     let commands = member.handle(Event::Look { until: 9 }).unwrap();
     let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
-    let participants = vec![participant("a", standing.clone()), participant("b", standing.clone())];
+    let participants = vec![participant(&id, standing.clone()), participant(other, standing.clone())];
     member.handle(Event::Quorum { id: 1, participants, is_promoted: false }).unwrap();
     member.handle(Event::Connected).unwrap();
     member.handle(Event::Recalled { votes: vec![None, None] }).unwrap();
@@ -362,6 +368,84 @@ fn a_group_that_was_begun_twice_counts_both_times() {
     // Whoever has begun a group counts for it, whatever it has begun since.
     assert!(matches!(judge(&[&d, &b, &c]), Verdict::New(_)));
     assert_eq!(judge(&[&d]), Verdict::Wait(Wait::Minority { found: 1, size: 4 }));
+}
+
+/// "b" has gone on without "a", and both are connected when they are cut again: "a" has no state of "b"'s yet. The same for
+/// newcomers that have begun a group with a member of a job.
+#[test]
+fn only_those_with_the_newest_state_that_they_know_of_go_on() {
+    let need = Need { is_majority: true, ..NEED };
+    let told =
+        |id: &str, state, known, seat| participant(id, Standing { state, known, seat, ..standing(true, 2) });
+    let a = told("a", 1, 2, Some(seated(3, 2, true)));
+    let b = told("b", 2, 2, Some(seated(3, 2, false)));
+    let judge_all = |set: &[&Participant]| {
+        judge(1, &set.iter().map(|&each| each.clone()).collect::<Vec<_>>(), need, None)
+    };
+    let minority = Verdict::Wait(Wait::Minority { found: 1, size: 2 });
+    assert_eq!(judge_all(&[&a]), minority, "it would take b's steps again");
+    assert_eq!(judge_all(&[&b]), minority, "a may be the first of a later group");
+    assert!(matches!(judge_all(&[&a, &b]), Verdict::New(_)));
+    let apart = [Participant { unreachable: vec!["b".into()], ..a.clone() }, b.clone()];
+    assert_eq!(
+        judge(1, &apart, need, None),
+        Verdict::Cut(["b".to_owned()].into()),
+        "nobody withdraws for an older state"
+    );
+
+    let members = ["a", "y", "z"].map(String::from).to_vec();
+    let begun = vec![Begun { members, groups: vec![(2, 2)] }];
+    let new = |id: &str| participant(id, Standing { known: 1, begun: begun.clone(), ..standing(false, 0) });
+    let trained = told("a", 1, 1, Some(seated(1, 2, true)));
+    assert_eq!(judge_all(&[&new("y"), &new("z")]), Verdict::Wait(Wait::Minority { found: 2, size: 2 }));
+    assert!(matches!(judge_all(&[&trained, &new("y"), &new("z")]), Verdict::New(_)));
+}
+
+/// "a" and "b" leave at the same vote, and "b" does not hear that its copies are settled.
+#[test]
+fn a_member_whose_others_left_with_it_waits_for_nobody() {
+    for leaving in [1, 2] {
+        let mut member = began_with("a", Settings { id: "b".into(), needs_majority: true, ..settings() });
+        member.handle(Event::Gradients { is_whole: true, leaves: true }).unwrap();
+        member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
+        member.handle(Event::Lost { reason: "it is gone".into() }).unwrap();
+        let commands = member.handle(Event::Look { until: 9 }).unwrap();
+        let Some(Command::Ask { standing, .. }) = commands.last() else { panic!("{commands:?}") };
+        let participants = vec![participant("b", standing.clone())];
+        let commands = member.handle(Event::Quorum { id: 2, participants, is_promoted: false }).unwrap();
+        let waits = Command::Wait(Wait::Minority { found: 0, size: 1 });
+        assert_eq!(commands, [if leaving == 2 { Command::Leave } else { waits }]);
+    }
+}
+
+/// "d" alone has begun a group with "b" and "c" while these were connected with "a"; then they left on notice.
+#[test]
+fn a_group_of_the_generation_of_a_connected_one_was_never_connected() {
+    let need = Need { is_majority: true, ..NEED };
+    let seat = Some(Seat { left: 2, ..seated(2, 3, true) });
+    let a = participant("a", Standing { generation: 2, seat, ..standing(true, 3) });
+    let members = ["b", "c", "d"].map(String::from).to_vec();
+    let begun = vec![Begun { members, groups: vec![(9, 2)] }];
+    let seat = Some(seated(1, 4, false));
+    let d = participant("d", Standing { generation: 2, seat, begun, ..standing(true, 4) });
+    assert!(matches!(judge(1, &[a, d], need, None), Verdict::New(_)));
+}
+
+/// Of "a" to "e", "d" and "e" leave, which "b" and "c" know. What one of them told before the vote and the other one after
+/// it might each go on with "a", but not meet.
+#[test]
+fn members_that_were_told_differently_do_not_meet() {
+    let need = Need { is_majority: true, ..NEED };
+    let told = |id: &str, leaves| {
+        let seat = Some(Seat { leaves, ..seated(1, 5, id == "a") });
+        participant(id, Standing { seat, ..standing(true, 5) })
+    };
+    let epoch = |d, e| match judge(1, &[told("a", false), told("d", d), told("e", e)], need, None) {
+        Verdict::New(agreement) => agreement.epoch,
+        other => panic!("{other:?}"),
+    };
+    assert_ne!(epoch(true, false), epoch(false, true));
+    assert_eq!(epoch(false, false), epoch(false, false));
 }
 
 /// "a" has come to the end with others that are through, and "b" was away for the last steps: together they might have all

@@ -26,7 +26,7 @@ fn messages() -> impl Strategy<Value = Message> {
         0..9_usize,
         0..1_u64 << 20,
         0..1_u64 << 20,
-        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<u64>(), any::<[bool; 2]>()),
+        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<[u64; 2]>(), any::<[bool; 2]>()),
         groups,
     )
         .prop_map(
@@ -36,7 +36,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 size,
                 generation,
                 state,
-                (named, adopted, [inquires, is_done]),
+                (named, [adopted, known], [inquires, is_done]),
                 (seat, begun),
             )| {
                 Standing {
@@ -50,6 +50,7 @@ fn messages() -> impl Strategy<Value = Message> {
                     inquires,
                     is_done,
                     seat,
+                    known,
                     begun,
                 }
             },
@@ -60,7 +61,8 @@ fn messages() -> impl Strategy<Value = Message> {
         |(texts, [trains, waits], port, patience, standing)| {
             let (layout, options, arithmetic, node, rank_key, unreachable) = texts;
             let role = if trains { Role::Train } else { Role::Replica };
-            let (store, door) = (format!("host:{port}"), format!("127.0.0.1:{port}"));
+            let [store, door, transport] =
+                ["host", "127.0.0.1", "[::1]"].map(|host| format!("{host}:{port}"));
             Message {
                 layout,
                 options,
@@ -71,6 +73,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 rank_key,
                 store,
                 door,
+                transport,
                 unreachable,
                 waits,
                 patience,
@@ -131,6 +134,7 @@ fn example() -> Message {
         inquires: false,
         is_done: false,
         seat: None,
+        known: 0,
         begun: vec![],
     };
     Message {
@@ -143,6 +147,7 @@ fn example() -> Message {
         rank_key: String::new(),
         store: "a:1".into(),
         door: "a:2".into(),
+        transport: "a:3".into(),
         unreachable: vec![],
         waits: true,
         patience: 0.0,

@@ -577,6 +577,64 @@ class Watch:
     def stop(self) -> None:
         """Ends the watch."""
 
+class Port:
+    """A port for the connections of a member's groups, one after the other: `src/transport/`.
+
+    Args:
+        address: numeric address to listen on; None for all.
+        secret: that of the job; those alone may connect that have it.
+
+    Raises:
+        OSError: the system has no port or no thread left, or the address is not this machine's.
+        ValueError: the address is a name.
+    """
+
+    def __init__(self, address: str | None = None, secret: Secret | None = None) -> None: ...
+    @property
+    def port(self) -> int:
+        """Its port."""
+
+class Links:
+    """The messages between a member and the others of a group.
+
+    Args:
+        port: the member's.
+        group: names the group.
+        rank: the member's.
+        addresses: `host:port` of all members' ports, by rank.
+        streams: connections on which messages come from one member.
+        milliseconds: how long a connection may take to be made.
+
+    Raises:
+        ValueError: a rank that is none, or no stream.
+    """
+
+    def __init__(
+        self, port: Port, group: int, rank: int, addresses: Sequence[str], streams: int, milliseconds: int
+    ) -> None: ...
+    def send(self, data: np.ndarray, peer: int, tag: int) -> Transfer:
+        """Begins to send uint8 `[n]`, which stays as it is until the transfer is over.
+
+        Raises:
+            ValueError: a rank that is none of the others', or bytes with gaps.
+        """
+
+    def receive(self, data: np.ndarray, peer: int, tag: int) -> Transfer:
+        """Begins to receive into uint8 `[n]`, which may be larger than the message.
+
+        Raises:
+            ValueError: a rank that is none of the others', or bytes with gaps.
+        """
+
+    def end(self, reason: str) -> None:
+        """Ends all connections, and all transfers with them."""
+
+class Transfer:
+    """A message that is under way."""
+
+    def wait(self, milliseconds: int) -> str | None:
+        """Waits until it is over; returns why it failed, None if it did not."""
+
 class TripleBuffer:
     """Who may use which of three slots of host memory: the writer, the persister, or nobody. The bytes are elsewhere.
 

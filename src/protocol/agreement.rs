@@ -4,7 +4,7 @@ use super::cut::who_stays;
 use super::event::{Participant, Standing, Wait};
 use super::majority::lacking;
 use std::collections::BTreeSet;
-use std::hash::Hasher;
+use std::hash::{Hash, Hasher};
 use xxhash_rust::xxh3::Xxh3;
 
 /// The answer of [`judge`].
@@ -37,6 +37,8 @@ pub struct Agreement {
     pub members: Vec<String>,
     /// How many of them train; theirs are the first ranks.
     pub num_trainers: usize,
+    /// Newest state of them.
+    pub newest: u64,
 }
 
 /// How many members a job needs.
@@ -69,7 +71,7 @@ pub struct Need {
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
 /// let standing = Standing {
 ///     epoch: None, established: true, size: 2, generation: 3, state: 3, named: vec![], adopted: 3, inquires: false,
-///     is_done: false, seat: None, begun: vec![],
+///     is_done: false, seat: None, known: 0, begun: vec![],
 /// };
 /// let b = Participant {
 ///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
@@ -121,7 +123,9 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
         return Verdict::Unchanged;
     }
     let generation = 1 + standings().map(|standing| standing.generation).max().unwrap_or(0);
-    Verdict::New(Agreement { epoch: name(&members, generation), generation, members, num_trainers: found })
+    let newest = standings().map(|standing| standing.state).max().unwrap_or(0);
+    let epoch = name(&members, generation, need.is_majority.then_some(participants));
+    Verdict::New(Agreement { epoch, generation, members, num_trainers: found, newest })
 }
 
 /// The members without those that have an older state than one that has come to the end, if there are such.
@@ -179,9 +183,15 @@ fn slept<'a>(id: u64, standings: impl Iterator<Item = &'a Standing> + Clone) -> 
 }
 
 /// A name that members who agree on the same set and generation share, and nobody else.
-fn name(members: &[String], generation: u64) -> u64 {
+///
+/// Where it counts who was in which group, they agree on that, too: what a member told before a vote and after it might
+/// each give it to another half.
+fn name(members: &[String], generation: u64, told: Option<&[Participant]>) -> u64 {
     let mut hasher = Xxh3::new();
     hasher.write_u64(generation);
+    for standing in told.into_iter().flatten().map(|participant| &participant.standing) {
+        (&standing.seat, standing.known, &standing.begun).hash(&mut hasher);
+    }
     for member in members {
         hasher.write(member.as_bytes());
         hasher.write_u8(0);

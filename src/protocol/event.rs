@@ -40,6 +40,9 @@ pub struct Standing {
     pub is_done: bool,
     /// The newest group that it was connected in. None before the first, and where the job has one Lighthouse.
     pub seat: Option<Seat>,
+    /// The newest state that was in any group that it has begun: of its own or of other members. 0 where the job has one
+    /// Lighthouse.
+    pub known: u64,
     /// Groups that it has begun to connect since, of which it does not know whether all came. None where the job has one
     /// Lighthouse.
     pub begun: Vec<Begun>,
@@ -241,7 +244,8 @@ pub enum Wait {
     /// What some members have told is too old: they trained when they asked, and their group has broken since. Or it
     /// cannot be told yet whether members were left behind: some have not heard an answer, or it was lost.
     Unheard,
-    /// The job has several Lighthouses, and too few members of the last group are here to go on: others may do so.
+    /// The job has several Lighthouses, and too few members of the last group are here to go on, or none with the newest
+    /// state that they know of: others may do so.
     Minority {
         /// Those that are here.
         found: usize,

@@ -2,12 +2,14 @@
 
 use super::event::{Begun, Participant, Seat};
 
-/// How many of a group there are, and how many it had, if they are too few to go on in its place.
+/// How many of a group there are, and how many it had, if they are too few to go on in its place, or have an older state.
 ///
 /// Two sets that share no member must never both go on. A group is followed by one that has more than half of its
 /// members, or exactly half with the lowest id among them: no two sets without a common member do. Members that begin to
 /// connect a group may not learn whether all came, so the rule holds for the newest group that a member here was
 /// connected in and for each later one that a member here has begun (dynamic voting: Yeger Lotem, Keidar, Dolev, 1997).
+/// Two connected groups share a member that has begun both, one after the other: one of the same generation as the newest
+/// was never connected.
 ///
 /// "a", "b" and "c" were connected; "a" and "b" are half of the four members that "a" has begun to connect since, and "a"
 /// has the lowest id. But "b" is one of the four and has not begun: it asks for another group now, so those four can
@@ -18,13 +20,32 @@ pub(super) fn lacking(participants: &[&Participant]) -> Option<(usize, usize)> {
     if let Some(lacking) = newest.and_then(|newest| lacking_of_connected(newest, participants)) {
         return Some(lacking);
     }
-    let is_later = |generation: u64| newest.is_none_or(|newest| generation >= newest.generation);
-    begun(participants).filter(|&(.., generation)| is_later(generation)).find_map(|(_, begun, epoch, _)| {
-        let members = || participants.iter().filter(|participant| begun.members.contains(&participant.id));
-        let may_be_connected = members().all(|participant| has_begun(participant, epoch));
-        let (found, size) = (members().count(), begun.members.len());
-        let has_first = members().any(|participant| is_first(begun, &participant.id));
-        (may_be_connected && !is_enough(found, size, has_first)).then_some((found, size))
+    let is_later = |generation: u64| newest.is_none_or(|newest| generation > newest.generation);
+    let too_few = begun(participants).filter(|&(.., generation)| is_later(generation)).find_map(
+        |(_, begun, epoch, _)| {
+            let members =
+                || participants.iter().filter(|participant| begun.members.contains(&participant.id));
+            let may_be_connected = members().all(|participant| has_begun(participant, epoch));
+            let (found, size) = (members().count(), begun.members.len());
+            let has_first = members().any(|participant| is_first(begun, &participant.id));
+            (may_be_connected && !is_enough(found, size, has_first)).then_some((found, size))
+        },
+    );
+    too_few.or_else(|| older(newest, participants))
+}
+
+/// How many of the newest connected group there are, and how many it had, if nobody here has the newest state that they
+/// know of.
+///
+/// Members are connected before they have the state: one that was away counts for a group with those that went on without
+/// it, and must not go on in their place if that group breaks before it has their state.
+fn older(newest: Option<&Seat>, participants: &[&Participant]) -> Option<(usize, usize)> {
+    let standings = || participants.iter().map(|participant| &participant.standing);
+    let is_older =
+        standings().map(|standing| standing.state).max() < standings().map(|standing| standing.known).max();
+    is_older.then(|| match newest {
+        Some(seat) => (participants.iter().filter(|each| has_begun(each, seat.epoch)).count(), seat.size),
+        None => (participants.len(), participants.len()),
     })
 }
 

@@ -96,6 +96,7 @@ pub struct Protocol {
     /// The newest group that it was connected in, and those that it has begun since; see `majority.rs`.
     seat: Option<Seat>,
     begun: Vec<Begun>,
+    known: u64,
     /// Number of the set whose group it connects.
     connecting: u64,
     established: bool,
@@ -141,6 +142,7 @@ impl Protocol {
             adopted: (0, 0),
             seat: None,
             begun: Vec::new(),
+            known: 0,
             connecting: 0,
             established: false,
             saw_running: false,

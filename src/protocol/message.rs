@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 4;
+pub const PROTOCOL: u64 = 5;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// What stands in the place of a member's message in that of an operator.
@@ -45,6 +45,8 @@ pub struct Message {
     pub store: String,
     /// Address of its door, `host:port`.
     pub door: String,
+    /// Address of its port for messages beside the collectives, `host:port`.
+    pub transport: String,
     /// Members that it could not reach.
     pub unreachable: Vec<String>,
     /// Whether it waits for the answer, or trains meanwhile.
@@ -269,7 +271,9 @@ fn parse<'a, T: Deserialize<'a>>(text: &'a str) -> Result<T, String> {
 
 /// What the types do not say.
 fn check(message: &Message) -> Result<(), String> {
-    for (name, address) in [("store", &message.store), ("door", &message.door)] {
+    for (name, address) in
+        [("store", &message.store), ("door", &message.door), ("transport", &message.transport)]
+    {
         let port = address
             .rsplit_once(':')
             .filter(|(host, _)| !host.is_empty())

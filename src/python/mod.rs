@@ -12,6 +12,7 @@ mod reach;
 mod replay;
 mod secret;
 mod snapshot;
+mod transport;
 
 use pyo3::prelude::*;
 
@@ -30,5 +31,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     reach::register(module)?;
     replay::register(module)?;
     secret::register(module)?;
-    snapshot::register(module)
+    snapshot::register(module)?;
+    transport::register(module)
 }

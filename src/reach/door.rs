@@ -1,10 +1,10 @@
 //! The side that answers.
 
-use super::{Said, proof, read_knock};
+use super::{Said, listen, proof, read_knock, wake};
 use crate::error::{Error, Result};
 use crate::secret::Secret;
 use std::io::Write;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::thread;
@@ -43,14 +43,7 @@ impl Door {
     /// [`Error::Io`] when the system has no port or no thread, or the address is not this machine's.
     pub fn open(member: &str, address: Option<IpAddr>, secret: Option<&Secret>) -> Result<Self> {
         let failed = |error| Error::io("opening a port that answers other members", error);
-        let listener = match address {
-            Some(address) => TcpListener::bind((address, 0)),
-            // IPv4, too, unless the system has no IPv6
-            None => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
-                .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))),
-        };
-        let listener = listener.map_err(failed)?;
-        let address = listener.local_addr().map_err(failed)?;
+        let (listener, address) = listen(address).map_err(failed)?;
         let keeper = Arc::new(Keeper {
             member: member.to_owned(),
             secret: secret.cloned(),
@@ -85,11 +78,7 @@ impl Door {
 impl Drop for Door {
     fn drop(&mut self) {
         self.keeper.is_closed.store(true, Ordering::SeqCst);
-        // Its thread waits for a connection; without one it stays until the next comes, which is refused.
-        let all = self.address.ip().is_unspecified();
-        let host = if all { Ipv4Addr::LOCALHOST.into() } else { self.address.ip() };
-        let own = SocketAddr::new(host, self.address.port());
-        drop(TcpStream::connect_timeout(&own, Duration::from_millis(100)));
+        wake(self.address);
     }
 }
 

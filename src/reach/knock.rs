@@ -90,8 +90,21 @@ impl Visit {
     }
 }
 
+impl Visit {
+    /// Waits until the member closes the connection, as the system does for a process that ends, or so long.
+    pub(super) fn wait_closed(&self, limit: Duration) {
+        // An error is that of a connection that is gone, or of a limit that is over: the next question tells which.
+        let _silent = self.0.set_read_timeout(Some(limit)).and_then(|()| self.0.peek(&mut [0]));
+    }
+
+    /// The connection, for another thread to end a wait.
+    pub(super) fn connection(&self) -> Option<TcpStream> {
+        self.0.try_clone().ok()
+    }
+}
+
 /// A number that nobody has seen: the keys of maps are drawn from the system's random numbers.
-fn unforeseen() -> Number {
+pub(crate) fn unforeseen() -> Number {
     RandomState::new().hash_one(Instant::now()).to_le_bytes()
 }
 

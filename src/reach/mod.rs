@@ -9,10 +9,13 @@ mod watch;
 
 pub use door::Door;
 pub use knock::ask_all;
+pub(crate) use knock::unforeseen;
 pub use watch::{Seen, Watch};
 
 use crate::secret::{Secret, TAG_BYTES};
 use std::io::{Error, ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
 /// A number that is used once, by the side that asks.
@@ -39,6 +42,26 @@ impl Said {
         let both = u128::from_le_bytes(bytes);
         Self { computes: (both & u128::from(u64::MAX)) as u64, gave_up: (both >> 64) as u64 }
     }
+}
+
+/// Listens on a free port of an address, or of all.
+pub(crate) fn listen(address: Option<IpAddr>) -> std::io::Result<(TcpListener, SocketAddr)> {
+    let listener = match address {
+        Some(address) => TcpListener::bind((address, 0)),
+        // IPv4, too, unless the system has no IPv6
+        None => TcpListener::bind((Ipv6Addr::UNSPECIFIED, 0))
+            .or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))),
+    }?;
+    let address = listener.local_addr()?;
+    Ok((listener, address))
+}
+
+/// Has the thread that listens there look whether it is to end. It waits for a connection; without this one it stays until
+/// the next comes, which is refused.
+pub(crate) fn wake(address: SocketAddr) {
+    let host = if address.ip().is_unspecified() { Ipv4Addr::LOCALHOST.into() } else { address.ip() };
+    let own = SocketAddr::new(host, address.port());
+    drop(TcpStream::connect_timeout(&own, Duration::from_millis(100)));
 }
 
 /// The proof that what a door says comes from the member: other processes that come to have its port answer otherwise.

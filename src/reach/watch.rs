@@ -3,18 +3,21 @@
 use super::knock::Visit;
 use crate::secret::Secret;
 use std::io::ErrorKind;
+use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 /// Questions to each member per limit.
 const QUESTIONS: u32 = 4;
+/// Time between two attempts to connect, where a new connection breaks.
+const RETRY: Duration = Duration::from_millis(50);
 /// Stack of a thread that asks.
 const STACK_BYTES: usize = 64 << 10;
 
 /// Threads that ask members, again and again, until one falls silent.
 ///
-/// A process that ends is noticed at once, as its door closes; one that is stopped, whose host is gone or that is cut
+/// A process that ends is noticed at once, as the system closes its connections, between two questions, too; one that is stopped, whose host is gone or that is cut
 /// off within the limit.
 #[derive(Debug)]
 pub struct Watch(Arc<Shared>);
@@ -42,6 +45,8 @@ struct Shared {
 struct State {
     /// When each member answered last.
     heard: Vec<Instant>,
+    /// The connection to each member, for [`Watch::stop`] to end the wait for its closing.
+    connections: Vec<Option<TcpStream>>,
     seen: Seen,
     is_over: bool,
 }
@@ -57,8 +62,12 @@ impl Watch {
         secret: Option<&Secret>,
     ) -> Self {
         let secret = secret.cloned();
-        let state =
-            State { heard: vec![Instant::now(); members.len()], seen: Seen::default(), is_over: false };
+        let state = State {
+            heard: vec![Instant::now(); members.len()],
+            connections: members.iter().map(|_| None).collect(),
+            seen: Seen::default(),
+            is_over: false,
+        };
         let shared = Arc::new(Shared {
             members,
             group,
@@ -98,7 +107,13 @@ impl Watch {
 
     /// Ends the watch: nobody is asked again.
     pub fn stop(&self) {
-        self.0.lock().is_over = true;
+        let mut state = self.0.lock();
+        state.is_over = true;
+        for connection in state.connections.iter_mut().filter_map(Option::take) {
+            // One that is closed already has nobody waiting for it.
+            let _closed = connection.shutdown(Shutdown::Both);
+        }
+        drop(state);
         self.0.changed.notify_all();
     }
 }
@@ -114,11 +129,27 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns before the next question, or at once when the watch is over. Whether it is over.
+    /// Returns before the next attempt to connect, or at once when the watch is over. Whether it is over.
     fn pause(&self) -> bool {
-        let waited =
-            self.changed.wait_timeout_while(self.lock(), self.limit / QUESTIONS, |state| !state.is_over);
+        let pause = RETRY.min(self.limit / QUESTIONS);
+        let waited = self.changed.wait_timeout_while(self.lock(), pause, |state| !state.is_over);
         waited.unwrap_or_else(PoisonError::into_inner).0.is_over
+    }
+
+    /// Returns before the next question, or at once when the member closes the connection or the watch is over. Whether it
+    /// is over.
+    fn pause_unless_closed(&self, member: usize, visit: &Visit) -> bool {
+        {
+            let mut state = self.lock();
+            if state.is_over {
+                return true;
+            }
+            state.connections[member] = visit.connection();
+        }
+        visit.wait_closed(self.limit / QUESTIONS);
+        let mut state = self.lock();
+        state.connections[member] = None;
+        state.is_over
     }
 
     fn fell_silent(&self, member: usize) {
@@ -155,11 +186,12 @@ fn ask(shared: &Shared, member: usize) {
                 return shared.report(shared.lock(), Seen { silent: Vec::new(), gave_up: Some(id.clone()) });
             }
             Ok((open, _)) => {
-                visit = Some(open);
                 shared.lock().heard[member] = Instant::now();
-                if shared.pause() {
+                let asked = Instant::now();
+                if shared.pause_unless_closed(member, &open) || (asked.elapsed() < RETRY && shared.pause()) {
                     return;
                 }
+                visit = Some(open);
             }
             // A connection may break for other reasons; one that is refused means that the process has ended.
             Err(error) if Instant::now() >= deadline || error.kind() == ErrorKind::ConnectionRefused => {

@@ -28,6 +28,7 @@ fn message(draw: &mut Draw) -> Message {
             leaves: draw.one_in(2),
             left: draw.below(9),
         }),
+        known: draw.word() >> 50,
         begun: (0..draw.below(3))
             .map(|_| Begun {
                 members: vec!["b".into(); draw.below(3)],
@@ -45,6 +46,7 @@ fn message(draw: &mut Draw) -> Message {
         rank_key: String::new(),
         store: format!("host:{}", 1 + draw.below(65_535)),
         door: format!("[::1]:{}", 1 + draw.below(65_535)),
+        transport: format!("[::1]:{}", 1 + draw.below(65_535)),
         unreachable: vec!["b".into(); draw.below(3)],
         waits: draw.one_in(2),
         patience: draw.below(1000) as f64 / 8.0,

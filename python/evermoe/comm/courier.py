@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from evermoe.comm.group import Group, Transfer
+from evermoe.comm.group import Group
 from evermoe.comm.pacer import Opening, Pacer
 from evermoe.comm.task import T, Task
+from evermoe.comm.transport import Transfer, Transport
 from evermoe.planning.schedule import Link
 
 IN_FLIGHT = 2
@@ -74,7 +75,7 @@ class Courier:
     """A thread that runs tasks one after the other, and the messages that they send and receive.
 
     Args:
-        group: of all members, for this and other threads alone.
+        transport: carries the messages.
         pacer: None for one that never waits for a window.
         name: of the thread.
         device: that tasks read from.
@@ -83,14 +84,14 @@ class Courier:
 
     def __init__(
         self,
-        group: Group,
+        transport: Transport,
         pacer: Pacer | None,
         name: str,
         *,
         device: torch.device | None = None,
         link: Link = Link(0.0, 1e9),  # noqa: B008
     ) -> None:
-        self._group, self._pacer, self.link = group, pacer, link
+        self._transport, self._pacer, self.link = transport, pacer, link
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
         """The latest messages."""
@@ -116,15 +117,15 @@ class Courier:
         """Begins to receive; called by tasks.
 
         Raises:
-            PeerLost: the group is dropped.
+            PeerLost: the connections were dropped.
         """
-        return self._group.receive(message.data, message.peer, message.tag)
+        return self._transport.receive(message.data, message.peer, message.tag)
 
     def wait_received(self, transfer: Transfer) -> None:
         """Waits for what was begun to receive, however long its sender waits for a window; called by tasks.
 
         Raises:
-            PeerLost: the other member is gone, or the group was dropped.
+            PeerLost: the other member is gone, or the connections were dropped.
         """
         transfer.wait(UNLIMITED)
         self.progress += 1
@@ -135,7 +136,7 @@ class Courier:
         `on_sent` is told the bytes of each message that is sent.
 
         Raises:
-            PeerLost: a peer is gone, or the group was dropped.
+            PeerLost: a peer is gone, or the connections were dropped.
         """
         under_way: deque[_UnderWay] = deque()
         total = 0
@@ -144,7 +145,7 @@ class Courier:
                 self._note_sent(under_way.popleft())
             before = sum(self.seconds(each.message.data.nbytes) for each in under_way)
             opening = self._wait_for_window(message, before, under_way)
-            transfer = self._group.send(message.data, message.peer, message.tag)
+            transfer = self._transport.send(message.data, message.peer, message.tag)
             under_way.append(_UnderWay(transfer, message, opening, on_sent))
             total += message.data.nbytes
         while under_way:
@@ -164,10 +165,12 @@ class Courier:
         group.on_wait(True)
         try:
             moved, since = self.progress, time.monotonic()
-            while not self._group.broken and not task.is_over_within(self._group.limit_seconds / PROGRESS_CHECKS):
+            while not self._transport.broken and not task.is_over_within(
+                self._transport.limit_seconds / PROGRESS_CHECKS
+            ):
                 if self.progress != moved:
                     moved, since = self.progress, time.monotonic()
-                elif time.monotonic() - since >= self._group.limit_seconds:
+                elif time.monotonic() - since >= self._transport.limit_seconds:
                     group.timed_out = True
                     group.drop("copies have stopped: a peer is silent")
             return task.wait()

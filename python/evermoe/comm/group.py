@@ -21,6 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.tags import NEVER_SENT
+from evermoe.comm.transport import Transport
 from evermoe.comm.waits import Wait
 from evermoe.errors import PeerLost
 from evermoe.options import count
@@ -136,6 +137,8 @@ class Group:
         """Callback before each collective, True, and after it, False."""
         self.linked: list[Group] = []
         """Groups that are dropped with this one."""
+        self.transport: Transport | None = None
+        """Messages of other threads, which are dropped with this group, too."""
         self.on_begin: Callable[[str], None] = _ignore
         """Callback before each collective: its name."""
         self.on_end: Callable[[str], None] = _ignore
@@ -197,24 +200,6 @@ class Group:
 
         self._call("exchange", (sends or receives)[0][0], start)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
-        """Begins to receive into a tensor on the CPU, which may be larger than what comes."""
-        return self._transfer("receive", lambda pg: pg.recv([tensor], source, tag))
-
-    def send(self, tensor: torch.Tensor, destination: int, tag: int) -> Transfer:
-        """Begins to send a tensor on the CPU; messages of one tag between two members keep their order."""
-        return self._transfer("send", lambda pg: pg.send([tensor], destination, tag))
-
-    def _transfer(self, name: str, start: Callable[[Any], Any]) -> Transfer:
-        if self.broken is not None:
-            raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {self.broken}")
-        try:
-            return Transfer(self, name, Wait(start(self._groups["cpu"])))
-        except (RuntimeError, AssertionError) as error:
-            failure = _first_line(error)
-        self.drop(failure)
-        raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {failure}")
-
     def _call(self, name: str, tensor: torch.Tensor, start: Callable[[Any], Any]) -> torch.Tensor:
         if self.broken is None and self.size == 1:
             return tensor
@@ -242,16 +227,16 @@ class Group:
         except (RuntimeError, AssertionError) as error:  # torchft asserts that a group it has aborted is there
             return _first_line(error)
         for wait in waits:
-            failure = self.finish(wait, self._timeout)
+            failure = self._finish(wait)
             if failure is not None:
                 return failure
         return None
 
-    def finish(self, wait: Wait, limit: timedelta) -> str | None:
+    def _finish(self, wait: Wait) -> str | None:
         """Waits for a message, until the group is dropped; returns why it failed, None if it did not."""
         self._waits.add(wait)
         try:
-            failure = self.broken or wait.run(limit)
+            failure = self.broken or wait.run(self._timeout)
             return failure and (self.broken or failure)
         finally:
             self._waits.discard(wait)
@@ -285,6 +270,8 @@ class Group:
         self._drop_alone(reason)
         for other in self.linked:
             other._drop_alone(reason)
+        if self.transport is not None:
+            self.transport.drop(reason)
 
     def _drop_alone(self, reason: str) -> None:
         self.broken = self.broken or reason
@@ -326,21 +313,3 @@ class Group:
             self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=self._timeout)
         nccl = self._groups["cuda"]
         nccl._pg = nccl._create_pg(dist.PrefixStore("cuda", store), self.rank, self.size)
-
-
-class Transfer:
-    """A message between two members that is under way."""
-
-    def __init__(self, group: Group, name: str, wait: Wait) -> None:
-        self._group, self._name, self._wait = group, name, wait
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Waits until the tensor was sent or has arrived, as long as a collective would wait unless `limit` says more.
-
-        Raises:
-            PeerLost: the other member is gone or silent, or the group was dropped here.
-        """
-        failure = self._group.finish(self._wait, self._group._timeout if limit is None else limit)
-        if failure is not None:
-            self._group.drop(failure)
-            raise PeerLost(f"{self._name} among {count(self._group.size, 'member')} failed: {failure}")

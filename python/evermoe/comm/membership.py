@@ -23,6 +23,7 @@ from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
 from evermoe.comm.messages import Identity, Messages, job_secret
 from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, find_place
+from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
@@ -119,11 +120,11 @@ class Membership:
         interface = place.address or options.address
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
-        self.background = Group(interface)
-        """Group of all members, replica nodes included, for the transfers of other threads."""
+        self.transport = Transport(place.host, place.address, secret)
+        """Messages between all members, replica nodes included, of threads beside training."""
         self._with_replicas = Group(interface)
-        self.trainer_group.linked = [self._with_replicas, self.background]
-        self._with_replicas.linked = [self.trainer_group, self.background]
+        self.trainer_group.linked, self._with_replicas.linked = [self._with_replicas], [self.trainer_group]
+        self.trainer_group.transport = self._with_replicas.transport = self.transport
         self.rank_key = rank_key
         self.steps = 0
         """Steps after which the script ends the job; 0 where no script does."""
@@ -276,6 +277,7 @@ class Membership:
             "rank_key": self.rank_key,
             "store": self._stores.address,
             "door": self._reach.address,
+            "transport": self.transport.address,
             "unreachable": sorted(self._reach.unreachable),
         }
         return self.messages.write(message)
@@ -302,6 +304,9 @@ class Membership:
                 self.nodes = [self._named[member]["node"] for member in members]
                 self.num_trainers = num_trainers
                 self._rebuild(store, members.index(self.id), len(members))
+                addresses = [self._named[member]["transport"] for member in members]
+                limit = max(connect_limit(len(members)), timedelta(seconds=self._heartbeat_limit))
+                self.transport.connect(epoch, members.index(self.id), addresses, self._hang_limit, limit)
                 self.store = dist.PrefixStore("others", store)
             self._meeting = None
             if self.watch.silent:
@@ -335,7 +340,6 @@ class Membership:
     def _rebuild(self, store: Any, rank: int, size: int) -> None:
         self.trainer_group.drop("the group is being rebuilt")
         cpu, limit = torch.device("cpu"), self._hang_limit
-        self.background.rebuild(dist.PrefixStore("background", store), rank, size, cpu, limit)
         if size > self.num_trainers:
             self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
         if self.role == "train":
@@ -350,6 +354,7 @@ class Membership:
         self._stop_heart()
         self._inquiry.close()
         self._reach.close()
+        self.transport.close()
 
     def _stop_heart(self) -> None:
         self._inquiry.end()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 REPLAY_HEAD, REPLAY_TAIL = 1, 2
 """Records of a step for replicas: the message of a known size, and what it had no room for."""
+FETCH = 3
+"""Units of a recovery."""
 SNAPSHOT_FIRST = 16
 """The first tag of snapshots: each bundle has `SNAPSHOT_EACH` of them from here on."""
 SNAPSHOT_EACH = 4096

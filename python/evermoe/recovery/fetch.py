@@ -1,18 +1,27 @@
-"""Brings each rank the units that it lacks: from its own memory, or from other ranks in rounds of bounded size."""
+"""Brings each rank the units that it lacks: from its own memory, or from other ranks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from evermoe.comm import transport
+from evermoe.comm.courier import PROGRESS_CHECKS, UNLIMITED
 from evermoe.comm.group import Group
+from evermoe.comm.tags import FETCH
+from evermoe.comm.task import Task
+from evermoe.errors import PeerLost
 
-ROUND_BYTES = 256 << 20
-"""Bytes that a rank sends in one round, and that it receives, at most; a larger unit has a round of its own."""
+SENDING_BYTES = 256 << 20
+"""Bytes that are read and not yet sent, at most; a larger unit is alone."""
+MESSAGE_BYTES = 64 << 20
+"""Bytes of a message, at most."""
 
 
 class Transfer(NamedTuple):
@@ -25,92 +34,132 @@ class Transfer(NamedTuple):
     """Kind of the copy at the source."""
 
 
-class _Filling:
-    """The newest round of one end, and how many bytes it has there."""
-
-    def __init__(self) -> None:
-        self._round = self._nbytes = 0
-
-    def first_with_room(self, nbytes: int) -> int:
-        is_full = self._nbytes > 0 and self._nbytes + nbytes > ROUND_BYTES
-        return self._round + is_full
-
-    def add(self, number: int, nbytes: int) -> None:
-        if number > self._round:
-            self._round, self._nbytes = number, 0
-        self._nbytes += nbytes
-
-
 class Fetch:
     """Moves units between the memories of a group's ranks.
 
     Args:
-        group: all members.
+        group: all members, and their transport.
         sizes: bytes of each unit.
         read: copies the bytes of a transfer whose source is this rank.
     """
 
     def __init__(self, group: Group, sizes: Mapping[str, int], read: Callable[[Transfer, Tensor], None]) -> None:
         self._group, self._sizes, self._read = group, sizes, read
+        self._moved = 0
+        """Messages that were sent or have come."""
 
     def local(self, transfers: Sequence[Transfer]) -> dict[str, Tensor]:
         """The units that this rank has in its own memory, read."""
-        rank, fetched = self._group.rank, {}
-        for transfer in transfers:
-            if transfer.source == transfer.destination == rank:
-                fetched[transfer.unit] = torch.zeros(self._sizes[transfer.unit], dtype=torch.uint8)
-                self._read(transfer, fetched[transfer.unit])
-        return fetched
+        return {
+            transfer.unit: self._bytes_of(transfer)
+            for transfer in transfers
+            if transfer.source == transfer.destination == self._group.rank
+        }
 
     def remote(self, transfers: Sequence[Transfer]) -> dict[str, Tensor]:
-        """The units that this rank gets from others; collective.
+        """The units that this rank gets from others; collective. It sends others theirs while these arrive.
+
+        However long it takes, all ranks wait for each other, as long as anything moves anywhere.
+
+        Args:
+            transfers: the same, in the same order, on all ranks.
 
         Raises:
-            PeerLost: another member is gone.
+            PeerLost: another member is gone, or nothing has moved for as long as a collective waits; the group is
+                dropped.
         """
-        fetched: dict[str, Tensor] = {}
-        for part in self._rounds([each for each in transfers if each.source != each.destination]):
-            outgoing = sorted((t for t in part if t.source == self._group.rank), key=lambda t: t.destination)
-            incoming = sorted((t for t in part if t.destination == self._group.rank), key=lambda t: t.source)
-            received = self._group.all_to_all(
-                self._pack(outgoing),
-                self._bytes_by_rank(outgoing, lambda t: t.destination),
-                self._bytes_by_rank(incoming, lambda t: t.source),
-            )
-            fetched |= self._unpack(incoming, received)
-        return fetched
+        rank, links = self._group.rank, self._group.transport
+        away = [each for each in transfers if each.source != each.destination]
+        incoming = {
+            t.unit: (t, torch.empty(self._sizes[t.unit], dtype=torch.uint8)) for t in away if t.destination == rank
+        }
+        outgoing = in_turn([each for each in away if each.source == rank])
+        if links is None or not away:
+            return {}
 
-    def _rounds(self, transfers: Sequence[Transfer]) -> list[list[Transfer]]:
-        """Each transfer in the first round that has room at both ends, and none before one of the same end's.
+        def move() -> None:
+            arriving = [
+                links.receive(part, transfer.source, FETCH)
+                for transfer, data in incoming.values()
+                for part in data.split(MESSAGE_BYTES)
+            ]
+            self._send(outgoing, links)
+            for message in arriving:
+                self._wait(message)
 
-        Example, of units of 100 MiB, as (source, destination): (0, 1), (0, 2), (0, 3), (2, 1), (3, 2) take the rounds
-        0, 0, 1, 0, 0: rank 0 has sent 200 MiB by then.
-        """
-        rounds: list[list[Transfer]] = []
-        sends, receives = defaultdict[int, _Filling](_Filling), defaultdict[int, _Filling](_Filling)
-        for transfer in transfers:
-            size, ends = self._sizes[transfer.unit], (sends[transfer.source], receives[transfer.destination])
-            number = max(end.first_with_room(size) for end in ends)
-            for end in ends:
-                end.add(number, size)
-            rounds += [[] for _ in range(number + 1 - len(rounds))]
-            rounds[number].append(transfer)
-        return rounds
+        self._complete(Task(move))
+        return {unit: data for unit, (_, data) in incoming.items()}
 
-    def _bytes_by_rank(self, transfers: Sequence[Transfer], peer: Callable[[Transfer], int]) -> list[int]:
-        found = [0] * self._group.size
-        for transfer in transfers:
-            found[peer(transfer)] += self._sizes[transfer.unit]
-        return found
+    def _complete(self, task: Task[None]) -> None:
+        """Runs a task in a thread, until those of all ranks are over. All ranks hear how far the others are."""
+        thread = threading.Thread(target=task.run, name="evermoe-fetch", daemon=True)
+        thread.start()
+        limit = self._group.limit_seconds
+        moved, since, failure = -1, time.monotonic(), ""
+        while not failure:
+            is_over = task.is_over_within(limit / PROGRESS_CHECKS)
+            failed = task.error is not None or task.lost is not None
+            progress = torch.tensor([int(not is_over), int(failed), self._moved])
+            try:
+                busy, failures, now = self._group.all_reduce(progress).tolist()
+            except PeerLost as lost:
+                failure = str(lost)
+                break
+            if failures:
+                failure = task.lost or "a member cannot send what it has promised"
+            elif not busy:
+                break
+            elif now != moved:
+                moved, since = now, time.monotonic()
+            elif time.monotonic() - since >= limit:
+                self._group.timed_out = True
+                failure = "fetching has stopped: a peer is silent"
+        if failure:
+            self._group.drop(failure)  # which ends what the thread waits for
+        thread.join()
+        if task.error is not None:
+            raise task.error
+        if failure:
+            raise PeerLost(failure)
 
-    def _pack(self, outgoing: Sequence[Transfer]) -> Tensor:
-        """The bytes of all units that this rank sends, one after the other."""
-        sizes = [self._sizes[transfer.unit] for transfer in outgoing]
-        data = torch.zeros(sum(sizes), dtype=torch.uint8)
-        for transfer, place in zip(outgoing, data.split(sizes), strict=True):
-            self._read(transfer, place)
+    def _send(self, outgoing: Sequence[Transfer], links: transport.Transport) -> None:
+        under_way: deque[tuple[transport.Transfer, int]] = deque()
+        nbytes = 0
+        for transfer in outgoing:
+            while under_way and nbytes + self._sizes[transfer.unit] > SENDING_BYTES:
+                message, sent = under_way.popleft()
+                self._wait(message)
+                nbytes -= sent
+            for part in self._bytes_of(transfer).split(MESSAGE_BYTES):
+                under_way.append((links.send(part, transfer.destination, FETCH), part.nbytes))
+                nbytes += part.nbytes
+        for message, _ in under_way:
+            self._wait(message)
+
+    def _wait(self, message: transport.Transfer) -> None:
+        message.wait(UNLIMITED)
+        self._moved += 1
+
+    def _bytes_of(self, transfer: Transfer) -> Tensor:
+        data = torch.zeros(self._sizes[transfer.unit], dtype=torch.uint8)
+        self._read(transfer, data)
         return data
 
-    def _unpack(self, incoming: Sequence[Transfer], received: Tensor) -> dict[str, Tensor]:
-        parts = received.split([self._sizes[transfer.unit] for transfer in incoming])
-        return {transfer.unit: part for transfer, part in zip(incoming, parts, strict=True)}
+
+def in_turn(outgoing: Sequence[Transfer]) -> list[Transfer]:
+    """The transfers of one source, so that no destination waits for all that the others get.
+
+    Example, of the destinations 1, 1, 1, 2, 3, 3: 1, 2, 3, 1, 3, 1.
+    """
+    queues = defaultdict[int, deque[Transfer]](deque)
+    for transfer in outgoing:
+        queues[transfer.destination].append(transfer)
+
+    def turns() -> Iterator[Transfer]:
+        while queues:
+            for destination in list(queues):
+                yield queues[destination].popleft()
+                if not queues[destination]:
+                    del queues[destination]
+
+    return list(turns())

@@ -91,7 +91,7 @@ class Replicas(Keeper):
         emit: Listener,
     ) -> None:
         self._state, self._membership, self._options, self._emit = state, membership, options, emit
-        self.courier = Courier(membership.background, None, "evermoe-gradients", device=membership.device)
+        self.courier = Courier(membership.transport, None, "evermoe-gradients", device=membership.device)
         self._arithmetic = arithmetic
         self._now: _ReplicaSet | None = None
         self._older: _ReplicaSet | None = None

@@ -84,7 +84,7 @@ class Snapshots(StateKeeper):
         self._options, self._emit = options, emit
         self.pacer = Pacer()
         self.pacer.attach(membership.trainer_group)
-        self.courier = Courier(membership.background, self.pacer, "evermoe-snapshots", device=membership.device)
+        self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
         policy = options.choices.schedule if options.copies else None
         self.window_planner = WindowPlanner(self.pacer, self.courier, store, membership, windows, policy)
         self.copies_late = False

@@ -103,7 +103,7 @@ class SnapshotStore:
 
     directory: Path
     state: TrainingState
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 4 << 20
     """Size of a message at most."""
     engine: CopyEngine = field(default_factory=_open_engine)
     """Captures state in arenas, in a thread of its own."""

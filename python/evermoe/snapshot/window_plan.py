@@ -53,7 +53,7 @@ LEAST_SAMPLES = 8
 class WindowOptions(Options):
     """How snapshots travel."""
 
-    copy_buffer_bytes: int = option(1 << 20, shared=True, least=1)
+    copy_buffer_bytes: int = option(4 << 20, shared=True, least=1)
     """Bytes of a snapshot that travel at once, at most; two such messages are under way at a time."""
     profile_steps: int = option(20, shared=True, least=0)
     """Steps that are recorded to find the network's idle windows, in which snapshots travel from then on; 0: none, they

@@ -223,7 +223,7 @@ class PipelineSession:
     def _watch(self, lost: threading.Event) -> None:
         """Ends with the next rank's message, or when that rank is lost or has dropped its groups. For the courier."""
         try:
-            message = self._membership.background.receive(torch.empty(1), (self.rank + 1) % self.size, CONNECTED)
+            message = self._membership.transport.receive(torch.empty(1), (self.rank + 1) % self.size, CONNECTED)
             message.wait(UNLIMITED)
         except PeerLost:
             lost.set()
@@ -231,11 +231,11 @@ class PipelineSession:
 
     def _all_connected(self, watch: Task[None]) -> None:
         """The vote that torch's groups are there, on all ranks."""
-        background = self._membership.background
-        if background.broken is not None:
-            raise PeerLost(f"a rank was lost while torch's groups were made: {background.broken}")
+        transport = self._membership.transport
+        if transport.broken is not None:
+            raise PeerLost(f"a rank was lost while torch's groups were made: {transport.broken}")
         self._group.all_reduce(torch.zeros(1))
-        background.send(torch.zeros(1), (self.rank - 1) % self.size, CONNECTED).wait()
+        transport.send(torch.zeros(1), (self.rank - 1) % self.size, CONNECTED).wait()
         if not self._driver.courier.wait(watch, self._group):
             raise PeerLost(f"a rank was lost when torch's groups were made: {watch.lost}")
 

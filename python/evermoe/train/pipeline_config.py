@@ -38,7 +38,7 @@ class PipelineConfig(Options):
     """The machine whose memory dies as one; default: the host's name."""
     memory_dir: str = DEFAULT
     """Folder of the named shared memory."""
-    copy_buffer_bytes: int = option(1 << 20, least=1)
+    copy_buffer_bytes: int = option(4 << 20, least=1)
     """Bytes that travel at once, at most."""
     profile_steps: int = option(20, least=0)
     """Steps that are recorded to find the bubbles; until then, and with 0, copies travel at any time."""

@@ -52,7 +52,7 @@ class PipelineDriver(Driver):
         self._store, self._membership = store, membership
         self._group = membership.trainer_group
         self.pacer = Pacer()
-        self.courier = Courier(membership.background, self.pacer, "evermoe-snapshots")
+        self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots")
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
         self.window_planner = StageWindowPlanner(self.pacer, self.courier, store, membership, windows, schedule)

@@ -203,8 +203,8 @@ class Rendezvous:
         address, job = self._membership.lighthouses.current, self._membership.identity.job
         return (
             f"{found} of the last {size} members are here, and with several Lighthouses only more than half of them go "
-            "on, or half with the lowest id. Bring back others or a Lighthouse that they reach; if they are gone for "
-            f"good, say: evermoe lighthouse promote {address} --job {job}"
+            "on, or half with the lowest id, with the newest state they know of. Bring others back or a Lighthouse "
+            f"that they reach; if they are gone for good, say: evermoe lighthouse promote {address} --job {job}"
         )
 
     def withdraw(self) -> Event:

@@ -69,6 +69,7 @@ impl Protocol {
             inquires: self.inquires,
             is_done: self.is_done,
             seat: self.seat.clone(),
+            known: self.known,
             begun: self.begun.clone(),
         }
     }
@@ -186,6 +187,10 @@ impl Protocol {
             Verdict::New(agreement) => self.adopt(id, agreement),
             _ if self.group.is_some() => self.inquire_and_go_on(),
             Verdict::Wait(Wait::Minority { .. }) if self.is_done => self.close(), // the others are through, or will be
+            Verdict::Wait(Wait::Minority { .. }) if self.all_left() => {
+                self.phase = Phase::Over;
+                vec![Command::Leave]
+            }
             Verdict::Wait(why) => self.wait(why),
             Verdict::Cut(stay) if stay.contains(&self.settings.id) => self.wait(Wait::Cut),
             Verdict::Cut(_) => {
@@ -197,6 +202,11 @@ impl Protocol {
             }
             Verdict::LeftBehind { .. } => self.wait(Wait::LeftBehind),
         }
+    }
+
+    /// Whether this member and all others left on notice: nobody goes on, and some are gone.
+    fn all_left(&self) -> bool {
+        self.seat.as_ref().is_some_and(|seat| seat.leaves && seat.left == seat.size)
     }
 
     fn note_begun(&mut self, agreement: &Agreement) {
@@ -216,11 +226,12 @@ impl Protocol {
     }
 
     fn adopt(&mut self, id: u64, agreement: Agreement) -> Vec<Command> {
-        let Agreement { epoch, generation, members, num_trainers } = agreement.clone();
+        let Agreement { epoch, generation, members, num_trainers, newest } = agreement.clone();
         self.connecting = id;
         self.generation = generation;
         if self.settings.needs_majority {
             self.note_begun(&agreement);
+            self.known = self.known.max(newest);
         }
         self.group = Some(agreement);
         self.phase = Phase::Connecting;

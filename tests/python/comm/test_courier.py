@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from evermoe.comm.courier import Courier, Message
-from evermoe.comm.group import Group
 from evermoe.comm.pacer import Pacer
+from evermoe.comm.transport import Transport
 from evermoe.comm.waits import Wait
 from evermoe.planning.schedule import Link
 from support.ranks import members, run_ranks
@@ -197,11 +197,11 @@ def test_a_waiting_thread_is_woken_when_its_window_opens():
 
 def paced_transfer(group, folder):
     """Rank 0 sends three messages to rank 1; the test opens their windows one by one."""
-    group, background = members(group, folder, PATIENCE)
+    group, transport = members(group, folder, PATIENCE)
     clock = Clock()
     pacer = Pacer(clock)
     pacer.expect(PLACES)
-    courier = Courier(background, pacer, "courier", link=Link(0.5, 8.0))  # one byte takes 0.625 s
+    courier = Courier(transport, pacer, "courier", link=Link(0.5, 8.0))  # one byte takes 0.625 s
     box = torch.arange(3, dtype=torch.uint8) if group.rank == 0 else torch.zeros(3, dtype=torch.uint8)
     messages = [Message(box[i : i + 1], 1 - group.rank, 5, i) for i in range(3)]
     if group.rank == 1:
@@ -238,11 +238,11 @@ def test_couriers_send_each_message_in_its_window(tmp_path):
 
 def silent_peer(group, folder):
     """Rank 1 never sends: what rank 0 gave up, and why."""
-    mine, background = members(group, folder, 0.5)
+    mine, transport = members(group, folder, 0.5)
     if mine.rank == 1:
         group.all_reduce(torch.zeros(1))  # it lives, until rank 0 has given up
         return ""
-    courier = Courier(background, None, "courier")
+    courier = Courier(transport, None, "courier")
     box = torch.zeros(1, dtype=torch.uint8)
     task = courier.submit(lambda: courier.wait_received(courier.receive(Message(box, 1, 5))))
     assert not courier.wait(task, mine)
@@ -258,9 +258,9 @@ def test_a_silent_peer_is_given_up_after_the_limit(tmp_path):
 
 def partly_sent(group, folder):
     """Rank 1 is stopped when some of a message has come; both then drop their groups. What each gave up, and why."""
-    mine, background = members(group, folder, 10 * PATIENCE)
+    mine, transport = members(group, folder, 10 * PATIENCE)
     box = torch.full((1 << 28,), 1 - mine.rank, dtype=torch.uint8)
-    courier, message = Courier(background, None, "courier"), Message(box, 1 - mine.rank, 5)
+    courier, message = Courier(transport, None, "courier"), Message(box, 1 - mine.rank, 5)
     if mine.rank == 1:
         group.all_gather(torch.tensor([os.getpid()]))
         task = courier.submit(lambda: courier.wait_received(courier.receive(message)))
@@ -283,7 +283,8 @@ def partly_sent(group, folder):
 def test_messages_of_which_a_part_has_come_are_given_up(tmp_path):
     sent, received = run_ranks(tmp_path, 2, partly_sent, str(tmp_path))
     assert sent == ("send among 2 members failed: a test", True)
-    assert received == ("receive among 2 members failed: a test", False)
+    reasons = ["a test", "rank 0: it has closed its connections"]  # whichever it sees first when it goes on
+    assert received in [(f"receive among 2 members failed: {reason}", False) for reason in reasons]
 
 
 def test_a_wait_that_is_ended_twice_is_not_done():
@@ -299,7 +300,7 @@ def test_a_wait_that_is_ended_twice_is_not_done():
 @pytest.mark.gpu
 def test_errands_read_what_was_launched_before_them_and_wait_for_nothing_after():
     values = torch.zeros(1 << 20, device="cuda")
-    courier = Courier(Group(), None, "courier", device=values.device)
+    courier = Courier(Transport("127.0.0.1"), None, "courier", device=values.device)
     torch.cuda._sleep(100_000_000)
     values += 1
     task = courier.submit(values.cpu)

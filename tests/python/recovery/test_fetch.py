@@ -1,16 +1,17 @@
-"""Transfers of a recovery: each rank gets what the plan says, in rounds of bounded size."""
+"""Transfers of a recovery: each rank gets what the plan says, in messages of bounded size."""
 
 from __future__ import annotations
 
-import random
+import time
 
 import pytest
 import torch
 
-from evermoe.comm.group import Group
+from evermoe.errors import PeerLost
 from evermoe.recovery import fetch
-from evermoe.recovery.fetch import Fetch, Transfer
-from support.ranks import run_ranks
+from evermoe.recovery.fetch import Fetch, Transfer, in_turn
+from support.harness import PATIENCE
+from support.ranks import connected, members, run_ranks
 
 SIZES = {"a": 3, "b": 0, "c": 5, "d": 4}
 TRANSFERS = [
@@ -26,11 +27,14 @@ TRANSFERS = [
 
 def bytes_of(transfer):
     """Different for each unit and each source."""
-    return torch.arange(SIZES[transfer.unit], dtype=torch.uint8) + 16 * ord(transfer.unit) % 97 + 50 * transfer.source
+    return (
+        torch.arange(SIZES[transfer.unit], dtype=torch.uint8) + 16 * ord(transfer.unit[0]) % 97 + 50 * transfer.source
+    )
 
 
-def all_fetched(group, round_bytes):
-    fetch.ROUND_BYTES = round_bytes
+def all_fetched(group, sending_bytes, message_bytes):
+    fetch.SENDING_BYTES, fetch.MESSAGE_BYTES = sending_bytes, message_bytes
+    group.transport = connected(group, PATIENCE)
     read = []
 
     def copy(transfer, out):
@@ -44,38 +48,70 @@ def all_fetched(group, round_bytes):
     return local, remote
 
 
-@pytest.mark.parametrize("round_bytes", [1, 8, 1 << 20])
-def test_every_rank_gets_its_units(tmp_path, round_bytes):
-    for rank, (local, remote) in enumerate(run_ranks(tmp_path, 3, all_fetched, round_bytes)):
+@pytest.mark.parametrize(("sending_bytes", "message_bytes"), [(1, 2), (8, 1), (1 << 20, 1 << 20)])
+def test_every_rank_gets_its_units(tmp_path, sending_bytes, message_bytes):
+    for rank, (local, remote) in enumerate(run_ranks(tmp_path, 3, all_fetched, sending_bytes, message_bytes)):
         expected = {t.unit: bytes_of(t).tolist() for t in TRANSFERS if t.destination == rank}
         assert {unit: data.tolist() for unit, data in (local | remote).items()} == expected
         assert list(local) == (["a"] if rank == 0 else [])
 
 
-def test_rounds_as_documented():
-    sizes = {f"{number}": 100 << 20 for number in range(5)}
-    ends = [(0, 1), (0, 2), (0, 3), (2, 1), (3, 2)]
-    transfers = [Transfer(f"{number}", *each, "active") for number, each in enumerate(ends)]
-    rounds = Fetch(Group(), sizes, lambda transfer, out: None)._rounds(transfers)
-    assert [[int(each.unit) for each in part] for part in rounds] == [[0, 1, 3, 4], [2]]
+def one_cannot_read(group, folder):
+    """Rank 0 cannot read what it has promised to rank 1; rank 2 has nothing to do."""
+    group, _ = members(group, folder, PATIENCE)
+
+    def read(transfer, out):
+        raise RuntimeError("it cannot be read")
+
+    with pytest.raises(RuntimeError if group.rank == 0 else PeerLost) as raised:
+        Fetch(group, {"c": 5}, read).remote([Transfer("c", 0, 1, "active")])
+    return str(raised.value), group.broken is not None
 
 
-@pytest.mark.parametrize("round_bytes", [1, 8, 20, 1000])
-def test_no_rank_sends_or_receives_more_than_a_round_holds(monkeypatch, round_bytes):
-    monkeypatch.setattr(fetch, "ROUND_BYTES", round_bytes)
-    draw = random.Random(round_bytes)
-    sizes = {f"u{number}": draw.randint(0, 12) for number in range(200)}
-    transfers = [Transfer(unit, *draw.sample(range(6), 2), "active") for unit in sizes]
-    rounds = Fetch(Group(), sizes, lambda transfer, out: None)._rounds(transfers)
-    assert sorted(each for part in rounds for each in part) == sorted(transfers)
-    for part in rounds:
-        for end in ("source", "destination"):
-            for rank in range(6):
-                own = [sizes[each.unit] for each in part if getattr(each, end) == rank]
-                assert sum(own) <= round_bytes or sum(size > 0 for size in own) == 1
-    busiest = max(
-        sum(sizes[each.unit] for each in transfers if getattr(each, end) == rank)
-        for end in ("source", "destination")
-        for rank in range(6)
-    )
-    assert len(rounds) <= 1 + 4 * busiest / round_bytes, "not one rank after the other"
+def test_a_rank_that_cannot_read_ends_the_wait_of_all(tmp_path):
+    first, *others = run_ranks(tmp_path, 3, one_cannot_read, str(tmp_path))
+    assert first == ("it cannot be read", True)
+    assert all("failed" in reason or "cannot send" in reason for reason, _ in others), others
+    assert all(is_broken for _, is_broken in others)
+
+
+def one_is_silent(group, folder):
+    """Rank 1 waits for what rank 0 never sends, as rank 0 never comes."""
+    mine, _ = members(group, folder, 0.5)
+    if mine.rank == 1:
+        with pytest.raises(PeerLost):
+            Fetch(mine, {"c": 5}, copy_slowly).remote([Transfer("c", 0, 1, "active")])
+    group.all_reduce(torch.zeros(1))  # rank 0 lives until then
+    return mine.broken or ""
+
+
+def test_a_silent_rank_is_given_up_after_the_limit(tmp_path):
+    _, second = run_ranks(tmp_path, 2, one_is_silent, str(tmp_path))
+    assert "timed out" in second.lower()
+
+
+def copy_slowly(transfer, out):
+    time.sleep(0.2)
+    out.copy_(bytes_of(transfer))
+
+
+def one_is_slow(group, folder):
+    """Rank 0 needs longer for what it sends to rank 1 than a collective waits; rank 2 has nothing to do."""
+    mine, _ = members(group, folder, 1.0)
+    fetch.SENDING_BYTES = 1
+    transfers = [Transfer(f"unit {number}", 0, 1, "active") for number in range(12)]
+    sizes = {each.unit: 4 for each in transfers}
+    SIZES.update(sizes)
+    found = Fetch(mine, sizes, copy_slowly).remote(transfers)
+    mine.all_reduce(torch.zeros(1))
+    return len(found)
+
+
+def test_a_fetch_may_take_longer_than_a_collective_waits(tmp_path):
+    assert run_ranks(tmp_path, 3, one_is_slow, str(tmp_path)) == [0, 12, 0]
+
+
+def test_destinations_take_turns_as_documented():
+    transfers = [Transfer(str(number), 0, rank, "active") for number, rank in enumerate([1, 1, 1, 2, 3, 3])]
+    assert [each.destination for each in in_turn(transfers)] == [1, 2, 3, 1, 3, 1]
+    assert [each.unit for each in in_turn(transfers) if each.destination == 1] == ["0", "1", "2"]

@@ -13,7 +13,8 @@ from evermoe.replay import exchange
 from evermoe.replay.calibrate import calibrate
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
-from support.ranks import run_ranks
+from support.harness import PATIENCE
+from support.ranks import connected, run_ranks
 
 STEPS = 12
 HEALED = 5
@@ -35,7 +36,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
         for rank in experts
         for expert in experts[rank]
     ]
-    courier = Courier(group, None, "courier")
+    courier = Courier(connected(group, PATIENCE), None, "courier")
     copies = exchange.ReplayExchange(
         state, kept, group.rank, calibrate(optimizer), device=device, keeps_previous=keeps_previous
     )
@@ -68,7 +69,7 @@ def train_some(group, skipped):
     path = next(iter(state.layers))
     state.adopt({path: experts[group.rank]}, {})
     kept = [UnitProtection(expert_unit(path, e), "replayed", r, (1 - r,)) for r, each in experts.items() for e in each]
-    courier = Courier(group, None, "courier")
+    courier = Courier(connected(group, PATIENCE), None, "courier")
     copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer))
     send(courier, copies, 0, only_states=True)
     for step in range(1, STEPS + 1):

@@ -28,12 +28,12 @@ def make(group, folder):
     path = next(iter(state.layers))
     sent, *home = (expert_unit(path, expert) for expert in range(3))
     state.adopt({path: [0, 1] if group.rank == 0 else [2]}, {})
-    found, background = members(group, folder, PATIENCE)
+    found, transport = members(group, folder, PATIENCE)
     membership = SimpleNamespace(
         id="ab"[group.rank],
         trainer_group=found,
         everyone=found,
-        background=background,
+        transport=transport,
         nodes=["a", "b"],
         device=torch.device("cpu"),
         established=False,

@@ -20,9 +20,17 @@ def told(messages: Messages, generation: int) -> dict[str, Any]:
         "inquires": False,
         "is_done": False,
         "seat": None,
+        "known": 0,
         "begun": [],
     }
-    addresses = {"store": "localhost:1", "door": "localhost:2", "node": "n", "rank_key": "", "unreachable": []}
+    addresses = {
+        "store": "localhost:1",
+        "door": "localhost:2",
+        "transport": "localhost:3",
+        "node": "n",
+        "rank_key": "",
+        "unreachable": [],
+    }
     return messages.write(
         {"standing": standing, "waits": True, "role": "train", "steps": 9, "patience": 0.0} | addresses
     )

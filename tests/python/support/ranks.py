@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm.group import Group
+from evermoe.comm.transport import Transport
 from support.harness import PATIENCE, SERVER
 
 
@@ -51,11 +52,18 @@ def _run(place: Path, size: int, rank: int, function: Callable[..., Any], argume
         raise
 
 
-def members(group: Group, folder: str, limit: float) -> tuple[Group, Group]:
-    """Groups like a session's, for its own thread and for couriers; collectives wait for `limit` seconds."""
-    found, background = Group(), Group()
-    found.linked = [background]
-    for each in (found, background):
-        store = dist.FileStore(f"{folder}/couriers-{each is found}", group.size)
-        each.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=limit))
-    return found, background
+def members(group: Group, folder: str, limit: float) -> tuple[Group, Transport]:
+    """A group and a transport like a session's; both wait for `limit` seconds."""
+    found, seconds = Group(), timedelta(seconds=limit)
+    store = dist.FileStore(f"{folder}/couriers", group.size)
+    found.rebuild(store, group.rank, group.size, torch.device("cpu"), seconds)
+    found.transport = connected(group, limit)
+    return found, found.transport
+
+
+def connected(group: Group, limit: float) -> Transport:
+    """A transport between the ranks, whose messages take `limit` seconds at most."""
+    transport = Transport("127.0.0.1", "127.0.0.1")
+    addresses = [data.decode() for data in group.all_gather_bytes(transport.address.encode())]
+    transport.connect(1, group.rank, addresses, timedelta(seconds=limit), timedelta(seconds=PATIENCE))
+    return transport

@@ -1,0 +1,127 @@
+//! [`crate::transport`] for Python.
+
+use crate::error::Error;
+use crate::python::secret::Secret;
+use crate::transport;
+use numpy::{PyArray1, PyArrayMethods, PyUntypedArrayMethods};
+use pyo3::prelude::*;
+use std::net::IpAddr;
+use std::time::Duration;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Port>()?;
+    module.add_class::<Links>()?;
+    module.add_class::<Transfer>()
+}
+
+/// A port for the connections of a member's groups.
+#[pyclass(frozen, module = "evermoe._native")]
+struct Port(transport::Port);
+
+#[pymethods]
+impl Port {
+    #[new]
+    #[pyo3(signature = (address=None, secret=None))]
+    fn new(address: Option<&str>, secret: Option<&Secret>) -> PyResult<Self> {
+        let wrong =
+            |error| Error::Invalid(format!("Port: expected a numeric address, got {address:?}: {error}"));
+        let address = address.map(str::parse::<IpAddr>).transpose().map_err(wrong)?;
+        Ok(Self(transport::Port::open(address, secret.map(Secret::get))?))
+    }
+
+    #[getter]
+    fn port(&self) -> u16 {
+        self.0.port()
+    }
+}
+
+/// The messages between a member and the others of a group.
+#[pyclass(frozen, module = "evermoe._native")]
+struct Links(transport::Links);
+
+#[pymethods]
+impl Links {
+    #[new]
+    fn new(
+        port: &Port,
+        group: u64,
+        rank: usize,
+        addresses: Vec<String>,
+        streams: usize,
+        milliseconds: u64,
+    ) -> PyResult<Self> {
+        let limit = Duration::from_millis(milliseconds);
+        let peers = transport::Peers { group, rank, addresses, streams, limit };
+        Ok(Self(transport::Links::begin(&port.0, peers)?))
+    }
+
+    fn send(
+        &self,
+        py: Python<'_>,
+        data: Bound<'_, PyArray1<u8>>,
+        peer: usize,
+        tag: u64,
+    ) -> PyResult<Transfer> {
+        let (address, nbytes) = bytes(&data)?;
+        // SAFETY: the transfer keeps the array until it is over or dropped; the caller leaves its bytes as they are.
+        let transfer = py.detach(|| unsafe { self.0.send(address.get(), nbytes, peer, tag) })?;
+        Ok(Transfer { transfer, _data: data.unbind() })
+    }
+
+    fn receive(
+        &self,
+        py: Python<'_>,
+        data: Bound<'_, PyArray1<u8>>,
+        peer: usize,
+        tag: u64,
+    ) -> PyResult<Transfer> {
+        let (address, nbytes) = bytes(&data)?;
+        // SAFETY: the transfer keeps the array until it is over or dropped; the caller does not read it before.
+        let transfer = py.detach(|| unsafe { self.0.receive(address.get(), nbytes, peer, tag) })?;
+        Ok(Transfer { transfer, _data: data.unbind() })
+    }
+
+    fn end(&self, py: Python<'_>, reason: &str) {
+        py.detach(|| self.0.end(reason));
+    }
+}
+
+/// The address of an array's bytes, for another thread.
+struct Address(*mut u8);
+
+// SAFETY: it is only an address; who uses it says why it may.
+unsafe impl Send for Address {}
+// SAFETY: as above.
+unsafe impl Sync for Address {}
+
+impl Address {
+    fn get(&self) -> *mut u8 {
+        self.0
+    }
+}
+
+fn bytes(data: &Bound<'_, PyArray1<u8>>) -> PyResult<(Address, usize)> {
+    if !data.is_contiguous() {
+        return Err(Error::Invalid("data: expected contiguous bytes".into()).into());
+    }
+    Ok((Address(data.data()), data.len()))
+}
+
+/// A message that is under way.
+#[pyclass(frozen, module = "evermoe._native")]
+struct Transfer {
+    /// Dropped before the array whose memory it uses.
+    transfer: transport::Transfer,
+    _data: Py<PyArray1<u8>>,
+}
+
+#[pymethods]
+impl Transfer {
+    fn wait(&self, py: Python<'_>, milliseconds: u64) -> Option<String> {
+        let limit = Duration::from_millis(milliseconds);
+        match py.detach(|| self.transfer.wait(limit)) {
+            Some(result) => result.err(),
+            None => Some(format!("timed out after {milliseconds} ms")),
+        }
+    }
+}

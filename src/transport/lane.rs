@@ -1,0 +1,152 @@
+//! The threads of one connection: on the side that asks, and on the one that sends.
+
+use super::STACK_BYTES;
+use super::item::Item;
+use super::table::{Handover, Key, Table};
+use super::wire::{Hello, Request, Timed, explain, greet};
+use std::io::{Error, ErrorKind, Read, Result, Write};
+use std::net::{TcpStream, ToSocketAddrs};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Instant;
+
+/// The side that asks: one connection, which is made when it is needed first.
+#[derive(Debug, Default)]
+pub(super) struct Asking(Mutex<Stage>);
+
+#[derive(Debug, Default)]
+enum Stage {
+    #[default]
+    New,
+    /// What is asked for once it is connected.
+    Connecting(Vec<Request>),
+    Connected(Arc<TcpStream>),
+}
+
+impl Asking {
+    /// Asks for a message, now or as soon as it is connected.
+    pub(super) fn ask(self: &Arc<Self>, table: &Arc<Table>, peer: usize, request: Request) {
+        let mut stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let failure = match &mut *stage {
+            Stage::Connecting(requests) => {
+                requests.push(request);
+                None
+            }
+            Stage::Connected(stream) => (&**stream).write_all(&request.to_bytes()).map_err(explain).err(),
+            Stage::New => {
+                *stage = Stage::Connecting(vec![request]);
+                let (asking, inside) = (self.clone(), table.clone());
+                let thread = thread::Builder::new().stack_size(STACK_BYTES).name("evermoe-receive".into());
+                thread.spawn(move || asking.run(&inside, peer)).err()
+            }
+        };
+        drop(stage);
+        if let Some(error) = failure {
+            table.lose(peer, &error.to_string());
+        }
+    }
+
+    fn run(&self, table: &Table, peer: usize) {
+        if let Err(error) = self.receive_all(table, peer) {
+            table.lose(peer, &error.to_string());
+        }
+    }
+
+    fn receive_all(&self, table: &Table, peer: usize) -> Result<()> {
+        let stream = Arc::new(connect(table, peer)?);
+        if !table.keep(peer, &stream) {
+            return Ok(()); // whoever waited knows
+        }
+        let mut stage = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Stage::Connecting(requests) = std::mem::replace(&mut *stage, Stage::Connected(stream.clone()))
+        {
+            let bytes: Vec<u8> = requests.into_iter().flat_map(Request::to_bytes).collect();
+            (&*stream).write_all(&bytes)?;
+        }
+        drop(stage);
+        loop {
+            let Request { tag, number, room: nbytes } = Request::read(&stream)?;
+            let wrong = |why: &str| {
+                Error::new(ErrorKind::InvalidData, format!("message {number} with tag {tag} {why}"))
+            };
+            let item = table.take_expected((peer, tag, number)).ok_or_else(|| wrong("was not asked for"))?;
+            if nbytes > item.nbytes() as u64 {
+                return Err(wrong("is longer than the room for it"));
+            }
+            if !item.begin() {
+                return Err(wrong("was given up"));
+            }
+            let nbytes = usize::try_from(nbytes).unwrap_or(usize::MAX);
+            // SAFETY: `begin` has said yes, and there is room for so many.
+            let result = (&*stream).read_exact(unsafe { item.room(nbytes) }).map_err(explain);
+            item.finish(result.as_ref().map(|()| nbytes).map_err(|error| format!("rank {peer}: {error}")));
+            result?;
+        }
+    }
+}
+
+fn connect(table: &Table, peer: usize) -> Result<TcpStream> {
+    let deadline = Instant::now() + table.limit;
+    let mut result = Err(Error::new(ErrorKind::NotFound, "its name has no address"));
+    for address in table.addresses[peer].to_socket_addrs()? {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        result = TcpStream::connect_timeout(&address, left);
+        if result.is_ok() {
+            break;
+        }
+    }
+    let stream = result?;
+    let hello = Hello { group: table.group, rank: table.rank as u64 };
+    let left = deadline.saturating_duration_since(Instant::now());
+    Timed::talk(&stream, left, |stream| greet(stream, hello, table.secret.as_ref())).map_err(explain)?;
+    Ok(stream)
+}
+
+/// The side that sends: reads what is asked for, while another thread sends what is there.
+pub(super) fn serve(table: &Arc<Table>, hello: Hello, stream: TcpStream) {
+    let peer = usize::try_from(hello.rank).unwrap_or(usize::MAX);
+    if peer >= table.addresses.len() || peer == table.rank {
+        return;
+    }
+    let stream = Arc::new(stream);
+    if !table.keep(peer, &stream) {
+        return;
+    }
+    let (thread, queue) = channel();
+    let (inside, writing) = (table.clone(), stream.clone());
+    let builder = thread::Builder::new().stack_size(STACK_BYTES).name("evermoe-send".into());
+    let started = builder.spawn(move || send_all(&inside, peer, &writing, &queue));
+    let error = started.err().unwrap_or_else(|| read_all(table, peer, &stream, &thread));
+    table.lose(peer, &error.to_string());
+}
+
+/// Reads requests until the connection ends; returns why.
+fn read_all(table: &Table, peer: usize, stream: &TcpStream, thread: &Handover) -> Error {
+    loop {
+        match Request::read(stream) {
+            Ok(request) => table.requested(peer, request, thread),
+            Err(error) => return error,
+        }
+    }
+}
+
+fn send_all(table: &Table, peer: usize, mut stream: &TcpStream, queue: &Receiver<(Key, Arc<Item>)>) {
+    for ((_, tag, number), item) in queue {
+        if !item.begin() {
+            return table.lose(peer, "a message that it waits for was given up");
+        }
+        let header = Request { tag, number, room: item.nbytes() as u64 };
+        let result = stream.write_all(&header.to_bytes());
+        // SAFETY: `begin` has said yes.
+        let result = result.and_then(|()| stream.write_all(unsafe { item.bytes() })).map_err(explain);
+        let reason = result.as_ref().err().map(|error| format!("rank {peer}: {error}"));
+        item.finish(reason.map_or(Ok(item.nbytes()), Err));
+        if let Err(error) = result {
+            return table.lose(peer, &error.to_string());
+        }
+    }
+}

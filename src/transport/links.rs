@@ -1,0 +1,122 @@
+//! One member's connections in one group.
+
+use super::lane::Asking;
+use super::port::Port;
+use super::table::Table;
+use super::transfer::Transfer;
+use crate::ensure;
+use crate::error::Result;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// The members of a group, as one of them reaches them.
+#[derive(Clone, Debug)]
+pub struct Peers {
+    /// Names the group; no other one has this name.
+    pub group: u64,
+    /// This member's rank.
+    pub rank: usize,
+    /// Addresses of all members' ports by rank, `host:port`.
+    pub addresses: Vec<String>,
+    /// Connections on which messages come from one member: several share the network better than one.
+    pub streams: usize,
+    /// How long a connection may take to be made.
+    pub limit: Duration,
+}
+
+/// The messages between one member and the others of a group.
+///
+/// ```
+/// use evermoe::transport::{Links, Peers, Port};
+/// use std::time::Duration;
+/// let (one, other) = (Port::open(None, None)?, Port::open(None, None)?);
+/// let addresses: Vec<String> = [&one, &other].map(|port| format!("127.0.0.1:{}", port.port())).into();
+/// let limit = Duration::from_secs(5);
+/// let peers = |rank| Peers { group: 7, rank, addresses: addresses.clone(), streams: 2, limit };
+/// let (first, second) = (Links::begin(&one, peers(0))?, Links::begin(&other, peers(1))?);
+/// let (mut data, mut room) = (*b"hello", [0; 8]);
+/// // SAFETY: both live until both transfers are over, and nothing else touches them.
+/// let (sent, came) = unsafe {
+///     (first.send(data.as_mut_ptr(), 5, 1, 99)?, second.receive(room.as_mut_ptr(), 8, 0, 99)?)
+/// };
+/// assert_eq!((sent.wait(limit), came.wait(limit)), (Some(Ok(5)), Some(Ok(5))));
+/// assert_eq!(&room[..5], b"hello");
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Links {
+    table: Arc<Table>,
+    streams: usize,
+    asking: Mutex<HashMap<usize, Asked>>,
+}
+
+/// The connections on which messages come from one member.
+#[derive(Debug, Default)]
+struct Asked {
+    connections: Vec<Arc<Asking>>,
+    /// Messages that were asked for.
+    messages: usize,
+}
+
+impl Links {
+    /// The links of a new group; those of the one before no longer get connections. They are made when they are needed.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::Invalid`] for a rank that is none, or no stream.
+    pub fn begin(port: &Port, peers: Peers) -> Result<Self> {
+        let Peers { group, rank, addresses, streams, limit } = peers;
+        let size = addresses.len();
+        ensure!(
+            rank < size && streams > 0,
+            "Links: expected a rank below {size} and streams, got {rank} and {streams}"
+        );
+        let table = Table::new(group, rank, addresses, limit, port.secret());
+        port.admit_to(&table);
+        Ok(Self { table, streams, asking: Mutex::default() })
+    }
+
+    /// Begins to send a message; those of one tag to one member keep their order.
+    ///
+    /// # Safety
+    /// The memory holds the message, unchanged, until the transfer is over or dropped.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::Invalid`] for a rank that is none of the others'.
+    pub unsafe fn send(&self, address: *mut u8, nbytes: usize, peer: usize, tag: u64) -> Result<Transfer> {
+        let item = self.table.item(address, nbytes, peer)?;
+        let number = self.table.offer(item.clone(), tag);
+        Ok(Transfer::new(number, item, self.table.clone()))
+    }
+
+    /// Begins to receive a message, which may be shorter than the room for it.
+    ///
+    /// # Safety
+    /// Nothing else reads or writes the memory until the transfer is over or dropped.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::Invalid`] for a rank that is none of the others'.
+    pub unsafe fn receive(&self, address: *mut u8, nbytes: usize, peer: usize, tag: u64) -> Result<Transfer> {
+        let item = self.table.item(address, nbytes, peer)?;
+        let (number, request) = self.table.expect(item.clone(), tag);
+        let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = asking.entry(peer).or_default();
+        asked.connections.resize_with(self.streams, Arc::default);
+        asked.messages += 1;
+        let connection = asked.connections[asked.messages % self.streams].clone();
+        drop(asking);
+        connection.ask(&self.table, peer, request);
+        Ok(Transfer::new(number, item, self.table.clone()))
+    }
+
+    /// Ends all connections, and all transfers with them: other members learn so at once.
+    pub fn end(&self, reason: &str) {
+        self.table.end(reason);
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        self.end("this member has left the group");
+    }
+}

@@ -1,0 +1,209 @@
+//! The messages of a group that are under way, as the threads of its connections know them.
+
+use super::item::Item;
+use super::wire::Request;
+use crate::ensure;
+use crate::error::Result;
+use crate::secret::Secret;
+use std::collections::HashMap;
+use std::net::{Shutdown, TcpStream};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// A member's messages with the others of a group.
+#[derive(Debug)]
+pub(super) struct Table {
+    pub(super) group: u64,
+    pub(super) rank: usize,
+    pub(super) addresses: Vec<String>,
+    pub(super) limit: Duration,
+    pub(super) secret: Option<Secret>,
+    state: Mutex<State>,
+}
+
+/// A message: the rank at the other end, its tag, and how many of both came before it.
+pub(super) type Key = (usize, u64, u64);
+
+/// Hands a message to the thread that sends it.
+pub(super) type Handover = Sender<(Key, Arc<Item>)>;
+
+#[derive(Debug, Default)]
+struct State {
+    /// Why nothing is sent any more.
+    ended: Option<String>,
+    /// Members whose connections have ended, and why.
+    lost: HashMap<usize, String>,
+    connections: Vec<(usize, Arc<TcpStream>)>,
+    /// How many messages were sent to a member with a tag, and how many are to come.
+    sent: HashMap<(usize, u64), u64>,
+    awaited: HashMap<(usize, u64), u64>,
+    /// What is there and was not asked for.
+    offers: HashMap<Key, Arc<Item>>,
+    /// What was asked for and is not there: the room for it, and the thread that is to send it.
+    requests: HashMap<Key, (u64, Handover)>,
+    /// What was asked for here.
+    expected: HashMap<Key, Arc<Item>>,
+    /// Transfers that somebody holds.
+    held: HashMap<u64, Arc<Item>>,
+    transfers: u64,
+}
+
+impl Table {
+    pub(super) fn new(
+        group: u64,
+        rank: usize,
+        addresses: Vec<String>,
+        limit: Duration,
+        secret: Option<Secret>,
+    ) -> Arc<Self> {
+        Arc::new(Self { group, rank, addresses, limit, secret, state: Mutex::default() })
+    }
+
+    /// A message that is there to be sent to a member; the number of its transfer.
+    pub(super) fn offer(&self, item: Arc<Item>, tag: u64) -> u64 {
+        let mut state = self.lock();
+        let transfer = Self::hold(&mut state, &item);
+        let peer = item.peer;
+        let number = next(&mut state.sent, (peer, tag));
+        match state.requests.remove(&(peer, tag, number)) {
+            Some((room, thread)) => self.dispatch(state, (peer, tag, number), item, room, &thread),
+            None => {
+                state.offers.insert((peer, tag, number), item);
+            }
+        }
+        transfer
+    }
+
+    /// Room for a message of a member; the number of its transfer, and what to ask for.
+    pub(super) fn expect(&self, item: Arc<Item>, tag: u64) -> (u64, Request) {
+        let mut state = self.lock();
+        let transfer = Self::hold(&mut state, &item);
+        let number = next(&mut state.awaited, (item.peer, tag));
+        let room = item.nbytes() as u64;
+        state.expected.insert((item.peer, tag, number), item);
+        (transfer, Request { tag, number, room })
+    }
+
+    /// A message at this end.
+    ///
+    /// # Errors
+    /// [`crate::error::Error::Invalid`] for a rank that is none of the others'.
+    pub(super) fn item(&self, address: *mut u8, nbytes: usize, peer: usize) -> Result<Arc<Item>> {
+        let (rank, size) = (self.rank, self.addresses.len());
+        ensure!(
+            peer < size && peer != rank,
+            "peer: expected a rank below {size} that is not {rank}, got {peer}"
+        );
+        Ok(Item::new(peer, address, nbytes))
+    }
+
+    /// The number of a new transfer, which fails if its member is lost already.
+    fn hold(state: &mut State, item: &Arc<Item>) -> u64 {
+        if let Some(reason) = state.ended.as_ref().or_else(|| state.lost.get(&item.peer)) {
+            item.fail(reason);
+        }
+        state.transfers += 1;
+        state.held.insert(state.transfers, item.clone());
+        state.transfers
+    }
+
+    /// Nobody holds this transfer any more.
+    pub(super) fn forget(&self, number: u64) {
+        self.lock().held.remove(&number);
+    }
+
+    /// Somebody has room for a message: `thread` is to send it once it is there.
+    pub(super) fn requested(&self, peer: usize, request: Request, thread: &Handover) {
+        let key = (peer, request.tag, request.number);
+        let mut state = self.lock();
+        match state.offers.remove(&key) {
+            Some(item) => self.dispatch(state, key, item, request.room, thread),
+            None => {
+                state.requests.insert(key, (request.room, thread.clone()));
+            }
+        }
+    }
+
+    fn dispatch(
+        &self,
+        state: MutexGuard<'_, State>,
+        key: Key,
+        item: Arc<Item>,
+        room: u64,
+        thread: &Handover,
+    ) {
+        drop(state);
+        let nbytes = item.nbytes() as u64;
+        if nbytes > room {
+            let (peer, tag, _) = key;
+            self.lose(
+                peer,
+                &format!("a message of {nbytes} bytes with tag {tag}: rank {peer} expects {room} at most"),
+            );
+        } else if thread.send((key, item)).is_err() {
+            self.lose(key.0, "its connection has ended");
+        }
+    }
+
+    /// The room for a message that comes.
+    pub(super) fn take_expected(&self, key: Key) -> Option<Arc<Item>> {
+        self.lock().expected.remove(&key)
+    }
+
+    /// Keeps a connection for `end` to shut. Whether it is still wanted.
+    pub(super) fn keep(&self, peer: usize, connection: &Arc<TcpStream>) -> bool {
+        let mut state = self.lock();
+        let is_wanted = state.ended.is_none() && !state.lost.contains_key(&peer);
+        if is_wanted {
+            state.connections.push((peer, connection.clone()));
+        }
+        is_wanted
+    }
+
+    /// The connections of a member have ended: nothing comes from it or goes to it any more.
+    pub(super) fn lose(&self, peer: usize, reason: &str) {
+        let mut state = self.lock();
+        let reason = format!("rank {peer}: {reason}");
+        let reason = state.lost.entry(peer).or_insert(reason).clone();
+        self.shut(state, &reason, |each| each == peer);
+    }
+
+    pub(super) fn end(&self, reason: &str) {
+        let mut state = self.lock();
+        let reason = state.ended.get_or_insert_with(|| reason.to_owned()).clone();
+        self.shut(state, &reason, |_| true);
+    }
+
+    fn shut(&self, mut state: MutexGuard<'_, State>, reason: &str, is_meant: impl Fn(usize) -> bool) {
+        let all = std::mem::take(&mut state.connections);
+        let (meant, others) = all.into_iter().partition(|&(peer, _)| is_meant(peer));
+        state.connections = others;
+        state.offers.retain(|&(peer, ..), _| !is_meant(peer));
+        state.expected.retain(|&(peer, ..), _| !is_meant(peer));
+        // With these go the threads that send: they wait for what is there to be sent.
+        state.requests.retain(|&(peer, ..), _| !is_meant(peer));
+        let waiting: Vec<Arc<Item>> =
+            state.held.values().filter(|item| is_meant(item.peer)).cloned().collect();
+        drop(state);
+        let meant: Vec<(usize, Arc<TcpStream>)> = meant;
+        for (_, connection) in meant {
+            // One that the other side has closed is shut already.
+            let _closed = connection.shutdown(Shutdown::Both);
+        }
+        for item in waiting {
+            item.fail(reason);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How many there were before, counted on.
+fn next(counts: &mut HashMap<(usize, u64), u64>, of: (usize, u64)) -> u64 {
+    let count = counts.entry(of).or_default();
+    *count += 1;
+    *count - 1
+}

@@ -1,0 +1,165 @@
+//! What is sent: whose a connection is, with proof of the job's secret from both sides; requests; headers of messages.
+
+use crate::reach::unforeseen;
+use crate::secret::{Secret, TAG_BYTES};
+use std::io::{Error, ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+/// What every connection begins with: the name and the version of what follows.
+const MAGIC: [u8; 8] = *b"evermoe1";
+const HELLO_BYTES: usize = 32;
+
+/// Who connects.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hello {
+    /// The group that both are in.
+    pub(super) group: u64,
+    /// Rank of the member that connects, and that will receive.
+    pub(super) rank: u64,
+}
+
+/// Introduces this member to the one that it has connected to.
+pub(super) fn greet(
+    stream: &mut (impl Read + Write),
+    hello: Hello,
+    secret: Option<&Secret>,
+) -> std::io::Result<()> {
+    let number = unforeseen();
+    let parts = [MAGIC, hello.group.to_le_bytes(), hello.rank.to_le_bytes(), number];
+    stream.write_all(&parts.concat())?;
+    let mut theirs = [0; 8];
+    stream.read_exact(&mut theirs)?;
+    if let Some(secret) = secret {
+        check(stream, secret, "transport answer", &parts.concat(), &theirs)?;
+        stream.write_all(&secret.tag("transport hello", &[&parts.concat(), &theirs]))?;
+    }
+    Ok(())
+}
+
+/// Learns who has connected.
+pub(super) fn welcome(stream: &mut (impl Read + Write), secret: Option<&Secret>) -> std::io::Result<Hello> {
+    let mut said = [0; HELLO_BYTES];
+    stream.read_exact(&mut said)?;
+    let [magic, group, rank] = [0, 8, 16].map(|at| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&said[at..at + 8]);
+        word
+    });
+    if magic != MAGIC {
+        return Err(Error::new(ErrorKind::InvalidData, "it is no member of this version of evermoe"));
+    }
+    let number = unforeseen();
+    stream.write_all(&number)?;
+    if let Some(secret) = secret {
+        stream.write_all(&secret.tag("transport answer", &[&said, &number]))?;
+        check(stream, secret, "transport hello", &said, &number)?;
+    }
+    Ok(Hello { group: u64::from_le_bytes(group), rank: u64::from_le_bytes(rank) })
+}
+
+fn check(
+    stream: &mut impl Read,
+    secret: &Secret,
+    purpose: &str,
+    hello: &[u8],
+    number: &[u8],
+) -> std::io::Result<()> {
+    let mut tag = [0; TAG_BYTES];
+    stream.read_exact(&mut tag)?;
+    if secret.is_tag(&tag, purpose, &[hello, number]) {
+        Ok(())
+    } else {
+        Err(Error::new(ErrorKind::PermissionDenied, "the other side does not have the job's secret"))
+    }
+}
+
+/// A connection on which all that is said must be said within a limit.
+pub(super) struct Timed<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+}
+
+impl<'a> Timed<'a> {
+    /// The result of talking within the limit; afterwards the connection has none.
+    pub(super) fn talk<T>(
+        stream: &'a TcpStream,
+        limit: Duration,
+        talk: impl FnOnce(&mut Self) -> std::io::Result<T>,
+    ) -> std::io::Result<T> {
+        stream.set_nodelay(true)?;
+        let said = talk(&mut Self { stream, deadline: Instant::now() + limit })?;
+        stream.set_read_timeout(None)?;
+        stream.set_write_timeout(None)?;
+        Ok(said)
+    }
+
+    fn left(&self) -> std::io::Result<Option<Duration>> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        self.stream.read(bytes)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+/// Asks for a message: its tag, how many of that tag came before it, and the room for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Request {
+    pub(super) tag: u64,
+    pub(super) number: u64,
+    pub(super) room: u64,
+}
+
+/// Bytes of a request, and of the header of a message, which has its length in place of the room.
+const WORDS: usize = 24;
+
+impl Request {
+    pub(super) fn to_bytes(self) -> [u8; WORDS] {
+        let mut bytes = [0; WORDS];
+        for (place, word) in bytes.chunks_exact_mut(8).zip([self.tag, self.number, self.room]) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// The next one; none where the connection ends.
+    pub(super) fn read(mut stream: &TcpStream) -> std::io::Result<Self> {
+        let mut bytes = [0; WORDS];
+        stream.read_exact(&mut bytes).map_err(explain)?;
+        let [tag, number, room] = [0, 8, 16].map(|at| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&bytes[at..at + 8]);
+            u64::from_le_bytes(word)
+        });
+        Ok(Self { tag, number, room })
+    }
+}
+
+/// The error of a connection, for people.
+pub(super) fn explain(error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::UnexpectedEof | ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+            Error::new(error.kind(), "it has closed its connections")
+        }
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            Error::new(ErrorKind::TimedOut, "it has not answered in time")
+        }
+        _ => error,
+    }
+}
