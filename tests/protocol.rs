@@ -41,6 +41,7 @@ fn standing(established: bool, size: usize) -> Standing {
         size,
         generation: 1,
         state: 0,
+        has_progress: false,
         named: vec![],
         adopted,
         inquires: false,
@@ -144,7 +145,7 @@ fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen
         member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
         let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
         let commands = regroup(&mut member, 2, vec![None, has_passed.then(|| vote.clone())]);
-        let restore = |version| Command::Restore { version, established: true, saw_running: true };
+        let restore = |version| Command::Restore { version, established: true, saw_progress: false };
         if has_passed {
             assert_eq!(commands, [Command::Take { vote, is_recalled: true }, restore(version_of(1, 1))]);
         } else {
@@ -170,7 +171,7 @@ fn a_vote_of_an_earlier_group_does_not_pass_for_the_one_that_is_pending() {
     member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
     member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
     let first = Passed { before: version_of(1, 1), after: version_of(1, 2), sums: vec![8] };
-    let restore = Command::Restore { version: version_of(1, 1), established: true, saw_running: true };
+    let restore = Command::Restore { version: version_of(1, 1), established: true, saw_progress: true };
     assert_eq!(regroup(&mut member, 3, vec![None, Some(first)]), [restore]);
 }
 
@@ -446,6 +447,30 @@ fn members_that_were_told_differently_do_not_meet() {
     };
     assert_ne!(epoch(true, false), epoch(false, true));
     assert_eq!(epoch(false, false), epoch(false, false));
+}
+
+/// "b" asked while it trained, and died. What the Lighthouse still passes on says whether it had taken a step.
+#[test]
+fn only_a_job_that_has_taken_a_step_is_never_started_again() {
+    for has_progress in [false, true] {
+        let mut member = Protocol::new(settings());
+        let commands = member.handle(Event::Look { until: 9 }).unwrap();
+        let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+        let own = participant("a", standing.clone());
+        let b = Standing { has_progress, state: 1, epoch: Some(7), ..self::standing(true, 2) };
+        let b = Participant { waits: false, ..participant("b", b) };
+        let commands =
+            member.handle(Event::Quorum { id: 2, participants: vec![own, b], is_promoted: false }).unwrap();
+        assert_eq!(commands, [Command::Wait(Wait::Training)]);
+        let commands = member.handle(Event::Waited).unwrap();
+        let [Command::Ask { standing, .. }] = &commands[..] else { panic!("{commands:?}") };
+        let both = ["a", "c"].map(|id| participant(id, standing.clone())).to_vec();
+        member.handle(Event::Quorum { id: 3, participants: both, is_promoted: false }).unwrap();
+        member.handle(Event::Connected).unwrap();
+        let commands = member.handle(Event::Recalled { votes: vec![None, None] }).unwrap();
+        let restore = Command::Restore { version: 0, established: false, saw_progress: has_progress };
+        assert_eq!(commands, [restore]);
+    }
 }
 
 /// "a" has come to the end with others that are through, and "b" was away for the last steps: together they might have all

@@ -26,7 +26,7 @@ fn messages() -> impl Strategy<Value = Message> {
         0..9_usize,
         0..1_u64 << 20,
         0..1_u64 << 20,
-        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<[u64; 2]>(), any::<[bool; 2]>()),
+        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<[u64; 2]>(), any::<[bool; 3]>()),
         groups,
     )
         .prop_map(
@@ -36,7 +36,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 size,
                 generation,
                 state,
-                (named, [adopted, known], [inquires, is_done]),
+                (named, [adopted, known], [inquires, is_done, has_progress]),
                 (seat, begun),
             )| {
                 Standing {
@@ -45,6 +45,7 @@ fn messages() -> impl Strategy<Value = Message> {
                     size,
                     generation,
                     state,
+                    has_progress,
                     named,
                     adopted,
                     inquires,
@@ -129,6 +130,7 @@ fn example() -> Message {
         size: 0,
         generation: 1,
         state: 0,
+        has_progress: false,
         named: vec![],
         adopted: 0,
         inquires: false,

@@ -70,8 +70,8 @@ pub struct Need {
 /// ```
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
 /// let standing = Standing {
-///     epoch: None, established: true, size: 2, generation: 3, state: 3, named: vec![], adopted: 3, inquires: false,
-///     is_done: false, seat: None, known: 0, begun: vec![],
+///     epoch: None, established: true, size: 2, generation: 3, state: 3, has_progress: true, named: vec![], adopted: 3,
+///     inquires: false, is_done: false, seat: None, known: 0, begun: vec![],
 /// };
 /// let b = Participant {
 ///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,

@@ -29,6 +29,8 @@ pub struct Standing {
     pub generation: u64,
     /// Generation that made its state; 0 for a newcomer.
     pub state: u64,
+    /// Whether its state has taken a step: without one there is nothing to lose.
+    pub has_progress: bool,
     /// Numbers of the sets after `adopted` that named it, as the Lighthouse counts: the first and the last of each run; the
     /// latest 64 at most.
     pub named: Vec<(u64, u64)>,
@@ -322,8 +324,8 @@ pub enum Command {
         version: u64,
         /// Whether it is state of the running job.
         established: bool,
-        /// Whether this member has seen the job run: it is then never started again from step 0.
-        saw_running: bool,
+        /// Whether this member has seen one that has taken steps of the job: it is then never started again from step 0.
+        saw_progress: bool,
     },
     /// Count what was lost, and agree on it. Answer: `Counted` or `Lost`.
     CountLosses {

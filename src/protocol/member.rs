@@ -100,7 +100,7 @@ pub struct Protocol {
     /// Number of the set whose group it connects.
     connecting: u64,
     established: bool,
-    saw_running: bool,
+    saw_progress: bool,
     /// The group that this member is connected in.
     group: Option<Agreement>,
     /// The version that the step makes for which this member has voted, while it does not know the result. It names the
@@ -145,7 +145,7 @@ impl Protocol {
             known: 0,
             connecting: 0,
             established: false,
-            saw_running: false,
+            saw_progress: false,
             group: None,
             pending: None,
             last: None,
@@ -292,8 +292,8 @@ impl Protocol {
             commands.push(Command::Take { vote, is_recalled: true });
         }
         self.phase = Phase::Restoring;
-        let (established, saw_running) = (self.established, self.saw_running);
-        commands.push(Command::Restore { version: self.version, established, saw_running });
+        let (established, saw_progress) = (self.established, self.saw_progress);
+        commands.push(Command::Restore { version: self.version, established, saw_progress });
         commands
     }
 

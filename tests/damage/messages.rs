@@ -17,6 +17,7 @@ fn message(draw: &mut Draw) -> Message {
         generation: draw.word() >> 50,
         state: draw.word() >> 50,
         named: vec![(draw.word(), draw.extreme()); draw.below(3)],
+        has_progress: draw.one_in(2),
         adopted: draw.extreme(),
         inquires: draw.one_in(2),
         is_done: draw.one_in(2),

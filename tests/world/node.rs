@@ -168,8 +168,8 @@ impl World {
             }
             Command::Recall { vote } => self.enter_now(number, Part::Recall(vote)),
             Command::Take { vote, is_recalled } => self.take(number, &vote, is_recalled, setting),
-            Command::Restore { established, saw_running, .. } => {
-                let knowledge = Knowledge { established, saw_running };
+            Command::Restore { established, saw_progress, .. } => {
+                let knowledge = Knowledge { established, saw_progress };
                 let holdings = self.nodes[number].survey();
                 self.enter_now(number, Part::Survey { knowledge, holdings });
             }

@@ -42,8 +42,8 @@ class Standing:
     """Version of the state that it holds actively."""
     established: bool
     """Whether it has state of the running job."""
-    saw_running: bool = False
-    """Whether it has seen the job run: such a job is never started again from step 0."""
+    saw_progress: bool = False
+    """Whether it has seen a member that had taken steps of the job: such a job is never started again from step 0."""
     patient: bool = False
     """Whether it would still wait for others when units are missing (`UnitsMissing`), and not give them up."""
     boosts: dict[str, list[float]] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def _are_holdings(rows: object) -> bool:
 _STANDING: dict[str, Callable[[Any], bool]] = {
     "version": lambda value: _are(int, [value]),
     "established": lambda value: _are(bool, [value]),
-    "saw_running": lambda value: _are(bool, [value]),
+    "saw_progress": lambda value: _are(bool, [value]),
     "patient": lambda value: _are(bool, [value]),
     "boosts": lambda value: _are_by_name(float, value),
     "lagging": lambda value: value in get_args(Lagging),
@@ -223,7 +223,7 @@ class Survey:
 
 def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Holding]]) -> list[list[Holding]]:
     """The holdings of each rank that count (see `planning.usable_holdings`), without those that were `refused`."""
-    standings = [(inventory.standing.established, inventory.standing.saw_running) for inventory in inventories]
+    standings = [(inventory.standing.established, inventory.standing.saw_progress) for inventory in inventories]
     found = planning.usable_holdings(standings, [inventory.holdings for inventory in inventories])
     return [
         [holding for holding in map(Holding._make, held) if (rank, holding) not in refused]

@@ -152,7 +152,7 @@ class PipelineDriver(Driver):
         self._state.learn(seats)
         self._store.check()
 
-    def restore(self, version: int, *, established: bool, saw_running: bool) -> Event:
+    def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Brings this rank to the newest version of which every unit of every stage is left."""
         self._meet()
         try:

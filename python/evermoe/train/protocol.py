@@ -73,7 +73,7 @@ class Driver(ABC):
         """Reports a step that no failure covered by the preset can undo."""
 
     @abstractmethod
-    def restore(self, version: int, *, established: bool, saw_running: bool) -> Event:
+    def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Brings this member to the version that all agree on: `restored`, `missing` or `unrecoverable`."""
 
     def count_losses(self, version: int) -> Event:

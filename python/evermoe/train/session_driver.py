@@ -248,7 +248,7 @@ class SessionDriver(RecoveryDriver):
                     f"all steps are taken, but the last checkpoint, of step {step_of(version)}, was not written: "
                     f"{failed}. Make room; a job with a name that is started again resumes from its shared memory"
                 ) from failed
-        checked, differing = self._recovery(version, established=True, saw_running=True).verify()
+        checked, differing = self._recovery(version, established=True, saw_progress=True).verify()
         if differing:
             warnings.warn(
                 f"replicas or copies differ at step {step_of(version)}: {', '.join(differing[:8])}", stacklevel=6

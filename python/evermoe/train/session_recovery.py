@@ -126,13 +126,13 @@ class RecoveryDriver(Driver):
 
     # ---- a recovery
 
-    def restore(self, version: int, *, established: bool, saw_running: bool) -> Event:
+    def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Surveys what survives, and fetches what this member needs."""
         report = self._report_now()
         self._before = version if established and self._trains else None
         self._was_established = established
         try:
-            report.outcome = self._recovery(version, established=established, saw_running=saw_running).run(
+            report.outcome = self._recovery(version, established=established, saw_progress=saw_progress).run(
                 self._clock.enter
             )
         except UnitsMissing:
@@ -210,12 +210,12 @@ class RecoveryDriver(Driver):
         self._report = None
         self._emit(self.reports[-1])
 
-    def _recovery(self, version: int, *, established: bool, saw_running: bool) -> Recovery:
+    def _recovery(self, version: int, *, established: bool, saw_progress: bool) -> Recovery:
         membership, limit = self._membership, self._config.rejoin_limit
         standing = Standing(
             version,
             established,
-            saw_running,
+            saw_progress,
             patient=limit > 0 and time.monotonic() < self._missing_since + limit,
             boosts=self._protection.ledger.boosted(),
             lagging=self._protection.lagging,

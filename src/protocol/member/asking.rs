@@ -64,6 +64,7 @@ impl Protocol {
             size: self.adopted.1,
             generation: self.generation,
             state: generation_of(self.version),
+            has_progress: step_of(self.version) > 0,
             named: self.named.clone(),
             adopted: self.adopted.0,
             inquires: self.inquires,
@@ -170,7 +171,8 @@ impl Protocol {
 
     pub(super) fn judge(&mut self, id: u64, participants: &[Participant], is_promoted: bool) -> Vec<Command> {
         self.inquires = false;
-        self.saw_running |= participants.iter().any(|participant| participant.standing.established);
+        self.saw_progress |=
+            participants.iter().any(|each| each.standing.established && each.standing.has_progress);
         self.note_named(id);
         let need = Need {
             members: self.settings.members,

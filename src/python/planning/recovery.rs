@@ -136,7 +136,7 @@ type Row = (String, u64, u64, String);
 fn usable_holdings(members: Vec<(bool, bool)>, holdings: Vec<Vec<Row>>) -> PyResult<Vec<Vec<Row>>> {
     let known: Vec<Knowledge> = members
         .into_iter()
-        .map(|(established, saw_running)| Knowledge { established, saw_running })
+        .map(|(established, saw_progress)| Knowledge { established, saw_progress })
         .collect();
     let names: Vec<String> = holdings.iter().flatten().map(|(name, ..)| name.clone()).collect();
     let mut unit = 0..;

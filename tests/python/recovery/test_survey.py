@@ -13,8 +13,8 @@ from evermoe.recovery.survey import Holding, Inventory, Standing, newest_checkpo
 from evermoe.state.version import version_of
 
 
-def inventory(*holdings, established=False, saw_running=False, version=0, checkpoints=(), trains=True):
-    standing = Standing(version, established, saw_running)
+def inventory(*holdings, established=False, saw_progress=False, version=0, checkpoints=(), trains=True):
+    standing = Standing(version, established, saw_progress)
     return Inventory(standing, list(holdings), {"moe": [0, 2]}, [[1.0, 2.0]], list(checkpoints), trains)
 
 
@@ -87,7 +87,7 @@ def test_new_job_begins_with_what_its_members_run():
 
 def test_job_that_was_seen_to_run_does_not_start_again():
     start = Holding("x", 0, 7, "active")
-    assert usable([inventory(start, saw_running=True), inventory(ACTIVE)], set()) == [[], [ACTIVE]]
+    assert usable([inventory(start, saw_progress=True), inventory(ACTIVE)], set()) == [[], [ACTIVE]]
 
 
 def test_newest_checkpoint_is_one_that_all_training_members_see():

@@ -15,6 +15,7 @@ def told(messages: Messages, generation: int) -> dict[str, Any]:
         "size": 2,
         "generation": generation,
         "state": 1,
+        "has_progress": True,
         "named": [],
         "adopted": 1,
         "inquires": False,
