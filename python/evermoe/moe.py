@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -21,7 +22,8 @@ from evermoe import moe_ops, ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
-from evermoe.moe_exchange import Exchange
+from evermoe.moe_exchange import Exchange, Padding
+from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
 ROW_ALIGNMENT = 32
@@ -53,15 +55,19 @@ class MoE(nn.Module):
         router_noise: standard deviation of Gaussian noise on the router's logits, in training only.
         token_split: policy of `evermoe.planning.split_tokens`: `balanced` gives the busiest rank as few
             tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1).
+        max_tokens: the most tokens that any rank brings in one forward, the same on all ranks. Given that, exchanges
+            are padded to the most rows that can come: the host waits for nothing and no shape depends on a value, so
+            that a forward can be part of a CUDA graph (after one that is not). For small batches, and ranks that are
+            near each other: where the most rows take more than 64 MiB (`moe_exchange.PADDED_BYTES`), or the matrices do
+            not suit `grouped_mm` (on a GPU: bfloat16, rows of whole 16 bytes), sizes are exact nonetheless. Replicas of
+            an expert then share its tokens evenly. None: exact sizes, one wait a forward; none on a rank that is alone.
 
     Attributes:
         weights: `[e, row]`, one row per local expert: its matrices, flattened one after the other, then padding.
         experts: ids of the local experts, ascending; row i of `weights` belongs to `experts[i]`.
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
             (token, k) slots routed to e and P_e this rank's mean router probability.
-        tokens_E: after a forward, numpy int64 `[E]`: tokens routed to each expert on all ranks together.
-        load_E: the same summed over all forwards in training mode, until it is set to zero; a session does so at
-            each step.
+        count: tokens routed to each expert on all ranks together.
     """
 
     def __init__(
@@ -75,6 +81,7 @@ class MoE(nn.Module):
         activation: Activation = F.silu,
         router_noise: float = 0.0,
         token_split: SplitPolicy = "balanced",
+        max_tokens: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -88,7 +95,9 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
         if token_split not in SPLITS:
             raise ValueError(f"MoE: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
-        self.token_split = token_split
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"MoE: expected max_tokens >= 1 or None, got {max_tokens}")
+        self.token_split, self.max_tokens = token_split, max_tokens
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.activation, self.router_noise = activation, router_noise
         up, down = (intermediate, hidden), (hidden, intermediate)
@@ -101,8 +110,8 @@ class MoE(nn.Module):
         self.group = Group()
         self.matrix_RE = np.ones((1, num_experts), np.int64)
         self.balance_loss: Tensor = torch.zeros((), device=device)
-        self.tokens_E = np.zeros(num_experts, np.int64)
-        self.load_E = np.zeros(num_experts, np.int64)
+        self.count = TokenCount(num_experts)
+        self._padding: tuple[np.ndarray, torch.device, Padding] | None = None
         self._name = moe_ops.register(self)
         self.reset_parameters()
 
@@ -125,12 +134,22 @@ class MoE(nn.Module):
         """What `print(layer)` shows."""
         return f"num_experts={self.num_experts}, top_k={self.top_k}, matrices={self.matrices}, local={self.experts}"
 
+    @property
+    def tokens_E(self) -> NDArray[np.int64]:
+        """`[E]`: tokens routed to each expert on all ranks together, in the last forward."""
+        return self.count.last_E
+
+    @property
+    def load_E(self) -> NDArray[np.int64]:
+        """`[E]`: the same summed over all forwards in training mode, of the step that runs where there is a session."""
+        return TokenCount.totals([self.count])[0]
+
     def settings(self) -> str:
         """What changes a token's way through the layer and is not seen in the shapes of its parameters."""
         activation = getattr(self.activation, "__name__", type(self.activation).__name__)
         return (
             f"top_k={self.top_k}, activation={activation}, router_noise={self.router_noise}, "
-            f"token_split={self.token_split}"
+            f"token_split={self.token_split}" + (f", max_tokens={self.max_tokens}" if self.max_tokens else "")
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,10 +161,13 @@ class MoE(nn.Module):
         counts_E = ops.expert_histogram(ids_TK, self.num_experts)
         if torch.compiler.is_compiling():
             return self._forward_in_graph(x, ids_TK, weights_TK, counts_E, mean_probability_E)
-        exchange = self.plan_exchange(counts_E)
+        dtype = self._compute_dtype(x.device)
+        exchange = self._plan(len(x_TH), counts_E, dtype)
         self.balance_loss = self._balance_loss(exchange.share_E, mean_probability_E)
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
-        rows_NH = ops.permute(x_TH.to(self._compute_dtype(x.device)), row_ids, positions_TK)
+        if exchange.starts_R is not None:
+            row_ids, positions_TK = exchange.pad(positions_TK)
+        rows_NH = ops.permute(x_TH.to(dtype), row_ids, positions_TK)
         arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
         outputs_NH = self._run_experts(arrived_NH, exchange)
         returned_NH = all_to_all(outputs_NH, exchange.received_R, exchange.sent_R, self.group)
@@ -192,14 +214,47 @@ class MoE(nn.Module):
         It is the step's only extra exchange, and the layer's only wait for a GPU.
         """
         tokens_RE = self.group.all_gather(counts_E)
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedState(
+                "MoE: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
+                "max_tokens, and bfloat16 experts whose matrices have rows of whole 16 bytes"
+            )
         on_host_RE = tokens_RE.cpu()
         self.group.check()  # a GPU may have been let go without the counts
-        self.tokens_E = on_host_RE.sum(0).numpy()
-        if self.training and not _is_recomputing():
-            self.load_E = self.load_E + self.tokens_E
+        self.count.add(on_host_RE.sum(0).numpy(), is_counted=self.training and not _is_recomputing())
         tokens_ER = np.ascontiguousarray(on_host_RE.numpy().T)
         planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
         return Exchange.of(tokens_RE, *planned, self.experts)
+
+    def _plan(self, tokens: int, counts_E: Tensor, dtype: torch.dtype) -> Exchange:
+        """The exchange of a forward; all ranks decide alike whether the host must know the sizes. Collective.
+
+        Raises:
+            ValueError: there are more tokens than `max_tokens`.
+        """
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise ValueError(f"MoE: expected at most max_tokens={self.max_tokens} tokens in a forward, got {tokens}")
+        if not moe_ops.takes_groups(counts_E.device, dtype, [columns for _, columns in self.matrices]):
+            return self.plan_exchange(counts_E)
+        if self.group.is_alone and (self.max_tokens is not None or counts_E.device.type == "cuda"):
+            return Exchange.alone(self._gather(counts_E), tokens * self.top_k)
+        if self.max_tokens is not None:
+            padding = self._find_padding(self.max_tokens, counts_E.device)
+            if padding.fits(self.hidden * dtype.itemsize):
+                return Exchange.padded(self._gather(counts_E), padding, self.group.rank)
+        return self.plan_exchange(counts_E)
+
+    def _find_padding(self, max_tokens: int, device: torch.device) -> Padding:
+        if self._padding is None or self._padding[0] is not self.matrix_RE or self._padding[1] != device:
+            padding = Padding.of(self.matrix_RE, self.experts, max_tokens, self.top_k, device)
+            self._padding = self.matrix_RE, device, padding
+        return self._padding[2]
+
+    def _gather(self, counts_E: Tensor) -> Tensor:
+        """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
+        tokens_RE = self.group.all_gather(counts_E)
+        self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
+        return tokens_RE
 
     def _balance_loss(self, share_E: Tensor, mean_probability_E: Tensor) -> Tensor:
         return self.num_experts * (share_E.to(mean_probability_E) * mean_probability_E).sum()
@@ -236,7 +291,7 @@ class MoE(nn.Module):
     def _product(self, exchange: Exchange, dtype: torch.dtype) -> Product:
         """The product for so many rows of each local expert."""
         ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
-        if moe_ops.takes_groups(ends_e.device, dtype, [columns for _, columns in self.matrices]):
+        if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, [columns for _, columns in self.matrices]):
             return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
 

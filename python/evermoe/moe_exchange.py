@@ -1,6 +1,6 @@
-"""What is known of a forward's exchange of tokens, on the host and on the layer's device: one wait for a GPU.
+"""What is known of a forward's exchange of tokens, on the host and on the layer's device: one wait for a GPU, or none.
 
-Shape suffixes: R ranks, E experts, e local experts.
+Shape suffixes: R ranks, E experts, e local experts, T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -13,6 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evermoe import ops
+
+PADDED_BYTES = 64 << 20
+"""Largest buffer of a padded exchange; a larger one would cost more time than the wait that it spares."""
+MOST_RANKS = 755
+"""Ranks over which a GPU can split tokens (`ops.split_tokens`)."""
 ALIGNMENT = 16
 """Bytes to which parts of one copy are aligned, for tensors of any type."""
 
@@ -26,15 +32,17 @@ class Exchange:
     send_ER: Tensor
     """int64: rows for each expert on each rank."""
     receive_Re: Tensor
-    """int64: rows that come from each rank for each local expert."""
+    """int64: rows that come from each rank for each local expert; padding counts as a last expert's."""
     ends_e: Tensor
     """int32: ends of the local experts' rows, once they are ordered by expert."""
     sent_R: list[int]
-    """Rows to each rank."""
+    """Rows to each rank, padding included."""
     received_R: list[int]
-    """Rows from each rank."""
-    lengths_e: list[int]
-    """Rows of each local expert."""
+    """Rows from each rank, padding included."""
+    lengths_e: list[int] | None
+    """Rows of each local expert; None if the host does not know them."""
+    starts_R: Tensor | None = None
+    """int64: where each rank's part begins in what is sent, if it is padded."""
 
     @staticmethod
     def of(tokens_RE: Tensor, send_ER: np.ndarray, receive_RE: np.ndarray, experts: Sequence[int]) -> Exchange:
@@ -59,6 +67,106 @@ class Exchange:
             received_R=receive_RE.sum(1).tolist(),
             lengths_e=lengths_e.tolist(),
         )
+
+    @staticmethod
+    def alone(tokens_RE: Tensor, rows: int) -> Exchange:
+        """The exchange of a rank with itself; the host waits for nothing.
+
+        Args:
+            tokens_RE: int64 on the layer's device, tokens of this rank for each expert.
+            rows: how many there are, all together.
+        """
+        tokens_E = tokens_RE.squeeze(0)
+        return Exchange(
+            share_E=tokens_E.double() / max(rows, 1),
+            send_ER=tokens_E.unsqueeze(1),
+            receive_Re=tokens_RE,
+            ends_e=tokens_E.cumsum(0).to(torch.int32),
+            sent_R=[rows],
+            received_R=[rows],
+            lengths_e=None,
+        )
+
+    @staticmethod
+    def padded(tokens_RE: Tensor, padding: Padding, rank: int) -> Exchange:
+        """The exchange as the device plans it: the host waits for nothing, and no shape depends on a value.
+
+        Replicas of an expert share its tokens evenly.
+
+        Args:
+            tokens_RE: as for `of`.
+            padding: of the placement.
+            rank: this one.
+        """
+        send_ER, receive_RE = ops.split_tokens(tokens_RE.t(), padding.replicas_RE, rank)
+        receive_Re = receive_RE.index_select(1, padding.experts_e)
+        rest_R1 = padding.most_R[rank] - receive_Re.sum(1, keepdim=True)
+        tokens_E = tokens_RE.sum(0)
+        return Exchange(
+            share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
+            send_ER=send_ER,
+            receive_Re=torch.cat([receive_Re, rest_R1], 1),
+            ends_e=receive_Re.sum(0).cumsum(0).to(torch.int32),
+            sent_R=padding.most_R,
+            received_R=[padding.most_R[rank]] * len(padding.most_R),
+            lengths_e=None,
+            starts_R=padding.starts_R,
+        )
+
+    def pad(self, positions_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """The plan of what is sent, with each rank's rows at the start of its part.
+
+        Args:
+            positions_TK: of `ops.dispatch_plan`.
+
+        Returns:
+            `row_ids` and `positions_TK`, as `ops.dispatch_plan` has them.
+
+        Example: of at most 3 rows for each rank, 2 are for rank 0 and 1 for rank 1: positions `[[0, 2], [1, -1]]`
+        become `[[0, 3], [1, -1]]`, and row_ids are `[0, 2, -1, 1, -1, -1]`.
+        """
+        assert self.starts_R is not None, "the exchange is padded"
+        rows_R = self.send_ER.sum(0)
+        ends_R = rows_R.cumsum(0)
+        shifts_R = (self.starts_R - ends_R + rows_R).to(positions_TK.dtype)
+        ranks_TK = torch.searchsorted(ends_R.to(positions_TK.dtype), positions_TK, right=True)
+        padded_TK = positions_TK + shifts_R.take(ranks_TK)
+        return ops.invert_positions(padded_TK, sum(self.sent_R)), padded_TK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """What an exchange that is padded to the worst case knows of the placement, on the layer's device."""
+
+    most_R: list[int]
+    """The most rows that one rank can send to each."""
+    starts_R: Tensor
+    """int64: sums of those before."""
+    replicas_RE: Tensor
+    """int64: replicas of each expert on each rank."""
+    experts_e: Tensor
+    """int64: the local experts."""
+
+    @staticmethod
+    def of(matrix_RE: np.ndarray, experts: Sequence[int], max_tokens: int, top_k: int, device: torch.device) -> Padding:
+        """The padding for a placement.
+
+        Args:
+            matrix_RE: replicas of each expert on each rank.
+            experts: the local ones.
+            max_tokens: the most tokens that a rank brings.
+            top_k: K; the experts of a token are different ones.
+            device: the layer's.
+        """
+        most_R = max_tokens * np.minimum(top_k, np.count_nonzero(matrix_RE, axis=1))
+        arrays = [most_R.cumsum() - most_R, np.asarray(matrix_RE, np.int64), np.asarray(experts, np.int64)]
+        starts_R, replicas_RE, experts_e = copy_to(arrays, device)
+        return Padding(most_R=most_R.tolist(), starts_R=starts_R, replicas_RE=replicas_RE, experts_e=experts_e)
+
+    def fits(self, row_bytes: int) -> bool:
+        """Whether padding costs less than it spares, and a GPU can split the tokens; the same on all ranks."""
+        ranks = len(self.most_R)
+        return ranks <= MOST_RANKS and ranks * max(self.most_R) * row_bytes <= PADDED_BYTES
 
 
 def copy_to(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

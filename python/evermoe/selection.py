@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from evermoe import planning
 from evermoe.keeper import CopyOptions
+from evermoe.moe_load import TokenCount
 from evermoe.planning import TokenLedger, presets
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -58,8 +59,9 @@ class LossLedger:
     def counts(self) -> NDArray[np.int64]:
         """[L, E] tokens of the step that runs, as the layers have counted them so far."""
         counts_LE = np.zeros_like(self.total_LE)
-        for row, layer in zip(counts_LE, self._state.layers.values(), strict=True):
-            row[: layer.num_experts] = layer.load_E
+        totals = TokenCount.totals(layer.count for layer in self._state.layers.values())
+        for row, load_E in zip(counts_LE, totals, strict=True):
+            row[: len(load_E)] = load_E
         return counts_LE
 
     @property

@@ -19,6 +19,7 @@ ROOMS = [
     "plotting",
     "comm",
     "moe_exchange",
+    "moe_load",
     "moe_ops",
     "moe",
     "sampler",

@@ -26,9 +26,10 @@ TOKENS = {1: [23], 2: [16, 7], 3: [9, 1, 13], 4: [6, 11, 0, 6]}
 KINDS = [(1, False), (1, True), (2, False), (2, True)]
 
 
-def make(top_k, gated, **options):
+def make(top_k, gated, max_tokens=None, **options):
     torch.manual_seed(0)
-    return MoE(H, 6, EXPERTS, top_k, gated=gated, **options)
+    inner = 6 if max_tokens is None else 8  # with rows of whole 16 bytes
+    return MoE(H, inner, EXPERTS, top_k, gated=gated, max_tokens=max_tokens, **options)
 
 
 def inputs(count, collapsed=False):
@@ -83,6 +84,7 @@ def hold(layer, group, matrix):
 def on_rank(group, kind, matrix, tokens, collapsed):
     matrix = np.array(matrix)
     layer = make(*kind)
+    torch.use_deterministic_algorithms(layer.max_tokens is not None)  # fills memory that is not written with NaN
     if collapsed:
         collapse(layer)
     hold(layer, group, matrix)
@@ -130,6 +132,28 @@ def test_any_placement_equals_plain_loops(tmp_path, kind, name):
     results = run(tmp_path, kind, name)
     check(results, PLACEMENTS[name], expected)
     assert int(results[0]["load"].sum()) == sum(tokens) * kind[0], "no token is dropped"
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("kind", KINDS, ids=["top1", "top1-gated", "top2", "top2-gated"])
+def test_a_padded_exchange_equals_plain_loops(tmp_path, kind, name):
+    """Also with all tokens on one rank, for one expert: no buffer is too small."""
+    kind = (*kind, 23)
+    for tokens, collapsed in ((TOKENS[len(PLACEMENTS[name])], False), ([23] + [0] * (len(PLACEMENTS[name]) - 1), True)):
+        layer = make(*kind)
+        if collapsed:
+            collapse(layer)
+        expected = reference(layer, *inputs(sum(tokens), collapsed))
+        check(run(tmp_path, kind, name, tokens, collapsed), PLACEMENTS[name], expected)
+
+
+def test_more_tokens_than_the_layer_is_made_for():
+    layer = make(2, False, max_tokens=4)
+    layer(torch.randn(4, H))
+    with pytest.raises(ValueError, match="expected at most max_tokens=4 tokens in a forward, got 5"):
+        layer(torch.randn(5, H))
+    with pytest.raises(ValueError, match="max_tokens >= 1 or None, got 0"):
+        make(2, False, max_tokens=0)
 
 
 @pytest.mark.parametrize("name", ["split", "skewed", "rank without experts"])

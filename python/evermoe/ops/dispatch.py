@@ -55,6 +55,21 @@ def dispatch_plan(ids: Tensor, send_counts: Tensor) -> tuple[Tensor, Tensor]:
     return torch_ops.dispatch_plan.default(ids, send_counts)
 
 
+def invert_positions(positions: Tensor, num_rows: int) -> Tensor:
+    """Give every row its slot: the `row_ids` to positions that were moved or cut off.
+
+    Args:
+        positions: int32 or int64 `[T, K]`: the row of each slot, -1 for none; no row twice.
+        num_rows: N, rows of the buffer.
+
+    Returns:
+        `[N]`, dtype of `positions`: the slot of each row, -1 for a row without one.
+
+    Example: positions `[[0, 3], [1, -1]]`, 5 rows: `[0, 2, -1, 1, -1]`.
+    """
+    return torch_ops.invert_positions.default(positions, num_rows)
+
+
 def permute(x: Tensor, row_ids: Tensor, positions: Tensor) -> Tensor:
     """Copy tokens into the rows of the plan: `out[i] = x[row_ids[i] // K]`, zeros where `row_ids[i]` is -1.
 
@@ -236,7 +251,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, grad: Tensor) -> tuple[Tensor, None]:
         (positions,) = ctx.saved_tensors
-        row_ids = torch_ops.invert_positions.default(positions, ctx.num_rows)
+        row_ids = invert_positions(positions, ctx.num_rows)
         return permute(grad, row_ids, positions), None
 
 

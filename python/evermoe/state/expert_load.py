@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from evermoe.moe import MoE
+from evermoe.moe_load import TokenCount
 from evermoe.planning import LoadAverage
 from evermoe.state.unit import expert_unit
 
@@ -52,8 +53,9 @@ class ExpertLoad:
     def add_step(self) -> None:
         """Adds the tokens that the layers have counted in this step to the average."""
         tokens_LE = np.zeros((len(self._layers), self._most_experts), np.int64)
-        for row, layer in zip(tokens_LE, self._layers.values(), strict=True):
-            row[: layer.num_experts] = layer.load_E
+        totals = TokenCount.totals(layer.count for layer in self._layers.values())
+        for row, load_E in zip(tokens_LE, totals, strict=True):
+            row[: len(load_E)] = load_E
         average = self._load_average()
         average.add(tokens_LE)
         self.average.copy_(torch.from_numpy(average.state))
@@ -61,7 +63,7 @@ class ExpertLoad:
     def forget_step(self) -> None:
         """Forgets the tokens that the layers have counted since the last step."""
         for layer in self._layers.values():
-            layer.load_E = np.zeros_like(layer.load_E)
+            layer.count.forget()
 
     def _load_average(self) -> LoadAverage:
         state = self.average.numpy()

@@ -43,7 +43,7 @@ def test_every_tensor_is_in_exactly_one_unit(name):
 def test_reading_and_adopting_brings_the_same_bits_and_the_same_training(name):
     model, optimizer, state = make(name, steps=3)
     state.loop.store({"consumed": 7})
-    model.moe.load_E += np.arange(model.moe.num_experts)
+    model.moe.count.add(np.arange(model.moe.num_experts), is_counted=True)
     state.expert_load.add_step()
     other_model, other_optimizer, other = make(name)
     assert digests(other) != digests(state)

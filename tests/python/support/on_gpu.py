@@ -42,6 +42,8 @@ TESTS = (
     "session/test_gradients.py",
     "session/test_one_gpu.py",
     "snapshot/test_gpu_source.py",
+    "test_host_waits.py",
+    "test_optim.py",
 )
 """Where tests are that need a GPU: to collect all others takes longer than some checks."""
 KERNELS = ("adamw", "expert_histogram", "hash", "invert", "pack", "permute", "plan", "regroup", "sgd", "split", "un")
