@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const KERNEL_FILES: [&str; 6] = ["histogram", "plan", "rows", "exchange", "replay", "copy"];
+const KERNEL_FILES: [&str; 7] = ["histogram", "plan", "rows", "fp8", "exchange", "replay", "copy"];
 const DEFAULT_ARCHS: &str = "sm_80,sm_90,sm_100,compute_90";
 /// An assembler whose images drivers from 525 on take (sm_100: from 570 on), and the PTX that it reads.
 const OLDER_RELEASE: &str = "12.8";

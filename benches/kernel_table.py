@@ -23,6 +23,8 @@ S = T * K
 """Slots, and rows."""
 ROW = 2 * H
 """Bytes of a row."""
+FP8_ROW = H + 4 * H // 128
+"""Bytes of a row in 8 bits."""
 PARAMETERS = 1 << 26
 COPIED = 1 << 30
 """Bytes of state that are copied."""
@@ -62,6 +64,7 @@ OTHER_TYPES = {
         for types in TYPES
         for index in ("i32", "i64")
     },
+    **{f"{way}_{name}": f"{way}_bf16" for way in ("quantize", "dequantize") for name in ("f32", "bf16", "f16")},
     "adamw_1": "adamw_4",
     "sgd_1": "sgd_4",
 }
@@ -98,6 +101,8 @@ OPS = [
         2 * S * ROW + 5 * 8 * E,
         2 * S * ROW + 8 * E,
     ),
+    Op("quantize_rows", [Launch("quantize_bf16", 256)], 0, T * (ROW + FP8_ROW), T * (ROW + FP8_ROW)),
+    Op("dequantize_rows", [Launch("dequantize_bf16", 256)], 0, S * (ROW + FP8_ROW), S * (ROW + FP8_ROW)),
     Op("split_tokens", [Launch("split_tokens", 256, 48 << 10)], 0, 4 * 8 * E * R, 4 * 8 * E * R),
     Op("adamw_ (a step)", [Launch("adamw_4", 256)], 0, 28 * PARAMETERS, 28 * PARAMETERS),
     Op("sgd_ with momentum (a step)", [Launch("sgd_4", 256)], 0, 20 * PARAMETERS, 20 * PARAMETERS),

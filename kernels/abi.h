@@ -20,6 +20,9 @@ struct LayerIds {
 };
 struct LayersIds { LayerIds at[kMaxLayers]; };
 
+// ---- fp8.cu ---------------------------------------------------------------------------------------
+constexpr size_t kFp8Columns = 128;  // that share a scale
+
 // ---- exchange.cu: dynamic shared memory of split_tokens -------------------------------------------
 constexpr size_t kHolderBytes = 32;  // of each rank, with a number of 4 bytes
 constexpr size_t kClaimBytes = 16;   // of each source's part for each holder, and for itself

@@ -61,6 +61,49 @@ template <> __device__ inline float from_float<float>(float value) { return valu
 template <> __device__ inline Bf16 from_float<Bf16>(float value) { return {bf16_bits(value)}; }
 template <> __device__ inline Fp16 from_float<Fp16>(float value) { return {fp16_bits(value)}; }
 
+// ---- e4m3: two numbers in the bits of a word, the first one in the lower half --------------------
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// Rounded to the nearest, ties to the even one; 448 for what is larger, 0x7f for NaN.
+__device__ inline uint16_t e4m3_bits(float low, float high) {
+  uint16_t bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+__device__ inline void e4m3_to_floats(uint16_t bits, float& low, float& high) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bits));
+  low = to_float(Fp16{static_cast<uint16_t>(halves)});
+  high = to_float(Fp16{static_cast<uint16_t>(halves >> 16)});
+}
+#else
+__device__ inline uint32_t e4m3_of(float value) {
+  const uint32_t all = __float_as_uint(value), bits = all & 0x7fffffffu;
+  if (bits > 0x7f800000u) return 0x7f;
+  uint32_t number;
+  if (bits < (127u - 6) << 23) {  // below 2^-6: multiples of 2^-9, by an addition that rounds to ones
+    number = __float_as_uint(__fadd_rn(__fmul_rn(__uint_as_float(bits), 512.0f), 8388608.0f)) & 0xf;
+  } else {
+    number = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - ((127u - 7) << 3);
+    if (number > 0x7e) number = 0x7e;
+  }
+  return number | (all >> 24 & 0x80);
+}
+__device__ inline uint16_t e4m3_bits(float low, float high) {
+  return static_cast<uint16_t>(e4m3_of(low) | e4m3_of(high) << 8);
+}
+__device__ inline float e4m3_to_float(uint32_t number) {
+  const uint32_t magnitude = number & 0x7f;
+  float value = __uint_as_float((magnitude << 20) + ((127u - 7) << 23));
+  if (magnitude < 8) value = __fmul_rn(__uint2float_rn(magnitude), 1.0f / 512);
+  if (magnitude == 0x7f) value = __uint_as_float(0x7fc00000u);
+  return __uint_as_float(__float_as_uint(value) | (number & 0x80) << 24);
+}
+__device__ inline void e4m3_to_floats(uint16_t bits, float& low, float& high) {
+  low = e4m3_to_float(bits & 0xffu);
+  high = e4m3_to_float(bits >> 8);
+}
+#endif
+
 // kCount elements that are loaded and stored at once.
 template <typename Row, int kCount> struct alignas(sizeof(Row) * kCount) Pack { Row at[kCount]; };
 

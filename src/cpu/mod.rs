@@ -12,9 +12,11 @@
 //! | `float_mode` | the processor's mode while they run |
 //! | `chunk_layout` | where the bytes of many tensors lie in a stream of chunks |
 //! | `chunks` | tensors to chunks and back, hashed on the way |
+//! | `fp8` | rows in 8 bits with a scale for each 128 columns, and back |
 //! | `float` | blocks of float32, bfloat16 and float16 as float32 |
 //! | `buffers` | large results' memory, kept mapped from step to step |
 //! | `memory` | prefetching rows, and writing past the cache |
+//! | `vector` | loops for the vectors that the processor has |
 //! | `parallel` | the loop that the caller provides: torch's pool in ops, a plain loop in tests |
 //!
 //! Vocabulary: `T` tokens choose `K` experts each; `slot = t * K + k` is one choice; a *row* is one line of
@@ -30,6 +32,7 @@ mod chunks;
 mod exchange;
 mod float;
 mod float_mode;
+mod fp8;
 mod histogram;
 pub(crate) mod memory;
 mod parallel;
@@ -37,6 +40,7 @@ mod plan;
 mod rows;
 mod sgd;
 mod steps;
+mod vector;
 
 pub use adamw::{AdamWOptions, AdamWStep, adamw};
 pub use buffers::{Buffer, Buffers, LEAST_BYTES};
@@ -44,6 +48,7 @@ pub use chunk_layout::{BLOCK_BYTES, ChunkLayout, Piece};
 pub use chunks::{chunk_checksum, hash_blocks, pack_chunks, unpack_chunks};
 pub use exchange::regroup;
 pub use float::Float;
+pub use fp8::{FP8_COLUMNS, dequantize_rows, fp8_row_bytes, quantize_rows};
 pub use histogram::{Id, histogram};
 pub(crate) use parallel::Disjoint;
 pub use parallel::{Parallel, Serial};
@@ -52,12 +57,3 @@ pub use rows::{Backward, Combine, DOT_PARTIALS, permute, unpermute, unpermute_ba
 pub(crate) use sgd::check_no_momentum;
 pub use sgd::{SgdOptions, SgdStep, sgd};
 pub use steps::{Arithmetic, Gradient, TORCH_LANES};
-
-/// Whether the processor has the parts of AVX-512 that all processors of servers with it have.
-#[cfg(target_arch = "x86_64")]
-fn has_avx512() -> bool {
-    is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
-}

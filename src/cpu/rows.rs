@@ -1,12 +1,11 @@
 //! Copies rows into the order of a plan, and combines them back.
 
 use super::float::Float;
-#[cfg(target_arch = "x86_64")]
-use super::has_avx512;
 use super::histogram::Id;
 use super::memory::{STREAM_BYTES, copy, finish_stream, prefetch, prefetch_line};
 use super::parallel::{Disjoint, Parallel};
 use super::plan::invert_positions;
+use super::vector::vectorised;
 use crate::ensure;
 use crate::error::Result;
 use std::ops::Range;
@@ -333,31 +332,6 @@ fn add_tree<const N: usize>(mut values: [f32; N]) -> f32 {
         half /= 2;
     }
     values[0]
-}
-
-/// Runs a body compiled for AVX-512 or AVX2 where the processor has it. Nothing is fused, so the bits are the same.
-#[inline(always)]
-fn vectorised(body: impl FnOnce()) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-        fn with_avx512(body: impl FnOnce()) {
-            body();
-        }
-        #[target_feature(enable = "avx2")]
-        fn with_avx2(body: impl FnOnce()) {
-            body();
-        }
-        if has_avx512() {
-            // SAFETY: the processor has AVX-512.
-            return unsafe { with_avx512(body) };
-        }
-        if std::arch::is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has AVX2.
-            return unsafe { with_avx2(body) };
-        }
-    }
-    body();
 }
 
 /// Refuses an index that is neither -1 nor below `limit`.

@@ -1,9 +1,9 @@
 //! Parts that the optimizers share: gradients, arithmetics, and steps that are applied block by block.
 
 use super::float_mode::KeepSubnormals;
-#[cfg(target_arch = "x86_64")]
-use super::has_avx512;
 use super::parallel::{Disjoint, Parallel};
+#[cfg(target_arch = "x86_64")]
+use super::vector::has_avx512;
 use crate::ensure;
 use crate::error::{Error, Result};
 use half::bf16;

@@ -8,6 +8,8 @@ pub(super) const WARP: usize = 32;
 pub(super) const IN_FLIGHT: usize = 4;
 /// Layers of one launch, which are arguments by value.
 pub(super) const MAX_LAYERS: usize = 64;
+/// Columns that share a scale in 8 bits.
+pub(super) const FP8_COLUMNS: usize = crate::cpu::FP8_COLUMNS;
 /// Shared memory of each rank in the split of tokens.
 pub(super) const HOLDER_BYTES: usize = 32;
 /// Shared memory of what each holder claims of a source's tokens there.
@@ -90,10 +92,11 @@ mod tests {
     const HEADER: &str = include_str!("../../kernels/abi.h");
 
     /// The constants of the header, and what they are here.
-    const CONSTANTS: [(&str, usize); 18] = [
+    const CONSTANTS: [(&str, usize); 19] = [
         ("kWarp", WARP),
         ("kInFlight", IN_FLIGHT),
         ("kMaxLayers", MAX_LAYERS),
+        ("kFp8Columns", FP8_COLUMNS),
         ("kHolderBytes", HOLDER_BYTES),
         ("kClaimBytes", CLAIM_BYTES),
         ("kMaxSteps", MAX_STEPS),

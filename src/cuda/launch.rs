@@ -32,7 +32,7 @@ pub enum FloatType {
 }
 
 impl FloatType {
-    fn bytes(self) -> usize {
+    pub(super) fn bytes(self) -> usize {
         if self == Self::F32 { 4 } else { 2 }
     }
 }
@@ -170,7 +170,7 @@ fn index_bytes(wide: bool) -> usize {
 }
 
 /// A grid of one thread per item, or of threads that take several in turn.
-fn grid(items: usize) -> Grid {
+pub(super) fn grid(items: usize) -> Grid {
     Grid { blocks: items.div_ceil(THREADS).clamp(1, MAX_BLOCKS), threads: THREADS, shared_bytes: 0 }
 }
 

@@ -153,6 +153,7 @@ macro_rules! kernel {
         }
     };
 }
+kernel!(1: A 0);
 kernel!(2: A 0, B 1);
 kernel!(3: A 0, B 1, C 2);
 kernel!(4: A 0, B 1, C 2, D 3);

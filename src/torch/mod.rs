@@ -13,6 +13,7 @@
 //! | `ops` | the ops: schemas, and those that dispatch rows |
 //! | `histogram` | the ops that count tokens per expert |
 //! | `exchange` | the ops for what crosses ranks: the split of tokens, and the regrouping of rows |
+//! | `fp8` | the ops between rows and their 8-bit form |
 //! | `chunks` | the ops between tensors and chunks |
 //! | `optim` | the optimizers' ops |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
@@ -21,6 +22,7 @@ mod checks;
 mod chunks;
 mod exchange;
 mod ffi;
+mod fp8;
 mod histogram;
 mod kernel;
 mod library;

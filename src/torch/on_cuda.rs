@@ -4,8 +4,8 @@ use super::ffi::{GuardHandle, check, symbols};
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout, SgdStep};
 use crate::cuda::{
-    AdamW, Backward, ChunkRange, Combine, FloatType, GradientAt, Launcher, LayerIds, Permute, Plan, Regroup,
-    Sgd, Span, SplitTokens,
+    AdamW, Backward, ChunkRange, Combine, FloatType, Fp8Rows, GradientAt, Launcher, LayerIds, Permute, Plan,
+    Regroup, Sgd, Span, SplitTokens,
 };
 use crate::error::{Error, Result};
 
@@ -225,6 +225,28 @@ pub(super) fn regroup(rows: &Tensor, counts: &Tensor, inverse: bool, out: &mut T
     };
     // SAFETY: see above.
     launch(rows, |launcher| unsafe { launcher.regroup(&regroup) })
+}
+
+fn fp8_rows(rows: &Tensor, packed: &Tensor) -> Fp8Rows {
+    Fp8Rows {
+        rows: address(rows),
+        packed: address(packed),
+        row_type: float_type(rows),
+        num_rows: size(rows, 0),
+        width: size(rows, 1),
+    }
+}
+
+pub(super) fn quantize_rows(rows: &Tensor, out: &mut Tensor) -> Result<()> {
+    let quantize = fp8_rows(rows, out);
+    // SAFETY: see above.
+    launch(rows, |launcher| unsafe { launcher.quantize_rows(&quantize) })
+}
+
+pub(super) fn dequantize_rows(rows: &Tensor, out: &mut Tensor) -> Result<()> {
+    let quantized = fp8_rows(out, rows);
+    // SAFETY: see above; the op has checked that the rows are aligned.
+    launch(rows, |launcher| unsafe { launcher.dequantize_rows(&quantized) })
 }
 
 pub(super) fn split_tokens(

@@ -10,6 +10,7 @@ use super::checks::{
 use super::chunks::{hash_blocks, pack_chunks, unpack_chunks};
 use super::exchange::{regroup, regroup_out, split_tokens};
 use super::ffi;
+use super::fp8::{dequantize_rows, quantize_rows};
 use super::histogram::{expert_histogram, expert_histograms};
 use super::library::{Op, TorchPool, define, implement};
 use super::optim::{adamw_, sgd_};
@@ -21,7 +22,7 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 18] {
+fn table() -> [Op; 20] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
         Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),
@@ -50,6 +51,8 @@ fn table() -> [Op; 18] {
             "(Tensor rows, Tensor counts, bool inverse, Tensor(a!) out) -> ()",
             regroup_out,
         ),
+        Op::new("quantize_rows", "(Tensor rows) -> Tensor", quantize_rows),
+        Op::new("dequantize_rows", "(Tensor rows, Tensor like) -> Tensor", dequantize_rows),
         Op::new(
             "split_tokens",
             "(Tensor counts, Tensor replicas, SymInt rank) -> (Tensor, Tensor)",

@@ -37,6 +37,7 @@ from evermoe.ops.dispatch import (
     unpermute,
     unpermute_out,
 )
+from evermoe.ops.fp8 import dequantize_rows, quantize_rows
 from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "adamw_step",
     "checksums",
     "cpu_cache_bytes",
+    "dequantize_rows",
     "dispatch_plan",
     "expert_histogram",
     "expert_histograms",
@@ -55,6 +57,7 @@ __all__ = [
     "pack_chunks",
     "permute",
     "permute_out",
+    "quantize_rows",
     "regroup",
     "regroup_out",
     "set_cpu_cache_limit",

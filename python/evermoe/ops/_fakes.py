@@ -61,6 +61,21 @@ def _(counts: Tensor, replicas: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return counts.new_empty(counts.shape), replicas.new_empty(replicas.shape)
 
 
+@torch.library.register_fake("evermoe::quantize_rows")
+def _(rows: Tensor) -> Tensor:
+    width = rows.shape[1]
+    return rows.new_empty((rows.shape[0], _up_to_16(width) + _up_to_16(4 * ((width + 127) // 128))), dtype=torch.uint8)
+
+
+def _up_to_16(size: int) -> int:
+    return (size + 15) // 16 * 16
+
+
+@torch.library.register_fake("evermoe::dequantize_rows")
+def _(rows: Tensor, like: Tensor) -> Tensor:
+    return like.new_empty((rows.shape[0], like.shape[1]))
+
+
 @torch.library.register_fake("evermoe::regroup")
 def _(rows: Tensor, counts: Tensor, inverse: bool) -> Tensor:
     return rows.new_empty(rows.shape)

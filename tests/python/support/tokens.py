@@ -31,3 +31,20 @@ def draw_split(seed):
     replicas[random.integers(ranks), :] += 1
     counts[random.random(experts) < 0.1] = 0
     return counts, replicas, int(random.integers(ranks))
+
+
+FP8_WIDTHS = [1, 7, 8, 16, 24, 127, 128, 129, 200, 384, 1031]
+
+
+def fp8_row_bytes(width):
+    """Bytes of a row in 8 bits: numbers and scales, each padded to 16."""
+    return -(-width // 16) * 16 + -(-4 * -(-width // 128) // 16) * 16
+
+
+def draw_rows(rows, width, dtype, seed=0):
+    """Rows of many magnitudes, with zeros and a block of zeros."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=random) * torch.randint(-9, 9, (rows, width), generator=random).exp2()
+    x[torch.rand(rows, width, generator=random) < 0.1] = 0
+    x[: rows // 3, :128] = 0
+    return x.to(dtype)
