@@ -62,8 +62,6 @@ OTHER_TYPES = {
         for types in TYPES
         for index in ("i32", "i64")
     },
-    "adamw_1": "adamw_4",
-    "sgd_1": "sgd_4",
 }
 """Kernels for other types or alignments, and the one whose op is shown; their own registers are not."""
 
@@ -99,8 +97,8 @@ OPS = [
         2 * S * ROW + 8 * E,
     ),
     Op("split_tokens", [Launch("split_tokens", 256, 48 << 10)], 0, 4 * 8 * E * R, 4 * 8 * E * R),
-    Op("adamw_ (a step)", [Launch("adamw_4", 256)], 0, 28 * PARAMETERS, 28 * PARAMETERS),
-    Op("sgd_ with momentum (a step)", [Launch("sgd_4", 256)], 0, 20 * PARAMETERS, 20 * PARAMETERS),
+    Op("adamw_, adamw_all_ (a step)", [Launch("adamw", 256)], 0, 28 * PARAMETERS, 28 * PARAMETERS),
+    Op("sgd_, sgd_all_ with momentum", [Launch("sgd", 256)], 0, 20 * PARAMETERS, 20 * PARAMETERS),
     Op("pack_chunks", [Launch("pack_chunks", 64)], 0, 2 * COPIED + COPIED // 512, 2 * COPIED + COPIED // 512),
     Op("unpack_chunks", [Launch("unpack_chunks", 64)], 0, 2 * COPIED + COPIED // 512, 2 * COPIED + COPIED // 512),
     Op("hash_blocks", [Launch("hash_blocks", 64)], 0, COPIED + COPIED // 512, COPIED + COPIED // 512),
