@@ -412,7 +412,7 @@ fn groups(driver: &Driver, count: usize, rows: usize, launches: usize) {
         nesterov: true,
         maximize: false,
     };
-    let sgd = |i: usize| SgdStep::new(Arithmetic::Evermoe, &sgd, i % rows == 0, 3.0, 0.5).unwrap();
+    let sgd = |i: usize| SgdStep::new(Arithmetic::Evermoe, &sgd, i.is_multiple_of(rows), 3.0, 0.5).unwrap();
     let len = |i: usize| [1, 7, 8, 2051, 20_011, 13][i % 6];
     let arrays = |i: usize| [draw(len(i) + 1, i), draw(len(i) + 1, i + 1), vec![0.0; len(i) + 1]];
     let wide: Vec<_> = (0..count).map(|i| draw(len(i) + 1, 2 * i)).collect();
