@@ -65,8 +65,6 @@ OTHER_TYPES = {
         for index in ("i32", "i64")
     },
     **{f"{way}_{name}": f"{way}_bf16" for way in ("quantize", "dequantize") for name in ("f32", "bf16", "f16")},
-    "adamw_1": "adamw_4",
-    "sgd_1": "sgd_4",
 }
 """Kernels for other types or alignments, and the one whose op is shown; their own registers are not."""
 
@@ -104,8 +102,8 @@ OPS = [
     Op("quantize_rows", [Launch("quantize_bf16", 256)], 0, T * (ROW + FP8_ROW), T * (ROW + FP8_ROW)),
     Op("dequantize_rows", [Launch("dequantize_bf16", 256)], 0, S * (ROW + FP8_ROW), S * (ROW + FP8_ROW)),
     Op("split_tokens", [Launch("split_tokens", 256, 48 << 10)], 0, 4 * 8 * E * R, 4 * 8 * E * R),
-    Op("adamw_ (a step)", [Launch("adamw_4", 256)], 0, 28 * PARAMETERS, 28 * PARAMETERS),
-    Op("sgd_ with momentum (a step)", [Launch("sgd_4", 256)], 0, 20 * PARAMETERS, 20 * PARAMETERS),
+    Op("adamw_, adamw_all_ (a step)", [Launch("adamw", 256)], 0, 28 * PARAMETERS, 28 * PARAMETERS),
+    Op("sgd_, sgd_all_ with momentum", [Launch("sgd", 256)], 0, 20 * PARAMETERS, 20 * PARAMETERS),
     Op("pack_chunks", [Launch("pack_chunks", 64)], 0, 2 * COPIED + COPIED // 512, 2 * COPIED + COPIED // 512),
     Op("unpack_chunks", [Launch("unpack_chunks", 64)], 0, 2 * COPIED + COPIED // 512, 2 * COPIED + COPIED // 512),
     Op("hash_blocks", [Launch("hash_blocks", 64)], 0, COPIED + COPIED // 512, COPIED + COPIED // 512),

@@ -28,28 +28,41 @@ constexpr size_t kHolderBytes = 32;  // of each rank, with a number of 4 bytes
 constexpr size_t kClaimBytes = 16;   // of each source's part for each holder, and for itself
 
 // ---- replay.cu ------------------------------------------------------------------------------------
-constexpr int kMaxSteps = 8;       // of one launch
+constexpr int kMaxSteps = 8;       // rows of numbers of one launch
+constexpr int kMaxTensors = 64;    // of one launch, a power of two; tables above 4 KiB need newer drivers
 constexpr size_t kTorchLanes = 8;  // elements that torch's CPU loops take at once
 
-enum GradientKind : uint16_t { kZero, kFloat32, kBfloat16 };
-enum Arithmetic : uint16_t { kEvermoe, kTorchCpuFused, kTorchCudaFused, kTorchCudaForeach };
+enum GradientKind : uint64_t { kZero, kFloat32, kBfloat16 };
+enum Arithmetic : uint32_t { kEvermoe, kTorchCpuFused, kTorchCudaFused, kTorchCudaForeach };
 
-// The numbers of one step, computed by the trainer, and its gradient.
+// The numbers of one step, computed by the trainer.
 struct AdamWStep {
   static constexpr int kArrays = 3;  // p, m, v
   float loss_scale, factor, decay, one_minus_beta1, one_minus_beta2, beta2, step_size, bias_correction2_sqrt, eps;
-  GradientKind kind;
   Arithmetic arithmetic;
-  const void* gradient;  // [num_elements] float or Bf16  device; unused where all are zero
 };
 struct SgdStep {
   static constexpr int kArrays = 2;  // p, buffer
   float loss_scale, factor, decay, momentum, one_minus_dampening, lr, is_first, nesterov, unused;
-  GradientKind kind;
   Arithmetic arithmetic;
-  const void* gradient;  // as above
 };
-template <typename Step> struct Steps { Step at[kMaxSteps]; };
+struct StepGradient {
+  const void* at;  // [num_elements] float or Bf16  device; unused where all are zero
+  GradientKind kind;
+};
+// A tensor with its state, and its steps: rows first_step..first_step + num_steps of the numbers, with as many gradients.
+struct Stepped {
+  float* arrays[3];      // each [num_elements]  device, in place; null: there is none
+  size_t num_elements;
+  uint32_t end_block;    // the tensor's blocks end before it; they start where those of the tensor before end
+  uint8_t first_step, num_steps, first_gradient;
+  uint8_t is_aligned;    // whether all of its arrays and gradients can be read in packs
+};
+template <typename Step> struct Batch {
+  Step steps[kMaxSteps];
+  Stepped tensors[kMaxTensors];  // end_block of those that are not there is the largest number
+  StepGradient gradients[kMaxTensors];
+};
 
 // ---- copy.cu --------------------------------------------------------------------------------------
 constexpr size_t kBlockBytes = 4096;    // of the stream, with one hash

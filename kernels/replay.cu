@@ -2,7 +2,7 @@
 //
 // The recipes are those of src/cpu/adamw.rs and src/cpu/sgd.rs, bit for bit: each operation is one correctly rounded
 // intrinsic, which nvcc neither fuses nor approximates (a build with -use_fast_math would flush subnormals: there is
-// none). Several steps take one pass over the memory. Caller owns all of it.
+// none). Several steps take one pass over the memory, and several tensors one launch. Caller owns all memory.
 //
 // Example: AdamW, p 4, m and v 0, gradient 2, numbers decay 0.75, one_minus_beta1 0.5, one_minus_beta2 0.25, beta2 0.75,
 // step_size 1, bias_correction2_sqrt 0.5, eps 0: m = fma(0.5, 2 - 0, 0) = 1, v = fma(0.25 * 2, 2, 0 * 0.75) = 1,
@@ -70,19 +70,20 @@ __device__ inline void load_gradient(const void* gradient, size_t first, float* 
 
 // All steps of the elements first..first + kCount.
 template <int kCount, int kArrays, typename Step>
-__device__ inline void take_steps(float* const (&arrays)[kArrays], const Steps<Step>& steps, size_t num_steps, bool in_tail,
-                                  size_t first) {
+__device__ inline void take_steps(const Batch<Step>& batch, const Stepped& tensor, float* const (&arrays)[kArrays],
+                                  bool in_tail, size_t first) {
   using Floats = Pack<float, kCount>;
   float state[kCount][kArrays];
   for (int a = 0; a < kArrays; ++a) {
     const Floats here = *reinterpret_cast<const Floats*>(arrays[a] + first);
     for (int i = 0; i < kCount; ++i) state[i][a] = here.at[i];
   }
-  for (size_t s = 0; s < num_steps; ++s) {
-    const Step& step = steps.at[s];
+  for (unsigned s = 0; s < tensor.num_steps; ++s) {
+    const Step& step = batch.steps[tensor.first_step + s];
+    const StepGradient& gradient = batch.gradients[tensor.first_gradient + s];
     float g[kCount] = {};
-    if (step.kind == kFloat32) load_gradient<float, kCount>(step.gradient, first, g);
-    if (step.kind == kBfloat16) load_gradient<Bf16, kCount>(step.gradient, first, g);
+    if (gradient.kind == kFloat32) load_gradient<float, kCount>(gradient.at, first, g);
+    if (gradient.kind == kBfloat16) load_gradient<Bf16, kCount>(gradient.at, first, g);
     for (int i = 0; i < kCount; ++i) take_step(step, g[i], in_tail, state[i]);
   }
   for (int a = 0; a < kArrays; ++a) {
@@ -92,40 +93,46 @@ __device__ inline void take_steps(float* const (&arrays)[kArrays], const Steps<S
   }
 }
 
-// Launch: 1-D grid of any size. A pack lies in torch's tail or before it, since a tail begins at a multiple of 8.
+// A thread's elements of a tensor. A pack lies in torch's tail or before it, since a tail begins at a multiple of 8.
 template <int kCount, int kArrays, typename Step>
-__device__ void take_all(float* const (&arrays)[kArrays],  // each [num_elements]  device, in place; aligned to kCount elements
-                         const Steps<Step>& steps, size_t num_elements, size_t num_steps) {
-  const size_t num_packs = num_elements / kCount, tail = num_elements - num_elements % kTorchLanes;
-  for (size_t i = global_thread(); i < num_packs; i += num_threads())
-    take_steps<kCount>(arrays, steps, num_steps, i * kCount >= tail, i * kCount);
-  for (size_t i = num_packs * kCount + global_thread(); i < num_elements; i += num_threads())
-    take_steps<1>(arrays, steps, num_steps, i >= tail, i);
-}
-template <int kCount>
-__device__ void sgd(float* p, float* buffer, size_t num_elements, size_t has_buffer, size_t num_steps,
-                    const Steps<SgdStep>& steps) {
-  float *with_buffer[] = {p, buffer}, *alone[] = {p};
-  if (has_buffer) take_all<kCount>(with_buffer, steps, num_elements, num_steps);
-  else take_all<kCount>(alone, steps, num_elements, num_steps);
+__device__ inline void take_all(const Batch<Step>& batch, const Stepped& tensor, size_t thread, size_t threads) {
+  float* arrays[kArrays];
+  for (int a = 0; a < kArrays; ++a) arrays[a] = tensor.arrays[a];
+  const size_t num_elements = tensor.num_elements, num_packs = num_elements / kCount;
+  const size_t tail = num_elements - num_elements % kTorchLanes;
+  for (size_t i = thread; i < num_packs; i += threads)
+    take_steps<kCount>(batch, tensor, arrays, i * kCount >= tail, i * kCount);
+  for (size_t i = num_packs * kCount + thread; i < num_elements; i += threads)
+    take_steps<1>(batch, tensor, arrays, i >= tail, i);
 }
 
-extern "C" __global__ void adamw_4(float* p, float* m, float* v, size_t num_elements, size_t num_steps,
-                                   const __grid_constant__ Steps<AdamWStep> steps) {
-  float* arrays[] = {p, m, v};
-  take_all<4>(arrays, steps, num_elements, num_steps);
+// The tensor of this block: as many as end before the block come before it.
+__device__ inline const Stepped& tensor_of_block(const Stepped (&tensors)[kMaxTensors], size_t& first_block) {
+  unsigned t = 0;
+  for (unsigned half = kMaxTensors / 2; half > 0; half /= 2)
+    if (tensors[t + half - 1].end_block <= blockIdx.x) t += half;
+  first_block = t > 0 ? tensors[t - 1].end_block : 0;
+  return tensors[t];
 }
-extern "C" __global__ void adamw_1(float* p, float* m, float* v, size_t num_elements, size_t num_steps,
-                                   const __grid_constant__ Steps<AdamWStep> steps) {
-  float* arrays[] = {p, m, v};
-  take_all<1>(arrays, steps, num_elements, num_steps);
+
+template <int kArrays, typename Step>
+__device__ inline void take_block(const Batch<Step>& batch, const Stepped& tensor, size_t first_block) {
+  const size_t thread = (blockIdx.x - first_block) * blockDim.x + threadIdx.x;
+  const size_t threads = (tensor.end_block - first_block) * blockDim.x;
+  if (tensor.is_aligned) take_all<4, kArrays>(batch, tensor, thread, threads);
+  else take_all<1, kArrays>(batch, tensor, thread, threads);
 }
-// The buffer is not touched, and may be null, where there is none; then no step has momentum.
-extern "C" __global__ void sgd_4(float* p, float* buffer, size_t num_elements, size_t has_buffer, size_t num_steps,
-                                 const __grid_constant__ Steps<SgdStep> steps) {
-  sgd<4>(p, buffer, num_elements, has_buffer, num_steps, steps);
+
+// Launch: 1-D grid of as many blocks as the last tensor's end_block.
+extern "C" __global__ void adamw(const __grid_constant__ Batch<AdamWStep> batch) {
+  size_t first_block;
+  const Stepped& tensor = tensor_of_block(batch.tensors, first_block);
+  take_block<3>(batch, tensor, first_block);
 }
-extern "C" __global__ void sgd_1(float* p, float* buffer, size_t num_elements, size_t has_buffer, size_t num_steps,
-                                 const __grid_constant__ Steps<SgdStep> steps) {
-  sgd<1>(p, buffer, num_elements, has_buffer, num_steps, steps);
+// A tensor without a buffer has no step with momentum.
+extern "C" __global__ void sgd(const __grid_constant__ Batch<SgdStep> batch) {
+  size_t first_block;
+  const Stepped& tensor = tensor_of_block(batch.tensors, first_block);
+  if (tensor.arrays[1]) take_block<2>(batch, tensor, first_block);
+  else take_block<1>(batch, tensor, first_block);
 }

@@ -59,6 +59,10 @@ fn launchers_agree_with_the_cpu() {
         adamw(&launcher, len, offset);
         sgd(&launcher, len, offset);
     }
+    for (count, rows, launches) in [(0, 1, 0), (1, 1, 1), (64, 8, 1), (64, 9, 8), (70, 3, 2), (300, 2, 5)] {
+        groups(&driver, count, rows, launches);
+    }
+    shared_memory(&driver);
 }
 
 /// More layers than one launch takes, of both types of ids, some without any.
@@ -353,7 +357,7 @@ fn adamw(launcher: &Launcher, len: usize, offset: usize) {
     cpu::adamw(&mut p[offset..], &mut m[offset..], &mut v[offset..], &here, &Serial);
     let [p, m, v] = state.each_mut().map(|values| at_mut(&mut values[offset..]));
     // SAFETY: arrays of the stated lengths, which live until the stream is finished.
-    unsafe { launcher.adamw(&cuda::AdamW { p, m, v, num_elements: len, steps: &there }) }.unwrap();
+    unsafe { launcher.adamw(&[cuda::AdamW { p, m, v, num_elements: len, steps: &there }]) }.unwrap();
     finish();
     assert_eq!(state, expected, "{len} elements at {offset}");
 }
@@ -383,13 +387,85 @@ fn sgd(launcher: &Launcher, len: usize, offset: usize) {
         let buffer = (momentum > 0.0).then_some(buffer);
         let mut arguments = cuda::Sgd { p, buffer, num_elements: len, steps: &there };
         // SAFETY: arrays of the stated lengths, which live until the stream is finished.
-        unsafe { launcher.sgd(&arguments) }.unwrap();
+        unsafe { launcher.sgd(&[arguments]) }.unwrap();
         finish();
         assert_eq!(state, expected, "{len} elements at {offset}, momentum {momentum}");
         arguments.buffer = None;
         // SAFETY: as above; refused before it launches where a buffer is missing.
-        let without = unsafe { launcher.sgd(&arguments) };
+        let without = unsafe { launcher.sgd(&[arguments]) };
         finish();
         assert_eq!(without.is_err(), momentum > 0.0);
     }
+}
+
+/// Tensors with a step each, of which some are empty and some cannot be read in packs, under so many rows of numbers.
+/// AdamW's launches are counted; SGD takes as many.
+fn groups(driver: &Driver, count: usize, rows: usize, launches: usize) {
+    let launcher = driver.launcher();
+    let options = AdamWOptions { lr: 0.1, betas: [0.9, 0.99], eps: 1e-6, weight_decay: 0.1, maximize: false };
+    let step = |i: usize| AdamWStep::new(&options, (i % rows) as i64 + 1, 3.0, 0.5).unwrap();
+    let sgd = SgdOptions {
+        lr: 0.1,
+        momentum: 0.9,
+        dampening: 0.0,
+        weight_decay: 0.1,
+        nesterov: true,
+        maximize: false,
+    };
+    let sgd = |i: usize| SgdStep::new(Arithmetic::Evermoe, &sgd, i.is_multiple_of(rows), 3.0, 0.5).unwrap();
+    let len = |i: usize| [1, 7, 8, 2051, 20_011, 13][i % 6];
+    let arrays = |i: usize| [draw(len(i) + 1, i), draw(len(i) + 1, i + 1), vec![0.0; len(i) + 1]];
+    let wide: Vec<_> = (0..count).map(|i| draw(len(i) + 1, 2 * i)).collect();
+    let narrow: Vec<Vec<bf16>> =
+        wide.iter().map(|g| g.iter().map(|&g| bf16::from_f32(g)).collect()).collect();
+    let pair = |i: usize| gradient(i, &wide[i][i % 2..][..len(i)], &narrow[i][i % 2..][..len(i)]);
+    let mut state: Vec<_> = (0..count).map(arrays).collect();
+    let mut expected = state.clone();
+    for (i, [p, m, v]) in expected.iter_mut().enumerate() {
+        let part = i % 2..i % 2 + len(i);
+        let steps = [(step(i), pair(i).1)];
+        cpu::adamw(&mut p[part.clone()], &mut m[part.clone()], &mut v[part.clone()], &steps, &Serial);
+        cpu::sgd(&mut p[part.clone()], Some(&mut m[part]), &[(sgd(i), pair(i).1)], &Serial).unwrap();
+    }
+    let steps: Vec<_> = (0..count).map(|i| [(step(i), pair(i).0)]).collect();
+    let sgd_steps: Vec<_> = (0..count).map(|i| [(sgd(i), pair(i).0)]).collect();
+    let (mut tensors, mut sgd_tensors) = (Vec::new(), Vec::new());
+    for (i, arrays) in state.iter_mut().enumerate() {
+        let [p, m, v] = arrays.each_mut().map(|values| at_mut(&mut values[i % 2..]));
+        tensors.push(cuda::AdamW { p, m, v, num_elements: len(i), steps: &steps[i] });
+        sgd_tensors.push(cuda::Sgd { p, buffer: Some(m), num_elements: len(i), steps: &sgd_steps[i] });
+        tensors.push(cuda::AdamW { num_elements: 0, ..tensors[2 * i] });
+    }
+    let before = driver.launches();
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+    unsafe { launcher.adamw(&tensors) }.unwrap();
+    assert_eq!(driver.launches() - before, launches, "{count} tensors, {rows} rows");
+    // SAFETY: as above.
+    unsafe { launcher.sgd(&sgd_tensors) }.unwrap();
+    finish();
+    assert!(state == expected, "{count} tensors, {rows} rows");
+}
+
+/// The tensors are stepped one after the other; the gradient is what the first becomes.
+fn shared_memory(driver: &Driver) {
+    let options = SgdOptions {
+        lr: 0.5,
+        momentum: 0.0,
+        dampening: 0.0,
+        weight_decay: 0.0,
+        nesterov: false,
+        maximize: false,
+    };
+    let step = SgdStep::new(Arithmetic::Evermoe, &options, false, 1.0, 1.0).unwrap();
+    let (mut memory, ones) = (vec![3.0_f32; 4000], vec![2.0_f32; 3000]);
+    let p = at_mut(&mut memory);
+    let steps = [[(step, GradientAt::F32(at(&ones)))], [(step, GradientAt::F32(p))]];
+    let tensors = [(p, 3000, &steps[0]), (p + 4 * 3000, 1000, &steps[1])]
+        .map(|(p, num_elements, steps)| cuda::Sgd { p, buffer: None, num_elements, steps });
+    let before = driver.launches();
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+    unsafe { driver.launcher().sgd(&tensors) }.unwrap();
+    finish();
+    assert_eq!(driver.launches() - before, 2);
+    assert_eq!((&memory[..3000], &memory[3000..]), (&[2.0; 3000][..], &[2.0; 1000][..]));
 }

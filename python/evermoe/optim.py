@@ -13,7 +13,7 @@ from evermoe import ops
 
 
 class _Optimizer(torch.optim.Optimizer):
-    """What the optimizers share: checks of their groups, and the loop over the parameters."""
+    """What the optimizers share: checks of their groups, and one call for all parameters."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters with options of their own; those not given are the constructor's.
@@ -31,7 +31,7 @@ class _Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step with the gradients that there are.
+        """Takes one step with the gradients that there are; where it raises, none.
 
         Args:
             closure: computes the loss and its gradients anew, before the step.
@@ -53,6 +53,7 @@ class _Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        parameters, gradients, rows = [], [], []
         for group in self.param_groups:
             numbers: dict[int, Tensor] = {}
             for parameter in group["params"]:
@@ -60,8 +61,12 @@ class _Optimizer(torch.optim.Optimizer):
                     continue
                 t = self._next_step(parameter)
                 if t not in numbers:
-                    numbers[t] = self._numbers(group, t)[None]
-                self._step_one(parameter, parameter.grad, numbers[t])
+                    numbers[t] = self._numbers(group, t)
+                parameters.append(parameter)
+                gradients.append(parameter.grad)
+                rows.append(numbers[t])
+        if parameters:
+            self._step_all(parameters, gradients, torch.stack(rows))
         return loss
 
     def _next_step(self, parameter: Tensor) -> int:
@@ -72,13 +77,13 @@ class _Optimizer(torch.optim.Optimizer):
         """The numbers of the group's step `t`."""
         raise NotImplementedError
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, numbers: Tensor) -> None:
-        """Takes the step, and counts it."""
+    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
+        """Takes a step of each parameter, of all in one call, and counts it."""
         raise NotImplementedError
 
 
 class AdamW(_Optimizer):
-    """`torch.optim.AdamW` with one arithmetic on CPU and CUDA (`evermoe.ops.adamw_`).
+    """`torch.optim.AdamW` with one arithmetic on CPU and CUDA (`evermoe.ops.adamw_all_`).
 
     A drop-in: the same arguments, state names and `state_dict`, which both classes can load from each other. On an x86
     CPU the results equal torch's with `fused=True` bit for bit, where a parameter's size is a multiple of 8.
@@ -137,15 +142,16 @@ class AdamW(_Optimizer):
         options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
         return ops.adamw_step(t=t, lr=float(group["lr"]), **options)
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, numbers: Tensor) -> None:
-        state = self.state[parameter]
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        ops.adamw_(parameter, *moments, [gradient], numbers)
-        state["step"] += 1
+    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        ops.adamw_all_(parameters, m, v, gradients, numbers)
+        for state in states:
+            state["step"] += 1
 
 
 class SGD(_Optimizer):
-    """`torch.optim.SGD` with one arithmetic on CPU and CUDA (`evermoe.ops.sgd_`).
+    """`torch.optim.SGD` with one arithmetic on CPU and CUDA (`evermoe.ops.sgd_all_`).
 
     A drop-in: the same arguments, state names and `state_dict`, which both classes can load from each other. On an x86
     CPU the results equal torch's bit for bit; with `fused=True`, where a parameter's size is a multiple of 8.
@@ -189,14 +195,18 @@ class SGD(_Optimizer):
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
         return ops.sgd_step(is_first=t == 1, lr=float(group["lr"]), **{name: group[name] for name in names})
 
-    def _step_one(self, parameter: Tensor, gradient: Tensor, numbers: Tensor) -> None:
-        state = self.state[parameter]
-        buffer = state.get("momentum_buffer")
-        if buffer is None and numbers[0, 4] != 0:  # its momentum
-            buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-        ops.sgd_(parameter, buffer, [gradient], numbers)
-        if buffer is not None:
-            state["momentum_buffer"] = buffer
+    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
+        momenta = numbers[:, 4].tolist()
+        moving = [parameter for parameter, momentum in zip(parameters, momenta, strict=True) if momentum != 0]
+        buffers = [self._buffer(parameter) for parameter in moving]
+        ops.sgd_all_(parameters, buffers, gradients, numbers)
+        for parameter, buffer in zip(moving, buffers, strict=True):
+            self.state[parameter]["momentum_buffer"] = buffer
+
+    def _buffer(self, parameter: Tensor) -> Tensor:
+        """The parameter's momentum; before its first step, memory for it."""
+        buffer: Tensor | None = self.state[parameter].get("momentum_buffer")
+        return torch.empty_like(parameter, memory_format=torch.contiguous_format) if buffer is None else buffer
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:

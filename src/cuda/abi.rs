@@ -14,8 +14,10 @@ pub(super) const FP8_COLUMNS: usize = crate::cpu::FP8_COLUMNS;
 pub(super) const HOLDER_BYTES: usize = 32;
 /// Shared memory of what each holder claims of a source's tokens there.
 pub(super) const CLAIM_BYTES: usize = 16;
-/// Steps of one launch, which are arguments by value.
+/// Rows of numbers of one launch, which are arguments by value.
 pub(super) const MAX_STEPS: usize = 8;
+/// Tensors, and gradients, of one launch that steps them.
+pub(super) const MAX_TENSORS: usize = 64;
 /// Numbers of a step in the table of steps.
 pub(super) const NUMBERS: usize = 9;
 /// Threads that share a block of bytes.
@@ -42,7 +44,7 @@ pub(super) struct LayerTable(pub(super) [LayerEntry; MAX_LAYERS]);
 unsafe impl DeviceRepr for LayerTable {}
 
 /// The type of a step's gradient.
-#[repr(u16)]
+#[repr(u64)]
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) enum GradientKind {
     #[default]
@@ -51,23 +53,62 @@ pub(super) enum GradientKind {
     Bfloat16,
 }
 
-/// One step of any optimizer; zeros fill the numbers up.
+/// The numbers of one step of any optimizer; zeros fill them up.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(super) struct StepEntry {
     pub(super) numbers: [f32; NUMBERS],
-    pub(super) kind: GradientKind,
-    pub(super) arithmetic: u16,
-    pub(super) gradient: u64,
+    pub(super) arithmetic: u32,
 }
 
-/// The steps of one launch.
+/// The gradient of one step.
 #[repr(C)]
-#[derive(Debug, Default)]
-pub(super) struct StepTable(pub(super) [StepEntry; MAX_STEPS]);
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct GradientEntry {
+    pub(super) at: u64,
+    pub(super) kind: GradientKind,
+}
+
+/// A tensor with its state, and which of the steps are its own.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(super) struct SteppedEntry {
+    pub(super) arrays: [u64; 3],
+    pub(super) num_elements: u64,
+    pub(super) end_block: u32,
+    pub(super) first_step: u8,
+    pub(super) num_steps: u8,
+    pub(super) first_gradient: u8,
+    pub(super) is_aligned: u8,
+}
+
+impl SteppedEntry {
+    /// Of a tensor that is not there.
+    pub(super) const NONE: Self = Self {
+        arrays: [0; 3],
+        num_elements: 0,
+        end_block: u32::MAX,
+        first_step: 0,
+        num_steps: 0,
+        first_gradient: 0,
+        is_aligned: 0,
+    };
+}
+
+/// The tensors that one launch steps.
+#[repr(C)]
+#[derive(Debug)]
+pub(super) struct BatchTable {
+    pub(super) steps: [StepEntry; MAX_STEPS],
+    pub(super) tensors: [SteppedEntry; MAX_TENSORS],
+    pub(super) gradients: [GradientEntry; MAX_TENSORS],
+}
 
 // SAFETY: numbers alone, laid out as in C.
-unsafe impl DeviceRepr for StepTable {}
+unsafe impl DeviceRepr for BatchTable {}
+
+/// Older drivers take as many bytes of a kernel's parameters.
+const _: () = assert!(size_of::<BatchTable>() <= 4096 && MAX_TENSORS.is_power_of_two());
 
 /// Place of a tensor's bytes, on the device and in the stream of chunks.
 #[repr(C)]
@@ -100,6 +141,7 @@ mod tests {
         ("kHolderBytes", HOLDER_BYTES),
         ("kClaimBytes", CLAIM_BYTES),
         ("kMaxSteps", MAX_STEPS),
+        ("kMaxTensors", MAX_TENSORS),
         ("kTorchLanes", TORCH_LANES),
         ("kZero", GradientKind::Zero as usize),
         ("kFloat32", GradientKind::Float32 as usize),
@@ -173,8 +215,12 @@ mod tests {
         size("LayersIds", size_of::<LayerTable>());
         size("LayerIds", size_of::<LayerEntry>());
         size("Span", size_of::<Span>());
-        size("Steps<AdamWStep>", size_of::<StepTable>());
-        size("Steps<SgdStep>", size_of::<StepTable>());
+        size("AdamWStep", size_of::<StepEntry>());
+        size("SgdStep", size_of::<StepEntry>());
+        size("StepGradient", size_of::<GradientEntry>());
+        size("Stepped", size_of::<SteppedEntry>());
+        size("Batch<AdamWStep>", size_of::<BatchTable>());
+        size("Batch<SgdStep>", size_of::<BatchTable>());
         let mut offset = |at: &str, bytes: usize| found.push(format!("offsetof({at}) == {bytes}"));
         offset("LayerIds, ids", offset_of!(LayerEntry, ids));
         offset("LayerIds, num_slots", offset_of!(LayerEntry, num_slots));
@@ -183,14 +229,23 @@ mod tests {
         offset("Span, at", offset_of!(Span, at));
         offset("Span, start", offset_of!(Span, start));
         offset("Span, bytes", offset_of!(Span, bytes));
+        offset("StepGradient, at", offset_of!(GradientEntry, at));
+        offset("StepGradient, kind", offset_of!(GradientEntry, kind));
+        offset("Stepped, arrays", offset_of!(SteppedEntry, arrays));
+        offset("Stepped, num_elements", offset_of!(SteppedEntry, num_elements));
+        offset("Stepped, end_block", offset_of!(SteppedEntry, end_block));
+        offset("Stepped, first_step", offset_of!(SteppedEntry, first_step));
+        offset("Stepped, num_steps", offset_of!(SteppedEntry, num_steps));
+        offset("Stepped, first_gradient", offset_of!(SteppedEntry, first_gradient));
+        offset("Stepped, is_aligned", offset_of!(SteppedEntry, is_aligned));
+        offset("Batch<AdamWStep>, tensors", offset_of!(BatchTable, tensors));
+        offset("Batch<AdamWStep>, gradients", offset_of!(BatchTable, gradients));
         for step in ["AdamWStep", "SgdStep"] {
             for (place, name) in numbers(step).iter().enumerate() {
                 let bytes = offset_of!(StepEntry, numbers) + place * size_of::<f32>();
                 offset(&format!("{step}, {name}"), bytes);
             }
-            offset(&format!("{step}, kind"), offset_of!(StepEntry, kind));
             offset(&format!("{step}, arithmetic"), offset_of!(StepEntry, arithmetic));
-            offset(&format!("{step}, gradient"), offset_of!(StepEntry, gradient));
         }
         found
     }

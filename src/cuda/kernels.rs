@@ -32,6 +32,6 @@ pub(super) const BINARIES: &[Binary] = &[
         "unpermute_backward_f16_f16_i32" "unpermute_backward_f16_f16_i64"),
     binary!("fp8": "quantize_f32" "quantize_bf16" "quantize_f16" "dequantize_f32" "dequantize_bf16" "dequantize_f16"),
     binary!("exchange": "regroup_starts" "regroup" "split_tokens"),
-    binary!("replay": "adamw_4" "adamw_1" "sgd_4" "sgd_1"),
+    binary!("replay": "adamw" "sgd"),
     binary!("copy": "pack_chunks" "hash_blocks" "unpack_chunks"),
 ];

@@ -1,12 +1,15 @@
-//! Launching the optimizers' steps.
+//! Launching the optimizers' steps: many tensors, and several steps of each, in one launch.
 
-use super::abi::{GradientKind, MAX_STEPS, NUMBERS, StepEntry, StepTable};
+use super::abi::{
+    BatchTable, GradientEntry, GradientKind, MAX_STEPS, MAX_TENSORS, NUMBERS, StepEntry, SteppedEntry,
+};
 use super::device::{Grid, Launcher};
 use crate::cpu::{AdamWStep, Arithmetic, SgdStep, check_no_momentum};
 use crate::error::Result;
+use std::ops::Range;
 
 const THREADS: usize = 256;
-/// Blocks take several packs of elements in turn.
+/// Blocks that the tensors of a launch share in proportion to their elements; each gets one at least.
 const MAX_BLOCKS: usize = 1 << 16;
 /// Elements that a thread takes at once.
 const PACK: usize = 4;
@@ -23,13 +26,13 @@ pub enum GradientAt {
 }
 
 impl GradientAt {
-    /// The kind, and the address.
-    fn parts(self) -> (GradientKind, u64) {
-        match self {
+    fn entry(self) -> GradientEntry {
+        let (kind, at) = match self {
             Self::Zero => (GradientKind::Zero, 0),
             Self::F32(address) => (GradientKind::Float32, address),
             Self::Bf16(address) => (GradientKind::Bfloat16, address),
-        }
+        };
+        GradientEntry { at, kind }
     }
 
     /// Whether a pack of elements can be read at once.
@@ -42,7 +45,7 @@ impl GradientAt {
     }
 }
 
-/// Arguments of [`Launcher::adamw`].
+/// A tensor of [`Launcher::adamw`].
 #[derive(Debug, Clone, Copy)]
 pub struct AdamW<'a> {
     /// `[num_elements]` float32, written
@@ -57,7 +60,7 @@ pub struct AdamW<'a> {
     pub steps: &'a [(AdamWStep, GradientAt)],
 }
 
-/// Arguments of [`Launcher::sgd`].
+/// A tensor of [`Launcher::sgd`].
 #[derive(Debug, Clone, Copy)]
 pub struct Sgd<'a> {
     /// `[num_elements]` float32, written
@@ -100,83 +103,275 @@ impl Step for SgdStep {
     }
 }
 
-impl StepTable {
-    fn new<S: Step>(steps: &[(S, GradientAt)]) -> Self {
-        let mut entries = Self::default();
-        for (entry, (step, gradient)) in entries.0.iter_mut().zip(steps) {
-            let (kind, gradient) = gradient.parts();
-            let arithmetic = u16::from(step.arithmetic() as u8);
-            *entry = StepEntry { numbers: step.numbers(), kind, arithmetic, gradient };
+/// A tensor of any optimizer, with elements, and steps of it.
+#[derive(Clone, Copy)]
+struct Part<'a, S> {
+    arrays: [u64; 3],
+    num_elements: usize,
+    steps: &'a [(S, GradientAt)],
+}
+
+impl<S: Step> Part<'_, S> {
+    fn numbers(&self) -> impl ExactSizeIterator<Item = StepEntry> {
+        self.steps.iter().map(|(step, _)| StepEntry {
+            numbers: step.numbers(),
+            arithmetic: u32::from(step.arithmetic() as u8),
+        })
+    }
+
+    /// Addresses that its steps use, and whether they write them.
+    fn ranges(&self) -> impl Iterator<Item = (Range<u64>, bool)> {
+        let range = |at: u64, bytes| at..at + (self.num_elements * bytes) as u64;
+        let written = self.arrays.iter().filter(|&&at| at != 0).map(move |&at| (range(at, 4), true));
+        let read = self.steps.iter().filter_map(move |(_, gradient)| match *gradient {
+            GradientAt::Zero => None,
+            GradientAt::F32(at) => Some((range(at, 4), false)),
+            GradientAt::Bf16(at) => Some((range(at, 2), false)),
+        });
+        written.chain(read)
+    }
+
+    /// Whether the kernel can take it in packs.
+    fn is_aligned(&self) -> bool {
+        self.arrays.iter().all(|&address| GradientAt::F32(address).is_aligned())
+            && self.steps.iter().all(|(_, gradient)| gradient.is_aligned())
+    }
+}
+
+/// Whether nothing that is written overlaps anything else.
+fn are_apart<S: Step>(parts: &[Part<'_, S>]) -> bool {
+    let mut ranges: Vec<_> = parts.iter().flat_map(Part::ranges).collect();
+    ranges.sort_unstable_by_key(|(range, _)| range.start);
+    let (mut end_of_written, mut end) = (0, 0);
+    ranges.iter().all(|(range, is_written)| {
+        let is_apart = range.start >= if *is_written { end } else { end_of_written };
+        end = range.end.max(end);
+        if *is_written {
+            end_of_written = range.end.max(end_of_written);
         }
-        entries
+        is_apart
+    })
+}
+
+/// The tensors of a launch while they are gathered.
+struct Batch {
+    table: BatchTable,
+    num_steps: usize,
+    num_tensors: usize,
+    num_gradients: usize,
+    num_elements: usize,
+}
+
+impl Batch {
+    fn new() -> Self {
+        let table = BatchTable {
+            steps: [StepEntry::default(); MAX_STEPS],
+            tensors: [SteppedEntry::NONE; MAX_TENSORS],
+            gradients: [GradientEntry::default(); MAX_TENSORS],
+        };
+        Self { table, num_steps: 0, num_tensors: 0, num_gradients: 0, num_elements: 0 }
+    }
+
+    /// Takes a tensor, if there is room; its rows of numbers are shared with others that have the same.
+    fn add<S: Step>(&mut self, part: &Part<'_, S>) -> bool {
+        let len = part.steps.len();
+        let known = self.table.steps[..self.num_steps]
+            .windows(len)
+            .position(|rows| part.numbers().eq(rows.iter().copied()));
+        let first_step = known.unwrap_or(self.num_steps);
+        let num_steps = self.num_steps.max(first_step + len);
+        if self.num_tensors == MAX_TENSORS || self.num_gradients + len > MAX_TENSORS || num_steps > MAX_STEPS
+        {
+            return false;
+        }
+        for (entry, numbers) in self.table.steps[first_step..].iter_mut().zip(part.numbers()) {
+            *entry = numbers;
+        }
+        for (entry, (_, gradient)) in self.table.gradients[self.num_gradients..].iter_mut().zip(part.steps) {
+            *entry = gradient.entry();
+        }
+        self.table.tensors[self.num_tensors] = SteppedEntry {
+            arrays: part.arrays,
+            num_elements: part.num_elements as u64,
+            end_block: 0,
+            first_step: first_step as u8,
+            num_steps: len as u8,
+            first_gradient: self.num_gradients as u8,
+            is_aligned: part.is_aligned().into(),
+        };
+        self.num_steps = num_steps;
+        self.num_tensors += 1;
+        self.num_gradients += len;
+        self.num_elements += part.num_elements;
+        true
+    }
+
+    /// Gives each tensor its blocks, and says how many there are.
+    ///
+    /// Example: 3000, 1 and 1500 elements: a block takes 1024 of them, so the tensors' blocks end before 3, 4 and 6.
+    fn share_blocks(&mut self) -> usize {
+        let per_block = (THREADS * PACK).max(self.num_elements.div_ceil(MAX_BLOCKS)) as u64;
+        let mut end_block = 0;
+        for tensor in &mut self.table.tensors[..self.num_tensors] {
+            end_block += tensor.num_elements.div_ceil(per_block) as u32;
+            tensor.end_block = end_block;
+        }
+        end_block as usize
     }
 }
 
 impl Launcher {
-    /// Applies steps of AdamW in place: the bits of [`crate::cpu::adamw`].
+    /// Applies steps of AdamW in place, to each tensor its own: the bits of [`crate::cpu::adamw`]. One launch takes 64
+    /// tensors of one step each, if they have no more than 8 different rows of numbers; tensors that share memory are
+    /// stepped in their order, with a launch for each.
     ///
     /// # Safety
-    /// The addresses hold what [`AdamW`] and [`GradientAt`] state, on the device; nothing that is written overlaps anything
-    /// else, and all of it lives until the stream has passed the launches.
+    /// The addresses hold what [`AdamW`] and [`GradientAt`] state, on the device; of one tensor, nothing that is written
+    /// overlaps anything else, and all of it lives until the stream has passed the launches.
     ///
     /// # Errors
     /// The driver's.
-    pub unsafe fn adamw(&self, adamw: &AdamW<'_>) -> Result<()> {
-        let AdamW { p, m, v, num_elements, steps } = *adamw;
-        // SAFETY: by the caller's promise; the kernels' arguments in their order.
-        unsafe {
-            self.steps(["adamw_1", "adamw_4"], &[p, m, v], num_elements, steps, |num_steps| {
-                vec![p, m, v, num_elements as u64, num_steps]
-            })
-        }
+    pub unsafe fn adamw(&self, tensors: &[AdamW<'_>]) -> Result<()> {
+        let parts = tensors.iter().map(|&AdamW { p, m, v, num_elements, steps }| Part {
+            arrays: [p, m, v],
+            num_elements,
+            steps,
+        });
+        // SAFETY: by the caller's promise.
+        unsafe { self.steps("adamw", parts) }
     }
 
-    /// Applies steps of SGD in place: the bits of [`crate::cpu::sgd`].
+    /// Applies steps of SGD in place, to each tensor its own: the bits of [`crate::cpu::sgd`].
     ///
     /// # Safety
     /// Those of [`Launcher::adamw`], for what [`Sgd`] states.
     ///
     /// # Errors
     /// The driver's; [`crate::error::Error::Invalid`] when a step has momentum and there is no buffer.
-    pub unsafe fn sgd(&self, sgd: &Sgd<'_>) -> Result<()> {
-        let Sgd { p, buffer, num_elements, steps } = *sgd;
-        let (has_buffer, buffer) = (u64::from(buffer.is_some()), buffer.unwrap_or(0));
-        if has_buffer == 0 {
-            check_no_momentum(steps.iter().map(|(step, _)| step))?;
+    pub unsafe fn sgd(&self, tensors: &[Sgd<'_>]) -> Result<()> {
+        for tensor in tensors.iter().filter(|tensor| tensor.buffer.is_none()) {
+            check_no_momentum(tensor.steps.iter().map(|(step, _)| step))?;
         }
-        // SAFETY: by the caller's promise; the kernels' arguments in their order.
-        unsafe {
-            self.steps(["sgd_1", "sgd_4"], &[p, buffer], num_elements, steps, |num_steps| {
-                vec![p, buffer, num_elements as u64, has_buffer, num_steps]
-            })
-        }
+        let parts = tensors.iter().map(|&Sgd { p, buffer, num_elements, steps }| Part {
+            arrays: [p, buffer.unwrap_or(0), 0],
+            num_elements,
+            steps,
+        });
+        // SAFETY: by the caller's promise.
+        unsafe { self.steps("sgd", parts) }
     }
 
-    /// Launches as often as the steps need tables. `names` are the kernels for one element at a time, and for a pack.
+    /// Launches as often as the tensors and their steps need tables.
     ///
     /// # Safety
-    /// The kernels take the `arguments`, which they may with the state's addresses, and a table of these steps.
-    unsafe fn steps<S: Step>(
+    /// The kernel is that of the steps' optimizer, and may have the tensors' arrays.
+    unsafe fn steps<'a, S: Step + 'a>(
         &self,
-        names: [&'static str; 2],
-        state: &[u64],
-        num_elements: usize,
-        steps: &[(S, GradientAt)],
-        arguments: impl Fn(u64) -> Vec<u64>,
+        name: &'static str,
+        parts: impl Iterator<Item = Part<'a, S>>,
     ) -> Result<()> {
-        if num_elements == 0 {
-            return Ok(());
-        }
-        let aligned = state.iter().all(|&address| GradientAt::F32(address).is_aligned());
-        for steps in steps.chunks(MAX_STEPS) {
-            let whole = aligned && steps.iter().all(|(_, gradient)| gradient.is_aligned());
-            let (name, at_once) = if whole { (names[1], PACK) } else { (names[0], 1) };
-            let blocks = num_elements.div_ceil(THREADS * at_once).min(MAX_BLOCKS);
-            let grid = Grid { blocks, threads: THREADS, shared_bytes: 0 };
-            let arguments = arguments(steps.len() as u64);
-            // SAFETY: by the caller's promise.
-            unsafe { self.launch_with(name, grid, &arguments, Some(&StepTable::new(steps)))? };
+        let parts: Vec<_> = parts.filter(|part| part.num_elements > 0).collect();
+        let at_once = if are_apart(&parts) { parts.len().max(1) } else { 1 };
+        for parts in parts.chunks(at_once) {
+            let most = parts.iter().map(|part| part.steps.len()).max().unwrap_or(0);
+            // The first steps of all tensors come before the next ones.
+            for first in (0..most).step_by(MAX_STEPS) {
+                let mut batch = Batch::new();
+                for part in parts.iter().filter(|part| part.steps.len() > first) {
+                    let steps = &part.steps[first..part.steps.len().min(first + MAX_STEPS)];
+                    let part = Part { steps, ..*part };
+                    if !batch.add(&part) {
+                        // SAFETY: by the caller's promise.
+                        unsafe { self.launch_batch(name, std::mem::replace(&mut batch, Batch::new()))? };
+                        batch.add(&part);
+                    }
+                }
+                // SAFETY: by the caller's promise.
+                unsafe { self.launch_batch(name, batch)? };
+            }
         }
         Ok(())
+    }
+
+    /// Launches the kernel for a table with a tensor or more.
+    ///
+    /// # Safety
+    /// Those of [`Launcher::steps`].
+    unsafe fn launch_batch(&self, name: &'static str, mut batch: Batch) -> Result<()> {
+        let grid = Grid { blocks: batch.share_blocks(), threads: THREADS, shared_bytes: 0 };
+        // SAFETY: by the caller's promise; the table is the kernel's one argument.
+        unsafe { self.launch_with(name, grid, &[], Some(&batch.table)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of AdamW; they differ in epsilon.
+    fn step(eps: f32) -> AdamWStep {
+        AdamWStep::from_array([0.0, 1.0, 1.0, 1.0, 0.1, 0.1, 0.9, 1.0, 1.0, eps]).unwrap()
+    }
+
+    fn add(batch: &mut Batch, num_elements: usize, eps: &[f32]) -> bool {
+        let steps: Vec<_> = eps.iter().map(|&eps| (step(eps), GradientAt::F32(20))).collect();
+        batch.add(&Part { arrays: [16, 32, 48], num_elements, steps: &steps })
+    }
+
+    #[test]
+    fn tensors_share_the_blocks() {
+        let mut batch = Batch::new();
+        for num_elements in [3000, 1, 1500] {
+            assert!(add(&mut batch, num_elements, &[0.0]));
+        }
+        assert_eq!(batch.share_blocks(), 6);
+        let ends = batch.table.tensors.map(|tensor| tensor.end_block);
+        assert_eq!(ends[..4], [3, 4, 6, u32::MAX]);
+        assert!(add(&mut batch, 1 << 40, &[0.0]));
+        assert!(batch.share_blocks() <= MAX_BLOCKS + 4);
+    }
+
+    #[test]
+    fn equal_rows_are_shared_and_a_full_table_takes_no_more() {
+        let mut batch = Batch::new();
+        assert!(add(&mut batch, 1, &[1.0, 2.0, 3.0]) && add(&mut batch, 1, &[2.0, 3.0]));
+        assert_eq!((batch.num_steps, batch.num_gradients, batch.table.tensors[1].first_step), (3, 5, 1));
+        assert!(add(&mut batch, 1, &[4.0, 5.0, 6.0, 7.0]));
+        assert!(!add(&mut batch, 1, &[8.0, 9.0]) && add(&mut batch, 1, &[8.0]));
+        assert!(!add(&mut batch, 1, &[9.0]), "a ninth row");
+        let more = (0..MAX_TENSORS).take_while(|_| add(&mut batch, 1, &[8.0])).count();
+        assert_eq!((batch.num_gradients, more), (MAX_TENSORS, MAX_TENSORS - 10));
+        let mut batch = Batch::new();
+        assert_eq!((0..99).take_while(|_| add(&mut batch, 1, &[1.0])).count(), MAX_TENSORS);
+    }
+
+    #[test]
+    fn shared_memory_is_found() {
+        let gradient = |gradient| [(step(0.0), gradient)];
+        let is_apart = |p: [u64; 2], gradients: [GradientAt; 2]| {
+            let steps = gradients.map(gradient);
+            let part = |i: usize| Part { arrays: [p[i], p[i] + 1000, 0], num_elements: 10, steps: &steps[i] };
+            are_apart(&[part(0), part(1)])
+        };
+        let none = [GradientAt::Zero; 2];
+        assert!(is_apart([100, 140], none) && is_apart([140, 100], none));
+        assert!(!is_apart([100, 136], none) && !is_apart([1100, 96], none) && !is_apart([100, 100], none));
+        assert!(is_apart([100, 140], [GradientAt::F32(5000); 2]), "both may read it");
+        assert!(is_apart([100, 140], [GradientAt::F32(60), GradientAt::Bf16(1080)]));
+        assert!(!is_apart([100, 140], [GradientAt::F32(64), GradientAt::Zero]));
+        assert!(!is_apart([100, 140], [GradientAt::Bf16(176), GradientAt::Zero]));
+        assert!(is_apart([100, 140], [GradientAt::Bf16(180), GradientAt::Zero]));
+    }
+
+    #[test]
+    fn packs_need_aligned_arrays_and_gradients() {
+        let is_aligned =
+            |arrays, gradient| Part { arrays, num_elements: 1, steps: &[(step(0.0), gradient)] }.is_aligned();
+        assert!(is_aligned([16, 32, 48], GradientAt::F32(16)) && is_aligned([16, 0, 0], GradientAt::Zero));
+        assert!(is_aligned([16, 32, 48], GradientAt::Bf16(8)));
+        assert!(
+            !is_aligned([16, 32, 52], GradientAt::F32(16)) && !is_aligned([16, 32, 48], GradientAt::F32(24))
+        );
+        assert!(!is_aligned([16, 32, 48], GradientAt::Bf16(4)));
     }
 }

@@ -1,6 +1,7 @@
 //! Between checked, contiguous CUDA tensors and the launchers: torch's current stream, scratch memory, addresses.
 
 use super::ffi::{GuardHandle, check, symbols};
+use super::optim::Stepped;
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout, SgdStep};
 use crate::cuda::{
@@ -175,38 +176,47 @@ pub(super) fn unpermute_backward(
     launch(rows, |launcher| unsafe { launcher.unpermute_backward(&backward) })
 }
 
-pub(super) fn adamw(
-    [p, m, v]: [&Tensor; 3],
-    gradients: &[Option<Tensor>],
-    steps: &[AdamWStep],
-) -> Result<()> {
-    let steps = pair(steps, gradients);
-    let [p_at, m_at, v_at] = [p, m, v].map(address);
-    let adamw = AdamW { p: p_at, m: m_at, v: v_at, num_elements: p.numel(), steps: &steps };
+/// Takes all steps of parameters of one device, one or more.
+pub(super) fn adamw(all: &[Stepped<AdamWStep>]) -> Result<()> {
+    let steps: Vec<_> = all.iter().map(pair).collect();
+    let each = all.iter().zip(&steps);
+    let tensors: Vec<_> = each
+        .map(|(each, steps)| AdamW {
+            p: address(&each.state[0]),
+            m: address(&each.state[1]),
+            v: address(&each.state[2]),
+            num_elements: each.state[0].numel(),
+            steps,
+        })
+        .collect();
     // SAFETY: see above; the op's caller gives p, m and v to be written.
-    launch(p, |launcher| unsafe { launcher.adamw(&adamw) })
+    launch(&all[0].state[0], |launcher| unsafe { launcher.adamw(&tensors) })
 }
 
-pub(super) fn sgd(
-    p: &Tensor,
-    buffer: Option<&Tensor>,
-    gradients: &[Option<Tensor>],
-    steps: &[SgdStep],
-) -> Result<()> {
-    let steps = pair(steps, gradients);
-    let sgd = Sgd { p: address(p), buffer: buffer.map(address), num_elements: p.numel(), steps: &steps };
+/// As [`adamw`].
+pub(super) fn sgd(all: &[Stepped<SgdStep>]) -> Result<()> {
+    let steps: Vec<_> = all.iter().map(pair).collect();
+    let each = all.iter().zip(&steps);
+    let tensors: Vec<_> = each
+        .map(|(each, steps)| Sgd {
+            p: address(&each.state[0]),
+            buffer: each.state.get(1).map(address),
+            num_elements: each.state[0].numel(),
+            steps,
+        })
+        .collect();
     // SAFETY: see above; the op's caller gives p and the buffer to be written.
-    launch(p, |launcher| unsafe { launcher.sgd(&sgd) })
+    launch(&all[0].state[0], |launcher| unsafe { launcher.sgd(&tensors) })
 }
 
 /// Each step with where its gradient is.
-fn pair<S: Copy>(steps: &[S], gradients: &[Option<Tensor>]) -> Vec<(S, GradientAt)> {
-    let gradients = gradients.iter().map(|gradient| match gradient {
+fn pair<S: Copy>(each: &Stepped<S>) -> Vec<(S, GradientAt)> {
+    let gradients = each.gradients.iter().map(|gradient| match gradient {
         None => GradientAt::Zero,
         Some(gradient) if gradient.dtype() == Dtype::Bfloat16 => GradientAt::Bf16(address(gradient)),
         Some(gradient) => GradientAt::F32(address(gradient)),
     });
-    steps.iter().copied().zip(gradients).collect()
+    each.steps.iter().copied().zip(gradients).collect()
 }
 
 pub(super) fn regroup(rows: &Tensor, counts: &Tensor, inverse: bool, out: &mut Tensor) -> Result<()> {

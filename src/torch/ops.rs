@@ -13,7 +13,7 @@ use super::ffi;
 use super::fp8::{dequantize_rows, quantize_rows};
 use super::histogram::{expert_histogram, expert_histograms};
 use super::library::{Op, TorchPool, define, implement};
-use super::optim::{adamw_, sgd_};
+use super::optim::{adamw_, adamw_all_, sgd_, sgd_all_};
 use super::tensor::{BUFFERS, Device, Dtype, Tensor};
 use crate::cpu::{self, Backward, Combine, Float as _};
 use crate::ensure;
@@ -81,6 +81,16 @@ fn table() -> [Op; 20] {
         ),
         Op::new("hash_blocks", "(Tensor chunks, Tensor(a!) hashes) -> ()", hash_blocks),
         Op::new("sgd_", "(Tensor(a!) p, Tensor(b!)? buffer, Tensor?[] gradients, Tensor steps) -> ()", sgd_),
+        Op::new(
+            "adamw_all_",
+            "(Tensor(a!)[] p, Tensor(b!)[] m, Tensor(c!)[] v, Tensor?[] gradients, Tensor steps) -> ()",
+            adamw_all_,
+        ),
+        Op::new(
+            "sgd_all_",
+            "(Tensor(a!)[] p, Tensor(b!)[] buffers, Tensor?[] gradients, Tensor steps) -> ()",
+            sgd_all_,
+        ),
     ]
 }
 

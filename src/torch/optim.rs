@@ -5,55 +5,180 @@ use super::library::TorchPool;
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, Gradient, SgdStep, adamw, check_no_momentum, sgd};
 use crate::ensure;
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+/// A checked parameter with its state, and the steps that it takes.
+pub(super) struct Stepped<S> {
+    /// The parameter, and the arrays of its optimizer, which are there or not.
+    pub(super) state: Vec<Tensor>,
+    pub(super) gradients: Vec<Option<Tensor>>,
+    /// As many as gradients.
+    pub(super) steps: Vec<S>,
+}
+
+/// An optimizer, by its step.
+pub(super) trait Step: Sized {
+    /// The parameter, and the arrays of the optimizer; the last ones may be missing.
+    const NAMES: &'static [&'static str];
+
+    /// Takes the steps of one parameter on the CPU.
+    fn on_cpu(state: &mut [Tensor], steps: &[(Self, Gradient<'_>)]) -> Result<()>;
+
+    /// Takes those of parameters of one other device.
+    fn on_device(all: &[Stepped<Self>]) -> Result<()>;
+}
+
+impl Step for AdamWStep {
+    const NAMES: &'static [&'static str] = &["p", "m", "v"];
+
+    fn on_cpu(state: &mut [Tensor], steps: &[(Self, Gradient<'_>)]) -> Result<()> {
+        let [p, m, v] = state else { unreachable!("three arrays") };
+        adamw(p.slice_mut()?, m.slice_mut()?, v.slice_mut()?, steps, &TorchPool);
+        Ok(())
+    }
+
+    fn on_device(all: &[Stepped<Self>]) -> Result<()> {
+        on_cuda!(adamw(all))
+    }
+}
+
+impl Step for SgdStep {
+    const NAMES: &'static [&'static str] = &["p", "buffer"];
+
+    fn on_cpu(state: &mut [Tensor], steps: &[(Self, Gradient<'_>)]) -> Result<()> {
+        let (p, buffer) = state.split_first_mut().expect("a parameter");
+        let buffer = buffer.first_mut().map(Tensor::slice_mut).transpose()?;
+        sgd(p.slice_mut()?, buffer, steps, &TorchPool)
+    }
+
+    fn on_device(all: &[Stepped<Self>]) -> Result<()> {
+        on_cuda!(sgd(all))
+    }
+}
+
+impl<S: Step> Stepped<S> {
+    /// Checks the tensors, and makes the gradients contiguous.
+    fn new(state: Vec<Tensor>, gradients: Vec<Option<Tensor>>, steps: Vec<S>) -> Result<Self> {
+        let named: Vec<_> = S::NAMES.iter().copied().zip(&state).collect();
+        check_state(&named)?;
+        let check = |gradient| check_gradient(gradient, &named);
+        let gradients = gradients.into_iter().map(|gradient| gradient.map(check).transpose());
+        let gradients = gradients.collect::<Result<_>>()?;
+        Ok(Self { state, gradients, steps })
+    }
+
+    fn device(&self) -> Device {
+        self.state[0].device()
+    }
+}
 
 /// Applies one step for each gradient, in place. Rows of `steps` are [`AdamWStep`]s; no gradient stands for zeros.
 pub(super) fn adamw_(
-    mut p: Tensor,
-    mut m: Tensor,
-    mut v: Tensor,
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
     gradients: Vec<Option<Tensor>>,
     steps: Tensor,
 ) -> Result<()> {
-    let state = [("p", &p), ("m", &m), ("v", &v)];
-    check_state(&state)?;
-    let gradients = check_gradients(gradients, &state)?;
     let steps = read_steps(steps, gradients.len(), AdamWStep::from_array)?;
-    for (_, tensor) in state {
-        tensor.bump_version()?;
-    }
-    if p.device() != Device::Cpu {
-        return on_cuda!(adamw([&p, &m, &v], &gradients, &steps));
-    }
-    let steps = pair(steps, &gradients)?;
-    adamw(p.slice_mut()?, m.slice_mut()?, v.slice_mut()?, &steps, &TorchPool);
-    Ok(())
+    take(vec![Stepped::new(vec![p, m, v], gradients, steps)?])
+}
+
+/// Applies one step to each parameter, in place; nothing is changed where one cannot take its step.
+pub(super) fn adamw_all_(
+    p: Vec<Tensor>,
+    m: Vec<Tensor>,
+    v: Vec<Tensor>,
+    gradients: Vec<Option<Tensor>>,
+    steps: Tensor,
+) -> Result<()> {
+    let count = p.len();
+    check_counts(count, &[("m", m.len()), ("v", v.len()), ("gradients", gradients.len())])?;
+    let steps = read_steps(steps, count, AdamWStep::from_array)?;
+    let state = p.into_iter().zip(m).zip(v).map(|((p, m), v)| vec![p, m, v]);
+    take(check_all(state, gradients, steps)?)
 }
 
 /// Applies steps of SGD like [`adamw_`]; no buffer where no step has momentum.
 pub(super) fn sgd_(
-    mut p: Tensor,
-    mut buffer: Option<Tensor>,
+    p: Tensor,
+    buffer: Option<Tensor>,
     gradients: Vec<Option<Tensor>>,
     steps: Tensor,
 ) -> Result<()> {
-    let state: Vec<_> =
-        [("p", &p)].into_iter().chain(buffer.as_ref().map(|buffer| ("buffer", buffer))).collect();
-    check_state(&state)?;
-    let gradients = check_gradients(gradients, &state)?;
     let steps = read_steps(steps, gradients.len(), SgdStep::from_array)?;
     if buffer.is_none() {
         check_no_momentum(&steps)?;
     }
-    for (_, tensor) in state {
+    let state = [Some(p), buffer].into_iter().flatten().collect();
+    take(vec![Stepped::new(state, gradients, steps)?])
+}
+
+/// Applies steps of SGD like [`adamw_all_`]; only parameters whose step has momentum have a buffer, in their order.
+pub(super) fn sgd_all_(
+    p: Vec<Tensor>,
+    buffers: Vec<Tensor>,
+    gradients: Vec<Option<Tensor>>,
+    steps: Tensor,
+) -> Result<()> {
+    let count = p.len();
+    check_counts(count, &[("gradients", gradients.len())])?;
+    let steps = read_steps(steps, count, SgdStep::from_array)?;
+    let has_momentum: Vec<_> = steps.iter().map(|step| step.momentum != 0.0).collect();
+    let (expected, got) = (has_momentum.iter().filter(|has| **has).count(), buffers.len());
+    ensure!(
+        got == expected,
+        "buffers: expected one for each of the {expected} parameters whose step has momentum, got {got}"
+    );
+    let mut buffers = buffers.into_iter();
+    let state = p.into_iter().zip(has_momentum).map(|(p, has_momentum)| {
+        let buffer = if has_momentum { buffers.next() } else { None };
+        [Some(p), buffer].into_iter().flatten().collect()
+    });
+    take(check_all(state, gradients, steps)?)
+}
+
+/// Each parameter with its one step, checked; an error says which parameter it was.
+fn check_all<S: Step>(
+    state: impl Iterator<Item = Vec<Tensor>>,
+    gradients: Vec<Option<Tensor>>,
+    steps: Vec<S>,
+) -> Result<Vec<Stepped<S>>> {
+    let each = state.zip(gradients).zip(steps).enumerate();
+    each.map(|(index, ((state, gradient), step))| {
+        Stepped::new(state, vec![gradient], vec![step]).map_err(|error| match error {
+            Error::Invalid(text) => Error::Invalid(format!("parameter {index}: {text}")),
+            other => other,
+        })
+    })
+    .collect()
+}
+
+fn check_counts(count: usize, others: &[(&str, usize)]) -> Result<()> {
+    for (name, other) in others {
+        ensure!(*other == count, "{name}: expected one for each of the {count} parameters, got {other}");
+    }
+    Ok(())
+}
+
+/// Takes all steps of checked parameters: those of one device at once.
+fn take<S: Step>(mut rest: Vec<Stepped<S>>) -> Result<()> {
+    for tensor in rest.iter().flat_map(|each| &each.state) {
         tensor.bump_version()?;
     }
-    if p.device() != Device::Cpu {
-        return on_cuda!(sgd(&p, buffer.as_ref(), &gradients, &steps));
+    while let Some(first) = rest.first() {
+        let device = first.device();
+        let (here, others) = rest.into_iter().partition(|each| each.device() == device);
+        rest = others;
+        if device == Device::Cpu {
+            for Stepped { mut state, gradients, steps } in here {
+                S::on_cpu(&mut state, &pair(steps, &gradients)?)?;
+            }
+        } else {
+            S::on_device(&here)?;
+        }
     }
-    let steps = pair(steps, &gradients)?;
-    let buffer = buffer.as_mut().map(Tensor::slice_mut).transpose()?;
-    sgd(p.slice_mut()?, buffer, &steps, &TorchPool)
+    Ok(())
 }
 
 /// The parameters first, which the others are like.
@@ -68,18 +193,11 @@ fn check_state(state: &[(&str, &Tensor)]) -> Result<()> {
             tensor.sizes()
         );
         ensure!(tensor.is_contiguous(), "{name}: expected a contiguous tensor");
+        tensor.check_memory()?;
         check_device(name, tensor, p)?;
         check_disjoint(name, tensor, &state[..index])?;
     }
     Ok(())
-}
-
-/// The gradients, made contiguous.
-fn check_gradients(gradients: Vec<Option<Tensor>>, state: &[(&str, &Tensor)]) -> Result<Vec<Option<Tensor>>> {
-    gradients
-        .into_iter()
-        .map(|gradient| gradient.map(|gradient| check_gradient(gradient, state)).transpose())
-        .collect()
 }
 
 fn check_gradient(gradient: Tensor, state: &[(&str, &Tensor)]) -> Result<Tensor> {
@@ -89,6 +207,7 @@ fn check_gradient(gradient: Tensor, state: &[(&str, &Tensor)]) -> Result<Tensor>
         "gradients: expected float32 or bfloat16 of shape {:?}, got {dtype} of shape {sizes:?}",
         p.sizes()
     );
+    gradient.check_memory()?;
     check_device("gradients", &gradient, p)?;
     let gradient = gradient.contiguous()?;
     check_disjoint("gradients", &gradient, state)?;

@@ -332,15 +332,21 @@ impl Tensor {
     fn host_bytes(&self) -> Result<*mut u8> {
         ensure!(self.device() == Device::Cpu, "expected a CPU tensor, got one on {}", self.device());
         ensure!(self.is_contiguous(), "expected a contiguous tensor");
+        self.check_memory()?;
         // Torch gives null where there are no elements; slices want an address all the same.
-        // One alignment serves every type. Null with elements: `untyped_storage().resize_(0)`, as sharded trainers do.
+        // One alignment serves every type.
+        let none = NonNull::<u128>::dangling().cast();
+        Ok(NonNull::new(self.address().cast()).unwrap_or(none).as_ptr())
+    }
+
+    /// Refuses elements without memory: after `untyped_storage().resize_(0)`, as sharded trainers do.
+    pub(super) fn check_memory(&self) -> Result<()> {
         ensure!(
             self.numel() == 0 || !self.address().is_null(),
             "expected tensors with memory, got one of shape {:?} whose storage was freed; fill it again first",
             self.sizes()
         );
-        let none = NonNull::<u128>::dangling().cast();
-        Ok(NonNull::new(self.address().cast()).unwrap_or(none).as_ptr())
+        Ok(())
     }
 
     /// Bytes of the elements.

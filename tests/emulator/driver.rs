@@ -18,6 +18,7 @@ pub(crate) const RANDOM: c_int = 2;
 /// The loaded driver.
 pub(crate) struct Driver {
     set_policy: extern "C" fn(c_int),
+    launches: extern "C" fn() -> usize,
 }
 
 impl Driver {
@@ -39,11 +40,16 @@ impl Driver {
         assert!(!handle.is_null(), "the fake driver does not load");
         // SAFETY: a name with its end.
         let set_policy = unsafe { libc::dlsym(handle, c"fake_driver_policy".as_ptr()) };
-        assert!(!set_policy.is_null(), "the fake driver has no policies");
+        // SAFETY: as above.
+        let launches = unsafe { libc::dlsym(handle, c"fake_driver_launches".as_ptr()) };
+        assert!(!set_policy.is_null() && !launches.is_null(), "the fake driver has no policies or no count");
         // SAFETY: the function's type in fake_driver.cpp.
         let set_policy =
             unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(c_int)>(set_policy) };
-        let driver = Self { set_policy };
+        // SAFETY: as above.
+        let launches =
+            unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> usize>(launches) };
+        let driver = Self { set_policy, launches };
         driver.make_current(0);
         Some(driver)
     }
@@ -60,6 +66,11 @@ impl Driver {
     /// How streams are ordered from now on.
     pub(crate) fn set_policy(&self, policy: c_int) {
         (self.set_policy)(policy);
+    }
+
+    /// How many kernels were put on streams so far.
+    pub(crate) fn launches(&self) -> usize {
+        (self.launches)()
     }
 
     /// A launcher on the default stream.

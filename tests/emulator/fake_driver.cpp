@@ -97,6 +97,8 @@ int unpin(void* place) {
 #define IN_CONTEXT \
   LOCKED;          \
   if (!current()) return failed(kInvalidContext, "this thread has no context")
+static size_t launches;  // of kernels
+
 // Whether a stream is of a context; the default stream is of all.
 static bool is_of(const void* stream, void* context) {
   return uintptr_t(stream) <= 1 || owners[stream] == context;
@@ -105,6 +107,7 @@ static bool is_of(const void* stream, void* context) {
 extern "C" {
 // For tests: a streams::Policy.
 void fake_driver_policy(int policy) { LOCKED; streams::set_policy(policy); }
+size_t fake_driver_launches() { LOCKED; return launches; }
 
 // ---- two devices, each with one context ------------------------------------------------------------
 int cuInit(unsigned) { return kSuccess; }
@@ -151,6 +154,7 @@ int cuLaunchKernel(const Function* function, unsigned x, unsigned y, unsigned z,
     const auto* const value = static_cast<unsigned char*>(parameters[i]);
     values.emplace_back(value, value + kernel->sizes[i]);
   }
+  ++launches;
   return put(stream, [=]() mutable {
     std::vector<void*> addresses;
     for (auto& value : values) addresses.push_back(value.data());

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from evermoe import ops
 from evermoe.optim import SGD, AdamW
 
 
@@ -181,6 +182,98 @@ def test_refused_gradient_counts_no_step():
         optimizer.step()
     assert optimizer.state[parameter]["step"].item() == 0
     assert torch.equal(parameter, torch.ones(4, 4))
+
+
+KINDS = [(AdamW, "adamw_all_"), (SGD, "sgd_all_")]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How many parameters each call of an op took, by the op's name."""
+    found = []
+
+    def count(name, op):
+        def counted(p, *rest):
+            found.append((name, len(p)))
+            op(p, *rest)
+
+        monkeypatch.setattr(ops, name, counted)
+
+    for name in ("adamw_", "adamw_all_", "sgd_", "sgd_all_"):
+        count(name, getattr(ops, name))
+    return found
+
+
+def one_by_one(kind, parameters, **options):
+    """The same optimizer, but each parameter has one of its own."""
+    return [kind([parameter], **options) for parameter in parameters]
+
+
+@pytest.mark.parametrize(("kind", "op"), KINDS)
+def test_all_parameters_take_their_step_in_one_call(kind, op, calls):
+    """Of two groups; some without a gradient at times, so that they are at different steps."""
+    options = {"lr": 0.1, "weight_decay": 0.2} | ({"momentum": 0.9} if kind is SGD else {})
+    random = torch.Generator().manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, generator=random)) for shape in [(8, 4), (), (0,), (71,), (2, 3)]]
+    theirs = [nn.Parameter(parameter.detach().clone()) for parameter in ours]
+    optimizer = kind([{"params": ours[:3]}, {"params": ours[3:], "lr": 0.3}], **options)
+    others = one_by_one(kind, theirs[:3], **options) + one_by_one(kind, theirs[3:], **options | {"lr": 0.3})
+    for step in range(4):
+        for number, pair in enumerate(zip(ours, theirs, strict=True)):
+            skipped = (step + number) % 3 == 0
+            for parameter in pair:
+                parameter.grad = None if skipped else torch.full_like(parameter, step + 0.5)
+        calls.clear()
+        optimizer.step()
+        assert calls == [(op, sum(parameter.grad is not None for parameter in ours))]
+        for other in others:
+            other.step()
+    for one, two, other in zip(ours, theirs, others, strict=True):
+        assert torch.equal(one, two)
+        assert optimizer.state[one].keys() == other.state[two].keys()
+        for name, value in optimizer.state[one].items():
+            assert torch.equal(value, other.state[two][name]), name
+
+
+@pytest.mark.parametrize(("kind", "op"), KINDS)
+def test_without_a_gradient_there_is_no_call(kind, op, calls):
+    kind([nn.Parameter(torch.ones(8))]).step()
+    assert not calls
+
+
+def sparse(parameters):
+    parameters[1].grad = torch.ones(4).to_sparse()
+
+
+def freed(parameters):
+    parameters[1].grad.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("spoil", [sparse, freed])
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_one_refused_gradient_changes_no_parameter(kind, spoil):
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(3)]
+    optimizer = kind([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=0.1)
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    optimizer.step()
+    before, state = copy.deepcopy(parameters), copy.deepcopy(optimizer.state_dict())
+    spoil(parameters)
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert all(torch.equal(one, two) for one, two in zip(parameters, before, strict=True))
+    torch.testing.assert_close(optimizer.state_dict(), state, rtol=0, atol=0)
+
+
+def test_option_out_of_its_range_changes_no_parameter():
+    parameters = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = AdamW([{"params": [parameter]} for parameter in parameters])
+    for parameter in parameters:
+        parameter.grad = torch.ones(4)
+    optimizer.param_groups[1]["lr"] = -1.0
+    with pytest.raises(ValueError, match="lr: expected"):
+        optimizer.step()
+    assert all(torch.equal(parameter, torch.ones(4)) for parameter in parameters)
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])

@@ -38,11 +38,12 @@ from evermoe.ops.dispatch import (
     unpermute_out,
 )
 from evermoe.ops.fp8 import dequantize_rows, quantize_rows
-from evermoe.ops.optim import adamw_, adamw_step, sgd_, sgd_step
+from evermoe.ops.optim import adamw_, adamw_all_, adamw_step, sgd_, sgd_all_, sgd_step
 
 __all__ = [
     "BLOCK_BYTES",
     "adamw_",
+    "adamw_all_",
     "adamw_step",
     "checksums",
     "cpu_cache_bytes",
@@ -62,6 +63,7 @@ __all__ = [
     "regroup_out",
     "set_cpu_cache_limit",
     "sgd_",
+    "sgd_all_",
     "sgd_step",
     "split_tokens",
     "unpack_chunks",

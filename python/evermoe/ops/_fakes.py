@@ -101,6 +101,22 @@ def _(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], step
     pass
 
 
+@torch.library.register_fake("evermoe::adamw_all_")
+def _(
+    p: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    steps: Tensor,
+) -> None:
+    pass
+
+
+@torch.library.register_fake("evermoe::sgd_all_")
+def _(p: Sequence[Tensor], buffers: Sequence[Tensor | None], gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+    pass
+
+
 @torch.library.register_fake("evermoe::pack_chunks")
 def _(tensors: Sequence[Tensor], first_chunk: int, chunks: Tensor, hashes: Tensor) -> None:
     pass

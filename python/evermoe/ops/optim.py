@@ -1,4 +1,4 @@
-"""Steps of AdamW and SGD with one arithmetic on all devices, for one parameter or one expert."""
+"""Steps of AdamW and SGD with one arithmetic on all devices: several of one parameter, or one of many."""
 
 from __future__ import annotations
 
@@ -98,6 +98,35 @@ def adamw_(p: Tensor, m: Tensor, v: Tensor, gradients: Sequence[Tensor | None], 
     torch_ops.adamw_.default(p, m, v, gradients, steps)
 
 
+def adamw_all_(
+    p: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    steps: Tensor,
+) -> None:
+    """Apply one step of AdamW to each parameter in place: the bits of `adamw_` for each, in one call.
+
+    On CUDA one launch takes 64 parameters of a device, of any sizes, if they have at most 8 different rows in `steps`.
+
+    Args:
+        p: parameters, each as for `adamw_`, on any devices; those that share memory are stepped in their order.
+        m: first moments, one for each parameter.
+        v: second moments, likewise.
+        gradients: one for each parameter; None is a gradient of zeros.
+        steps: float32 `[len(p), 10]` on the CPU: rows from `adamw_step`.
+
+    Raises:
+        RuntimeError: an argument is not as above; the message says of which parameter; nothing is changed then.
+
+    Example: one parameter is the example of `adamw_`.
+
+    Not differentiable.
+    """
+    refuse_grad("adamw_all_", "call it under torch.no_grad()", *p, *m, *v)
+    torch_ops.adamw_all_.default(p, m, v, gradients, steps)
+
+
 def sgd_step(
     *,
     is_first: bool,
@@ -176,3 +205,23 @@ def sgd_(p: Tensor, buffer: Tensor | None, gradients: Sequence[Tensor | None], s
     """
     refuse_grad("sgd_", "call it under torch.no_grad()", p, buffer)
     torch_ops.sgd_.default(p, buffer, gradients, steps)
+
+
+def sgd_all_(p: Sequence[Tensor], buffers: Sequence[Tensor], gradients: Sequence[Tensor | None], steps: Tensor) -> None:
+    """Apply one step of SGD to each parameter in place: the bits of `sgd_` for each, in one call.
+
+    Args:
+        p: parameters, each as for `sgd_`, as in `adamw_all_`.
+        buffers: the momentum's, one for each parameter whose step has momentum, in their order.
+        gradients: one for each parameter; None is a gradient of zeros.
+        steps: float32 `[len(p), 9]` on the CPU: rows from `sgd_step`.
+
+    Raises:
+        RuntimeError: an argument is not as above; the message says of which parameter; nothing is changed then.
+
+    Example: one parameter is the example of `sgd_`.
+
+    Not differentiable.
+    """
+    refuse_grad("sgd_all_", "call it under torch.no_grad()", *p, *buffers)
+    torch_ops.sgd_all_.default(p, buffers, gradients, steps)

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import itertools
 import shutil
 import struct
 from dataclasses import dataclass
@@ -130,11 +131,19 @@ def backward_far(kernels):
 
 
 def adamw(kernels):
-    step = struct.pack("<9fHHQ", 1, 1, 1, 1, 0, 1, 0, 1, 1, 0, 0, 0)  # no gradient: m becomes 0, p and v stay
-    state = [Buffer([WIDTH + 3], torch.float32, 0) for _ in range(3)]
-    kernels("adamw_4", 2, 32, 0, *state, WIDTH + 3, 1, step.ljust(8 * 48, b"\0"))
-    for buffer in state:
-        buffer.equals(torch.zeros(WIDTH + 3))
+    """Of two tensors."""
+    step = struct.pack("<9fI", 1, 1, 1, 1, 0, 1, 0, 1, 1, 0)  # no gradient: m becomes 0, p and v stay
+    states, entries = [[Buffer([size], torch.float32, 0) for _ in range(3)] for size in (WIDTH + 3, 8)], b""
+    for state, end_block in zip(states, (2, 3), strict=True):
+        addresses = [buffer.tensor.data_ptr() for buffer in state]
+        entries += struct.pack("<4QI4B", *addresses, len(state[0].tensor), end_block, 0, 1, 0, 1)
+    entries += struct.pack("<4QI4B", *[0] * 4, 0xFFFFFFFF, *[0] * 4) * 62
+    for _, m, _ in states:
+        m.set(torch.ones_like(m.tensor))
+    used = [buffer.tensor for state in states for buffer in state]
+    kernels("adamw", 3, 32, 0, step.ljust(8 * 40, b"\0") + entries + bytes(64 * 16), also=used)
+    for buffer in itertools.chain(*states):
+        buffer.equals(torch.zeros_like(buffer.tensor))
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
@@ -309,10 +318,37 @@ FAULTS = [
     Fault(
         "one element too many at the tail",
         "replay.cu",
-        "i < num_elements; i += num_threads()",
-        "i <= num_elements; i += num_threads()",
+        "i < num_elements; i += threads)",
+        "i <= num_elements; i += threads)",
         adamw,
-        r"replay.cu:\d+: out of bounds: reads 4 bytes.* of 172 bytes, at byte 172 of it",
+        r"replay.cu:\d+: out of bounds: reads 4 bytes.* of (172|32) bytes, at byte (172|32) of it",
+    ),
+    Fault(
+        "a block takes the tensor before its own",
+        "replay.cu",
+        ".end_block <= blockIdx.x) t += half",
+        ".end_block < blockIdx.x) t += half",
+        adamw,
+        "Tensor-likes are not equal",
+        1,
+    ),
+    Fault(
+        "the blocks of other tensors counted as the tensor's",
+        "replay.cu",
+        "first_block = t > 0 ? tensors[t - 1].end_block : 0;",
+        "first_block = 0;",
+        adamw,
+        "Tensor-likes are not equal",
+        2,
+    ),
+    Fault(
+        "two blocks take one part of a tensor",
+        "replay.cu",
+        "(blockIdx.x - first_block) * blockDim.x + threadIdx.x",
+        "(blockIdx.x - first_block) / 2 * blockDim.x + threadIdx.x",
+        adamw,
+        r"replay.cu:\d+: race: (reads|writes) ",
+        3,
     ),
 ]
 

@@ -1,6 +1,8 @@
 """The optimizers' kernels, run on the CPU from their own source, beside the CPU ops: the same bits."""
 
+import itertools
 import struct
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,21 +11,52 @@ from evermoe import ops
 from support.kernels import Buffer
 
 SIZES = [(0, 1), (1, 4), (3, 4), (7, 1), (8, 4), (15, 4), (257, 4), (1031, 1), (1031, 4)]
-MAX_STEPS, STEP_BYTES = 8, 48  # as in kernels/replay.cu
+MAX_STEPS, MAX_TENSORS = 8, 64  # as in kernels/abi.h, like the structs
+STEP, TENSOR, GRADIENT = struct.Struct("<9fI"), struct.Struct("<4QI4B"), struct.Struct("<2Q")
 KINDS = {torch.float32: 1, torch.bfloat16: 2}
 ADAMW = {"lr": 0.3, "betas": (0.9, 0.97), "eps": 1e-9, "weight_decay": 0.2}
 OTHER_END = ADAMW | {"betas": (0.3, 0.5), "maximize": True, "loss_scale": 3.0, "clip": 0.7}
+ARITHMETICS = ["evermoe", "torch_cpu_fused", "torch_cuda_foreach"]
 SGD = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.2}
 
 
-def table(steps, gradients):
-    """The kernels' last argument: the numbers of each step, its kind of gradient, arithmetic and address."""
-    packed = b""
-    for (arithmetic, *numbers), gradient in zip(steps.tolist(), gradients, strict=True):
-        kind, address = (0, 0) if gradient is None else (KINDS[gradient.dtype], gradient.data_ptr())
-        filled = numbers + [0.0] * (9 - len(numbers))
-        packed += struct.pack("<9fHHQ", *filled, kind, int(arithmetic), address)
-    return packed.ljust(MAX_STEPS * STEP_BYTES, b"\0")
+@dataclass
+class Stepped:
+    """A tensor of a launch: its state and the gradients of its steps; elements that a thread takes at once, 1 or 4."""
+
+    state: list
+    gradients: list
+    per_thread: int = 4
+    first_step: int = 0
+    blocks: int = 2
+
+    def __post_init__(self):
+        self.skipped = self.per_thread % 4  # elements before it: not aligned to packs
+        self.buffers = [Buffer([len(v) + self.skipped], torch.float32).set(self.moved(v)) for v in self.state]
+        moved = [None if g is None else self.moved(g) for g in self.gradients]
+        self.gradients = [None if g is None else g[self.skipped :] for g in moved]
+
+    def moved(self, values):
+        return torch.nn.functional.pad(values, (self.skipped, 0))
+
+
+def table(steps, tensors):
+    """The kernels' argument, and the blocks of a launch."""
+    rows, entries, gradients, end_block = [], [], [], 0
+    for arithmetic, *numbers in steps.tolist():
+        rows.append(STEP.pack(*numbers, *[0.0] * (9 - len(numbers)), int(arithmetic)))
+    for each in tensors:
+        addresses = [buffer.tensor.data_ptr() + 4 * each.skipped for buffer in each.buffers]
+        addresses += [0] * (3 - len(addresses))
+        end_block += each.blocks
+        places = each.first_step, len(each.gradients), len(gradients), each.per_thread == 4
+        entries.append(TENSOR.pack(*addresses, len(each.state[0]), end_block, *places))
+        for gradient in each.gradients:
+            given = (0, 0) if gradient is None else (gradient.data_ptr(), KINDS[gradient.dtype])
+            gradients.append(GRADIENT.pack(*given))
+    entries += [TENSOR.pack(*[0] * 4, 0xFFFFFFFF, *[0] * 4)] * (MAX_TENSORS - len(entries))
+    parts = [(rows, STEP, MAX_STEPS), (entries, TENSOR, MAX_TENSORS), (gradients, GRADIENT, MAX_TENSORS)]
+    return b"".join(b"".join(packed).ljust(kind.size * count, b"\0") for packed, kind, count in parts), end_block
 
 
 def draw(size):
@@ -36,18 +69,19 @@ def draw(size):
     return gradients, (ordinary, [values.view(torch.float32) for values in bits[1:]])
 
 
-def check(kernels, name, op, state, gradients, steps, *more):
+def check(kernels, name, op, steps, *tensors):
     """Floats of every kind are compared bit for bit; NaNs are NaNs, as which of them comes out is not said."""
-    size = state[0].numel()
-    ours, expected = [Buffer([size], torch.float32).set(values) for values in state], [v.clone() for v in state]
-    used = [gradient for gradient in gradients if gradient is not None]
-    addresses = list(ours)
-    if name.startswith("sgd") and len(state) == 1:
-        addresses.append(0)
-    kernels(name, 2, 32, 0, *addresses, size, *more, len(steps), table(steps, gradients), also=used)
-    op(*expected, *([None] * (len(addresses) - len(state))), gradients, steps)
-    for buffer, values in zip(ours, expected, strict=True):
-        buffer.equals_but_for_nans(values)
+    packed, blocks = table(steps, tensors)
+    used = [buffer.tensor for each in tensors for buffer in each.buffers]
+    used += [gradient for each in tensors for gradient in each.gradients if gradient is not None]
+    kernels(name, blocks, 32, 0, packed, also=used)
+    for each in tensors:
+        expected = [values.clone() for values in each.state]
+        no_buffer = [None] if name == "sgd" and len(expected) == 1 else []
+        its_steps = steps[each.first_step : each.first_step + len(each.gradients)]
+        op(*expected, *no_buffer, each.gradients, its_steps)
+        for buffer, values in zip(each.buffers, expected, strict=True):
+            buffer.equals_but_for_nans(each.moved(values))
 
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
@@ -59,7 +93,7 @@ def test_adamw(kernels, arithmetic, size, per_thread):
         powers = tuple(beta**t for beta in options["betas"]) if arithmetic == "torch_cuda_fused" else None
         rows.append(ops.adamw_step(t=t, arithmetic=arithmetic, powers=powers, **options))
     for state in states:
-        check(kernels, f"adamw_{per_thread}", ops.adamw_, state, gradients, torch.stack(rows))
+        check(kernels, "adamw", ops.adamw_, torch.stack(rows), Stepped(state, gradients, per_thread))
 
 
 @pytest.mark.parametrize(("size", "per_thread"), SIZES)
@@ -71,10 +105,10 @@ def test_sgd(kernels, arithmetic, size, per_thread):
     rows = [ops.sgd_step(is_first=True, arithmetic=arithmetic, **SGD)]
     rows += [ops.sgd_step(is_first=False, arithmetic=arithmetic, **options) for options in later]
     for state in states:
-        check(kernels, f"sgd_{per_thread}", ops.sgd_, state[:2], gradients, torch.stack(rows), 1)
+        check(kernels, "sgd", ops.sgd_, torch.stack(rows), Stepped(state[:2], gradients, per_thread))
     rows = [ops.sgd_step(is_first=False, arithmetic=arithmetic, **options | {"momentum": 0.0}) for options in [SGD] * 5]
     for state in states:
-        check(kernels, f"sgd_{per_thread}", ops.sgd_, state[:1], gradients, torch.stack(rows), 0)
+        check(kernels, "sgd", ops.sgd_, torch.stack(rows), Stepped(state[:1], gradients, per_thread))
 
 
 def test_arithmetics_of_one_batch_may_differ(kernels):
@@ -86,12 +120,48 @@ def test_arithmetics_of_one_batch_may_differ(kernels):
         )
         for arithmetic in arithmetics
     ]
-    check(kernels, "adamw_4", ops.adamw_, states[0], gradients, torch.stack(rows))
+    check(kernels, "adamw", ops.adamw_, torch.stack(rows), Stepped(states[0], gradients))
+
+
+def many(steps, arrays):
+    """As many tensors as fit: of many sizes, also none, with one step or two, some not aligned, with uneven blocks."""
+    sizes, tensors, room = itertools.cycle([1, 7, 0, 8, 33, 257, 15, 12]), [], MAX_TENSORS
+    while room > 0:
+        number, size = len(tensors), next(sizes)
+        gradients, states = draw(size)
+        its_steps = min(1 + number % 11 // 10, room)
+        gradients = [gradients[(number + step) % 5] for step in range(its_steps)]
+        place = {"per_thread": 1 if number % 3 == 2 else 4, "first_step": number % (len(steps) - 1)}
+        tensors.append(Stepped(states[number % 2][:arrays], gradients, blocks=-(-size // 100), **place))
+        room -= its_steps
+    return tensors
+
+
+def test_adamw_of_many_tensors(kernels):
+    steps = [ops.adamw_step(t=t, arithmetic=ARITHMETICS[t % 3], **ADAMW) for t in range(1, MAX_STEPS + 1)]
+    check(kernels, "adamw", ops.adamw_, torch.stack(steps), *many(steps, 3))
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_sgd_of_many_tensors(kernels, momentum):
+    options = SGD | {"momentum": momentum}
+    steps = [ops.sgd_step(is_first=t == 1, arithmetic=ARITHMETICS[t % 2], **options) for t in range(MAX_STEPS)]
+    check(kernels, "sgd", ops.sgd_, torch.stack(steps), *many(steps, 2 if momentum else 1))
+
+
+def test_tensors_with_and_without_a_buffer(kernels):
+    gradients, states = draw(40)
+    steps = torch.stack([ops.sgd_step(is_first=False, **SGD), ops.sgd_step(is_first=False, lr=0.3)])
+    tensors = [Stepped(states[0][:2], gradients[:1]), Stepped(states[1][:1], gradients[4:], first_step=1)]
+    check(kernels, "sgd", ops.sgd_, steps, *tensors)
 
 
 def test_large(fast_kernels):
     gradients, states = draw(200_003)
     rows = torch.stack([ops.adamw_step(t=t, **ADAMW) for t in range(1, 6)])
-    check(fast_kernels, "adamw_4", ops.adamw_, states[0], gradients, rows)
+    small = [
+        Stepped([values[:9] for values in states[1]], [gradients[3][:9]], first_step=t, blocks=1) for t in range(5)
+    ]
+    check(fast_kernels, "adamw", ops.adamw_, rows, *small, Stepped(states[0], gradients, blocks=5))
     rows = torch.stack([ops.sgd_step(is_first=t == 0, **SGD) for t in range(5)])
-    check(fast_kernels, "sgd_4", ops.sgd_, states[0][:2], gradients, rows, 1)
+    check(fast_kernels, "sgd", ops.sgd_, rows, Stepped(states[0][:2], gradients))
