@@ -257,6 +257,14 @@ impl ChunkCopier {
         unsafe { self.released.before(stream) }
     }
 
+    /// Blocks the calling thread until started transfers no longer use the tensors.
+    ///
+    /// # Errors
+    /// What went wrong on the device.
+    pub(super) fn wait_for_release(&self) -> Result<()> {
+        self.released.wait()
+    }
+
     /// Whether all that was started for these chunks is over: the host may use them. (Small chunks that share a transfer
     /// are done together.)
     ///

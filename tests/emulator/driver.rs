@@ -4,7 +4,8 @@
 
 use cudarc::driver::{result, sys};
 use evermoe::cuda::{self, Launcher};
-use std::ffi::{CString, c_int};
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::mem::transmute;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::Command;
@@ -15,9 +16,14 @@ pub(crate) const LATE: c_int = 0;
 pub(crate) const EARLY: c_int = 1;
 pub(crate) const RANDOM: c_int = 2;
 
+type Symbol = *mut c_void;
+
 /// The loaded driver.
 pub(crate) struct Driver {
     set_policy: extern "C" fn(c_int),
+    fault: extern "C" fn(c_int),
+    refuse: extern "C" fn(c_int),
+    is_idle: extern "C" fn() -> c_int,
 }
 
 impl Driver {
@@ -37,13 +43,18 @@ impl Driver {
         // SAFETY: a library of ours; it stays loaded.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null(), "the fake driver does not load");
-        // SAFETY: a name with its end.
-        let set_policy = unsafe { libc::dlsym(handle, c"fake_driver_policy".as_ptr()) };
-        assert!(!set_policy.is_null(), "the fake driver has no policies");
-        // SAFETY: the function's type in fake_driver.cpp.
-        let set_policy =
-            unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(c_int)>(set_policy) };
-        let driver = Self { set_policy };
+        // SAFETY: the functions' types in fake_driver.cpp.
+        let driver = unsafe {
+            Self {
+                set_policy: transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, c"fake_driver_policy")),
+                fault: transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, c"fake_driver_fault")),
+                refuse: transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, c"fake_driver_refuse")),
+                is_idle: transmute::<Symbol, extern "C" fn() -> c_int>(symbol(
+                    handle,
+                    c"fake_driver_is_idle",
+                )),
+            }
+        };
         driver.make_current(0);
         Some(driver)
     }
@@ -62,6 +73,27 @@ impl Driver {
         (self.set_policy)(policy);
     }
 
+    /// So many works from now one fails, and its context with it.
+    pub(crate) fn plant_fault(&self, works: c_int) {
+        assert!(works > 0);
+        (self.fault)(works);
+    }
+
+    /// So many launches from now one is refused, and nothing else.
+    pub(crate) fn refuse_launch(&self, launches: c_int) {
+        (self.refuse)(launches);
+    }
+
+    /// Whether all work of the thread's context has run.
+    pub(crate) fn is_idle(&self) -> bool {
+        (self.is_idle)() != 0
+    }
+
+    /// Forgets errors and work of all contexts, as a new process would.
+    pub(crate) fn heal(&self) {
+        (self.fault)(0);
+    }
+
     /// A launcher on the default stream.
     pub(crate) fn launcher(&self) -> Launcher {
         self.launcher_on(ptr::null_mut())
@@ -72,6 +104,14 @@ impl Driver {
         // SAFETY: the default stream, or one of the test's that outlives the launcher.
         unsafe { Launcher::new(0, stream.cast()) }.expect("a launcher")
     }
+}
+
+/// A function that the stand-in has for tests.
+fn symbol(handle: Symbol, name: &CStr) -> Symbol {
+    // SAFETY: a loaded library, and a name with its end.
+    let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
+    assert!(!found.is_null(), "the fake driver has no {name:?}");
+    found
 }
 
 /// Runs what was put on the default stream.

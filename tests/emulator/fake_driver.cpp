@@ -2,7 +2,8 @@
 // addresses, and work that is put on a stream runs as late or as unluckily as streams.h says. Memory is garbage until
 // it is written. Calls that CUDA leaves undefined fail with a message: memory of the host that is given back while a
 // copy still needs it, copies past the end of an allocation. There are two devices; a thread has no context until it sets
-// one, and streams, events and kernels are those of the context in which they were made.
+// one, and streams, events and kernels are those of the context in which they were made. What goes wrong in a context's
+// work is told by the next call that has something to do with it, and by every one after that.
 #include "emulator.h"
 #include "streams.h"
 #include <cstdio>
@@ -15,12 +16,13 @@
 
 namespace {
 enum Status { kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600,
-              kLaunchFailed = 719 };
+              kLaunchOutOfResources = 701, kLaunchFailed = 719 };
 constexpr unsigned kNonBlocking = 1;  // of the flags of a stream
 constexpr unsigned kBlockingSync = 1;  // of the flags of an event
 constexpr size_t kCanaryBytes = 64;
 constexpr unsigned char kGarbage = 0xa5, kCanary = 0x5a;
 std::mutex mutex;
+int launches_to_refuse;
 std::map<uintptr_t, size_t> device_memory, pinned_memory;  // start -> bytes
 // An event, and whether a host thread that waits for it leaves the processor to others.
 struct Event : streams::Point { bool blocks = false; };
@@ -40,7 +42,7 @@ int failed(int status, const char* what) {
   fprintf(stderr, "fake_driver: %s\n", what);
   return status;
 }
-int status() { return streams::error(); }
+int status() { return streams::error(current()); }
 std::map<uintptr_t, size_t>::iterator holder(std::map<uintptr_t, size_t>& memory, uintptr_t place) {
   auto after = memory.upper_bound(place);
   if (after == memory.begin()) return memory.end();
@@ -54,7 +56,7 @@ bool runs_over(uintptr_t place, size_t bytes) {
   return found != device_memory.end() && place + bytes > found->first + found->second;
 }
 int put(void* handle, std::function<int()> work, streams::HostRange host = {}) {
-  streams::Stream* const stream = streams::of_handle(handle);
+  streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   streams::ask(stream, std::move(work), host);
   return status();
@@ -64,7 +66,7 @@ int copy(uintptr_t to, uintptr_t from, size_t bytes, void* stream, streams::Host
   return put(stream, [=] { return memmove(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes), 0; }, host);
 }
 int finish(void* handle) {
-  streams::Stream* const stream = streams::of_handle(handle);
+  streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   streams::run_until(streams::end_of(stream));
   return status();
@@ -94,10 +96,11 @@ int unpin(void* place) {
 }
 }  // namespace
 #define LOCKED const std::lock_guard<std::mutex> hold(mutex)
-#define IN_CONTEXT \
-  LOCKED;          \
-  if (!current()) return failed(kInvalidContext, "this thread has no context")
-// Whether a stream is of a context; the default stream is of all.
+#define IN_CONTEXT                                                                    \
+  LOCKED;                                                                             \
+  if (!current()) return failed(kInvalidContext, "this thread has no context"); \
+  if (status()) return status()
+// Whether a stream is of a context; each has a default stream.
 static bool is_of(const void* stream, void* context) {
   return uintptr_t(stream) <= 1 || owners[stream] == context;
 }
@@ -105,6 +108,18 @@ static bool is_of(const void* stream, void* context) {
 extern "C" {
 // For tests: a streams::Policy.
 void fake_driver_policy(int policy) { LOCKED; streams::set_policy(policy); }
+// So many works from now one fails, and its context with it; 0 begins anew, as in a new process.
+void fake_driver_fault(int works) {
+  LOCKED;
+  if (works == 0) {
+    streams::heal();
+    pinned_memory.clear();
+  }
+  streams::plant_fault(works);
+}
+// So many launches from now one is refused; what else was asked for goes on.
+void fake_driver_refuse(int launches) { LOCKED; launches_to_refuse = launches; }
+int fake_driver_is_idle() { LOCKED; return streams::is_idle(current()); }
 
 // ---- two devices, each with one context ------------------------------------------------------------
 int cuInit(unsigned) { return kSuccess; }
@@ -118,23 +133,26 @@ int cuDevicePrimaryCtxRetain(void** context, int device) { *context = reinterpre
 int cuDevicePrimaryCtxRelease_v2(int) { return kSuccess; }
 int cuCtxSetCurrent(void* context) { current() = context; return kSuccess; }
 int cuCtxGetCurrent(void** context) { *context = current(); return kSuccess; }
-int cuCtxSynchronize() { IN_CONTEXT; streams::run_all(); return status(); }
+int cuCtxSynchronize() { IN_CONTEXT; streams::run_all(current()); return status(); }
 int cuCtxGetStreamPriorityRange(int* least, int* greatest) { *least = 0; *greatest = -5; return kSuccess; }
-int cuGetErrorName(int, const char** text) { *text = "CUDA_ERROR"; return kSuccess; }
+int cuGetErrorName(int error, const char** text) {
+  *text = error == streams::kIllegalAddress ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR";
+  return kSuccess;
+}
 int cuGetErrorString(int, const char** text) { *text = "see the message of fake_driver"; return kSuccess; }
 
 // ---- kernels -------------------------------------------------------------------------------------------
 int cuModuleLoadData(void** module, const void* image) {
+  IN_CONTEXT;
   uint32_t magic;
   memcpy(&magic, image, sizeof magic);
   if (magic != 0xba55ed50) return kInvalidImage;
-  if (!current()) return failed(kInvalidContext, "this thread has no context");
   *module = current();  // every module has every kernel
   return kSuccess;
 }
 int cuModuleUnload(void*) { return kSuccess; }
 int cuModuleGetFunction(const void** function, void* module, const char* name) {
-  LOCKED;
+  IN_CONTEXT;
   const emulator::Kernel* const kernel = emulator::find_kernel(name);
   if (kernel) *function = &(functions[{name, module}] = {kernel, module});
   return kernel ? kSuccess : kNotFound;
@@ -145,6 +163,7 @@ int cuLaunchKernel(const Function* function, unsigned x, unsigned y, unsigned z,
   const emulator::Kernel* const kernel = function->kernel;
   if (function->context != current() || !is_of(stream, current())) return failed(kInvalidHandle, "a kernel or stream of another device");
   if (y != 1 || z != 1 || threads_y != 1 || threads_z != 1) return failed(kInvalidValue, "grids of one dimension alone");
+  if (launches_to_refuse > 0 && --launches_to_refuse == 0) return failed(kLaunchOutOfResources, "a launch that is refused, as asked for");
   if (const char* limit = emulator::over_limits(*kernel, 0, x, threads, shared)) return failed(kInvalidValue, limit);
   std::vector<std::vector<unsigned char>> values;  // as they are now
   for (size_t i = 0; i < kernel->num_parameters; ++i) {
@@ -171,7 +190,7 @@ int cuMemAlloc_v2(uintptr_t* address, size_t bytes) {
   return status();
 }
 int cuMemAllocAsync(uintptr_t* address, size_t bytes, void*) { return cuMemAlloc_v2(address, bytes); }
-int cuMemFree_v2(uintptr_t address) { IN_CONTEXT; streams::run_all(); return release(address); }
+int cuMemFree_v2(uintptr_t address) { IN_CONTEXT; streams::run_all(current()); return release(address); }
 int cuMemFreeAsync(uintptr_t address, void* stream) { IN_CONTEXT; return put(stream, [=] { return release(address); }); }
 int cuMemHostAlloc(void** place, size_t bytes, unsigned) {
   IN_CONTEXT;
@@ -229,14 +248,14 @@ int cuMemsetD8Async(uintptr_t address, unsigned char byte, size_t count, void* s
 // ---- streams and events: a question for them lets one piece of work run, so that who asks again and again gets on ------
 int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
   IN_CONTEXT;
-  *stream = streams::create(!(flags & kNonBlocking));
+  *stream = streams::create(current(), !(flags & kNonBlocking));
   owners[*stream] = current();
   return status();
 }
 int cuStreamCreate(void** stream, unsigned flags) { return cuStreamCreateWithPriority(stream, flags, 0); }
 int cuStreamDestroy_v2(void* handle) {
   IN_CONTEXT;
-  streams::Stream* const stream = streams::of_handle(handle);
+  streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream || uintptr_t(handle) <= 1) return failed(kInvalidHandle, "no such stream");
   owners.erase(handle);
   streams::destroy(stream);
@@ -245,7 +264,7 @@ int cuStreamDestroy_v2(void* handle) {
 int cuStreamSynchronize(void* stream) { IN_CONTEXT; return finish(stream); }
 int cuStreamQuery(void* handle) {
   IN_CONTEXT;
-  streams::Stream* const stream = streams::of_handle(handle);
+  streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   if (streams::is_passed(streams::end_of(stream))) return status();
   streams::run_one(stream);
@@ -253,12 +272,13 @@ int cuStreamQuery(void* handle) {
 }
 int cuStreamWaitEvent(void* handle, const Event* event, unsigned) {
   IN_CONTEXT;
-  streams::Stream* const stream = streams::of_handle(handle);
+  streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   streams::ask_to_wait(stream, *event);
   return status();
 }
 int cuStreamIsCapturing(void*, int* answer) { return *answer = 0; }
+int cuThreadExchangeStreamCaptureMode(int*) { return kSuccess; }
 int cuEventCreate(Event** event, unsigned flags) {
   IN_CONTEXT;
   *event = new Event;
@@ -266,11 +286,18 @@ int cuEventCreate(Event** event, unsigned flags) {
   owners[*event] = current();
   return kSuccess;
 }
-int cuEventDestroy_v2(Event* event) { LOCKED; owners.erase(event); delete event; return kSuccess; }
+int cuEventDestroy_v2(Event* event) {
+  LOCKED;
+  const int error = streams::error(owners[event]);
+  owners.erase(event);
+  delete event;
+  return error;
+}
 int cuEventRecord(Event* event, void* handle) {
   IN_CONTEXT;
-  if (!is_of(handle, owners[event])) return failed(kInvalidHandle, "an event and a stream of two devices");
-  streams::Stream* const stream = streams::of_handle(handle);
+  if ((uintptr_t(handle) <= 1 ? current() : owners[handle]) != owners[event])
+    return failed(kInvalidHandle, "an event and a stream of two devices");
+  streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   static_cast<streams::Point&>(*event) = streams::end_of(stream);
   return status();
