@@ -24,6 +24,8 @@ pub(crate) struct Driver {
     fault: extern "C" fn(c_int),
     refuse: extern "C" fn(c_int),
     is_idle: extern "C" fn() -> c_int,
+    waits_for_all: extern "C" fn() -> c_int,
+    functions_loaded: extern "C" fn() -> c_int,
 }
 
 impl Driver {
@@ -45,14 +47,15 @@ impl Driver {
         assert!(!handle.is_null(), "the fake driver does not load");
         // SAFETY: the functions' types in fake_driver.cpp.
         let driver = unsafe {
+            let set = |name| transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, name));
+            let get = |name| transmute::<Symbol, extern "C" fn() -> c_int>(symbol(handle, name));
             Self {
-                set_policy: transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, c"fake_driver_policy")),
-                fault: transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, c"fake_driver_fault")),
-                refuse: transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, c"fake_driver_refuse")),
-                is_idle: transmute::<Symbol, extern "C" fn() -> c_int>(symbol(
-                    handle,
-                    c"fake_driver_is_idle",
-                )),
+                set_policy: set(c"fake_driver_policy"),
+                fault: set(c"fake_driver_fault"),
+                refuse: set(c"fake_driver_refuse"),
+                is_idle: get(c"fake_driver_is_idle"),
+                waits_for_all: get(c"fake_driver_waits_for_all"),
+                functions_loaded: get(c"fake_driver_functions_loaded"),
             }
         };
         driver.make_current(0);
@@ -87,6 +90,16 @@ impl Driver {
     /// Whether all work of the thread's context has run.
     pub(crate) fn is_idle(&self) -> bool {
         (self.is_idle)() != 0
+    }
+
+    /// How often the host has waited for all streams of a context that had work.
+    pub(crate) fn waits_for_all(&self) -> c_int {
+        (self.waits_for_all)()
+    }
+
+    /// How many kernels of modules have been asked for, each of which loads its code.
+    pub(crate) fn functions_loaded(&self) -> c_int {
+        (self.functions_loaded)()
     }
 
     /// Forgets errors and work of all contexts, as a new process would.

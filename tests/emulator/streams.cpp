@@ -26,7 +26,7 @@ namespace {
 std::vector<std::unique_ptr<Stream>> all;  // they live on, as points may name them
 std::map<const void*, int> errors;         // of contexts
 uint64_t num_asked;
-int policy, works_to_fault;
+int chosen_policy, works_to_fault;
 std::mt19937 random_numbers;
 
 Stream* default_stream(const void* context) {
@@ -90,8 +90,12 @@ void run_at_random(Point point) {
 }  // namespace
 
 void set_policy(int chosen) {
-  policy = chosen;
+  chosen_policy = chosen;
   random_numbers.seed(unsigned(chosen));
+}
+int policy() { return chosen_policy; }
+bool waits_for_default(const void* handle) {
+  return std::any_of(all.begin(), all.end(), [=](const auto& s) { return s.get() == handle && s->waits_for_default; });
 }
 Stream* create(const void* context, bool waits_for_default) {
   default_stream(context);
@@ -120,8 +124,8 @@ Point end_of(Stream* stream) {
 bool is_passed(Point point) { return !point.stream || point.stream->ran >= point.position; }
 void run_until(Point point) {
   if (is_passed(point)) return;
-  if (policy == kEarly) run_others(point.stream);
-  if (policy >= kRandom) run_at_random(point);
+  if (chosen_policy == kEarly) run_others(point.stream);
+  if (chosen_policy >= kRandom) run_at_random(point);
   run_needed(point);
 }
 void run_one(Stream* stream) {
@@ -129,7 +133,7 @@ void run_one(Stream* stream) {
   if (!stream->works.empty()) run_one(stream->works.front().after.stream);
 }
 void run_all(const void* context) {
-  if (policy != kLate) run_others(nullptr);
+  if (chosen_policy != kLate) run_others(nullptr);
   for (size_t i = 0; i < all.size(); ++i)
     if (all[i]->context == context) run_needed(end_of(all[i].get()));
 }

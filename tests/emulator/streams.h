@@ -27,8 +27,10 @@ struct HostRange {
 };
 
 void set_policy(int policy);
+int policy();
 // A stream of a context that waits for its default one, and the other way round, unless it is said not to.
 Stream* create(const void* context, bool waits_for_default);
+bool waits_for_default(const void* handle);
 void destroy(Stream* stream);          // its work still runs
 Stream* of_handle(void* handle, const void* context);  // null if there is none: null and 1 are the context's default stream
 void ask(Stream* stream, std::function<int()> work, HostRange host = {});
