@@ -212,7 +212,7 @@ impl ChunkCopier {
     /// [`ChunkCopier::release`]; these chunks are not used on the host until they are done.
     ///
     /// # Errors
-    /// A range beyond the chunks, or the driver's.
+    /// A range beyond the chunks, a stream that is being captured into a graph, or the driver's.
     pub unsafe fn save(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(Some(stream), chunks, Self::save_group) }
@@ -312,6 +312,9 @@ impl ChunkCopier {
     unsafe fn follow(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: by the callers' promises; our own streams live.
         unsafe {
+            // Ours would become part of the graph.
+            let is_captured = Launcher::of(self.device.clone(), stream).is_capturing()?;
+            ensure!(!is_captured, "chunks: expected a stream that is not being captured into a CUDA graph");
             self.ready.record(stream)?;
             self.ready.before(self.pack.raw())
         }
