@@ -212,7 +212,7 @@ impl ChunkCopier {
     /// [`ChunkCopier::release`]; these chunks are not used on the host until they are done.
     ///
     /// # Errors
-    /// A range beyond the chunks, or the driver's.
+    /// A range beyond the chunks, a stream that is being captured into a graph, or the driver's.
     pub unsafe fn save(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(Some(stream), chunks, Self::save_group) }
@@ -255,6 +255,14 @@ impl ChunkCopier {
     pub unsafe fn release(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: by the caller's promise.
         unsafe { self.released.before(stream) }
+    }
+
+    /// Blocks the calling thread until started transfers no longer use the tensors.
+    ///
+    /// # Errors
+    /// What went wrong on the device.
+    pub(super) fn wait_for_release(&self) -> Result<()> {
+        self.released.wait()
     }
 
     /// Whether all that was started for these chunks is over: the host may use them. (Small chunks that share a transfer
@@ -304,6 +312,9 @@ impl ChunkCopier {
     unsafe fn follow(&self, stream: *mut c_void) -> Result<()> {
         // SAFETY: by the callers' promises; our own streams live.
         unsafe {
+            // Ours would become part of the graph.
+            let is_captured = Launcher::of(self.device.clone(), stream).is_capturing()?;
+            ensure!(!is_captured, "chunks: expected a stream that is not being captured into a CUDA graph");
             self.ready.record(stream)?;
             self.ready.before(self.pack.raw())
         }

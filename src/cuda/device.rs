@@ -182,6 +182,28 @@ impl Drop for Current {
     }
 }
 
+/// What this thread calls for streams of our own may go on while a stream of torch's is captured into a graph: without it,
+/// waits and page-locking fail in every thread of the process, and spoil the graph.
+#[must_use]
+pub(super) struct BesideCaptures(sys::CUstreamCaptureMode);
+
+impl BesideCaptures {
+    pub(super) fn new() -> Result<Self> {
+        let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: swaps the mode of this thread with that in the variable.
+        let status = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        driver(status.result(), "cuThreadExchangeStreamCaptureMode")?;
+        Ok(Self(mode))
+    }
+}
+
+impl Drop for BesideCaptures {
+    fn drop(&mut self) {
+        // SAFETY: as above; the mode is the thread's from before.
+        let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
 impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "cuda:{}", self.context.ordinal())

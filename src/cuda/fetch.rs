@@ -42,8 +42,8 @@ impl Fetcher {
         layout.starts().iter().zip(layout.sizes()).map(|(at, &bytes)| (start + at, bytes)).collect()
     }
 
-    /// Brings at least the first `bytes` bytes of the tensors to the host, and waits for it. When it returns the device
-    /// reads no tensor for it.
+    /// Brings at least the first `bytes` bytes of the tensors to the host, and waits for it. When it returns, also with
+    /// an error, the device reads no tensor for it.
     ///
     /// # Errors
     /// The driver's.
@@ -54,7 +54,12 @@ impl Fetcher {
         }
         self.saved_chunks = chunks.end;
         // SAFETY: by the promise of `new`.
-        unsafe { self.copier.save_more(chunks.clone())? };
+        let started = unsafe { self.copier.save_more(chunks.clone()) };
+        if let Err(error) = started {
+            // What came before the error is on its way, and reads the tensors.
+            let _ = self.copier.wait_for_release();
+            return Err(error);
+        }
         self.copier.wait(chunks)
     }
 

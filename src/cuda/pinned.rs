@@ -1,6 +1,6 @@
 //! Page-locked host memory: what copies that run beside the host need.
 
-use super::device::{Device, driver};
+use super::device::{BesideCaptures, Device, driver};
 use crate::error::{Error, Result};
 use cudarc::driver::{result, sys};
 use std::ffi::c_void;
@@ -31,6 +31,7 @@ impl PinnedBuffer {
     pub fn new(device: usize, len: usize) -> Result<Self> {
         let device = Device::get(device)?;
         let _current = device.make_current()?;
+        let _beside = BesideCaptures::new()?;
         // SAFETY: a length above 0 and known flags.
         let start = unsafe { result::malloc_host(len.max(1), sys::CU_MEMHOSTALLOC_PORTABLE) };
         let start = driver(start, &format!("cuMemHostAlloc of {len} bytes"))?;
@@ -55,6 +56,7 @@ impl PinnedBuffer {
             return Err(Error::Invalid("host memory: expected an address and 1 byte or more".into()));
         };
         let _current = device.make_current()?;
+        let _beside = BesideCaptures::new()?;
         // SAFETY: by the caller's promise.
         let status =
             unsafe { sys::cuMemHostRegister_v2(start.cast(), len, sys::CU_MEMHOSTREGISTER_PORTABLE) };
@@ -81,6 +83,7 @@ impl PinnedBuffer {
 impl Drop for PinnedBuffer {
     fn drop(&mut self) {
         let Ok(_current) = self.device.make_current() else { return };
+        let _beside = BesideCaptures::new();
         let start = self.start.as_ptr().cast::<c_void>();
         // The driver waits for copies that still use the memory. At the end of the process it may be gone: no matter.
         // SAFETY: allocated or locked by `new` or `register`, and given back once.

@@ -1,6 +1,6 @@
 //! Streams and events of our own, and their order with torch's.
 
-use super::device::{Device, Launcher, driver};
+use super::device::{BesideCaptures, Device, Launcher, driver};
 use crate::error::{Error, Result};
 use cudarc::driver::{DriverError, result, sys};
 use std::ffi::c_void;
@@ -41,6 +41,7 @@ impl CopyStream {
 
     fn synchronize(&self) -> Result<()> {
         let _current = self.device.make_current()?;
+        let _beside = BesideCaptures::new()?;
         // SAFETY: a live stream.
         driver(unsafe { result::stream::synchronize(self.stream) }, "cuStreamSynchronize")
     }
@@ -104,6 +105,7 @@ impl Event {
 
     pub(super) fn is_done(&self) -> Result<bool> {
         let _current = self.device.make_current()?;
+        let _beside = BesideCaptures::new()?;
         // SAFETY: a live event.
         match unsafe { result::event::query(self.event) } {
             Ok(()) => Ok(true),
@@ -115,6 +117,7 @@ impl Event {
     /// Blocks the calling thread.
     pub(super) fn wait(&self) -> Result<()> {
         let _current = self.device.make_current()?;
+        let _beside = BesideCaptures::new()?;
         // SAFETY: a live event.
         driver(unsafe { result::event::synchronize(self.event) }, "cuEventSynchronize")
     }

@@ -22,7 +22,7 @@ use std::borrow::Cow;
 use std::sync::Mutex;
 
 /// Every op: name, signature, kernel. The same kernel serves the CPU and CUDA.
-fn table() -> [Op; 20] {
+fn table() -> [Op; 22] {
     [
         Op::new("expert_histogram", "(Tensor ids, SymInt num_experts) -> Tensor", expert_histogram),
         Op::new("expert_histograms", "(Tensor[] ids, SymInt num_experts) -> Tensor", expert_histograms),

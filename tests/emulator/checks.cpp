@@ -40,9 +40,19 @@ constexpr uint32_t kFirst = 1, kRenumber = 1u << 31;
 constexpr size_t kLanes = 32, kRecent = 4096;
 std::vector<std::unique_ptr<Region>> regions;
 std::vector<Access> accesses;               // of this launch; that of number n is accesses[n - launch_start]
-uint32_t launch_start = kFirst, block_start, barrier;  // earlier accesses are of earlier launches, blocks, or ordered
-uint32_t ordered_before[1024][kLanes];      // [thread, lane]: the lane's accesses before this number are ordered
-uint32_t last_sync[1024];
+uint32_t launch_start = kFirst;             // earlier accesses are of earlier launches
+// What is known of the block in a slot.
+struct Order {
+  uint32_t block_start, barrier;            // earlier accesses are of earlier blocks in the slot, or ordered
+  uint32_t ordered_before[1024][kLanes];    // [thread, lane]: the lane's accesses before this number are ordered
+  uint32_t last_sync[1024];
+  std::unique_ptr<Region> dynamic, fixed;   // its shared memory; that of fixed size is at the same place for all
+};
+std::vector<std::unique_ptr<Order>> slots;
+Order* now;
+size_t num_slots;
+uintptr_t fixed_begin;
+size_t fixed_bytes;
 struct Recent { uint32_t pc, number, block; uint16_t thread; bool atomic; Region* region; };
 Recent recent[kRecent];                     // by pc: its last access
 uintptr_t image_begin, image_end, stack_begin, stack_end;  // stack_end is 0 while no kernel runs
@@ -89,6 +99,8 @@ const char* verb(const Access& access) {
   const auto gap = [=](const Region& r) { return place < r.begin ? r.begin - place : place < r.end ? 0 : place - r.end; };
   for (const auto& r : regions)
     if (!nearest || gap(*r) < gap(*nearest)) nearest = r.get();
+  for (const Region* r : {now->dynamic.get(), now->fixed.get()})
+    if (r && (!nearest || gap(*r) < gap(*nearest))) nearest = r;
   const std::string here = source(access.pc);
   if (!nearest) fail("%s: out of bounds: %s %zu bytes, and there is no buffer at all", here.c_str(), verb(access), size);
   fail("%s: out of bounds: %s %zu bytes outside of every buffer; the nearest is %s of %zu bytes, at byte %td of it", here.c_str(),
@@ -99,21 +111,23 @@ const char* verb(const Access& access) {
        verb(access), byte, region.what.c_str(), other.thread, other.block, verb(other), source(other.pc).c_str());
 }
 Region& find(uintptr_t place, size_t size, const Access& access, Region* likely) {
+  for (Region* r : {now->dynamic.get(), now->fixed.get()})
+    if (r && place >= r->begin && place + size <= r->end) return *r;
   if (likely && place >= likely->begin && place + size <= likely->end) return *likely;
   for (const auto& r : regions)
     if (place >= r->begin && place + size <= r->end) return *r;
   fail_outside(place, size, access);
 }
 bool is_ordered(uint32_t number, const Region& region) {
-  if (number < (region.shared ? block_start : launch_start)) return true;
+  if (number < (region.shared ? now->block_start : launch_start)) return true;
   const Access& access = accesses[number - launch_start];
   if (access.block != blockIdx.x) return false;
-  if (access.thread == threadIdx.x || number < barrier) return true;
-  return access.thread / kLanes == threadIdx.x / kLanes && number < ordered_before[threadIdx.x][access.thread % kLanes];
+  if (access.thread == threadIdx.x || number < now->barrier) return true;
+  return access.thread / kLanes == threadIdx.x / kLanes && number < now->ordered_before[threadIdx.x][access.thread % kLanes];
 }
 // The number of an access: that of the same one before, if its thread has waited for nobody since.
 uint32_t number_of(const Access& access, Recent& slot) {
-  const uint32_t since = std::max(std::max(block_start, barrier), last_sync[access.thread]);
+  const uint32_t since = std::max(std::max(now->block_start, now->barrier), now->last_sync[access.thread]);
   const bool same = slot.pc == access.pc && slot.thread == access.thread && slot.block == access.block && slot.atomic == access.atomic;
   if (same && slot.number >= since) return slot.number;
   slot.number = next_number();
@@ -126,7 +140,7 @@ uint32_t number_of(const Access& access, Recent& slot) {
 }
 // Ends the launch if the access may not follow those of the cell.
 void check_byte(const Region& region, size_t byte, const Access& access, const Cell& cell) {
-  const bool unwritten = region.shared ? cell.write < block_start : !region.initialised && cell.write == 0;
+  const bool unwritten = region.shared ? cell.write < now->block_start : !region.initialised && cell.write == 0;
   if (unwritten && (!access.write || access.atomic))
     fail("%s: uninitialised: %s byte %zu of %s, which nobody has written", source(access.pc).c_str(), verb(access), byte, region.what.c_str());
   for (const uint32_t number : {cell.write, cell.others[0], cell.others[1]}) {
@@ -150,7 +164,7 @@ void check(uintptr_t place, size_t size, bool write, bool atomic, uintptr_t retu
   const Access access{uint32_t(return_address - image_begin), blockIdx.x, uint16_t(threadIdx.x), write, atomic};
   Recent& slot = recent[access.pc % kRecent];
   Region& region = find(place, size, access, slot.region);
-  slot.region = &region;
+  slot.region = region.shared ? nullptr : &region;
   const uint32_t number = number_of(access, slot);
   const size_t first = place - region.begin;
   Cell before{}, after{};
@@ -172,40 +186,52 @@ void renumber() {
 }
 }  // namespace
 
-void check_launch(const void* dynamic, size_t dynamic_bytes, const void* fixed, size_t fixed_bytes) {
+void check_launch(const void* fixed, size_t bytes) {
   if (!image_end) dl_iterate_phdr(find_image, nullptr);
   launch_start = next_number() + 1;
   accesses.clear();
   if (launch_start > kRenumber) renumber();
-  block_start = barrier = launch_start;
   memset(recent, 0, sizeof recent);
-  if (dynamic_bytes) regions.emplace_back(new Region(dynamic, dynamic_bytes, "dynamic shared memory", true, false));
-  if (fixed_bytes) regions.emplace_back(new Region(fixed, fixed_bytes, "static shared memory", true, false));
+  num_slots = 0;
+  fixed_begin = uintptr_t(fixed);
+  fixed_bytes = bytes;
 }
+void check_shared(const void* dynamic, size_t bytes) {
+  if (slots.size() == num_slots) slots.emplace_back(new Order());
+  Order& slot = *slots[num_slots++];
+  slot.block_start = slot.barrier = launch_start;
+  if (bytes) slot.dynamic.reset(new Region(dynamic, bytes, "dynamic shared memory", true, false));
+  if (fixed_bytes) slot.fixed.reset(new Region(reinterpret_cast<void*>(fixed_begin), fixed_bytes, "static shared memory", true, false));
+}
+void check_slot(unsigned number) { now = slots[number].get(); }
 void check_end() {
   stack_begin = stack_end = 0;
-  regions.erase(std::remove_if(regions.begin(), regions.end(), [](const auto& r) { return r->shared; }), regions.end());
+  for (auto& slot : slots) {
+    slot->dynamic.reset();
+    slot->fixed.reset();
+  }
 }
 void check_block() {
   accesses.push_back({});  // takes a number, so that nothing is as old as the start
-  block_start = barrier = next_number();
+  now->block_start = now->barrier = next_number();
 }
 void check_thread(const void* stack, size_t bytes) {
   stack_begin = uintptr_t(stack);
   stack_end = stack_begin + bytes;
 }
-void check_sync_block() { barrier = next_number(); }
+void check_sync_block() { now->barrier = next_number(); }
 void check_sync_warp(unsigned warp, unsigned mask) {
-  const uint32_t now = next_number();
+  const uint32_t number = next_number();
+  auto& ordered_before = now->ordered_before;
   for (unsigned other = 0; other < kLanes; ++other) {
-    uint32_t bound = mask >> other & 1 ? now : 0;
+    uint32_t bound = mask >> other & 1 ? number : 0;
     for (unsigned lane = 0; lane < kLanes; ++lane)
       if (mask >> lane & 1) bound = std::max(bound, ordered_before[warp * kLanes + lane][other]);
     for (unsigned lane = 0; lane < kLanes; ++lane)
       if (mask >> lane & 1) ordered_before[warp * kLanes + lane][other] = bound;
   }
   for (unsigned lane = 0; lane < kLanes; ++lane)
-    if (mask >> lane & 1) last_sync[warp * kLanes + lane] = now;
+    if (mask >> lane & 1) now->last_sync[warp * kLanes + lane] = number;
 }
 void check_atomic(const void* place, size_t size, void* pc) { check(uintptr_t(place), size, true, true, uintptr_t(pc)); }
 }  // namespace emulator

@@ -4,7 +4,8 @@
 
 use cudarc::driver::{result, sys};
 use evermoe::cuda::{self, Launcher};
-use std::ffi::{CString, c_int};
+use std::ffi::{CStr, CString, c_int, c_void};
+use std::mem::transmute;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::Command;
@@ -15,10 +16,17 @@ pub(crate) const LATE: c_int = 0;
 pub(crate) const EARLY: c_int = 1;
 pub(crate) const RANDOM: c_int = 2;
 
+type Symbol = *mut c_void;
+
 /// The loaded driver.
 pub(crate) struct Driver {
     set_policy: extern "C" fn(c_int),
-    launches: extern "C" fn() -> usize,
+    launches: extern "C" fn() -> c_int,
+    fault: extern "C" fn(c_int),
+    refuse: extern "C" fn(c_int),
+    is_idle: extern "C" fn() -> c_int,
+    waits_for_all: extern "C" fn() -> c_int,
+    functions_loaded: extern "C" fn() -> c_int,
 }
 
 impl Driver {
@@ -38,18 +46,20 @@ impl Driver {
         // SAFETY: a library of ours; it stays loaded.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) };
         assert!(!handle.is_null(), "the fake driver does not load");
-        // SAFETY: a name with its end.
-        let set_policy = unsafe { libc::dlsym(handle, c"fake_driver_policy".as_ptr()) };
-        // SAFETY: as above.
-        let launches = unsafe { libc::dlsym(handle, c"fake_driver_launches".as_ptr()) };
-        assert!(!set_policy.is_null() && !launches.is_null(), "the fake driver has no policies or no count");
-        // SAFETY: the function's type in fake_driver.cpp.
-        let set_policy =
-            unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(c_int)>(set_policy) };
-        // SAFETY: as above.
-        let launches =
-            unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> usize>(launches) };
-        let driver = Self { set_policy, launches };
+        // SAFETY: the functions' types in fake_driver.cpp.
+        let driver = unsafe {
+            let set = |name| transmute::<Symbol, extern "C" fn(c_int)>(symbol(handle, name));
+            let get = |name| transmute::<Symbol, extern "C" fn() -> c_int>(symbol(handle, name));
+            Self {
+                set_policy: set(c"fake_driver_policy"),
+                launches: get(c"fake_driver_launches"),
+                fault: set(c"fake_driver_fault"),
+                refuse: set(c"fake_driver_refuse"),
+                is_idle: get(c"fake_driver_is_idle"),
+                waits_for_all: get(c"fake_driver_waits_for_all"),
+                functions_loaded: get(c"fake_driver_functions_loaded"),
+            }
+        };
         driver.make_current(0);
         Some(driver)
     }
@@ -69,8 +79,39 @@ impl Driver {
     }
 
     /// How many kernels were put on streams so far.
-    pub(crate) fn launches(&self) -> usize {
+    pub(crate) fn launches(&self) -> c_int {
         (self.launches)()
+    }
+
+    /// So many works from now one fails, and its context with it.
+    pub(crate) fn plant_fault(&self, works: c_int) {
+        assert!(works > 0);
+        (self.fault)(works);
+    }
+
+    /// So many launches from now one is refused, and nothing else.
+    pub(crate) fn refuse_launch(&self, launches: c_int) {
+        (self.refuse)(launches);
+    }
+
+    /// Whether all work of the thread's context has run.
+    pub(crate) fn is_idle(&self) -> bool {
+        (self.is_idle)() != 0
+    }
+
+    /// How often the host has waited for all streams of a context that had work.
+    pub(crate) fn waits_for_all(&self) -> c_int {
+        (self.waits_for_all)()
+    }
+
+    /// How many kernels of modules have been asked for, each of which loads its code.
+    pub(crate) fn functions_loaded(&self) -> c_int {
+        (self.functions_loaded)()
+    }
+
+    /// Forgets errors and work of all contexts, as a new process would.
+    pub(crate) fn heal(&self) {
+        (self.fault)(0);
     }
 
     /// A launcher on the default stream.
@@ -83,6 +124,14 @@ impl Driver {
         // SAFETY: the default stream, or one of the test's that outlives the launcher.
         unsafe { Launcher::new(0, stream.cast()) }.expect("a launcher")
     }
+}
+
+/// A function that the stand-in has for tests.
+fn symbol(handle: Symbol, name: &CStr) -> Symbol {
+    // SAFETY: a loaded library, and a name with its end.
+    let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
+    assert!(!found.is_null(), "the fake driver has no {name:?}");
+    found
 }
 
 /// Runs what was put on the default stream.

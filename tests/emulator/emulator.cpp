@@ -1,6 +1,7 @@
-// emulator.cpp -- TEST ONLY. Runs a kernel's blocks one after the other; the threads of a block are fibers that run
-// until they wait for each other. Found in every build: barriers that not all threads reach, deadlocks, launches
-// past the limits, and results that depend on the order of threads or on shared memory that nobody wrote.
+// emulator.cpp -- TEST ONLY. Runs a kernel's threads as fibers, which run until they wait for each other: the blocks one
+// after the other, or several at once in a drawn order, where a thread may also stop before an atomic. Found in every
+// build: barriers that not all threads reach, deadlocks, launches past the limits, and results that depend on the order
+// of threads or blocks or on shared memory that nobody wrote.
 #include "emulator.h"
 #include <link.h>
 #include <sys/mman.h>
@@ -46,6 +47,9 @@ namespace emulator {
 namespace {
 constexpr size_t kStackBytes = 128 << 10, kPage = 4096, kMaxThreads = 1024, kMaxShared = 48 << 10;
 constexpr unsigned kWarp = 32, kMaxBlocks = 0x7fffffff;
+constexpr int kShuffled = 2;                // orders from here on are seeds
+constexpr unsigned kResident = 3;           // blocks at once, in a shuffled order
+constexpr unsigned kVainAtomics = 1 << 20;  // in a row, none of which changed anything: threads wait for ever
 constexpr unsigned char kPoison = 0xa5, kCanary = 0x5a;
 constexpr size_t kCanaryBytes = 64;
 enum State { kFresh, kReady, kAtBlock, kAtWarp, kDone };
@@ -65,8 +69,18 @@ std::vector<Kernel>& kernels() {
 std::mutex one_launch;  // what follows belongs to the launch that holds it
 const Kernel* kernel;
 void** arguments;
-std::vector<Thread> threads;
-std::vector<unsigned char> shared;
+// What an SM has room for: a block that runs, then the next one. Its memory stays for the next launch.
+struct Slot {
+  unsigned block, number;
+  bool taken;
+  std::vector<Thread> threads;
+  std::vector<unsigned char> shared, fixed;  // `fixed`: what fixed_shared holds while another block runs
+};
+Slot slots[kResident];
+Slot* now;                    // the one that runs
+unsigned num_slots;
+std::mt19937 random_numbers;
+unsigned vain_atomics;
 unsigned char* fixed_shared;  // the __shared__ variables of all kernels, thread-local memory of this library
 size_t fixed_shared_bytes;
 thread_local unsigned char in_fixed_shared;
@@ -74,10 +88,10 @@ std::vector<unsigned char*> idle_stacks;
 void* scheduler_top;
 std::string error;
 
-void leave() { switch_stacks(&threads[threadIdx.x].fiber.top, scheduler_top); }
+void leave() { switch_stacks(&now->threads[threadIdx.x].fiber.top, scheduler_top); }
 void thread_main() {
   kernel->call(*kernel, arguments);
-  threads[threadIdx.x].state = kDone;
+  now->threads[threadIdx.x].state = kDone;
   leave();
   abort();  // a thread that is done gets no turn
 }
@@ -98,12 +112,13 @@ Fiber new_fiber(size_t number) {
   return {stack, top};
 }
 void run_thread(unsigned t) {
-  Thread& thread = threads[t];
+  Thread& thread = now->threads[t];
   if (thread.state == kFresh) thread.fiber = new_fiber(t);
   thread.state = kReady;
   threadIdx.x = t;
   if (kChecked) check_thread(thread.fiber.stack, kStackBytes);
   switch_stacks(&scheduler_top, thread.fiber.top);
+  if (thread.state != kReady) vain_atomics = 0;
   if (thread.state == kDone) idle_stacks.push_back(thread.fiber.stack);
 }
 // Lets the lanes of one mask go on when all of them that have not exited have come to the same call.
@@ -116,7 +131,7 @@ bool release_warp(Thread* warp, unsigned lane) {
     if (o.state != kAtWarp || o.line != first.line || o.mask != first.mask || strcmp(o.call, first.call)) return false;
     took |= 1u << other;
   }
-  if (kChecked && !first.got) check_sync_warp(unsigned(warp - threads.data()) / kWarp, took);
+  if (kChecked && !first.got) check_sync_warp(unsigned(warp - now->threads.data()) / kWarp, took);
   for (unsigned other = 0; other < kWarp; ++other) {
     if (!(took >> other & 1)) continue;
     for (unsigned from = 0; warp[other].got && from < kWarp; ++from) warp[other].got[from] = warp[from].mine;
@@ -127,11 +142,13 @@ bool release_warp(Thread* warp, unsigned lane) {
 }
 bool release_warps() {
   bool any = false;
+  auto& threads = now->threads;
   for (size_t t = 0; t < threads.size(); ++t)
     if (threads[t].state == kAtWarp) any |= release_warp(&threads[t / kWarp * kWarp], t % kWarp);
   return any;
 }
 bool release_block() {
+  auto& threads = now->threads;
   for (const Thread& t : threads)
     if (t.state != kAtBlock || t.line != threads[0].line) return false;
   for (Thread& t : threads) t.state = kReady;
@@ -142,6 +159,7 @@ bool release_block() {
 std::string stuck() {
   std::string text = "threads wait for each other: not all of them reach a barrier";
   char part[160];
+  const auto& threads = now->threads;
   for (size_t t = 0; t < threads.size() && text.size() < 600; ++t) {
     const Thread& a = threads[t];
     if (t && a.state == threads[t - 1].state && a.line == threads[t - 1].line) continue;
@@ -152,29 +170,43 @@ std::string stuck() {
   }
   return text;
 }
-void run_block(int order, std::mt19937& random) {
-  std::fill(shared.begin(), shared.end() - kCanaryBytes, kPoison);
-  std::fill(shared.end() - kCanaryBytes, shared.end(), kCanary);
+void go_on(Slot& slot) {
+  if (now != &slot) {
+    if (now) now->fixed.assign(fixed_shared, fixed_shared + fixed_shared_bytes);
+    if (!slot.fixed.empty()) std::copy(slot.fixed.begin(), slot.fixed.end(), fixed_shared);
+    now = &slot;
+    if (kChecked) check_slot(slot.number);
+  }
+  blockIdx.x = slot.block;
+}
+void start(Slot& slot, unsigned block) {
+  slot.block = block;
+  slot.taken = true;
+  go_on(slot);
+  std::fill(slot.shared.begin(), slot.shared.end() - kCanaryBytes, kPoison);
+  std::fill(slot.shared.end() - kCanaryBytes, slot.shared.end(), kCanary);
   std::fill_n(fixed_shared, fixed_shared_bytes, kPoison);
-  for (Thread& t : threads) t.state = kFresh;
+  for (Thread& t : slot.threads) t.state = kFresh;
   if (kChecked) check_block();
-  std::vector<unsigned> turns(threads.size());
+}
+// Each thread that can has a turn. An end of the block frees its slot.
+void run_round(Slot& slot, int order) {
+  go_on(slot);
+  std::vector<unsigned> turns(slot.threads.size());
   std::iota(turns.begin(), turns.end(), 0u);
   if (order == 1) std::reverse(turns.begin(), turns.end());
-  for (;;) {
-    if (order >= 2) std::shuffle(turns.begin(), turns.end(), random);
-    bool moved = false;
-    for (unsigned t : turns) {
-      if (threads[t].state != kFresh && threads[t].state != kReady) continue;
-      run_thread(t);
-      if (!error.empty()) return;
-      moved = true;
-    }
-    if (release_warps() || moved) continue;
-    if (std::all_of(threads.begin(), threads.end(), [](const Thread& t) { return t.state == kDone; })) break;
-    if (!release_block()) return void(error = stuck());
+  if (order >= kShuffled) std::shuffle(turns.begin(), turns.end(), random_numbers);
+  bool moved = false;
+  for (unsigned t : turns) {
+    if (slot.threads[t].state != kFresh && slot.threads[t].state != kReady) continue;
+    run_thread(t);
+    if (!error.empty()) return;
+    moved = true;
   }
-  if (std::any_of(shared.end() - kCanaryBytes, shared.end(), [](unsigned char byte) { return byte != kCanary; }))
+  if (release_warps() || moved) return;
+  slot.taken = !std::all_of(slot.threads.begin(), slot.threads.end(), [](const Thread& t) { return t.state == kDone; });
+  if (slot.taken && !release_block()) return void(error = stuck());
+  if (!slot.taken && std::any_of(slot.shared.end() - kCanaryBytes, slot.shared.end(), [](unsigned char byte) { return byte != kCanary; }))
     error = "a write past the end of shared memory";
 }
 int find_fixed_shared(dl_phdr_info* info, size_t, void*) {
@@ -187,13 +219,25 @@ int find_fixed_shared(dl_phdr_info* info, size_t, void*) {
   }
   return 0;
 }
-// Order 1 is backwards; a shuffle of blocks would show no more, as none runs beside another.
+// Order 1 is backwards. From kShuffled on it is drawn which blocks run at once, and which of them has the next round.
 void run_blocks(unsigned first, int order) {
-  std::mt19937 random(order);
-  const unsigned count = gridDim.x - first;
-  for (unsigned block = 0; block < count && error.empty(); ++block) {
-    blockIdx.x = first + (order == 1 ? count - 1 - block : block);
-    run_block(order, random);
+  std::vector<unsigned> blocks(gridDim.x - first);
+  std::iota(blocks.begin(), blocks.end(), first);
+  if (order >= kShuffled) std::shuffle(blocks.begin(), blocks.end(), random_numbers);
+  else if (order == 0) std::reverse(blocks.begin(), blocks.end());
+  for (;;) {
+    Slot* running[kResident];
+    unsigned count = 0;
+    for (unsigned i = 0; i < num_slots; ++i) {
+      if (!slots[i].taken && !blocks.empty()) {
+        start(slots[i], blocks.back());
+        blocks.pop_back();
+      }
+      if (slots[i].taken) running[count++] = &slots[i];
+    }
+    if (!count) return;
+    run_round(*running[count == 1 ? 0 : random_numbers() % count], order);
+    if (!error.empty()) return;
   }
 }
 }  // namespace
@@ -229,17 +273,30 @@ const char* launch(const Kernel& k, unsigned first_block, unsigned blocks, unsig
   kernel = &k;
   arguments = values;
   error.clear();
-  shared.resize(shared_bytes + kCanaryBytes);
-  threads.resize(block_threads);
   blockDim.x = block_threads;
   gridDim.x = blocks;
   dl_iterate_phdr(find_fixed_shared, nullptr);
-  if (kChecked) check_launch(shared.data(), shared_bytes, fixed_shared, fixed_shared_bytes);
+  if (kChecked) check_launch(fixed_shared, fixed_shared_bytes);
+  num_slots = order >= kShuffled ? kResident : 1;
+  for (unsigned i = 0; i < num_slots; ++i) {
+    Slot& slot = slots[i];
+    slot.number = i;
+    slot.taken = false;
+    slot.shared.resize(shared_bytes + kCanaryBytes);
+    slot.fixed.clear();
+    slot.threads.resize(block_threads);
+    for (Thread& t : slot.threads) t.state = kDone;
+    if (kChecked) check_shared(slot.shared.data(), shared_bytes);
+  }
+  now = nullptr;
+  vain_atomics = 0;
+  random_numbers.seed(unsigned(order));
   run_blocks(first_block, order);
   if (kChecked) check_end();
   if (error.empty()) return nullptr;
-  for (const Thread& t : threads)  // stopped half-way
-    if (t.state != kFresh && t.state != kDone) idle_stacks.push_back(t.fiber.stack);
+  for (unsigned i = 0; i < num_slots; ++i)  // stopped half-way
+    for (const Thread& t : slots[i].threads)
+      if (t.state != kFresh && t.state != kDone) idle_stacks.push_back(t.fiber.stack);
   char where[200];
   snprintf(where, sizeof where, " [%s, block %u, thread %u]", k.name, blockIdx.x, threadIdx.x);
   return (error += where).c_str();
@@ -247,10 +304,10 @@ const char* launch(const Kernel& k, unsigned first_block, unsigned blocks, unsig
 }  // namespace emulator
 
 using namespace emulator;
-unsigned char* emulated_shared() { return shared.data(); }
+unsigned char* emulated_shared() { return now->shared.data(); }
 void emulated_fail_at(int line, const char* message) { fail("line %d: %s", line, message); }
 void emulated_sync_block(int line) {
-  Thread& me = threads[threadIdx.x];
+  Thread& me = now->threads[threadIdx.x];
   me.state = kAtBlock;
   me.line = line;
   leave();
@@ -258,7 +315,7 @@ void emulated_sync_block(int line) {
 unsigned emulated_sync_warp(const char* call, int line, unsigned mask, uint64_t mine, uint64_t* got) {
   const unsigned lane = threadIdx.x % kWarp;
   if (!(mask >> lane & 1)) fail("line %d: lane %u calls %s(%#x), a mask that leaves it out", line, lane, call, mask);
-  Thread& me = threads[threadIdx.x];
+  Thread& me = now->threads[threadIdx.x];
   me.state = kAtWarp;
   me.call = call;
   me.line = line;
@@ -269,10 +326,15 @@ unsigned emulated_sync_warp(const char* call, int line, unsigned mask, uint64_t 
   return me.took;
 }
 void emulated_atomic_read(const void* place, void* old, size_t size) {
+  if (vain_atomics >= kVainAtomics) fail("threads wait for what no thread does: is it for a block that has not started?");
+  if (num_slots > 1 && random_numbers() % 2) leave();  // still kReady
   if (kChecked) check_atomic(place, size, __builtin_return_address(0));
   memcpy(old, place, size);
 }
-void emulated_atomic_write(void* place, const void* now, size_t size) { memcpy(place, now, size); }
+void emulated_atomic_write(void* place, const void* value, size_t size) {
+  vain_atomics = memcmp(place, value, size) ? 0 : vain_atomics + 1;
+  memcpy(place, value, size);
+}
 
 // For tests/python/support/kernels.py: null, or what went wrong; the sizes of a kernel's parameters, then 0, or null; its
 // launch bounds.

@@ -6,9 +6,9 @@ namespace emulator {
 const Kernel* find_kernel(const char* name);
 // Why the driver would refuse a launch, or null.
 const char* over_limits(const Kernel& kernel, unsigned first_block, unsigned blocks, unsigned threads, size_t shared_bytes);
-// Runs the blocks of a grid from the first one on, one after the other. Order of threads: 0 forward, 1 reverse, else the
-// seed of a shuffle that is drawn anew at every round. Null, or what went wrong, kept until the next launch. One launch
-// at a time.
+// Runs the blocks of a grid from the first one on. Order of threads and blocks: 0 forward, 1 reverse, blocks one after the
+// other; else a seed: blocks in a shuffled order, three at once, whose threads take turns in an order drawn anew at every
+// round and stop before some atomics. Null, or what went wrong, kept until the next launch. One launch at a time.
 const char* launch(const Kernel& kernel, unsigned first_block, unsigned blocks, unsigned threads, size_t shared_bytes,
                    void** arguments, int order);
 // Ends the launch from within a kernel.
@@ -20,8 +20,10 @@ constexpr bool kChecked = true;
 #else
 constexpr bool kChecked = false;
 #endif
-void check_launch(const void* dynamic, size_t dynamic_bytes, const void* fixed, size_t fixed_bytes);
-void check_block();
+void check_launch(const void* fixed, size_t fixed_bytes);
+void check_shared(const void* dynamic, size_t bytes);  // of the next slot
+void check_slot(unsigned number);                      // goes on with the block in a slot
+void check_block();                                    // which is a new one
 void check_thread(const void* stack, size_t bytes);
 void check_sync_block();
 void check_sync_warp(unsigned warp, unsigned mask);

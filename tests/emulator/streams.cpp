@@ -2,6 +2,7 @@
 #include "streams.h"
 #include <algorithm>
 #include <deque>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -15,28 +16,34 @@ struct Work {
 };
 }  // namespace
 struct Stream {
-  bool waits_for_default = true, is_open = true;
+  const void* context = nullptr;
+  bool is_default = true, waits_for_default = true, is_open = true;
   std::deque<Work> works;
   uint64_t asked = 0, ran = 0, last_asked = 0;
 };
 
 namespace {
-std::vector<std::unique_ptr<Stream>> all;  // the default one first; they live on, as points may name them
+std::vector<std::unique_ptr<Stream>> all;  // they live on, as points may name them
+std::map<const void*, int> errors;         // of contexts
 uint64_t num_asked;
-int policy, first_error;
+int chosen_policy, works_to_fault;
 std::mt19937 random_numbers;
 
-Stream* default_stream() {
-  if (all.empty()) all.emplace_back(new Stream);
-  return all.front().get();
+Stream* default_stream(const void* context) {
+  for (const auto& stream : all)
+    if (stream->is_default && stream->context == context) return stream.get();
+  all.emplace_back(new Stream);
+  all.back()->context = context;
+  return all.back().get();
 }
 bool can_run(const Stream& stream) { return !stream.works.empty() && is_passed(stream.works.front().after); }
 void run_first(Stream& stream) {
   const Work work = std::move(stream.works.front());
   stream.works.pop_front();
-  const int error = work.run && !first_error ? work.run() : 0;
-  if (error) first_error = error;
   ++stream.ran;
+  int& error = errors[stream.context];
+  if (!work.run || error) return;  // nothing runs in a context that has failed
+  error = works_to_fault > 0 && --works_to_fault == 0 ? kIllegalAddress : work.run();
 }
 void put(Stream* stream, Work work) {
   stream->works.push_back(std::move(work));
@@ -48,11 +55,11 @@ void put_wait(Stream* stream, Point point) {
 }
 // The default stream waits for the others, and they for it, where they are not said not to.
 void join(Stream* stream) {
-  Stream* const first = default_stream();
+  Stream* const first = default_stream(stream->context);
   if (stream != first && stream->waits_for_default) put_wait(stream, {first, first->asked});
   if (stream != first) return;
   for (const auto& other : all)
-    if (other.get() != first && other->waits_for_default) put_wait(first, {other.get(), other->asked});
+    if (other.get() != first && other->context == first->context && other->waits_for_default) put_wait(first, {other.get(), other->asked});
 }
 // What the point needs, and no more. A work waits for such as were asked before it, so that this ends.
 void run_needed(Point point) {
@@ -83,19 +90,24 @@ void run_at_random(Point point) {
 }  // namespace
 
 void set_policy(int chosen) {
-  policy = chosen;
+  chosen_policy = chosen;
   random_numbers.seed(unsigned(chosen));
 }
-Stream* create(bool waits_for_default) {
-  default_stream();
+int policy() { return chosen_policy; }
+bool waits_for_default(const void* handle) {
+  return std::any_of(all.begin(), all.end(), [=](const auto& s) { return s.get() == handle && s->waits_for_default; });
+}
+Stream* create(const void* context, bool waits_for_default) {
+  default_stream(context);
   all.emplace_back(new Stream);
+  all.back()->context = context;
+  all.back()->is_default = false;
   all.back()->waits_for_default = waits_for_default;
   return all.back().get();
 }
 void destroy(Stream* stream) { stream->is_open = false; }
-Stream* of_handle(void* handle) {
-  Stream* const first = default_stream();
-  if (uintptr_t(handle) <= 1) return first;
+Stream* of_handle(void* handle, const void* context) {
+  if (uintptr_t(handle) <= 1) return default_stream(context);
   for (const auto& stream : all)
     if (stream.get() == handle && stream->is_open) return stream.get();
   return nullptr;
@@ -112,17 +124,21 @@ Point end_of(Stream* stream) {
 bool is_passed(Point point) { return !point.stream || point.stream->ran >= point.position; }
 void run_until(Point point) {
   if (is_passed(point)) return;
-  if (policy == kEarly) run_others(point.stream);
-  if (policy >= kRandom) run_at_random(point);
+  if (chosen_policy == kEarly) run_others(point.stream);
+  if (chosen_policy >= kRandom) run_at_random(point);
   run_needed(point);
 }
 void run_one(Stream* stream) {
   if (can_run(*stream)) return run_first(*stream);
   if (!stream->works.empty()) run_one(stream->works.front().after.stream);
 }
-void run_all() {
-  if (policy != kLate) run_others(nullptr);
-  for (const auto& stream : all) run_needed(end_of(stream.get()));
+void run_all(const void* context) {
+  if (chosen_policy != kLate) run_others(nullptr);
+  for (size_t i = 0; i < all.size(); ++i)
+    if (all[i]->context == context) run_needed(end_of(all[i].get()));
+}
+bool is_idle(const void* context) {
+  return std::all_of(all.begin(), all.end(), [=](const auto& s) { return s->context != context || s->works.empty(); });
 }
 bool is_used(HostRange host) {
   const auto* const begin = static_cast<const char*>(host.begin);
@@ -132,5 +148,14 @@ bool is_used(HostRange host) {
   };
   return std::any_of(all.begin(), all.end(), [&](const auto& s) { return std::any_of(s->works.begin(), s->works.end(), overlaps); });
 }
-int error() { return first_error; }
+int error(const void* context) { return errors[context]; }
+void plant_fault(int works) { works_to_fault = works; }
+void heal() {
+  for (const auto& stream : all) {
+    stream->works.clear();
+    stream->ran = stream->asked;
+  }
+  errors.clear();
+  works_to_fault = 0;
+}
 }  // namespace streams

@@ -27,17 +27,24 @@ struct HostRange {
 };
 
 void set_policy(int policy);
-// A stream that waits for the default one, and the other way round, unless it is said not to.
-Stream* create(bool waits_for_default);
+int policy();
+// A stream of a context that waits for its default one, and the other way round, unless it is said not to.
+Stream* create(const void* context, bool waits_for_default);
+bool waits_for_default(const void* handle);
 void destroy(Stream* stream);          // its work still runs
-Stream* of_handle(void* handle);       // null if there is none: null and 1 are the default stream
+Stream* of_handle(void* handle, const void* context);  // null if there is none: null and 1 are the context's default stream
 void ask(Stream* stream, std::function<int()> work, HostRange host = {});
 void ask_to_wait(Stream* stream, Point point);
 Point end_of(Stream* stream);           // with what the default stream makes it wait for
 bool is_passed(Point point);
 void run_until(Point point);
 void run_one(Stream* stream);          // if there is work that need not wait
-void run_all();
+void run_all(const void* context);
+bool is_idle(const void* context);
 bool is_used(HostRange host);          // by work that has not run
-int error();                           // of the work that has run: the first, for good
+// The first error of a context's work that has run: it stays, and the context's other work is dropped.
+constexpr int kIllegalAddress = 700;
+int error(const void* context);
+void plant_fault(int works);           // so many works from now one touches an address that is nobody's; 0: none does
+void heal();                           // as in a new process: no errors, no work
 }  // namespace streams

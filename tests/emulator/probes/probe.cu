@@ -84,3 +84,37 @@ extern "C" __global__ void writes_a_constant(uint32_t* out) {
   static const uint32_t kValues[2] = {1, 2};
   if (threadIdx.x == 0) const_cast<uint32_t*>(kValues)[out[0]] = 3;
 }
+// out[i] = 1 + ... + (i + 1), block by block: each waits for the sum of the one before it, which it may do only if it knows
+// that this one has begun, as a ticket says. A state is twice the sum, plus 1 when it is there.
+extern "C" __global__ void running_sums(unsigned long long* states, uint32_t* next_ticket, uint32_t* out, size_t with_tickets,
+                                        size_t with_wait) {
+  if (threadIdx.x > 0) return;
+  const uint32_t i = with_tickets ? atomicAdd(next_ticket, 1u) : blockIdx.x;
+  unsigned long long before = i > 0 ? 0 : 1;
+  while (i > 0 && before % 2 == 0) {
+    before = atomicAdd(&states[i - 1], 0ull);
+    if (!with_wait) break;
+  }
+  const unsigned long long sum = before / 2 + i + 1;
+  atomicExch(&states[i], 2 * sum + 1);
+  out[i] = static_cast<uint32_t>(sum);
+}
+// Wrong unless block 0 comes first.
+extern "C" __global__ void first_block_clears(uint32_t* out) {
+  if (threadIdx.x > 0) return;
+  if (blockIdx.x == 0) atomicExch(out, 0u);
+  atomicAdd(out, 1u);
+}
+// Wrong if anything comes between two atomics.
+extern "C" __global__ void two_atomics_for_one(uint32_t* out) {
+  if (threadIdx.x == 0) atomicExch(out, atomicAdd(out, 0u) + 1);
+}
+// Static and dynamic shared memory of blocks that run at once: each has its own.
+extern "C" __global__ void own_shared_memory(uint32_t* out, uint32_t* unused) {
+  __shared__ uint32_t fixed[64];
+  uint32_t* const dynamic = reinterpret_cast<uint32_t*>(emulated_shared());
+  fixed[threadIdx.x] = dynamic[threadIdx.x] = blockIdx.x * 64 + threadIdx.x;
+  atomicAdd(unused, 1u);
+  __syncthreads();
+  out[blockIdx.x * 64 + threadIdx.x] = fixed[63 - threadIdx.x] + dynamic[63 - threadIdx.x];
+}

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from support.kernels import EMULATOR, ORDERS, ROOT, Buffer, Kernels, build
+from support.kernels import EMULATOR, ORDERS, ROOT, SHUFFLES, Buffer, Kernels, build
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +101,52 @@ def test_memory_that_is_not_the_kernels(launch):
     never = Buffer([1], torch.int32)
     with pytest.raises(AssertionError, match=r"uninitialised: reads byte 0 of argument 0 \(int32 \[1\]\)"):
         launch("writes_a_constant", 1, 32, 0, never)
+
+
+# ---- blocks beside each other: what no race shows, as everything is atomic --------------------------------
+BLOCKS = 12
+
+
+def running_sums(launch, with_tickets, with_wait):
+    states, ticket, out = (
+        Buffer([BLOCKS], torch.int64, 0),
+        Buffer([1], torch.int32, 0),
+        Buffer([BLOCKS], torch.int32),
+    )
+    launch("running_sums", BLOCKS, 32, 0, states, ticket, out, int(with_tickets), int(with_wait))
+    out.equals(torch.arange(1, BLOCKS + 1).cumsum(0).int())
+
+
+def test_a_result_of_another_block_is_waited_for(launch):
+    running_sums(launch, with_tickets=True, with_wait=True)
+    if launch.order in SHUFFLES:
+        with pytest.raises(AssertionError, match="not equal"):
+            running_sums(launch, with_tickets=True, with_wait=False)
+    else:  # each block ends before the next begins
+        running_sums(launch, with_tickets=True, with_wait=False)
+
+
+def test_a_block_that_may_not_have_begun(launch):
+    if launch.order == 0:
+        running_sums(launch, with_tickets=False, with_wait=True)
+        return
+    with pytest.raises(AssertionError, match="for a block that has not started"):
+        running_sums(launch, with_tickets=False, with_wait=True)
+
+
+@pytest.mark.parametrize(("name", "unnoticed"), [("first_block_clears", [0]), ("two_atomics_for_one", [0, 1])])
+def test_the_order_of_blocks_shows(launch, name, unnoticed):
+    out = Buffer([1], torch.int32, 0)
+    launch(name, BLOCKS, 32, 0, out)
+    if launch.order in unnoticed:
+        out.equals(torch.tensor([BLOCKS]).int())
+    else:
+        assert int(out.tensor) < BLOCKS
+
+
+def test_each_block_has_its_shared_memory(launch):
+    values = torch.arange(BLOCKS * 64).int()
+    for _ in range(2):
+        out = Buffer([BLOCKS * 64], torch.int32)
+        launch("own_shared_memory", BLOCKS, 64, 256, out, Buffer([1], torch.int32, 0))
+        out.equals(values.view(BLOCKS, 64).flip(1).flatten() * 2)

@@ -17,7 +17,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 EMULATOR = ROOT / "tests" / "emulator"
-ORDERS = [0, 1, 2, 3]  # of threads: forward, reverse, two shuffles
+SHUFFLES = [2, 3]  # seeds: threads and blocks in drawn orders, several blocks at once
+ORDERS = [0, 1, *SHUFFLES]  # forward, reverse, shuffled
 MARGIN = 64
 MAP_NORESERVE = 0x4000  # of Linux on x86-64; older Pythons have no name for it
 
@@ -169,7 +170,7 @@ def fast_library():
 
 @pytest.fixture(params=ORDERS)
 def kernels(library, request):
-    """Launches kernels under all checks, in several orders of threads."""
+    """Launches kernels under all checks, in several orders of threads and blocks."""
     with contextlib.closing(Kernels(library, request.param)) as kernels:
         yield kernels
 

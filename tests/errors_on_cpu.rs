@@ -1,0 +1,201 @@
+//! Errors of work on a device, against the stand-in driver: they are told late, and by every call that follows.
+//!
+//! Needs g++ and make on x86-64 and a build with kernels; passes without a word otherwise.
+#![cfg(all(feature = "cuda", target_arch = "x86_64", target_os = "linux"))]
+
+use cudarc::driver::DriverError;
+use cudarc::driver::result::{self, stream::StreamKind};
+use cudarc::driver::sys::{self, CUresult};
+use driver::{Driver, EARLY, LATE, RANDOM};
+use evermoe::cpu::ChunkLayout;
+use evermoe::cuda::{ChunkCopier, Fetcher, LayerIds, PinnedBuffer, Staging};
+use evermoe::error::{Error, Result};
+use evermoe::snapshot::{Arena, CopyEngine, Run};
+use std::sync::Arc;
+
+#[path = "emulator/driver.rs"]
+#[allow(dead_code, reason = "each test uses its part")]
+mod driver;
+
+const SIZES: [usize; 3] = [20_003, 17, 7000];
+const CHUNK_BYTES: usize = 4096;
+const STAGING: Staging = Staging { count: 2, bytes: CHUNK_BYTES };
+
+// One test: there is one driver in a process.
+#[test]
+fn errors_are_told_late_and_for_good() {
+    let Some(driver) = Driver::load() else { return };
+    drop(driver.launcher());
+    for policy in [LATE, EARLY, RANDOM] {
+        driver.set_policy(policy);
+        told_late_and_by_all(&driver);
+        for work in [1, 2, 3, 4, 5, 9, 14, 20] {
+            a_copier_fails(&driver, work);
+            a_capture_fails(&driver, work);
+        }
+        for launch in 1..6 {
+            nothing_is_read_after_a_refusal(&driver, launch);
+        }
+    }
+}
+
+fn is_illegal_address<T: std::fmt::Debug>(result: std::result::Result<T, DriverError>) -> bool {
+    result.unwrap_err().0 == CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+}
+
+/// That evermoe says what the driver said; a capture is cancelled for it.
+fn is_typed<T: std::fmt::Debug>(result: Result<T>) -> bool {
+    matches!(&result, Err(Error::Runtime(why) | Error::Cancelled(why)) if why.contains("CUDA_ERROR_ILLEGAL_ADDRESS"))
+}
+
+/// A program that looks at results although a wait has failed finds stale ones; the other device knows nothing of it.
+fn told_late_and_by_all(driver: &Driver) {
+    let launcher = driver.launcher();
+    let mut counts = [9_i64; 3];
+    let ids = [0_i32, 2, 2];
+    let layer = LayerIds { ids: ids.as_ptr() as u64, wide_ids: false, num_slots: ids.len() };
+    // SAFETY: memory of the stated sizes, which outlives the work: what has not run is forgotten by `heal`.
+    unsafe {
+        let mut count = || launcher.histograms(&[layer], counts.as_mut_ptr() as u64, 3);
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC).unwrap();
+        driver.plant_fault(2); // the first clears the counts
+        count().expect("an error that is not there yet");
+        result::event::record(event, std::ptr::null_mut()).expect("as above");
+        let told = result::event::synchronize(event);
+        assert!(is_illegal_address(told), "told by what waits");
+        for _ in 0..3 {
+            assert!(is_illegal_address(result::event::query(event)), "neither there nor on its way");
+            assert!(is_illegal_address(result::stream::synchronize(std::ptr::null_mut())));
+            assert!(is_illegal_address(result::malloc_sync(8)));
+            assert!(is_typed(count()));
+        }
+        assert_ne!(counts, [1, 0, 2]);
+        driver.make_current(1);
+        let other = result::malloc_sync(8).expect("the other device's context is whole");
+        result::free_sync(other).unwrap();
+        driver.make_current(0);
+        driver.heal();
+        result::event::destroy(event).unwrap();
+    }
+}
+
+/// Tensors, and what a copier of them needs.
+struct Tensors {
+    tensors: Vec<Vec<u8>>,
+    layout: ChunkLayout,
+    workspace: Vec<u128>,
+    stream: sys::CUstream,
+}
+
+impl Tensors {
+    fn new() -> Self {
+        let layout = ChunkLayout::new(&SIZES, CHUNK_BYTES).unwrap();
+        let words = ChunkCopier::workspace_bytes(&layout, STAGING).unwrap().div_ceil(16);
+        let stream = result::stream::create(StreamKind::NonBlocking).unwrap();
+        Self { tensors: SIZES.map(|size| vec![7; size]).to_vec(), layout, workspace: vec![0; words], stream }
+    }
+
+    fn copier(&mut self) -> ChunkCopier {
+        let addresses: Vec<u64> = self.tensors.iter().map(|tensor| tensor.as_ptr() as u64).collect();
+        let workspace = self.workspace.as_mut_ptr() as u64;
+        // SAFETY: memory of the stated sizes, which the tests keep longer than the copier.
+        let copier = unsafe {
+            ChunkCopier::new(0, self.stream.cast(), self.layout.clone(), &addresses, workspace, STAGING, None)
+        };
+        // SAFETY: a live stream.
+        unsafe { result::stream::synchronize(self.stream).unwrap() };
+        copier.unwrap()
+    }
+}
+
+/// Whoever starts or waits is told; nobody is told that chunks are there which are not; the drops end.
+fn a_copier_fails(driver: &Driver, work: i32) {
+    let mut tensors = Tensors::new();
+    let copier = tensors.copier();
+    let (all, torch) = (0..copier.layout().num_chunks(), tensors.stream.cast());
+    driver.plant_fault(work);
+    // SAFETY: a live stream, and chunks of this copier.
+    unsafe {
+        let started = copier.save(torch, all.clone()).and_then(|()| copier.release(torch));
+        assert!(started.is_ok() || is_typed(started));
+        let there = |chunk| loop {
+            match copier.is_done(chunk..chunk + 1) {
+                Ok(false) => {}
+                other => return other,
+            }
+        };
+        // Chunks that came before the error may be there.
+        let first_lost = all.clone().position(|chunk| is_typed(there(chunk))).expect("an error");
+        for chunk in 0..first_lost {
+            let copied = std::slice::from_raw_parts(copier.chunks().add(chunk * CHUNK_BYTES), 16);
+            assert_eq!(copied, [7; 16], "chunk {chunk}");
+        }
+        assert!(is_typed(copier.wait(all.clone())) && is_typed(copier.is_done(all.clone())));
+        assert!(is_typed(copier.save(torch, all.clone())) && is_typed(copier.restore(torch, all.clone())));
+        assert!(is_typed(copier.release(torch)) && is_typed(PinnedBuffer::new(0, 1)));
+    }
+    drop(copier);
+    drop(tensors); // nothing of this context runs any more
+    driver.heal();
+}
+
+/// The thread that captures tells it and lives on; the version from before stays whole.
+fn a_capture_fails(driver: &Driver, work: i32) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut tensors = Tensors::new();
+    let units: Vec<_> =
+        SIZES.iter().enumerate().map(|(index, &bytes)| (format!("tensor {index}"), bytes)).collect();
+    let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
+    let engine = CopyEngine::new(4 << 20).unwrap();
+    engine.open(None);
+    let copier = Arc::new(tensors.copier());
+    let capture = |version| -> Result<()> {
+        // SAFETY: a live stream; the tensors are not written.
+        let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast())? };
+        let runs: Vec<_> =
+            fetcher.copies().into_iter().map(|(address, bytes)| vec![Run { address, bytes }]).collect();
+        let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+        // SAFETY: as above.
+        let capture =
+            unsafe { engine.capture_fetched(&arena, version, &runs, fetch, Box::new(copier.clone()))? };
+        capture.wait(None, None).map(drop)
+    };
+    capture(1).unwrap();
+    driver.plant_fault(work);
+    assert!(is_typed(capture(2)), "work {work}");
+    assert!(is_typed(capture(3)), "for good");
+    let versions = arena.versions();
+    assert_eq!(versions[0].1, 1, "{versions:?}");
+    assert!(arena.verify(versions[0].0).unwrap().is_empty());
+    drop(copier);
+    driver.heal();
+    // The engine's thread is there for others.
+    let bytes = SIZES.map(|size| vec![5_u8; size]);
+    let runs: Vec<_> = bytes
+        .iter()
+        .map(|tensor| vec![Run { address: tensor.as_ptr() as usize, bytes: tensor.len() }])
+        .collect();
+    // SAFETY: memory that stays as it is until the capture is over.
+    let capture = unsafe { engine.capture(&arena, 4, &runs, Box::new(())) }.unwrap();
+    capture.wait(None, None).unwrap();
+    assert_eq!(arena.versions()[0].1, 4);
+}
+
+/// One launch of many fails and the device works on: when `fetch` says so, nothing reads the tensors any more.
+fn nothing_is_read_after_a_refusal(driver: &Driver, launch: i32) {
+    let mut tensors = Tensors::new();
+    let copier = Arc::new(tensors.copier());
+    // SAFETY: a live stream; the tensors are not written.
+    let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast()).unwrap() };
+    driver.refuse_launch(launch);
+    let failed = fetcher.fetch(SIZES.iter().sum());
+    assert!(matches!(failed, Err(Error::Runtime(_))));
+    tensors.tensors.iter_mut().for_each(|tensor| tensor.fill(0xcc));
+    // What is copied to the host later was packed before.
+    let chunks = launch as usize - 1;
+    copier.wait(0..chunks).unwrap();
+    // SAFETY: chunks that are there.
+    let copied = unsafe { std::slice::from_raw_parts(copier.chunks(), chunks * CHUNK_BYTES) };
+    assert!(copied.iter().all(|&byte| byte == 7), "read after the end, launch {launch}");
+    driver.refuse_launch(0);
+}
