@@ -54,6 +54,7 @@ fn launchers_agree_with_the_cpu() {
             (0..TOKENS * width).map(|i| bf16::from_f32((i % 251) as f32 / 7.0 - 9.0)).collect();
         rows(&launcher, &x, width, &row_ids, &positions);
         rows(&launcher, &x, width, &wide_row_ids, &wide_positions);
+        in_8_bits(&launcher, &x, width);
     }
     for (len, offset) in [(0, 0), (1, 0), (3, 0), (8, 0), (1031, 0), (1031, 1), (4099, 0), (4096, 3)] {
         adamw(&launcher, len, offset);
@@ -91,6 +92,24 @@ fn histograms(launcher: &Launcher, ids: &[i32]) {
 }
 
 /// Every alignment of the rows, both ways.
+fn in_8_bits(launcher: &Launcher, x: &[bf16], width: usize) {
+    let (num_rows, row_bytes) = (x.len() / width, cpu::fp8_row_bytes(width));
+    let (mut expected, mut back) = (vec![0_u8; num_rows * row_bytes], vec![bf16::ZERO; x.len()]);
+    cpu::quantize_rows(x, width, &mut expected, &Serial);
+    cpu::dequantize_rows(&expected, width, &mut back, &Serial);
+    let (mut packed, mut out) = (vec![9_u128; expected.len() / 16], vec![bf16::ONE; x.len()]);
+    let (row_type, packed_at) = (FloatType::Bf16, at_mut(&mut packed));
+    let quantize = cuda::Fp8Rows { rows: at(x), packed: packed_at, row_type, num_rows, width };
+    // SAFETY: arrays of the stated lengths, which live until the stream is finished.
+    unsafe { launcher.quantize_rows(&quantize) }.unwrap();
+    finish();
+    assert!(packed.iter().flat_map(|word| word.to_le_bytes()).eq(expected), "{width} columns");
+    // SAFETY: as above.
+    unsafe { launcher.dequantize_rows(&cuda::Fp8Rows { rows: at_mut(&mut out), ..quantize }) }.unwrap();
+    finish();
+    assert_eq!(out, back);
+}
+
 fn regroup(launcher: &Launcher) {
     let counts = [3_i64, 0, 41, 7, 0, 0, 9, 1, 30];
     let (num_rows, experts) = (counts.iter().sum::<i64>() as usize, 3);

@@ -10,7 +10,10 @@ macro_rules! on_cuda {
         #[cfg(feature = "cuda")]
         let result = $crate::torch::on_cuda::$function($($argument),*);
         #[cfg(not(feature = "cuda"))]
-        let result = Err($crate::error::Error::Runtime("this build of evermoe has no CUDA".into()));
+        let result = {
+            $(let _ = &$argument;)*
+            Err($crate::error::Error::Runtime("this build of evermoe has no CUDA".into()))
+        };
         result
     }};
 }

@@ -16,6 +16,7 @@
 //! | `fp8` | the ops between rows and their 8-bit form |
 //! | `chunks` | the ops between tensors and chunks |
 //! | `optim` | the optimizers' ops |
+//! | `stepped` | a parameter with its steps, between `optim` and `on_cuda` |
 //! | `on_cuda` | the part of an op between tensors and the launchers of `cuda` |
 
 mod checks;
@@ -30,6 +31,7 @@ mod library;
 mod on_cuda;
 mod ops;
 mod optim;
+mod stepped;
 mod tensor;
 
 #[cfg(feature = "python")]

@@ -1,7 +1,7 @@
 //! Between checked, contiguous CUDA tensors and the launchers: torch's current stream, scratch memory, addresses.
 
 use super::ffi::{GuardHandle, check, symbols};
-use super::optim::Stepped;
+use super::stepped::Stepped;
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, BLOCK_BYTES, ChunkLayout, SgdStep};
 use crate::cuda::{

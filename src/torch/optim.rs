@@ -2,19 +2,11 @@
 
 use super::checks::{check_device, check_disjoint, on_cuda};
 use super::library::TorchPool;
+use super::stepped::Stepped;
 use super::tensor::{Device, Dtype, Tensor};
 use crate::cpu::{AdamWStep, Gradient, SgdStep, adamw, check_no_momentum, sgd};
 use crate::ensure;
 use crate::error::{Error, Result};
-
-/// A checked parameter with its state, and the steps that it takes.
-pub(super) struct Stepped<S> {
-    /// The parameter, and the arrays of its optimizer, which are there or not.
-    pub(super) state: Vec<Tensor>,
-    pub(super) gradients: Vec<Option<Tensor>>,
-    /// As many as gradients.
-    pub(super) steps: Vec<S>,
-}
 
 /// An optimizer, by its step.
 pub(super) trait Step: Sized {

@@ -79,8 +79,8 @@ impl Driver {
     }
 
     /// How many kernels were put on streams so far.
-    pub(crate) fn launches(&self) -> c_int {
-        (self.launches)()
+    pub(crate) fn launches(&self) -> usize {
+        (self.launches)().try_into().expect("a count")
     }
 
     /// So many works from now one fails, and its context with it.
