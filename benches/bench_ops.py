@@ -103,6 +103,10 @@ def of_rows(tokens, hidden, experts, top_k, dtype, device):
     backward = {"ours": lambda: raw.unpermute_backward_out(x_TH, rows_NH, positions_TK, weights_TK, *grads)}
     yield "unpermute_backward_out", backward | copy, 3 * rows
     yield "regroup", {"ours": lambda: ops.regroup(rows_NH, counts_Re)} | copy, 2 * rows
+    packed = ops.quantize_rows(rows_NH)
+    yield "quantize_rows", {"ours": lambda: ops.quantize_rows(rows_NH)} | copy, rows + packed.nbytes
+    back = {"ours": lambda: ops.dequantize_rows(packed, rows_NH.shape[1], rows_NH.dtype)}
+    yield "dequantize_rows", back | copy, rows + packed.nbytes
 
 
 def cases(arguments):

@@ -7,6 +7,7 @@ use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use driver::Driver;
 use evermoe::cpu::ChunkLayout;
+use evermoe::cpu::fp8_row_bytes;
 use evermoe::cuda::{self, ChunkCopier, FloatType, Launcher, PinnedBuffer, Span, Staging};
 use std::ptr::null_mut;
 
@@ -84,6 +85,8 @@ struct Tokens {
     replicas: Vec<i64>,
     send: Vec<i64>,
     receive: Vec<i64>,
+    packed: Vec<u128>,
+    unpacked: Vec<f32>,
 }
 
 impl Tokens {
@@ -110,6 +113,8 @@ impl Tokens {
             replicas: vec![1; EXPERTS * RANKS],
             send: vec![9; EXPERTS * RANKS],
             receive: vec![9; EXPERTS * RANKS],
+            packed: vec![9; TOKENS * fp8_row_bytes(WIDTH) / 16],
+            unpacked: vec![9.0; TOKENS * WIDTH],
         }
     }
 
@@ -118,12 +123,15 @@ impl Tokens {
         for words in [&mut self.counts, &mut self.row_ids, &mut self.positions, &mut self.inverse] {
             words.fill(9);
         }
-        for words in [&mut self.rows, &mut self.regrouped, &mut self.out, &mut self.grad_rows] {
+        for words in
+            [&mut self.rows, &mut self.regrouped, &mut self.out, &mut self.grad_rows, &mut self.unpacked]
+        {
             words.fill(9.0);
         }
         self.grad_weights.fill(9.0);
         self.send.fill(9);
         self.receive.fill(9);
+        self.packed.fill(9);
         self.scratch.fill(9);
         self.regroup_scratch.fill(9);
     }
@@ -197,6 +205,13 @@ impl Tokens {
             num_ranks: RANKS,
             rank: 1,
         };
+        let quantize = cuda::Fp8Rows {
+            rows: at(&self.x),
+            packed: at_mut(&mut self.packed),
+            row_type: FloatType::F32,
+            num_rows: TOKENS,
+            width: WIDTH,
+        };
         // SAFETY: arrays of the stated lengths, by the caller's promise.
         unsafe {
             launcher.histograms(&[layer], at_mut(&mut self.counts), EXPERTS)?;
@@ -206,6 +221,8 @@ impl Tokens {
             launcher.unpermute(&combine)?;
             launcher.unpermute_backward(&backward)?;
             launcher.invert_positions(plan.positions, at_mut(&mut self.inverse), true, SLOTS, SLOTS)?;
+            launcher.quantize_rows(&quantize)?;
+            launcher.dequantize_rows(&cuda::Fp8Rows { rows: at_mut(&mut self.unpacked), ..quantize })?;
             launcher.split_tokens(&split)
         }
     }

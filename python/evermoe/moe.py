@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
-from evermoe import moe_ops, ops
+from evermoe import moe_fp8, moe_ops, ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
@@ -61,6 +61,10 @@ class MoE(nn.Module):
             near each other: where the most rows take more than 64 MiB (`moe_exchange.PADDED_BYTES`), or the matrices do
             not suit `grouped_mm` (on a GPU: bfloat16, rows of whole 16 bytes), sizes are exact nonetheless. Replicas of
             an expert then share its tokens evenly. None: exact sizes, one wait a forward; none on a rank that is alone.
+        fp8_dispatch: tokens travel to the experts as e4m3 numbers with a float32 scale for each 128 columns
+            (`ops.quantize_rows`; DeepSeek-V3, section 3.3.2): about half the bytes of bfloat16. The experts get rounded
+            tokens, wherever they are; what they return, and gradients, travel in their own type. Inside
+            `torch.compile` the tokens are rounded likewise, and travel in their own type.
 
     Attributes:
         weights: `[e, row]`, one row per local expert: its matrices, flattened one after the other, then padding.
@@ -82,6 +86,7 @@ class MoE(nn.Module):
         router_noise: float = 0.0,
         token_split: SplitPolicy = "balanced",
         max_tokens: int | None = None,
+        fp8_dispatch: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,7 +102,7 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"MoE: expected max_tokens >= 1 or None, got {max_tokens}")
-        self.token_split, self.max_tokens = token_split, max_tokens
+        self.token_split, self.max_tokens, self.fp8_dispatch = token_split, max_tokens, fp8_dispatch
         self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
         self.activation, self.router_noise = activation, router_noise
         up, down = (intermediate, hidden), (hidden, intermediate)
@@ -149,7 +154,9 @@ class MoE(nn.Module):
         activation = getattr(self.activation, "__name__", type(self.activation).__name__)
         return (
             f"top_k={self.top_k}, activation={activation}, router_noise={self.router_noise}, "
-            f"token_split={self.token_split}" + (f", max_tokens={self.max_tokens}" if self.max_tokens else "")
+            f"token_split={self.token_split}"
+            + (f", max_tokens={self.max_tokens}" if self.max_tokens else "")
+            + (", fp8_dispatch" if self.fp8_dispatch else "")
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,8 +174,11 @@ class MoE(nn.Module):
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
         if exchange.starts_R is not None:
             row_ids, positions_TK = exchange.pad(positions_TK)
-        rows_NH = ops.permute(x_TH.to(dtype), row_ids, positions_TK)
-        arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
+        if self.fp8_dispatch:
+            arrived_NH = moe_fp8.send(x_TH.to(dtype), row_ids, positions_TK, exchange, self.group)
+        else:
+            rows_NH = ops.permute(x_TH.to(dtype), row_ids, positions_TK)
+            arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
         outputs_NH = self._run_experts(arrived_NH, exchange)
         returned_NH = all_to_all(outputs_NH, exchange.received_R, exchange.sent_R, self.group)
         return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x.dtype).reshape(x.shape)
@@ -182,6 +192,8 @@ class MoE(nn.Module):
         self.balance_loss = self._balance_loss(share_E, mean_probability_E)
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
         x_TH = x.reshape(-1, self.hidden).to(self._compute_dtype(x.device))
+        if self.fp8_dispatch:
+            x_TH = moe_fp8.rounded(x_TH)
         rows_NH = ops.permute(x_TH, row_ids, positions_TK)
         ends_e = receive_Re.sum(0).cumsum(0).to(torch.int32)
         product: Product = lambda rows_NC, matrices_eDC: moe_ops.multiply(rows_NC, matrices_eDC, ends_e)  # noqa: E731

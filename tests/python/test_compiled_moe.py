@@ -26,10 +26,12 @@ def no_graphs_of_others():
     torch._dynamo.reset()
 
 
-def make(dtype=torch.float32, intermediate=32):
+def make(dtype=torch.float32, intermediate=32, fp8_dispatch=False):
     """Two layers, of which the second is gated."""
     torch.manual_seed(0)
-    layers = [MoE(WIDTH, intermediate, EXPERTS), nn.Tanh(), MoE(WIDTH, intermediate, EXPERTS, top_k=1, gated=True)]
+    options = {"fp8_dispatch": fp8_dispatch}
+    second = MoE(WIDTH, intermediate, EXPERTS, top_k=1, gated=True, **options)
+    layers = [MoE(WIDTH, intermediate, EXPERTS, **options), nn.Tanh(), second]
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers).to(dtype)
 
 
@@ -60,9 +62,10 @@ def compare(model, compiled, inputs, eager=None, **close):
         torch.testing.assert_close(value, expected[name], **close, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("fp8_dispatch", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_same_bits_as_eager(dtype):
-    model = make(dtype)
+def test_same_bits_as_eager(dtype, fp8_dispatch):
+    model = make(dtype, fp8_dispatch=fp8_dispatch)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for tokens in (6, 11, 17, 64):
         compare(model, compiled, make_inputs(tokens, dtype), **SAME)

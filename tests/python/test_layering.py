@@ -19,6 +19,7 @@ ROOMS = [
     "plotting",
     "comm",
     "moe_exchange",
+    "moe_fp8",
     "moe_load",
     "moe_ops",
     "moe",
@@ -62,6 +63,7 @@ TWINS = {
 RUST_TWINS = {
     "chunks": "ops, and their backends",
     "dispatch": "planner, and its typed face",
+    "fp8": "ops, and their backends",
     "ledger": "planner, and its typed face",
     "load": "planner, and its typed face",
     "migrate": "planner, and its typed face",

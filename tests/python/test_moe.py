@@ -26,10 +26,11 @@ TOKENS = {1: [23], 2: [16, 7], 3: [9, 1, 13], 4: [6, 11, 0, 6]}
 KINDS = [(1, False), (1, True), (2, False), (2, True)]
 
 
-def make(top_k, gated, max_tokens=None, **options):
+def make(top_k, gated, max_tokens=None, fp8_dispatch=False, **options):
     torch.manual_seed(0)
     inner = 6 if max_tokens is None else 8  # with rows of whole 16 bytes
-    return MoE(H, inner, EXPERTS, top_k, gated=gated, max_tokens=max_tokens, **options)
+    options |= {"max_tokens": max_tokens, "fp8_dispatch": fp8_dispatch}
+    return MoE(H, inner, EXPERTS, top_k, gated=gated, **options)
 
 
 def inputs(count, collapsed=False):
@@ -55,13 +56,19 @@ def reference(layer, x, y):
     for token, chances in zip(x, probabilities, strict=True):
         best = sorted(range(EXPERTS), key=lambda e: -chances[e].item())[: layer.top_k]
         total = sum(chances[e] for e in best) if layer.top_k > 1 else 1.0
-        outputs.append(sum(chances[e] / total * expert(layer, e, token) for e in best))
+        sent = token + (in_8_bits(token) - token).detach() if layer.fp8_dispatch else token
+        outputs.append(sum(chances[e] / total * expert(layer, e, sent) for e in best))
         load[best] += 1
     balance = EXPERTS * (load / load.sum() * probabilities.mean(0)).sum()
     out = torch.stack(outputs)
     ((out * y).sum() / len(x) + BALANCE * balance).backward()
     grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.weights.grad}
     return {"out": out.detach(), "balance": balance.detach(), "load": load.long(), **grads}
+
+
+def in_8_bits(token):
+    scale = token.detach().abs().max() / 448
+    return (token.detach() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def expert(layer, e, token):
@@ -145,6 +152,17 @@ def test_a_padded_exchange_equals_plain_loops(tmp_path, kind, name):
             collapse(layer)
         expected = reference(layer, *inputs(sum(tokens), collapsed))
         check(run(tmp_path, kind, name, tokens, collapsed), PLACEMENTS[name], expected)
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("max_tokens", [None, 23])
+@pytest.mark.parametrize("kind", KINDS[1:3], ids=["top1-gated", "top2"])
+def test_tokens_travel_in_8_bits(tmp_path, kind, max_tokens, name):
+    kind, tokens = (*kind, max_tokens, True), TOKENS[len(PLACEMENTS[name])]
+    expected = reference(make(*kind), *inputs(sum(tokens)))
+    check(run(tmp_path, kind, name), PLACEMENTS[name], expected)
+    exact = reference(make(*kind[:3]), *inputs(sum(tokens)))
+    assert 1e-4 < (exact["out"] - expected["out"]).abs().max() < 0.1, "they are rounded"
 
 
 def test_more_tokens_than_the_layer_is_made_for():

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from evermoe import ops
 from support.kernels import ORDERS, ROOT, Buffer, Kernels, build, sparse
+from support.tokens import draw_rows, fp8_row_bytes
 
 TOKENS, TOP_K, EXPERTS, RANKS, WIDTH = 33, 2, 5, 2, 40
 SLOTS = TOKENS * TOP_K
@@ -138,6 +140,16 @@ def backward_far(kernels):
     grad_rows.equals(grad[-1:])
 
 
+def in_8_bits(kernels):
+    x = draw_rows(3, 200, torch.bfloat16)
+    packed = Buffer([3, fp8_row_bytes(200)], torch.uint8)
+    kernels("quantize_bf16", 2, 64, 0, x, packed, 3, 200, fp8_row_bytes(200))
+    packed.equals(ops.quantize_rows(x))
+    back = Buffer([3, 200], torch.bfloat16)
+    kernels("dequantize_bf16", 2, 64, 0, packed, back, 3, 200, fp8_row_bytes(200))
+    back.equals(ops.dequantize_rows(packed.tensor, 200, torch.bfloat16))
+
+
 def adamw(kernels):
     """Of two tensors."""
     step = struct.pack("<9fI", 1, 1, 1, 1, 0, 1, 0, 1, 1, 0)  # no gradient: m becomes 0, p and v stay
@@ -170,6 +182,32 @@ class Fault:
 
 
 FAULTS = [
+    Fault(
+        "the scales' padding is not cleared",
+        "fp8.cu",
+        "if (block == blocks - 1 && blocks + lane < scales)",
+        "if (block == blocks && blocks + lane < scales)",
+        in_8_bits,
+        "Tensor-likes are not equal|uninitialised",
+    ),
+    Fault(
+        "the largest magnitude of half the columns",
+        "fp8.cu",
+        "unsigned other = Mine::kLanes / 2; other > 0",
+        "unsigned other = Mine::kLanes / 4; other > 0",
+        in_8_bits,
+        "Tensor-likes are not equal|race: ",
+        1,
+    ),
+    Fault(
+        "another scale's columns",
+        "fp8.cu",
+        "scales[column / kFp8Columns]",
+        "scales[unit / kFp8Columns]",
+        in_8_bits,
+        "Tensor-likes are not equal|out of bounds|uninitialised",
+        2,
+    ),
     Fault(
         "no __syncthreads after clearing",
         "histogram.cu",

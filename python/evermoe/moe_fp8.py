@@ -1,0 +1,71 @@
+"""Tokens that travel to the experts in 8 bits.
+
+Shape suffixes: T tokens of this rank, H hidden width, K experts per token, N rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evermoe import ops
+from evermoe.comm.group import Group
+from evermoe.moe_exchange import Exchange
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, exchange: Exchange, group: Group
+    ) -> Tensor:
+        ctx.save_for_backward(positions_TK)
+        ctx.exchange, ctx.group = exchange, group
+        tokens = ops.quantize_rows(x_TH)  # each once, not once for each expert
+        rows = ops.permute(tokens.view(torch.float16), row_ids, positions_TK).view(torch.uint8)
+        rows = rows.narrow(0, 0, sum(exchange.sent_R))
+        if group.size > 1:
+            rows = group.all_to_all(rows, exchange.sent_R, exchange.received_R)
+        return ops.dequantize_rows(rows, x_TH.shape[1], x_TH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (positions_TK,) = ctx.saved_tensors
+        rows_NH, exchange = gradients[0].contiguous(), ctx.exchange
+        if ctx.group.size > 1:
+            rows_NH = ctx.group.all_to_all(rows_NH, exchange.received_R, exchange.sent_R)
+        return ops.unpermute(rows_NH, positions_TK), None, None, None, None
+
+
+def send(x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, exchange: Exchange, group: Group) -> Tensor:
+    """The rows that come to this rank, of tokens that are rounded to 8 bits for the way; collective and differentiable.
+
+    The gradient takes no notice of the rounding, and comes back in the type of the tokens.
+
+    Args:
+        x_TH: float32, bfloat16 or float16.
+        row_ids: of `ops.dispatch_plan`, or `Exchange.pad`.
+        positions_TK: likewise.
+        exchange: what goes where.
+        group: all ranks.
+
+    Returns:
+        `[N, H]`, dtype of `x_TH`, by source rank.
+    """
+    return _Send.apply(x_TH, row_ids, positions_TK, exchange, group)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor) -> Tensor:
+        return ops.dequantize_rows(ops.quantize_rows(x_TH), x_TH.shape[1], x_TH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def rounded(x_TH: Tensor) -> Tensor:
+    """The tokens as `send` brings them to the experts, without the way; the gradient takes no notice of it."""
+    return _Rounded.apply(x_TH)
