@@ -108,10 +108,10 @@ class Dcp:
         state, found = self.session._state, {}
         for path, layer in state.layers.items():
             kept = self.session.optimizer.state[layer.weights]
-            for row, expert in enumerate(layer.experts):
+            for row, expert in enumerate(layer.ids):
                 for name, stack in {"weights": layer.weights, **kept}.items():
                     value = stack.detach()
-                    found[f"{path}.experts.{expert}.{name}"] = value[row] if value.dim() > 1 else value
+                    found[f"{path}.{expert}.{name}"] = value[row] if value.dim() > 1 else value
         for name, parameter in self.session.model.named_parameters():
             if any(parameter is layer.weights for layer in state.layers.values()):
                 continue

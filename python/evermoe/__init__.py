@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnsafeFolder,
         UnsupportedState,
     )
+    from evermoe.experts import Experts
     from evermoe.moe import MoE, load_balancing_loss, moe_layers
     from evermoe.persist.checkpoint import load_weights
     from evermoe.sampler import ElasticSampler, Share
@@ -37,6 +38,7 @@ _HOMES = {
     "JoinTimeout": "errors",
     "LeftBehind": "errors",
     "LostExperts": "errors",
+    "Experts": "experts",
     "MoE": "moe",
     "NonFiniteLoss": "errors",
     "NotReplayable": "errors",
@@ -58,6 +60,7 @@ __all__ = [
     "CorruptCopy",
     "ElasticSampler",
     "EvermoeError",
+    "Experts",
     "JoinTimeout",
     "LeftBehind",
     "LostExperts",

@@ -1,77 +1,44 @@
-"""The MoE layer: router, dispatch to expert replicas on any rank, experts as stacked weights, weighted combine.
+"""The MoE layer: a router, and its experts on any rank.
 
-Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts, e local experts, N rows.
+Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointFunction
 
-from evermoe import moe_fp8, moe_ops, ops
-from evermoe.comm.collectives import all_to_all
-from evermoe.comm.group import Group
-from evermoe.errors import UnsupportedState
-from evermoe.moe_exchange import Exchange, Padding
-from evermoe.moe_load import TokenCount
-from evermoe.planning import SPLITS, SplitPolicy, split_tokens
-
-ROW_ALIGNMENT = 32
-"""An expert's flat weights are padded to this many elements, whole SIMD registers of any type: what is left over at the
-end of a tensor is rounded otherwise, so that replicas of an expert would differ by where they are in a stack."""
-
-REENTRANT = "CheckpointFunction.backward"
-"""What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
-
-Activation = Callable[[Tensor], Tensor]
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Each expert's rows `[N, C]` times its matrix of `[e, D, C]`, transposed: `[N, D]`."""
+from evermoe.experts import Activation, Experts, expert_layers
+from evermoe.planning import SplitPolicy
 
 
 class MoE(nn.Module):
-    """A layer of E feed-forward experts, of which each token uses the K that the router likes best.
+    """A layer of E feed-forward experts, of which each token uses the K that a linear router likes best.
 
-    By itself it holds all experts. In an `evermoe.Session` each rank holds some, an expert may have replicas on
-    several ranks, and tokens travel to them and back: no padding, no capacity limit, no token dropped. The result does
-    not depend on where the experts are, but for floating-point rounding.
+    In an `evermoe.Session` the experts are spread over the ranks, and tokens travel to them and back: see
+    `evermoe.Experts`, which takes any other router's choices.
 
     Args:
         hidden: H, width of a token.
         intermediate: inner width of an expert.
         num_experts: E.
         top_k: K, experts per token. With K > 1 the K weights are normalised to sum to one.
-        gated: experts are `down(activation(gate(x)) * up(x))` instead of `down(activation(up(x)))`.
-        activation: elementwise, differentiable.
         router_noise: standard deviation of Gaussian noise on the router's logits, in training only.
-        token_split: policy of `evermoe.planning.split_tokens`: `balanced` gives the busiest rank as few
-            tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1).
-        max_tokens: the most tokens that any rank brings in one forward, the same on all ranks. Given that, exchanges
-            are padded to the most rows that can come: the host waits for nothing and no shape depends on a value, so
-            that a forward can be part of a CUDA graph (after one that is not). For small batches, and ranks that are
-            near each other: where the most rows take more than 64 MiB (`moe_exchange.PADDED_BYTES`), or the matrices do
-            not suit `grouped_mm` (on a GPU: bfloat16, rows of whole 16 bytes), sizes are exact nonetheless. Replicas of
-            an expert then share its tokens evenly. None: exact sizes, one wait a forward; none on a rank that is alone.
-        fp8_dispatch: tokens travel to the experts as e4m3 numbers with a float32 scale for each 128 columns
-            (`ops.quantize_rows`; DeepSeek-V3, section 3.3.2): about half the bytes of bfloat16. The experts get rounded
-            tokens, wherever they are; what they return, and gradients, travel in their own type. Inside
-            `torch.compile` the tokens are rounded likewise, and travel in their own type.
+        gated: as for `Experts`, and so are all that follow.
 
     Attributes:
-        weights: `[e, row]`, one row per local expert: its matrices, flattened one after the other, then padding.
-        experts: ids of the local experts, ascending; row i of `weights` belongs to `experts[i]`.
+        router: `nn.Linear` without a bias, from H to E.
+        experts: the `Experts`.
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
             (token, k) slots routed to e and P_e this rank's mean router probability.
-        count: tokens routed to each expert on all ranks together.
+
+    Raises:
+        ValueError: a size or an option is out of its range; the message says which.
     """
 
     def __init__(
@@ -81,9 +48,9 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int = 2,
         *,
+        router_noise: float = 0.0,
         gated: bool = False,
         activation: Activation = F.silu,
-        router_noise: float = 0.0,
         token_split: SplitPolicy = "balanced",
         max_tokens: int | None = None,
         fp8_dispatch: bool = False,
@@ -98,66 +65,39 @@ class MoE(nn.Module):
             )
         if router_noise < 0:
             raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
-        if token_split not in SPLITS:
-            raise ValueError(f"MoE: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"MoE: expected max_tokens >= 1 or None, got {max_tokens}")
-        self.token_split, self.max_tokens, self.fp8_dispatch = token_split, max_tokens, fp8_dispatch
-        self.hidden, self.num_experts, self.top_k = hidden, num_experts, top_k
-        self.activation, self.router_noise = activation, router_noise
-        up, down = (intermediate, hidden), (hidden, intermediate)
-        self.matrices: list[tuple[int, int]] = [up, up, down] if gated else [up, down]
-        used = sum(rows * columns for rows, columns in self.matrices)
-        self.row_padding = -used % ROW_ALIGNMENT
+        self.hidden, self.num_experts, self.top_k, self.router_noise = hidden, num_experts, top_k, router_noise
         self.router = nn.Linear(hidden, num_experts, bias=False, device=device, dtype=dtype)
-        self.weights = nn.Parameter(torch.empty(num_experts, used + self.row_padding, device=device, dtype=dtype))
-        self.experts = list(range(num_experts))
-        self.group = Group()
-        self.matrix_RE = np.ones((1, num_experts), np.int64)
+        self.experts = Experts(
+            hidden,
+            intermediate,
+            num_experts,
+            gated=gated,
+            activation=activation,
+            token_split=token_split,
+            max_tokens=max_tokens,
+            fp8_dispatch=fp8_dispatch,
+            device=device,
+            dtype=dtype,
+        )
         self.balance_loss: Tensor = torch.zeros((), device=device)
-        self.count = TokenCount(num_experts)
-        self._padding: tuple[np.ndarray, torch.device, Padding] | None = None
-        self._name = moe_ops.register(self)
-        self.reset_parameters()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a layer of its own, also to compiled graphs."""
-        super().__setstate__(state)
-        self._name = moe_ops.register(self)
-
-    def reset_parameters(self) -> None:
-        """Draws the experts as `nn.Linear` draws its weights: uniform within 1/sqrt(fan in)."""
-        with torch.no_grad():
-            start = 0
-            for rows, columns in self.matrices:
-                bound = 1 / math.sqrt(columns)
-                self.weights[:, start : start + rows * columns].uniform_(-bound, bound)
-                start += rows * columns
-            self.weights[:, start:] = 0
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
-        return f"num_experts={self.num_experts}, top_k={self.top_k}, matrices={self.matrices}, local={self.experts}"
+        return f"top_k={self.top_k}"
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
         """`[E]`: tokens routed to each expert on all ranks together, in the last forward."""
-        return self.count.last_E
+        return self.experts.tokens_E
 
     @property
     def load_E(self) -> NDArray[np.int64]:
         """`[E]`: the same summed over all forwards in training mode, of the step that runs where there is a session."""
-        return TokenCount.totals([self.count])[0]
+        return self.experts.load_E
 
     def settings(self) -> str:
         """What changes a token's way through the layer and is not seen in the shapes of its parameters."""
-        activation = getattr(self.activation, "__name__", type(self.activation).__name__)
-        return (
-            f"top_k={self.top_k}, activation={activation}, router_noise={self.router_noise}, "
-            f"token_split={self.token_split}"
-            + (f", max_tokens={self.max_tokens}" if self.max_tokens else "")
-            + (", fp8_dispatch" if self.fp8_dispatch else "")
-        )
+        return f"top_k={self.top_k}, router_noise={self.router_noise}, {self.experts.settings()}"
 
     def forward(self, x: Tensor) -> Tensor:
         """`x`: [..., H]; the result has the same shape and dtype. Collective when the layer spans several ranks."""
@@ -165,49 +105,10 @@ class MoE(nn.Module):
             raise ValueError(f"MoE: expected [..., {self.hidden}], got {list(x.shape)}")
         x_TH = x.reshape(-1, self.hidden)
         ids_TK, weights_TK, mean_probability_E = self._route(x_TH)
-        counts_E = ops.expert_histogram(ids_TK, self.num_experts)
-        if torch.compiler.is_compiling():
-            return self._forward_in_graph(x, ids_TK, weights_TK, counts_E, mean_probability_E)
-        dtype = self._compute_dtype(x.device)
-        exchange = self._plan(len(x_TH), counts_E, dtype)
-        self.balance_loss = self._balance_loss(exchange.share_E, mean_probability_E)
-        row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
-        if exchange.starts_R is not None:
-            row_ids, positions_TK = exchange.pad(positions_TK)
-        if self.fp8_dispatch:
-            arrived_NH = moe_fp8.send(x_TH.to(dtype), row_ids, positions_TK, exchange, self.group)
-        else:
-            rows_NH = ops.permute(x_TH.to(dtype), row_ids, positions_TK)
-            arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
-        outputs_NH = self._run_experts(arrived_NH, exchange)
-        returned_NH = all_to_all(outputs_NH, exchange.received_R, exchange.sent_R, self.group)
-        return ops.unpermute(returned_NH, positions_TK, weights_TK).to(x.dtype).reshape(x.shape)
-
-    def _forward_in_graph(
-        self, x: Tensor, ids_TK: Tensor, weights_TK: Tensor, counts_E: Tensor, mean_probability_E: Tensor
-    ) -> Tensor:
-        """The rest of `forward`, as `torch.compile` traces it: what it cannot look into are opaque ops."""
-        num_local = self.weights.shape[0]
-        share_E, send_ER, receive_Re, splits_2R = moe_ops.plan_exchange(self._name, counts_E, num_local)
-        self.balance_loss = self._balance_loss(share_E, mean_probability_E)
-        row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
-        x_TH = x.reshape(-1, self.hidden).to(self._compute_dtype(x.device))
-        if self.fp8_dispatch:
-            x_TH = moe_fp8.rounded(x_TH)
-        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
-        ends_e = receive_Re.sum(0).cumsum(0).to(torch.int32)
-        product: Product = lambda rows_NC, matrices_eDC: moe_ops.multiply(rows_NC, matrices_eDC, ends_e)  # noqa: E731
-        if self.group.is_alone:
-            rows_NH = self._feed_forward(rows_NH, product)
-        else:
-            rows_NH = moe_ops.send_rows(self._name, rows_NH, splits_2R)
-            if num_local == 0:
-                rows_NH = self._take_part(rows_NH)
-            else:
-                rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product)
-                rows_NH = ops.regroup(rows_NH, receive_Re, inverse=True)
-            rows_NH = moe_ops.exchange_rows(self._name, rows_NH, splits_2R, row_ids.shape[0], True)
-        return ops.unpermute(rows_NH, positions_TK, weights_TK).to(x.dtype).reshape(x.shape)
+        y_TH = self.experts(x_TH, ids_TK, weights_TK)
+        share_E = self.experts.share_E.to(mean_probability_E)
+        self.balance_loss = self.num_experts * (share_E * mean_probability_E).sum()
+        return y_TH.reshape(x.shape)
 
     def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_TE = self.router(x_TH).float()
@@ -220,117 +121,18 @@ class MoE(nn.Module):
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return ids_TK, weights_TK, probabilities_TE.sum(0) / max(len(x_TH), 1)
 
-    def plan_exchange(self, counts_E: Tensor) -> Exchange:
-        """Gathers and counts the load, and plans the exchange on the host; collective.
-
-        It is the step's only extra exchange, and the layer's only wait for a GPU.
-        """
-        tokens_RE = self.group.all_gather(counts_E)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedState(
-                "MoE: expected no capture of a CUDA graph: the host must read how many tokens go where. Give "
-                "max_tokens, and bfloat16 experts whose matrices have rows of whole 16 bytes"
-            )
-        on_host_RE = tokens_RE.cpu()
-        self.group.check()  # a GPU may have been let go without the counts
-        self.count.add(on_host_RE.sum(0).numpy(), is_counted=self.training and not _is_recomputing())
-        tokens_ER = np.ascontiguousarray(on_host_RE.numpy().T)
-        planned = split_tokens(tokens_ER, self.matrix_RE, self.group.rank, self.token_split)
-        return Exchange.of(tokens_RE, *planned, self.experts)
-
-    def _plan(self, tokens: int, counts_E: Tensor, dtype: torch.dtype) -> Exchange:
-        """The exchange of a forward; all ranks decide alike whether the host must know the sizes. Collective.
-
-        Raises:
-            ValueError: there are more tokens than `max_tokens`.
-        """
-        if self.max_tokens is not None and tokens > self.max_tokens:
-            raise ValueError(f"MoE: expected at most max_tokens={self.max_tokens} tokens in a forward, got {tokens}")
-        if not moe_ops.takes_groups(counts_E.device, dtype, [columns for _, columns in self.matrices]):
-            return self.plan_exchange(counts_E)
-        if self.group.is_alone and (self.max_tokens is not None or counts_E.device.type == "cuda"):
-            return Exchange.alone(self._gather(counts_E), tokens * self.top_k)
-        if self.max_tokens is not None:
-            padding = self._find_padding(self.max_tokens, counts_E.device)
-            if padding.fits(self.hidden * dtype.itemsize):
-                return Exchange.padded(self._gather(counts_E), padding, self.group.rank)
-        return self.plan_exchange(counts_E)
-
-    def _find_padding(self, max_tokens: int, device: torch.device) -> Padding:
-        if self._padding is None or self._padding[0] is not self.matrix_RE or self._padding[1] != device:
-            padding = Padding.of(self.matrix_RE, self.experts, max_tokens, self.top_k, device)
-            self._padding = self.matrix_RE, device, padding
-        return self._padding[2]
-
-    def _gather(self, counts_E: Tensor) -> Tensor:
-        """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
-        tokens_RE = self.group.all_gather(counts_E)
-        self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
-        return tokens_RE
-
-    def _balance_loss(self, share_E: Tensor, mean_probability_E: Tensor) -> Tensor:
-        return self.num_experts * (share_E.to(mean_probability_E) * mean_probability_E).sum()
-
-    def _run_experts(self, rows_NH: Tensor, exchange: Exchange) -> Tensor:
-        """Rows ordered by (source rank, expert) → the experts' outputs in the same order."""
-        if len(self.experts) == 0:
-            return self._take_part(rows_NH)
-        counts_Re = exchange.receive_Re
-        is_mixed = min(counts_Re.shape) > 1  # else both orders are the same
-        if is_mixed:
-            rows_NH = ops.regroup(rows_NH, counts_Re)
-        outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype))
-        return ops.regroup(outputs_NH, counts_Re, inverse=True) if is_mixed else outputs_NH
-
-    def _take_part(self, rows_NH: Tensor) -> Tensor:
-        """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
-        return rows_NH + self.weights.sum().to(rows_NH.dtype)
-
-    def _feed_forward(self, rows_NH: Tensor, product: Product) -> Tensor:
-        """Rows ordered by local expert → the experts' outputs in the same order."""
-        sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
-        parts = self.weights.to(rows_NH.dtype).split(sizes, 1)
-        matrices = [part.unflatten(1, shape) for part, shape in zip(parts, self.matrices, strict=False)]
-        inner_NI = self.activation(product(rows_NH, matrices[0]))
-        if len(matrices) == 3:
-            inner_NI = inner_NI * product(rows_NH, matrices[1])
-        return product(inner_NI, matrices[-1])
-
-    def _compute_dtype(self, device: torch.device) -> torch.dtype:
-        kind = device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weights.dtype
-
-    def _product(self, exchange: Exchange, dtype: torch.dtype) -> Product:
-        """The product for so many rows of each local expert."""
-        ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
-        if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, [columns for _, columns in self.matrices]):
-            return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
-        return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
-
-
-def _is_recomputing() -> bool:
-    """Whether this forward repeats one for its backward, as activation checkpointing does.
-
-    Raises:
-        UnsupportedState: it is the reentrant kind, whose first forward left no graph for `balance_loss`.
-    """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code is CheckpointFunction.backward.__code__ or getattr(code, "co_qualname", "") == REENTRANT:
-            raise UnsupportedState(
-                "MoE: reentrant activation checkpointing around this layer leaves its balance_loss without a gradient; "
-                "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
-        frame = frame.f_back
-    return True
-
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """The MoE layers of a model by their module path, in module order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def layer_settings(model: nn.Module) -> list[str]:
+    """The settings of each MoE layer, and of experts with another router."""
+    layers = list(moe_layers(model).values())
+    inside = {id(layer.experts) for layer in layers}
+    others = [experts for experts in expert_layers(model).values() if id(experts) not in inside]
+    return [layer.settings() for layer in layers] + [experts.settings() for experts in others]
 
 
 def load_balancing_loss(model: nn.Module) -> Tensor:

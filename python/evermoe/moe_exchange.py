@@ -74,11 +74,11 @@ class Exchange:
 
         Args:
             tokens_RE: int64 on the layer's device, tokens of this rank for each expert.
-            rows: how many there are, all together.
+            rows: how many choices there are, those of no expert included.
         """
         tokens_E = tokens_RE.squeeze(0)
         return Exchange(
-            share_E=tokens_E.double() / max(rows, 1),
+            share_E=tokens_E.double() / tokens_E.sum().clamp(min=1),
             send_ER=tokens_E.unsqueeze(1),
             receive_Re=tokens_RE,
             ends_e=tokens_E.cumsum(0).to(torch.int32),

@@ -23,7 +23,7 @@ class Layer(Protocol):
     """What the ops use of a layer when they run."""
 
     group: Group
-    experts: list[int]
+    ids: list[int]
 
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
         """The exchange of this rank's tokens of each expert; collective."""

@@ -91,9 +91,9 @@ def opcheck_cases():
     matrices, ends = torch.randn(EXPERTS, 32, WIDTH, requires_grad=True), counts.cumsum(0).int()
     odd = [each.detach()[..., :7].requires_grad_() for each in (rows, matrices)]
     return {
-        "plan_exchange": (layer._name, counts, EXPERTS),
-        "send_rows": (layer._name, rows, splits),
-        "exchange_rows": (layer._name, rows, splits, 8, True),
+        "plan_exchange": (layer.experts._name, counts, EXPERTS),
+        "send_rows": (layer.experts._name, rows, splits),
+        "exchange_rows": (layer.experts._name, rows, splits, 8, True),
         "multiply": (rows, matrices, ends),
         "multiply of odd sizes": (*odd, ends),
         "multiply_backward": (torch.randn(8, 32), rows.detach(), matrices.detach(), ends),
@@ -157,7 +157,7 @@ def on_rank(group, matrix, tokens, backend, dtype):
     for run in (layer, torch.compile(layer, fullgraph=True, backend=backend)):
         for count in (tokens[group.rank], 2 * tokens[group.rank] + 1):
             found.append(results(layer, run, make_inputs(count, dtype)))
-            layer.count.forget()
+            layer.experts.count.forget()
     return found
 
 

@@ -86,7 +86,7 @@ def on_gpu(dtype):
     layer = MoE(H, 16, E, gated=True, dtype=dtype, device="cuda")
     x = torch.randn(2, 9, H, dtype=dtype, device="cuda")
     layer(x[1]).float().sum().backward()  # so that all is loaded
-    layer.count.forget()
+    layer.experts.count.forget()
     return layer, x[0]
 
 
@@ -128,14 +128,14 @@ def test_a_forward_in_a_cuda_graph():
     layer, x = on_gpu(torch.bfloat16)
     inputs = [torch.randn_like(x) for _ in range(3)]
     expected = [layer(each).detach() for each in inputs]
-    layer.count.forget()
+    layer.experts.count.forget()
     graph, place = torch.cuda.CUDAGraph(), x.clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(side):
         layer(place)
     torch.cuda.current_stream().wait_stream(side)
-    layer.count.forget()
+    layer.experts.count.forget()
     with torch.no_grad(), torch.cuda.graph(graph):
         out = layer(place)
     for each, wanted in zip(inputs, expected, strict=True):

@@ -22,6 +22,7 @@ ROOMS = [
     "moe_fp8",
     "moe_load",
     "moe_ops",
+    "experts",
     "moe",
     "sampler",
     "profile",

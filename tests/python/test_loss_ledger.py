@@ -16,7 +16,7 @@ from evermoe.state.unit import expert_unit
 from evermoe.state.version import version_of
 from support.ranks import run_ranks
 
-FIRST, SECOND = expert_unit("", 0), expert_unit("", 1)
+FIRST, SECOND = expert_unit("experts", 0), expert_unit("experts", 1)
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def make_ledger():
     found = LossLedger(TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1)))
 
     def take(step, *tokens):
-        layer.count.forget()
-        layer.count.add(np.array(tokens), is_counted=True)
+        layer.experts.count.forget()
+        layer.experts.count.add(np.array(tokens), is_counted=True)
         found.add(step)
 
     found.take = take

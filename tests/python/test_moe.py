@@ -56,13 +56,13 @@ def reference(layer, x, y):
     for token, chances in zip(x, probabilities, strict=True):
         best = sorted(range(EXPERTS), key=lambda e: -chances[e].item())[: layer.top_k]
         total = sum(chances[e] for e in best) if layer.top_k > 1 else 1.0
-        sent = token + (in_8_bits(token) - token).detach() if layer.fp8_dispatch else token
+        sent = token + (in_8_bits(token) - token).detach() if layer.experts.fp8_dispatch else token
         outputs.append(sum(chances[e] / total * expert(layer, e, sent) for e in best))
         load[best] += 1
     balance = EXPERTS * (load / load.sum() * probabilities.mean(0)).sum()
     out = torch.stack(outputs)
     ((out * y).sum() / len(x) + BALANCE * balance).backward()
-    grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.weights.grad}
+    grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.experts.weights.grad}
     return {"out": out.detach(), "balance": balance.detach(), "load": load.long(), **grads}
 
 
@@ -73,8 +73,8 @@ def in_8_bits(token):
 
 def expert(layer, e, token):
     parts, start = [], 0
-    for rows, columns in layer.matrices:
-        parts.append(layer.weights[e, start : start + rows * columns].view(rows, columns))
+    for rows, columns in layer.experts.matrices:
+        parts.append(layer.experts.weights[e, start : start + rows * columns].view(rows, columns))
         start += rows * columns
     if len(parts) == 3:
         return parts[2] @ (F.silu(parts[0] @ token) * (parts[1] @ token))
@@ -83,15 +83,17 @@ def expert(layer, e, token):
 
 def hold(layer, group, matrix):
     """Leaves the layer with its rank's experts."""
-    layer.experts = np.flatnonzero(matrix[group.rank]).tolist()
-    layer.weights = nn.Parameter(layer.weights.detach()[layer.experts].clone())
-    layer.group, layer.matrix_RE = group, matrix
+    experts = layer.experts
+    experts.ids = np.flatnonzero(matrix[group.rank]).tolist()
+    experts.weights = nn.Parameter(experts.weights.detach()[experts.ids].clone())
+    experts.group, experts.matrix_RE = group, matrix
 
 
 def on_rank(group, kind, matrix, tokens, collapsed):
     matrix = np.array(matrix)
     layer = make(*kind)
-    torch.use_deterministic_algorithms(layer.max_tokens is not None)  # fills memory that is not written with NaN
+    # Fills memory that is not written with NaN.
+    torch.use_deterministic_algorithms(layer.experts.max_tokens is not None)
     if collapsed:
         collapse(layer)
     hold(layer, group, matrix)
@@ -104,8 +106,8 @@ def on_rank(group, kind, matrix, tokens, collapsed):
     share = len(x) / total
     ((out * y[mine]).sum() / total + BALANCE * share * layer.balance_loss).backward()
     reduce_dense([layer.router.weight], group)
-    ExpertReducer([matrix], [layer.weights.shape[1]], group.rank).reduce([layer.weights.grad], group)
-    grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.weights.grad}
+    ExpertReducer([matrix], [layer.experts.weights.shape[1]], group.rank).reduce([layer.experts.weights.grad], group)
+    grads = {"x": x.grad, "router": layer.router.weight.grad, "experts": layer.experts.weights.grad}
     found = {"out": out.detach(), "balance": share * layer.balance_loss.detach(), **grads}
     return found | {"load": torch.from_numpy(layer.tokens_E)}
 
@@ -198,7 +200,7 @@ def test_no_tokens_at_all(tmp_path):
     out = layer(torch.empty(0, H, requires_grad=True))
     assert out.shape == (0, H)
     (out.sum() + layer.balance_loss).backward()
-    assert not layer.weights.grad.any()
+    assert not layer.experts.weights.grad.any()
     assert layer(torch.empty(2, 0, H)).shape == (2, 0, H)
 
 
@@ -215,7 +217,7 @@ def train(group, matrix, steps):
     layer = make(2, False)
     hold(layer, group, matrix)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=True)
-    reducer = ExpertReducer([matrix], [layer.weights.shape[1]], group.rank)
+    reducer = ExpertReducer([matrix], [layer.experts.weights.shape[1]], group.rank)
     generator = torch.Generator().manual_seed(group.rank)
     found = []
     for step in range(steps):
@@ -223,11 +225,12 @@ def train(group, matrix, steps):
         x = torch.randn(7, H, generator=generator)
         (layer(x) - x.roll(1, 1)).square().mean().backward()
         reduce_dense([layer.router.weight], group)
-        reducer.reduce([layer.weights.grad], group)
+        reducer.reduce([layer.experts.weights.grad], group)
         optimizer.step()
         if step % 20 == 19:
-            state = optimizer.state[layer.weights]
-            rows = zip(layer.experts, layer.weights.detach(), state["exp_avg"], state["exp_avg_sq"], strict=True)
+            state = optimizer.state[layer.experts.weights]
+            weights, moments = layer.experts.weights.detach(), [state["exp_avg"], state["exp_avg_sq"]]
+            rows = zip(layer.experts.ids, weights, *moments, strict=True)
             found.append({e: digest(torch.cat(parts).numpy().view(np.uint8)) for e, *parts in rows})
     return found
 
@@ -269,12 +272,12 @@ def test_router_noise_only_in_training():
 
 def test_expert_padding_is_zero_and_stays_out_of_the_result():
     layer = make(1, False)
-    assert layer.row_padding == -(2 * 6 * H) % 32
+    assert layer.experts.row_padding == -(2 * 6 * H) % 32
     odd = MoE(3, 5, 2)
-    assert odd.weights.shape == (2, 32)
-    assert not odd.weights[:, 30:].any()
+    assert odd.experts.weights.shape == (2, 32)
+    assert not odd.experts.weights[:, 30:].any()
     odd(torch.randn(9, 3)).sum().backward()
-    assert not odd.weights.grad[:, 30:].any()
+    assert not odd.experts.weights.grad[:, 30:].any()
 
 
 def test_balance_loss_is_one_at_perfect_balance():
@@ -319,8 +322,8 @@ def test_wrong_width_of_the_input():
 
 def test_a_layer_by_itself_holds_everything():
     layer = make(2, False)
-    assert layer.experts == list(range(EXPERTS))
-    assert isinstance(layer.group, Group)
+    assert layer.experts.ids == list(range(EXPERTS))
+    assert isinstance(layer.experts.group, Group)
     assert "num_experts=5" in repr(layer)
 
 

@@ -196,7 +196,7 @@ class Survey:
         self.inventory = Inventory(
             standing,
             holdings,
-            {path: layer.experts for path, layer in state.layers.items()},
+            {path: layer.ids for path, layer in state.layers.items()},
             state.expert_load.mean_LE.tolist(),
             sorted(find(checkpoints, state.catalog.layout)) if checkpoints else [],
             trains,

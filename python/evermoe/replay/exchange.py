@@ -312,4 +312,4 @@ def _rows(state: TrainingState, unit: str) -> dict[str, Tensor | Row]:
     if about.layer is None:
         return dict(state.dense_tensors(unit))
     layer = state.layers[about.layer]
-    return {"weights": Row(layer.weights, layer.experts.index(about.expert or 0))}
+    return {"weights": Row(layer.weights, layer.ids.index(about.expert or 0))}

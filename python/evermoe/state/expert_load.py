@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from evermoe.moe import MoE
+from evermoe.experts import Experts
 from evermoe.moe_load import TokenCount
 from evermoe.planning import LoadAverage
 from evermoe.state.unit import expert_unit
@@ -29,7 +29,7 @@ class ExpertLoad:
         layers: MoE layers by module path.
     """
 
-    def __init__(self, layers: Mapping[str, MoE]) -> None:
+    def __init__(self, layers: Mapping[str, Experts]) -> None:
         self._layers = layers
         self._most_experts = max((layer.num_experts for layer in layers.values()), default=0)
         self.average = torch.zeros(len(layers), self._most_experts + 1, dtype=torch.float64)

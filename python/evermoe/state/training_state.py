@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
-from evermoe.moe import MoE, moe_layers
+from evermoe.experts import Experts, expert_layers
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.expert_load import ExpertLoad
 from evermoe.state.loop_state import LoopState
@@ -34,7 +34,7 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, has_session: bool = True) -> None:
-        self.layers: dict[str, MoE] = moe_layers(model)
+        self.layers: dict[str, Experts] = expert_layers(model)
         self.optimizer = optimizer
         expert_parameters = {id(layer.weights) for layer in self.layers.values()}
         if len(expert_parameters) < len(self.layers):
@@ -78,7 +78,7 @@ class TrainingState:
             units += [Unit(expert_unit(path, e), specs, path, e) for e in range(layer.num_experts)]
         return units
 
-    def _stacks(self, layer: MoE) -> dict[str, Tensor]:
+    def _stacks(self, layer: Experts) -> dict[str, Tensor]:
         """A layer's weights `[e, row]` and its optimizer state: stacks of the same shape, or scalars."""
         return {"weights": layer.weights} | self._optimizer_tensors("weights", layer.weights)
 
@@ -95,14 +95,14 @@ class TrainingState:
 
     def held(self) -> list[str]:
         """Names of the units that this rank trains on: all but the experts of other ranks."""
-        experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.experts]
+        experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.ids]
         return [*self._dense, *experts]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
         if unit.layer is None:
             return self._dense_state(unit.name).values()
         layer = self.layers[unit.layer]
-        row = layer.experts.index(unit.expert)  # type: ignore[arg-type]
+        row = layer.ids.index(unit.expert)  # type: ignore[arg-type]
         return [stack[row] if stack.dim() == 2 else stack for stack in self._stacks(layer).values()]
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class TrainingState:
                 tensor.data = tensor.new_empty(0)
         for layer in self.layers.values():
             layer.weights.data = layer.weights.new_empty(0)
-            layer.experts = []
+            layer.ids = []
         self._dense = {name: tensors for name, tensors in self._dense.items() if name == SESSION}
 
     def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
@@ -150,11 +150,11 @@ class TrainingState:
         layers whose experts change get new memory, one layer after the other.
         """
         for path, ids in experts.items():
-            missing = {expert_unit(path, expert) for expert in set(ids) - set(self.layers[path].experts)}
+            missing = {expert_unit(path, expert) for expert in set(ids) - set(self.layers[path].ids)}
             if not missing <= fetched.keys():
                 raise KeyError(*sorted(missing - fetched.keys()))
         for path, ids in experts.items():
-            if ids != self.layers[path].experts:
+            if ids != self.layers[path].ids:
                 self._replace(self.layers[path], ids, self._restack(path, ids))
         held = set(self.held())
         for name, data in fetched.items():
@@ -166,7 +166,7 @@ class TrainingState:
     def _restack(self, path: str, ids: list[int]) -> dict[str, Tensor]:
         """New stacks with the rows that are held already; the others are to be written."""
         layer = self.layers[path]
-        rows = {expert: row for row, expert in enumerate(layer.experts)}
+        rows = {expert: row for row, expert in enumerate(layer.ids)}
         kept = [(to, rows[expert]) for to, expert in enumerate(ids) if expert in rows]
         new = {}
         for key, old in self._stacks(layer).items():
@@ -175,10 +175,10 @@ class TrainingState:
                 new[key][to].copy_(old[row])
         return new
 
-    def _replace(self, layer: MoE, ids: list[int], tensors: dict[str, Tensor]) -> None:
+    def _replace(self, layer: Experts, ids: list[int], tensors: dict[str, Tensor]) -> None:
         """A new Parameter, never a resized one: graphs of an interrupted step may still hold the old."""
         old, new = layer.weights, nn.Parameter(tensors["weights"], layer.weights.requires_grad)
-        layer.weights, layer.experts = new, list(ids)
+        layer.weights, layer.ids = new, list(ids)
         for group in self.optimizer.param_groups:
             group["params"] = [new if p is old else p for p in group["params"]]
         self.optimizer.state.pop(old, None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from evermoe import planning
 from evermoe._native import digests
-from evermoe.moe import moe_layers
+from evermoe.experts import expert_layers
 
 SESSION = "session"
 """The unit with the small state of the training loop."""
@@ -73,8 +73,8 @@ class Unit:
 
 
 def expert_unit(layer: str, expert: int) -> str:
-    """The unit's name of one expert of the MoE layer at module path `layer`."""
-    return f"{layer}.experts.{expert}"
+    """The unit's name of one of the experts at module path `layer`."""
+    return f"{layer or 'experts'}.{expert}"
 
 
 def digests_of(units: Sequence[Sequence[Tensor]]) -> list[int]:
@@ -90,7 +90,7 @@ def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def dense_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Parameters and persistent buffers by module path and name, without the experts; a tied one where it is first."""
-    seen = {id(layer.weights) for layer in moe_layers(model).values()}
+    seen = {id(layer.weights) for layer in expert_layers(model).values()}
     found: dict[str, dict[str, Tensor]] = {}
     for path, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *_persistent_buffers(module)]:
@@ -104,8 +104,8 @@ def weight_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     """Like `dense_tensors`, with the local experts' rows as units of their own."""
     experts = {
         expert_unit(path, expert): {"weights": layer.weights[row]}
-        for path, layer in moe_layers(model).items()
-        for row, expert in enumerate(layer.experts)
+        for path, layer in expert_layers(model).items()
+        for row, expert in enumerate(layer.ids)
     }
     return dense_tensors(model) | experts
 

@@ -40,7 +40,7 @@ class SquareSum:
         for layer in state.layers.values():
             if layer.weights.grad is not None:
                 parts += layer.weights.grad.unbind()
-                self._hosts += np.count_nonzero(layer.matrix_RE[:, layer.experts], axis=0).tolist()
+                self._hosts += np.count_nonzero(layer.matrix_RE[:, layer.ids], axis=0).tolist()
         self.norms = torch.stack(torch._foreach_norm(parts, 2, torch.float64)) if parts else torch.zeros(0)
 
     def value(self, norms: Sequence[float]) -> float:

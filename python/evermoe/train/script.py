@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
-from evermoe.moe import moe_layers
+from evermoe.moe import layer_settings
 from evermoe.sampler import ElasticSampler
 from evermoe.state import loop_state
 
@@ -65,7 +65,7 @@ class Script(NamedTuple):
 
     def common(self) -> dict[str, str]:
         """What must be the same for all members, as text by name: data, classes, the layers' settings, versions."""
-        layers = Counter(layer.settings() for layer in moe_layers(self.model).values())
+        layers = Counter(layer_settings(self.model))
         return {
             **{name: str(value) for name, value in self.sampler.settings().items()},
             "optimizer": _name(self.optimizer),

@@ -156,7 +156,7 @@ class StageTarget:
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
         """Takes over what was fetched."""
-        self._state.adopt({path: layer.experts for path, layer in self._state.layers.items()}, fetched)
+        self._state.adopt({path: layer.ids for path, layer in self._state.layers.items()}, fetched)
 
     def lost_message(self, lost: Sequence[str]) -> str:
         """Names the units."""

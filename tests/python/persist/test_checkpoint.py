@@ -51,8 +51,9 @@ def test_files_are_plain_safetensors_and_json(tmp_path):
     assert sorted(file.name for file in path.iterdir()) == ["manifest.json", "units-0.safetensors"]
     tensors = load_file(path / "units-0.safetensors")
     assert torch.equal(tensors["embedding/weight"], model.embedding.weight)
-    assert torch.equal(tensors["moe.experts.1/weights"], model.moe.weights[1])
-    assert torch.equal(tensors["moe.experts.1/weights/exp_avg"], optimizer.state[model.moe.weights]["exp_avg"][1])
+    weights = model.moe.experts.weights
+    assert torch.equal(tensors["moe.experts.1/weights"], weights[1])
+    assert torch.equal(tensors["moe.experts.1/weights/exp_avg"], optimizer.state[weights]["exp_avg"][1])
     assert tensors["model/steps"].item() == 2
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["format"], manifest["step"], len(manifest["units"])) == (2, 2, len(state.catalog.units))

@@ -36,11 +36,12 @@ def test_a_model_is_persisted_and_read_again(tmp_path):
     }
     assert all(torch.equal(read_persisted(each), written[each.unit]) for each in found)
     tensors = load_file(found[0].file)
-    assert torch.equal(tensors["moe.experts.1/weights"], model.moe.weights[1])
-    assert torch.equal(tensors["moe.experts.1/weights/exp_avg"], optimizer.state[model.moe.weights]["exp_avg"][1])
+    weights = model.moe.experts.weights
+    assert torch.equal(tensors["moe.experts.1/weights"], weights[1])
+    assert torch.equal(tensors["moe.experts.1/weights/exp_avg"], optimizer.state[weights]["exp_avg"][1])
     other, _, _ = make("adamw")
     load_weights(other, found[0].file.parent)  # a file with all units is a checkpoint to those who read
-    assert torch.equal(other.moe.weights, model.moe.weights)
+    assert torch.equal(other.moe.experts.weights, model.moe.experts.weights)
 
 
 def test_each_unit_has_its_own_newest_version_in_any_members_file(tmp_path, join):

@@ -114,9 +114,9 @@ def moe_loop(group, folder):
     def train(profiler=None):
         torch.manual_seed(7)
         layer = evermoe.MoE(16, 32, num_experts=4)
-        layer.experts = [2 * group.rank, 2 * group.rank + 1]
-        layer.weights = nn.Parameter(layer.weights.detach()[layer.experts].clone())
-        layer.group, layer.matrix_RE = group, torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]]).numpy()
+        layer.experts.ids = [2 * group.rank, 2 * group.rank + 1]
+        layer.experts.weights = nn.Parameter(layer.experts.weights.detach()[layer.experts.ids].clone())
+        layer.experts.group, layer.experts.matrix_RE = group, torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]]).numpy()
         optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
         found = []
         for number in (profiler.steps if profiler else iter)(range(8)):
@@ -126,7 +126,7 @@ def moe_loop(group, folder):
             optimizer.zero_grad()
             loss.backward()
             reduce_dense([layer.router.weight], group)
-            found += [loss.detach(), layer.weights.grad.clone(), layer.router.weight.grad.clone()]
+            found += [loss.detach(), layer.experts.weights.grad.clone(), layer.router.weight.grad.clone()]
             optimizer.step()
         return found
 

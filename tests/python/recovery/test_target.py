@@ -17,6 +17,7 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import version_of
 
+LAYER = "moe.experts"
 EXPERTS = 12
 NOW = version_of(1, 9)
 
@@ -28,13 +29,13 @@ def state():
 
 
 def holding(expert, kind, version=NOW):
-    return Holding(expert_unit("moe", expert), version, expert, kind)
+    return Holding(expert_unit(LAYER, expert), version, expert, kind)
 
 
 def inventory(trained, copied, load, version=NOW):
     """What a rank brings that trains some experts and keeps copies of others."""
     holdings = [holding(e, "active", version) for e in trained] + [holding(*copy) for copy in copied]
-    return Inventory(Standing(version, True), holdings, {"moe": list(trained)}, [load], [], True)
+    return Inventory(Standing(version, True), holdings, {LAYER: list(trained)}, [load], [], True)
 
 
 def target(state, nodes, config):
@@ -43,8 +44,8 @@ def target(state, nodes, config):
 
 def from_peers(state, inventories, matrix):
     """Bytes of experts that ranks get from each other for a placement."""
-    needs = [[expert_unit("moe", int(e)) for e in np.flatnonzero(row)] for row in matrix]
-    sizes = [(expert_unit("moe", e), state.catalog.by_name[expert_unit("moe", e)].nbytes) for e in range(EXPERTS)]
+    needs = [[expert_unit(LAYER, int(e)) for e in np.flatnonzero(row)] for row in matrix]
+    sizes = [(expert_unit(LAYER, e), state.catalog.by_name[expert_unit(LAYER, e)].nbytes) for e in range(EXPERTS)]
     plan = planning.recovery_plan(sizes, [each.holdings for each in inventories], needs)
     assert plan.version == NOW
     return sum(dict(sizes)[unit] for unit, source, destination, _ in plan.transfers if source != destination)
@@ -56,8 +57,8 @@ def settings(ranks_of_node, config):
         random = np.random.default_rng(seed)
         nodes = [f"n{rank // ranks_of_node}" for rank in range(4 * ranks_of_node)]
         load = (random.random(EXPERTS) ** 2 + 0.01).tolist()
-        empty = {"moe": np.zeros((len(nodes), EXPERTS), np.int64)}
-        held_RE = place_layers({"moe": EXPERTS}, [load], empty, nodes, config, {})["moe"]
+        empty = {LAYER: np.zeros((len(nodes), EXPERTS), np.int64)}
+        held_RE = place_layers({LAYER: EXPERTS}, [load], empty, nodes, config, {})[LAYER]
         shifted = (np.array(load) * np.exp(random.normal(0, 0.7, EXPERTS))).tolist()
         copies: list[list[tuple[int, str]]] = [[] for _ in nodes]
         for expert in range(EXPERTS):
@@ -87,10 +88,10 @@ def test_fewer_bytes_come_from_peers_and_a_node_costs_what_it_did(state, ranks_o
     for inventories, nodes in settings(ranks_of_node, config):
         trained = np.zeros((len(nodes), EXPERTS), np.int64)
         for rank, each in enumerate(inventories):
-            trained[rank, each.experts["moe"]] = 1
+            trained[rank, each.experts[LAYER]] = 1
         load = [inventories[0].load[0]]
-        placed = place_layers({"moe": EXPERTS}, load, {"moe": trained}, nodes, config, {})["moe"]
-        settled = target(state, nodes, config).place(NOW, inventories)["moe"]
+        placed = place_layers({LAYER: EXPERTS}, load, {LAYER: trained}, nodes, config, {})[LAYER]
+        settled = target(state, nodes, config).place(NOW, inventories)[LAYER]
         assert sorted(map(tuple, settled)) == sorted(map(tuple, placed))
         assert survival(settled, nodes) == survival(placed, nodes)
         before, after = from_peers(state, inventories, placed), from_peers(state, inventories, settled)
@@ -105,13 +106,13 @@ def test_all_ranks_place_alike(state):
         found = []
         for rank in range(len(nodes)):
             group = SimpleNamespace(rank=rank, size=len(nodes))
-            found.append(ExpertTarget(state, group, nodes, config, None).place(NOW, inventories)["moe"])
+            found.append(ExpertTarget(state, group, nodes, config, None).place(NOW, inventories)[LAYER])
         assert all((matrix == found[0]).all() for matrix in found)
 
 
 def placed_for(state, inventories):
     nodes = [f"n{rank}" for rank in range(len(inventories))]
-    return target(state, nodes, SessionConfig(slots=6)).place(NOW, inventories)["moe"]
+    return target(state, nodes, SessionConfig(slots=6)).place(NOW, inventories)[LAYER]
 
 
 def test_copies_of_another_version_and_files_do_not_count(state):
@@ -129,6 +130,6 @@ def test_the_start_of_a_job_counts_nothing_as_held(state):
     even = [1.0] * EXPERTS
     fresh = [inventory(range(EXPERTS), [], even, version=0), inventory([], [], even, version=0)]
     nodes = ["a", "b"]
-    matrix = target(state, nodes, SessionConfig(slots=6)).place(0, fresh)["moe"]
-    empty = {"moe": np.zeros((2, EXPERTS), np.int64)}
-    assert (matrix == place_layers({"moe": EXPERTS}, [even], empty, nodes, SessionConfig(slots=6), {})["moe"]).all()
+    matrix = target(state, nodes, SessionConfig(slots=6)).place(0, fresh)[LAYER]
+    empty = {LAYER: np.zeros((2, EXPERTS), np.int64)}
+    assert (matrix == place_layers({LAYER: EXPERTS}, [even], empty, nodes, SessionConfig(slots=6), {})[LAYER]).all()

@@ -42,7 +42,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
     )
     sent = [send(courier, copies, 0, only_states=True)]
     for step in range(1, STEPS + 1):
-        layer.weights.grad = torch.randn_like(layer.weights)
+        layer.experts.weights.grad = torch.randn_like(layer.experts.weights)
         if step == HEALED:
             copies.sender.request_full_state()
         sent.append(send(courier, copies, step))
@@ -73,9 +73,9 @@ def train_some(group, skipped):
     copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer))
     send(courier, copies, 0, only_states=True)
     for step in range(1, STEPS + 1):
-        layer.weights.grad = torch.randn_like(layer.weights)
+        layer.experts.weights.grad = torch.randn_like(layer.experts.weights)
         if step == skipped:
-            layer.weights.grad[0, 3] = float("nan")
+            layer.experts.weights.grad[0, 3] = float("nan")
         selected = {each.unit for number, each in enumerate(kept) if (number + step) % 3 or step == STEPS}
         send(courier, copies, step, selected=selected)
         if step != skipped:

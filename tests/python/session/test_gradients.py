@@ -36,18 +36,19 @@ def test_squares_are_those_of_all_gradients_once(device, dtype):
     layer = MoE(8, 8, 3, top_k=1, device=device, dtype=dtype)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
     matrix = np.array([[1, 1, 0], [1, 0, 1]])
-    everything = torch.randn(3, layer.weights.shape[1], generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    width, random = layer.experts.weights.shape[1], torch.Generator().manual_seed(0)
+    everything = torch.randn(3, width, generator=random).to(device, dtype)
     dense = torch.full_like(layer.router.weight, 3)
     total = 0.0
     for rank, row in enumerate(matrix):
         experts = np.flatnonzero(row).tolist()
-        layer.experts, layer.matrix_RE = experts, matrix
-        layer.weights = nn.Parameter(layer.weights.detach()[: len(experts)].clone())
+        layer.experts.ids, layer.experts.matrix_RE = experts, matrix
+        layer.experts.weights = nn.Parameter(layer.experts.weights.detach()[: len(experts)].clone())
         assert squares(state, rank) == 0.0, "no gradients yet"
-        layer.weights.grad, layer.router.weight.grad = everything[experts], dense
+        layer.experts.weights.grad, layer.router.weight.grad = everything[experts], dense
         total += squares(state, rank)
         layer.router.weight.grad = None
-        layer.weights = nn.Parameter(torch.zeros(3, layer.weights.shape[1], device=device, dtype=dtype))
+        layer.experts.weights = nn.Parameter(torch.zeros(3, width, device=device, dtype=dtype))
     expected = everything.double().square().sum() + dense.double().square().sum()
     assert total == pytest.approx(float(expected), rel=1e-12)
 
@@ -55,7 +56,7 @@ def test_squares_are_those_of_all_gradients_once(device, dtype):
 def test_squares_that_no_float_holds_are_infinite():
     layer = MoE(8, 8, 2, top_k=1, dtype=torch.float64)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
-    layer.weights.grad = torch.full_like(layer.weights, 9.6e152)
+    layer.experts.weights.grad = torch.full_like(layer.experts.weights, 9.6e152)
     found = SquareSum(state, 1)
     assert all(norm * norm < math.inf for norm in found.norms.tolist()), "each alone is finite"
     assert found.value(*read(found.norms)) == math.inf

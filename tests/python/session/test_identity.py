@@ -86,7 +86,7 @@ def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path)
     for seed in range(2):
         layer, optimizer = make_layer()
         torch.manual_seed(seed)
-        layer.reset_parameters()
+        layer.experts.reset_parameters()
         options = {"memory_dir": str(tmp_path), "preset": "pec", "checkpoint_dir": str(tmp_path / "saved")}
         session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(64, 8), job=f"job{seed}", **options)
         next(session.steps(3))
@@ -230,16 +230,16 @@ def test_job_without_a_name_leaves_nothing_behind(tmp_path):
 def test_frozen_and_unused_experts_stay_as_they_are(tmp_path):
     torch.manual_seed(0)
     model = torch.nn.ModuleList([evermoe.MoE(8, 16, 4, top_k=1) for _ in range(3)])
-    model[0].weights.requires_grad_(False)
-    before = [layer.weights.detach().clone() for layer in model]
+    model[0].experts.weights.requires_grad_(False)
+    before = [layer.experts.weights.detach().clone() for layer in model]
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5, fused=True)
     session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
     for step in session.steps(2):
         with step:
             step.backward(model[1](model[0](torch.randn(8, 8))).square().mean())
-    assert torch.equal(model[0].weights, before[0])
-    assert not torch.equal(model[1].weights, before[1])
-    assert torch.equal(model[2].weights, before[2])
+    assert torch.equal(model[0].experts.weights, before[0])
+    assert not torch.equal(model[1].experts.weights, before[1])
+    assert torch.equal(model[2].experts.weights, before[2])
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_state_that_the_optimizer_rebinds_is_copied_as_it_is_now():
 
 def test_layers_that_share_their_experts_are_refused():
     model = torch.nn.ModuleList([evermoe.MoE(8, 16, 4), evermoe.MoE(8, 16, 4)])
-    model[1].weights = model[0].weights
+    model[1].experts.weights = model[0].experts.weights
     with pytest.raises(UnsupportedState, match="may not share"):
         TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1))
 

@@ -17,7 +17,7 @@ def options(preset, tmp_path):
 
 def tokens_of_steps(workers, unit):
     """Tokens of an expert in each step, by version: from the counts that the workers wrote after each update."""
-    layer, expert = unit.rsplit(".experts.", 1)
+    layer, expert = unit.rsplit(".", 1)
     found = {}
     for each in workers:
         for event in each.events("copy", after="update"):

@@ -98,5 +98,5 @@ def test_elementwise_optimizers_are_taken_with_a_scheduler_and_their_state(name)
 
 
 def test_optimizer_of_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"group 0 has a parameter of shape \[4, 256\] that is not the model's"):
+    with pytest.raises(ValueError, match=r"group 0 has a parameter of shape \[4, 8\] that is not the model's"):
         TrainingState(evermoe.MoE(8, 16, 4), torch.optim.SGD(evermoe.MoE(8, 16, 4).parameters(), lr=0.1))

@@ -34,7 +34,8 @@ def test_every_tensor_is_in_exactly_one_unit(name):
     kept = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     expected = sum(t.nbytes for t in [*tensors.values(), *kept])
     # the optimizer counts an MoE layer's steps once, its units do once per expert
-    repeated = sum(3 * s["step"].nbytes for p, s in optimizer.state.items() if p is model.moe.weights and "step" in s)
+    weights = model.moe.experts.weights
+    repeated = sum(3 * s["step"].nbytes for p, s in optimizer.state.items() if p is weights and "step" in s)
     loop = state.loop.progress.nbytes + state.expert_load.average.nbytes + state.expert_load.tokens.nbytes
     assert sum(unit.nbytes for unit in state.catalog.units) == expected + repeated + loop
 
@@ -43,7 +44,7 @@ def test_every_tensor_is_in_exactly_one_unit(name):
 def test_reading_and_adopting_brings_the_same_bits_and_the_same_training(name):
     model, optimizer, state = make(name, steps=3)
     state.loop.store({"consumed": 7})
-    model.moe.count.add(np.arange(model.moe.num_experts), is_counted=True)
+    model.moe.experts.count.add(np.arange(model.moe.num_experts), is_counted=True)
     state.expert_load.add_step()
     other_model, other_optimizer, other = make(name)
     assert digests(other) != digests(state)
@@ -89,17 +90,17 @@ def test_state_of_an_optimizer_that_has_run_already_is_kept():
 
 def test_giving_experts_away_and_taking_them_back():
     _, optimizer, state = make("adamw-fused", steps=2)
-    layer, whole, before = state.layers["moe"], read(state), digests(state)
-    state.adopt({"moe": [1, 3]}, {})
+    layer, whole, before = state.layers["moe.experts"], read(state), digests(state)
+    state.adopt({"moe.experts": [1, 3]}, {})
     assert layer.weights.shape[0] == 2
-    assert layer.experts == [1, 3]
+    assert layer.ids == [1, 3]
     assert [p is layer.weights for p in optimizer.param_groups[0]["params"]].count(True) == 1
     assert len(optimizer.state) == len(optimizer.param_groups[0]["params"])  # none is left of the old weights
     assert digests(state) == {n: d for n, d in before.items() if n not in ("moe.experts.0", "moe.experts.2")}
-    missing = {expert_unit("moe", e): whole[expert_unit("moe", e)] for e in (0, 2)}
-    state.adopt({"moe": [0, 2, 3]}, missing)
+    missing = {expert_unit("moe.experts", e): whole[expert_unit("moe.experts", e)] for e in (0, 2)}
+    state.adopt({"moe.experts": [0, 2, 3]}, missing)
     assert digests(state) == {n: d for n, d in before.items() if n != "moe.experts.1"}
-    state.adopt({"moe": []}, {})
+    state.adopt({"moe.experts": []}, {})
     assert layer.weights.shape[0] == 0
     state.adopt(everyone(state), whole)
     assert digests(state) == before
@@ -107,17 +108,17 @@ def test_giving_experts_away_and_taking_them_back():
 
 def test_a_layer_whose_experts_stay_keeps_its_memory():
     _, optimizer, state = make("adamw-fused", steps=2)
-    layer, whole, before = state.layers["moe"], read(state), digests(state)
+    layer, whole, before = state.layers["moe.experts"], read(state), digests(state)
     weights, address = layer.weights, layer.weights.data_ptr()
     with torch.no_grad():
         layer.weights.zero_()
         optimizer.state[layer.weights]["exp_avg"].zero_()
-    state.adopt({"moe": layer.experts}, {expert_unit("moe", 1): whole[expert_unit("moe", 1)]})
+    state.adopt({"moe.experts": layer.ids}, {expert_unit("moe.experts", 1): whole[expert_unit("moe.experts", 1)]})
     assert layer.weights is weights
     assert layer.weights.data_ptr() == address
     after = digests(state)
     assert {name for name in before if before[name] == after[name]} == before.keys() - {
-        expert_unit("moe", expert) for expert in (0, 2, 3)
+        expert_unit("moe.experts", expert) for expert in (0, 2, 3)
     }
 
 
@@ -137,10 +138,12 @@ def test_the_optimizers_state_is_made_a_few_parameters_at_a_time():
 
 def test_an_expert_that_is_neither_held_nor_fetched_changes_nothing():
     _, _, state = make("adamw")
-    state.adopt({"moe": [0, 1]}, {})
+    state.adopt({"moe.experts": [0, 1]}, {})
     before = digests(state)
     with pytest.raises(KeyError):
-        state.adopt({"moe": [0, 1, 2]}, {"embedding": torch.zeros(state.catalog.by_name["embedding"].nbytes).byte()})
+        state.adopt(
+            {"moe.experts": [0, 1, 2]}, {"embedding": torch.zeros(state.catalog.by_name["embedding"].nbytes).byte()}
+        )
     assert digests(state) == before
 
 

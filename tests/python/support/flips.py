@@ -86,7 +86,7 @@ class Flipper:
         layers = self._session._state.layers
         for layer in layers.values():
             layer.weights.data.view(torch.uint8)[:, 2] ^= BIT
-        return [expert_unit(path, expert) for path, layer in layers.items() for expert in layer.experts]
+        return [expert_unit(path, expert) for path, layer in layers.items() for expert in layer.ids]
 
 
 def flip_file(path: Path) -> None:
