@@ -162,7 +162,7 @@ class Experts(nn.Module):
 
         Args:
             x_TH: tokens `[T, H]`.
-            ids_TK: int32 or int64 `[T, K]`: different experts of 0..E for each token, or -1 for none.
+            ids_TK: int32 or int64 `[T, K]`: experts of 0..E, or -1 for none.
             weights_TK: `[T, K]`, float32 or of the experts' type; differentiable.
 
         Returns:

@@ -155,10 +155,10 @@ class Padding:
             matrix_RE: replicas of each expert on each rank.
             experts: the local ones.
             max_tokens: the most tokens that a rank brings.
-            top_k: K; the experts of a token are different ones.
+            top_k: K.
             device: the layer's.
         """
-        most_R = max_tokens * np.minimum(top_k, np.count_nonzero(matrix_RE, axis=1))
+        most_R = max_tokens * top_k * (np.count_nonzero(matrix_RE, axis=1) > 0)
         arrays = [most_R.cumsum() - most_R, np.asarray(matrix_RE, np.int64), np.asarray(experts, np.int64)]
         starts_R, replicas_RE, experts_e = copy_to(arrays, device)
         return Padding(most_R=most_R.tolist(), starts_R=starts_R, replicas_RE=replicas_RE, experts_e=experts_e)
