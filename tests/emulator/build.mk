@@ -4,7 +4,7 @@
 HERE := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 KERNELS ?= $(HERE)../../kernels
 SOURCES := $(wildcard $(abspath $(KERNELS))/*.cu)
-PARTS := emulator $(if $(CHECKED),checks) $(if $(DRIVER),fake_driver streams)
+PARTS := emulator $(if $(CHECKED),checks) $(if $(DRIVER),fake_driver fake_runtime streams)
 LIBRARY := $(OUT)/$(if $(DRIVER),libcuda.so,kernels.so)
 OBJECTS := $(SOURCES:$(abspath $(KERNELS))/%.cu=$(OUT)/%.kernels.o) $(PARTS:%=$(OUT)/%.o)
 CXX := g++
