@@ -21,6 +21,7 @@ MARK := evermoe_kernel[^(;]*\(
 
 $(LIBRARY): $(OBJECTS)
 	$(CXX) -shared -Wl,-soname,$(@F) -o $@ $^
+	$(if $(DRIVER),ln -sf libcuda.so $(OUT)/libcuda.so.1)
 
 $(OUT)/%.kernels.cpp: $(KERNELS)/%.cu $(wildcard $(KERNELS)/*.cuh $(KERNELS)/*.h) $(HERE)build.mk $(HERE)cuda_on_cpu.h
 	@mkdir -p $(OUT)

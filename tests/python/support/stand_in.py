@@ -1,11 +1,10 @@
-"""A GPU that is none: torch's own CUDA tensors, streams and events on the CPU, behind stand-ins of driver and runtime.
+"""GPUs that are none: torch's own CUDA tensors, streams and events on the CPU, behind stand-ins of driver and runtime.
 
-    variables = stand_in.variables(folder)     # of a process that starts with LD_PRELOAD
-    pytest -p support.stand_in -m gpu …        # there
+    subprocess.run([…, "-m", "pytest", "-m", "gpu and not chip"], env=stand_in.variables(folder, policy))
 
-Allocation, copies, streams, events and evermoe's kernels go through tests/emulator, where work of streams runs as late or
-as unluckily as CUDA allows. Ops of torch itself, whose kernels only a GPU runs, wait for their stream and are then done on
-the CPU, in place.
+Memory, copies, streams, events and evermoe's kernels are those of tests/emulator, where work of streams runs as late or as
+unluckily as CUDA allows. Torch's own kernels are a GPU's machine code. Instead, its ops wait for their stream, reckon on the
+CPU, and put the results into the stream: who does not wait for it does not see them.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import ctypes
 import os
 from collections.abc import Callable
 from ctypes import c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +35,13 @@ REAL = {
 }
 """Ops that launch no kernel, beside views."""
 DOUBLE = {float: torch.float64}
+DRIVER = ctypes.CDLL("libcuda.so") if POLICY in os.environ else None
+
+
+def variables(folder: Path, policy: int) -> dict[str, str]:
+    """The environment of a process that has the stand-ins; `folder` is that of build.mk with DRIVER=1."""
+    library = str(folder / "libcuda.so")
+    return dict(os.environ, LD_PRELOAD=library, LD_LIBRARY_PATH=str(folder), **{POLICY: str(policy)})
 
 
 def on_cpu(each: Any) -> Any:
@@ -162,7 +169,7 @@ def install() -> list[Any]:
     return [library, copy]
 
 
-DRIVER = ctypes.CDLL("libcuda.so")
-DRIVER.fake_driver_policy(int(os.environ[POLICY]))
-torch.cuda._sleep = sleep
-_kept = install()
+if DRIVER is not None:
+    DRIVER.fake_driver_policy(int(os.environ[POLICY]))
+    torch.cuda._sleep = sleep
+    _kept = install()
