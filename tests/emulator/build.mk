@@ -1,5 +1,6 @@
 # Builds the kernels for the CPU:  make -f build.mk OUT=folder [KERNELS=folder] [CHECKED=1] [DRIVER=1]
-# OUT/kernels.so, with CHECKED=1 one that finds races and the like; with DRIVER=1 OUT/libcuda.so, the stand-in driver.
+# OUT/kernels.so, with CHECKED=1 one that finds races and the like; with DRIVER=1 OUT/libcuda.so, the stand-in driver
+# and, for a process that preloads it, the stand-in of CUDA's runtime.
 # Each .cu is built with a list of its kernels behind it, found by the marks that cuda_on_cpu.h leaves for __global__.
 HERE := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 KERNELS ?= $(HERE)../../kernels

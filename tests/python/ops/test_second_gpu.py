@@ -25,11 +25,15 @@ def second():
 def test_ops(second):
     ids = torch.tensor([[0, 2], [2, 1]], device=second)
     assert ops.expert_histogram(ids, 3).tolist() == [1, 1, 2]
-    parameters = [torch.nn.Parameter(torch.ones(100, device=place)) for place in (second, "cpu")]
-    for parameter in parameters:
-        parameter.grad = torch.arange(100.0).to(parameter.device)
-        SGD([parameter], lr=0.1, momentum=0.9).step()
-    assert torch.equal(parameters[0].detach().cpu(), parameters[1].detach())
+    with torch.cuda.device(second):
+        side = torch.cuda.Stream()
+    with torch.cuda.stream(side), torch.cuda.device(0):  # a device's current stream stays as it is
+        parameters = [torch.nn.Parameter(torch.ones(100, device=place)) for place in (second, "cpu")]
+        for parameter in parameters:
+            parameter.grad = torch.arange(100.0).to(parameter.device)
+            SGD([parameter], lr=0.1, momentum=0.9).step()
+        found = parameters[0].detach().cpu()
+    assert torch.equal(found, parameters[1].detach())
 
 
 def test_a_capture(second, tmp_path):

@@ -77,7 +77,7 @@ class Trainer:
             for value in [source.detach(), *(kept[key] for key in sorted(kept) if kept[key] is not None)]:
                 own = value[row] if row is not None and value.dim() else value
                 found.append(own.contiguous().view(-1).view(torch.uint8))
-        return torch.cat(found)
+        return torch.cat([each.cpu() for each in found])
 
     def sources(self, unit):
         if unit == "dense":

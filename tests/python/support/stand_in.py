@@ -2,9 +2,9 @@
 
     subprocess.run([…, "-m", "pytest", "-m", "gpu and not chip"], env=stand_in.variables(folder, policy))
 
-Memory, copies, streams, events and evermoe's kernels are those of tests/emulator, where work of streams runs as late or as
-unluckily as CUDA allows. Torch's own kernels are a GPU's machine code. Instead, its ops wait for their stream, reckon on the
-CPU, and put the results into the stream: who does not wait for it does not see them.
+Memory, copies, streams, events and evermoe's kernels are those of tests/emulator, where work of streams runs as late or
+as unluckily as CUDA allows. Torch's own kernels are a GPU's machine code. Instead, its ops wait for their stream, reckon
+on the CPU, and put the results into the stream: who does not wait for it does not see them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def on_cpu(each: Any) -> Any:
     storage = each.untyped_storage()
     memory = torch.empty(0, dtype=torch.uint8)
     if storage.nbytes():
-        memory = torch.frombuffer((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8)
+        memory = torch.frombuffer(
+            (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()), dtype=torch.uint8
+        )
     place = each.storage_offset(), each.size(), each.stride()
     return torch.empty(0, dtype=each.dtype).set_(memory.untyped_storage(), *place)
 
@@ -69,13 +71,15 @@ def write(to: Tensor, value: Tensor) -> None:
     if to.is_contiguous():
         value, stream = value.contiguous(), torch.cuda.current_stream(to.device)
         with torch.cuda.device(to.device):
-            error = DRIVER.cudaMemcpyAsync(*map(c_void_p, (to.data_ptr(), value.data_ptr(), value.nbytes)), 1, c_void_p(stream.cuda_stream))
+            error = DRIVER.cudaMemcpyAsync(
+                *map(c_void_p, (to.data_ptr(), value.data_ptr(), value.nbytes)), 1, c_void_p(stream.cuda_stream)
+            )
         assert not error
     else:
         on_cpu(to).copy_(value)
 
 
-def sleep(cycles: int) -> None:
+def sleep(_: int) -> None:
     """Work that does nothing, instead of `torch.cuda._sleep`."""
     nothing = ctypes.cast(ctypes.CDLL(None).free, c_void_p)
     assert not DRIVER.cudaLaunchHostFunc(c_void_p(torch.cuda.current_stream().cuda_stream), nothing, None)
@@ -98,7 +102,7 @@ def _stand_in(op: Any) -> Callable[..., Any]:
         device = next((each.device for each in tree_leaves(given) if _is_there(each)), given.get("device"))
         here = {name: _wrapped(tree_map(on_cpu, each), name in tensors) for name, each in given.items()}
         for name in written:
-            here[name] = tree_map(lambda each: _copied(each, name in outs), given[name])
+            here[name] = tree_map(_empty if name in outs else _copied, given[name])
         found = op(*[here[name] for name in names[: len(args)]], **{name: here[name] for name in kwargs})
         for name in written:
             for to, value in zip(tree_leaves(given[name]), tree_leaves(here[name]), strict=True):
@@ -117,10 +121,12 @@ def _wrapped(each: Any, is_tensor: bool) -> Any:
     return torch.tensor(each, dtype=DOUBLE.get(type(each))) if is_tensor and isinstance(each, (int, float)) else each
 
 
-def _copied(each: Any, is_out: bool) -> Any:
-    if not _is_there(each):
-        return each
-    return torch.empty(0, dtype=each.dtype) if is_out else on_cpu(each).clone()
+def _copied(each: Any) -> Any:
+    return on_cpu(each).clone() if _is_there(each) else each
+
+
+def _empty(each: Any) -> Any:
+    return torch.empty(0, dtype=each.dtype) if _is_there(each) else each
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -162,7 +168,9 @@ def install() -> list[Any]:
             continue
         packet, _, overload = rest.partition(".")
         op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if op is None or any(each.alias_info is not None and not each.alias_info.is_write for each in op._schema.returns):
+        if op is None or any(
+            each.alias_info is not None and not each.alias_info.is_write for each in op._schema.returns
+        ):
             continue
         library.impl(rest, _stand_in(op), "CUDA", allow_override=True)
     library.impl("copy_", copy_, "CUDA", with_keyset=True)
