@@ -3,8 +3,8 @@
     subprocess.run([…, "-m", "pytest", "-m", "gpu and not chip"], env=stand_in.variables(folder, policy))
 
 Memory, copies, streams, events and evermoe's kernels are those of tests/emulator, where work of streams runs as late or
-as unluckily as CUDA allows. Torch's own kernels are a GPU's machine code. Instead, its ops wait for their stream, reckon
-on the CPU, and put the results into the stream: who does not wait for it does not see them.
+as unluckily as CUDA allows. Torch's own kernels are a GPU's machine code. So its ops wait for their stream, reckon on
+the CPU, and put the results into the stream: who does not wait for it does not see them.
 """
 
 from __future__ import annotations
