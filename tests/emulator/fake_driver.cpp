@@ -26,6 +26,7 @@ constexpr unsigned char kGarbage = 0xa5, kCanary = 0x5a;
 std::mutex mutex;
 int launches_to_refuse, waits_for_all, functions_loaded;
 std::map<uintptr_t, size_t> device_memory, pinned_memory;  // start -> bytes
+std::map<uintptr_t, unsigned> flags_of_pinned;
 // An event, and whether a host thread that waits for it leaves the processor to others.
 struct Event : streams::Point { bool blocks = false, is_captured = false; };
 
@@ -187,6 +188,12 @@ void fake_driver_refuse(int launches) { LOCKED; launches_to_refuse = launches; }
 // Waits for all streams of a context that had work, and functions that were loaded, so far.
 int fake_driver_waits_for_all() { LOCKED; return waits_for_all; }
 int fake_driver_functions_loaded() { LOCKED; return functions_loaded; }
+// As cudaMemoryType: 1 page-locked, 2 a device's, 0 any other.
+int fake_driver_memory(const void* place) {
+  LOCKED;
+  if (is_pinned(place)) return 1;
+  return holder(device_memory, uintptr_t(place)) == device_memory.end() ? 0 : 2;
+}
 int fake_driver_is_idle() { LOCKED; return streams::is_idle(current()); }
 
 // ---- two devices, each with one context ------------------------------------------------------------
@@ -286,7 +293,7 @@ int cuMemAllocAsync(uintptr_t* address, size_t bytes, void*) {
 }
 int cuMemFree_v2(uintptr_t address) { IN_CONTEXT; UNSAFE; wait_for_all(true); return release(address); }
 int cuMemFreeAsync(uintptr_t address, void* stream) { IN_CONTEXT; return put(stream, [=] { return release(address); }); }
-int cuMemHostAlloc(void** place, size_t bytes, unsigned) {
+int cuMemHostAlloc(void** place, size_t bytes, unsigned flags) {
   IN_CONTEXT;
   UNSAFE;
   if (!bytes) return kInvalidValue;
@@ -294,7 +301,14 @@ int cuMemHostAlloc(void** place, size_t bytes, unsigned) {
   *place = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   memset(*place, kGarbage, bytes);
   pinned_memory[uintptr_t(*place)] = bytes;
+  flags_of_pinned[uintptr_t(*place)] = flags;
   return status();
+}
+int cuMemHostGetFlags(unsigned* flags, const void* place) {
+  LOCKED;
+  if (!is_pinned(place)) return kInvalidValue;
+  *flags = flags_of_pinned[holder(pinned_memory, uintptr_t(place))->first];
+  return kSuccess;
 }
 int cuMemFreeHost(void* place) {
   IN_CONTEXT;

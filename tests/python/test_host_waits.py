@@ -91,6 +91,7 @@ def on_gpu(dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 def test_a_gpu_makes_nobody_wait_for_a_layer_that_is_alone():
     layer, x = on_gpu(torch.bfloat16)
     with watched("error"):
@@ -99,6 +100,7 @@ def test_a_gpu_makes_nobody_wait_for_a_layer_that_is_alone():
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 def test_a_gpu_makes_the_host_wait_once():
     layer, x = on_gpu(torch.float32)
     with watched("warn"), warnings.catch_warnings(record=True) as waited:
@@ -108,6 +110,7 @@ def test_a_gpu_makes_the_host_wait_once():
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 def test_a_gpu_pads_without_a_wait():
     matrix_RE = np.array(PLACEMENTS[2])
     counts_RE = torch.tensor([[3, 1, 2, 0], [4, 0, 0, 2]], device="cuda")
@@ -124,6 +127,7 @@ def test_a_gpu_pads_without_a_wait():
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 def test_a_forward_in_a_cuda_graph():
     layer, x = on_gpu(torch.bfloat16)
     inputs = [torch.randn_like(x) for _ in range(3)]

@@ -292,6 +292,7 @@ def test_capture_of_a_graph_is_refused_and_nothing_changes(kind, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 def test_capture_of_a_graph_is_refused_on_a_gpu():
     parameter = torch.nn.Parameter(torch.ones(64, device="cuda"))
     optimizer = AdamW([parameter])

@@ -253,6 +253,7 @@ def test_powers_are_asked_for_where_they_are_needed(wrong):
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", ["fused", "foreach"])

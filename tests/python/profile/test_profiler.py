@@ -264,6 +264,7 @@ def test_a_change_is_noticed():
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu():
     """Spans are those of the stream: as long as the work, although the host has gone on."""

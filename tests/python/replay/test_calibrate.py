@@ -176,6 +176,7 @@ def test_powers_are_a_gpus():
 
 
 @pytest.mark.gpu
+@pytest.mark.chip
 @pytest.mark.parametrize("variant", ["fused", "foreach"])
 def test_arithmetic_is_found_on_cuda(variant):
     if not torch.cuda.is_available() or not evermoe.ops.has_cuda_kernels():

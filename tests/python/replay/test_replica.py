@@ -34,10 +34,10 @@ def _one_thread():
 class Trainer:
     """Two dense parameters and a stack of experts; some are idle, some have no gradient, some steps are skipped."""
 
-    def __init__(self, make, seed=0):
+    def __init__(self, make, seed=0, device="cpu"):
         self.random = torch.Generator().manual_seed(seed)
         shapes = ((37, 5), (2,), (EXPERTS, WIDTH))
-        self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=self.random)) for shape in shapes]
+        self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=self.random).to(device)) for shape in shapes]
         self.weight, self.bias, self.stack = self.parameters
         self.optimizer = make(self.parameters)
         experts = {f"experts.{index}": {"weights": Row(self.stack, index)} for index in range(EXPERTS)}
@@ -50,7 +50,7 @@ class Trainer:
             drawn = [gradient.bfloat16().float() for gradient in drawn]
         drawn[2][step % EXPERTS] = 0.0 if step % 4 else -0.0
         drawn[2][(step // 7) % EXPERTS] = 0.0
-        self.weight.grad, self.bias.grad, self.stack.grad = drawn
+        self.weight.grad, self.bias.grad, self.stack.grad = (each.to(self.weight.device) for each in drawn)
         if step % 6 == 1:
             self.bias.grad = None
         if 100 < step < 140:
@@ -77,7 +77,7 @@ class Trainer:
             for value in [source.detach(), *(kept[key] for key in sorted(kept) if kept[key] is not None)]:
                 own = value[row] if row is not None and value.dim() else value
                 found.append(own.contiguous().view(-1).view(torch.uint8))
-        return torch.cat(found)
+        return torch.cat([each.cpu() for each in found])
 
     def sources(self, unit):
         if unit == "dense":
@@ -410,5 +410,14 @@ def test_replica_on_a_gpu_equals_trainer_on_the_cpu():
     trainer = Trainer(adamw)
     with Replica(trainer.sender.layouts(), device="cuda") as replica:
         for _ in range(100):
+            deliver(replica, trainer, trainer.step())
+        check(replica, trainer)
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, optim.SGD])
+def test_a_replica_follows_a_trainer_on_its_device(device, make):
+    trainer = Trainer(lambda parameters: make(parameters, lr=0.1), device=device)
+    with Replica(trainer.sender.layouts(), device=device) as replica:
+        for _ in range(20):
             deliver(replica, trainer, trainer.step())
         check(replica, trainer)

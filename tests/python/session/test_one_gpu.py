@@ -39,6 +39,16 @@ def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
 
 
 @pytest.mark.timeout(300)
+def test_replicas_repeat_the_steps_on_their_device(start_job, device):
+    job = start_job(3, preset="moetion", hang_limit=30.0, replica_device=device, **FEWEST)
+    workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, optimizer="evermoe", steps=8)
+    assert workers[1].join(SLOW) == -9
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    check_history(workers)
+    assert workers[0].events("recovered")[-1]["digests_mismatched"] == 0
+
+
+@pytest.mark.timeout(300)
 def test_a_gpu_trains_as_the_processor_does(start_job, device):
     """Losses are equal but for the order of sums."""
     losses = []

@@ -1,0 +1,65 @@
+"""The tests marked `gpu` on no GPU: torch's CUDA tensors in host memory, behind stand-ins of driver and runtime."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from evermoe import ops
+from support import stand_in
+from support.kernels import ROOT, build
+
+LATE, EARLY, RANDOM = 0, 1, 7
+ELSEWHERE = "goes_back or inductor or compiled_out"
+"""Of the ops' tests one that takes minutes here, and those that compile kernels for a GPU."""
+STILL_RUNS = "given_later or nothing_after"
+"""Tests of work that has not run yet, as it may have here if it need not be late."""
+COPIES = [
+    "snapshot/test_gpu_source.py",
+    "comm/test_courier.py",
+    "replay",
+    "session/test_gradients.py",
+    "ops/test_chunks.py",
+    "ops/test_second_gpu.py",
+]
+CASES = {
+    "copies late": (LATE, COPIES, ""),
+    "copies early": (EARLY, COPIES, f"not ({STILL_RUNS})"),
+    "examples of ops": (RANDOM, ["ops"], "example or second or refusals"),
+    "copies in any order": (RANDOM, COPIES, f"not ({STILL_RUNS})"),
+    "every op": (EARLY, ["ops", "test_optim.py"], f"not ({ELSEWHERE} or {STILL_RUNS})"),
+    "sessions": (LATE, ["session/test_one_gpu.py"], ""),
+}
+IN_LONG = ("copies in any order", "every op", "sessions")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.long] * (each in IN_LONG)) for each in CASES])
+def test_gpu_tests_pass_behind_stand_ins(tmp_path, case):
+    if torch.version.cuda is None or not ops.has_cuda_kernels():
+        pytest.skip("needs a torch with CUDA, and kernels in this build")
+    policy, paths, chosen = CASES[case]
+    folder = ROOT / "target/emulator/driver"
+    build(folder, driver=1)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
+    command += ["-m", "gpu and not chip", "-k", chosen, f"--basetemp={tmp_path / 'there'}"]
+    command += [str(ROOT / "tests/python" / path) for path in paths]
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=stand_in.variables(folder, policy),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = run.communicate(timeout=380)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, 9)
+        raise
+    assert run.returncode == 0, said
+    last = said.splitlines()[-1]
+    assert " passed" in last and "skipped" not in last, said
