@@ -8,7 +8,7 @@ use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult};
 use driver::{Driver, EARLY, LATE, RANDOM};
 use evermoe::cpu::ChunkLayout;
-use evermoe::cuda::{ChunkCopier, Fetcher, LayerIds, PinnedBuffer, Staging};
+use evermoe::cuda::{ChunkCopier, Fetcher, HostMemory, LayerIds, PinnedBuffer, Staging};
 use evermoe::error::{Error, Result};
 use evermoe::snapshot::{Arena, CopyEngine, Run};
 use std::sync::Arc;
@@ -79,6 +79,10 @@ fn told_late_and_by_all(driver: &Driver) {
     }
 }
 
+fn run((address, bytes): (usize, usize)) -> Run {
+    Run { address, bytes }
+}
+
 /// Tensors, and what a copier of them needs.
 struct Tensors {
     tensors: Vec<Vec<u8>>,
@@ -95,12 +99,12 @@ impl Tensors {
         Self { tensors: SIZES.map(|size| vec![7; size]).to_vec(), layout, workspace: vec![0; words], stream }
     }
 
-    fn copier(&mut self) -> ChunkCopier {
+    fn copier(&mut self, host: HostMemory) -> ChunkCopier {
         let addresses: Vec<u64> = self.tensors.iter().map(|tensor| tensor.as_ptr() as u64).collect();
         let workspace = self.workspace.as_mut_ptr() as u64;
         // SAFETY: memory of the stated sizes, which the tests keep longer than the copier.
         let copier = unsafe {
-            ChunkCopier::new(0, self.stream.cast(), self.layout.clone(), &addresses, workspace, STAGING, None)
+            ChunkCopier::new(0, self.stream.cast(), self.layout.clone(), &addresses, workspace, STAGING, host)
         };
         // SAFETY: a live stream.
         unsafe { result::stream::synchronize(self.stream).unwrap() };
@@ -111,7 +115,7 @@ impl Tensors {
 /// Whoever starts or waits is told; nobody is told that chunks are there which are not; the drops end.
 fn a_copier_fails(driver: &Driver, work: i32) {
     let mut tensors = Tensors::new();
-    let copier = tensors.copier();
+    let copier = tensors.copier(HostMemory::Own);
     let (all, torch) = (0..copier.layout().num_chunks(), tensors.stream.cast());
     driver.plant_fault(work);
     // SAFETY: a live stream, and chunks of this copier.
@@ -148,13 +152,13 @@ fn a_capture_fails(driver: &Driver, work: i32) {
     let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
     let engine = CopyEngine::new(4 << 20).unwrap();
     engine.open(None);
-    let copier = Arc::new(tensors.copier());
+    let copier = Arc::new(tensors.copier(HostMemory::Slots));
     let capture = |version| -> Result<()> {
         // SAFETY: a live stream; the tensors are not written.
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast())? };
         let runs: Vec<_> =
-            fetcher.copies().into_iter().map(|(address, bytes)| vec![Run { address, bytes }]).collect();
-        let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+            fetcher.copies().into_iter().map(|runs| runs.into_iter().map(run).collect()).collect();
+        let fetch = Box::new(move || fetcher.fetch());
         // SAFETY: as above.
         let capture =
             unsafe { engine.capture_fetched(&arena, version, &runs, fetch, Box::new(copier.clone()))? };
@@ -184,16 +188,15 @@ fn a_capture_fails(driver: &Driver, work: i32) {
 /// One launch of many fails and the device works on: when `fetch` says so, nothing reads the tensors any more.
 fn nothing_is_read_after_a_refusal(driver: &Driver, launch: i32) {
     let mut tensors = Tensors::new();
-    let copier = Arc::new(tensors.copier());
+    let copier = Arc::new(tensors.copier(HostMemory::Own));
     // SAFETY: a live stream; the tensors are not written.
     let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast()).unwrap() };
     driver.refuse_launch(launch);
-    let failed = fetcher.fetch(SIZES.iter().sum());
-    assert!(matches!(failed, Err(Error::Runtime(_))));
+    let failed = (0..SIZES.len() * 9).find_map(|_| fetcher.fetch().err());
+    assert!(matches!(failed, Some(Error::Runtime(_))));
+    assert!(driver.is_idle(), "on its way after the end, launch {launch}");
     tensors.tensors.iter_mut().for_each(|tensor| tensor.fill(0xcc));
-    // What is copied to the host later was packed before.
     let chunks = launch as usize - 1;
-    copier.wait(0..chunks).unwrap();
     // SAFETY: chunks that are there.
     let copied = unsafe { std::slice::from_raw_parts(copier.chunks(), chunks * CHUNK_BYTES) };
     assert!(copied.iter().all(|&byte| byte == 7), "read after the end, launch {launch}");

@@ -310,8 +310,8 @@ class CopyEngine:
 
         They are captured as the stream will have left them. The first unit is the copier's first `tensors_per_unit[0]`
         tensors, and so on. Until the capture is over nobody may write the tensors, also not on a stream, or use the
-        copier for anything but the next captures. The device is asked for whole chunks of the copier, and so for up to
-        one chunk more than the gate allows. An error of the device cancels the capture.
+        copier for anything but the next captures. The device is asked for whole transfers of the copier, some ahead of the
+        thread, and so for up to `staging` transfers more than the gate allows. An error of the device cancels the capture.
         """
     def open(self, nbytes: int | None = None) -> None:
         """Let so many more bytes of units be copied, or all that come until `close_gate`.
@@ -374,9 +374,13 @@ class ChunkCopier:
         staging: int,
         workspace: int,
         host: NDArray[np.uint8] | None,
+        for_captures: bool,
         kept: object,
     ) -> ChunkCopier:
-        """Copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory."""
+        """Copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory.
+
+        `for_captures`: with memory on the host for a few transfers alone, which they use in turn; for `capture_device`.
+        """
     def chunks(self) -> NDArray[np.uint8]: ...
     def hashes(self) -> NDArray[np.int64]: ...
     def wrong(self) -> NDArray[np.int64]: ...

@@ -40,6 +40,18 @@ impl Default for Staging {
     }
 }
 
+/// Where the chunks lie on the host.
+#[derive(Debug)]
+pub enum HostMemory {
+    /// All of them in memory that the copier makes.
+    Own,
+    /// All of them here.
+    Given(PinnedBuffer),
+    /// In memory for a few transfers that the copier makes, which they use in turn: for a [`Fetcher`](super::Fetcher),
+    /// which leaves alone what the host has not read yet.
+    Slots,
+}
+
 /// Device memory for one group of chunks, and its hashes behind it.
 #[derive(Debug)]
 struct StagingBuffer {
@@ -58,16 +70,30 @@ struct Workspace {
     chunk_bytes: usize,
     staging_chunks: usize,
     num_staging: usize,
+    /// Groups of chunks that the host has room for.
+    num_slots: usize,
 }
 
 impl Workspace {
-    fn new(layout: &ChunkLayout, staging: Staging) -> Result<Self> {
+    fn new(layout: &ChunkLayout, staging: Staging, is_in_turn: bool) -> Result<Self> {
         ensure!((1..=1024).contains(&staging.count), "staging: expected 1 to 1024, got {}", staging.count);
         let (num_chunks, chunk_bytes) = (layout.num_chunks(), layout.chunk_bytes());
         let staging_chunks = (staging.bytes / chunk_bytes).clamp(1, num_chunks.max(1));
         let num_spans = layout.sizes().iter().filter(|&&bytes| bytes > 0).count();
-        let num_staging = staging.count.min(num_chunks.div_ceil(staging_chunks));
-        Ok(Self { num_spans, num_chunks, chunk_bytes, staging_chunks, num_staging })
+        let num_groups = num_chunks.div_ceil(staging_chunks);
+        let num_staging = staging.count.min(num_groups);
+        // One that the host reads, and one for each transfer that is on its way meanwhile.
+        let num_slots = if is_in_turn { num_groups.min(num_staging + 1) } else { num_groups };
+        Ok(Self { num_spans, num_chunks, chunk_bytes, staging_chunks, num_staging, num_slots })
+    }
+
+    fn num_groups(&self) -> usize {
+        self.num_chunks.div_ceil(self.staging_chunks)
+    }
+
+    /// Bytes of the chunks on the host.
+    fn host_bytes(&self) -> usize {
+        (self.num_slots * self.staging_chunks).min(self.num_chunks) * self.chunk_bytes
     }
 
     fn hashes_of_chunk(&self) -> usize {
@@ -123,10 +149,10 @@ impl ChunkCopier {
     /// # Errors
     /// No staging buffers, or more than 1024.
     pub fn workspace_bytes(layout: &ChunkLayout, staging: Staging) -> Result<usize> {
-        Ok(Workspace::new(layout, staging)?.bytes())
+        Ok(Workspace::new(layout, staging, false)?.bytes())
     }
 
-    /// A copier of the tensors at `addresses` on a device. `chunks` is the host memory to use, or new one is made.
+    /// A copier of the tensors at `addresses` on a device.
     ///
     /// # Safety
     /// `workspace` is the address of [`ChunkCopier::workspace_bytes`] of device memory, aligned to 16; it and the tensors
@@ -141,14 +167,17 @@ impl ChunkCopier {
         addresses: &[u64],
         workspace: u64,
         staging: Staging,
-        chunks: Option<PinnedBuffer>,
+        host: HostMemory,
     ) -> Result<Self> {
-        let parts = Workspace::new(&layout, staging)?;
+        let parts = Workspace::new(&layout, staging, matches!(host, HostMemory::Slots))?;
         let num_tensors = layout.sizes().len();
         ensure!(addresses.len() == num_tensors, "tensors: expected {num_tensors}, got {}", addresses.len());
         ensure!(workspace.is_multiple_of(16), "workspace: expected memory aligned to 16 bytes");
-        let bytes = parts.num_chunks * parts.chunk_bytes;
-        let chunks = chunks.map_or_else(|| PinnedBuffer::new(device, bytes), Ok)?;
+        let bytes = parts.host_bytes();
+        let chunks = match host {
+            HostMemory::Given(chunks) => chunks,
+            HostMemory::Own | HostMemory::Slots => PinnedBuffer::new(device, bytes)?,
+        };
         ensure!(chunks.len() == bytes, "chunks: expected {bytes} bytes of host memory, got {}", chunks.len());
         let words = parts.num_chunks * (parts.hashes_of_chunk() + 1);
         let hashes = PinnedBuffer::new(device, words * WORD)?;
@@ -158,12 +187,11 @@ impl ChunkCopier {
             let at = workspace + (index * parts.staging_bytes()) as u64;
             Ok(StagingBuffer { at, full: Event::new(&device)?, free: Event::new(&device)? })
         };
-        let groups = parts.num_chunks.div_ceil(parts.staging_chunks);
         let copier = Self {
             pack: CopyStream::new(&device)?,
             copy: CopyStream::new(&device)?,
             staging: (0..parts.num_staging).map(buffer).collect::<Result<_>>()?,
-            done: (0..groups).map(|_| Event::new(&device)).collect::<Result<_>>()?,
+            done: (0..parts.num_groups()).map(|_| Event::new(&device)).collect::<Result<_>>()?,
             ready: Event::new(&device)?,
             released: Event::new(&device)?,
             chunks,
@@ -189,9 +217,15 @@ impl ChunkCopier {
         &self.layout
     }
 
-    /// `[num_chunks, chunk_bytes]` bytes on the host. A chunk changes until [`ChunkCopier::is_done`].
+    /// `[num_chunks, chunk_bytes]` bytes on the host, of fewer chunks with [`HostMemory::Slots`]. A chunk changes until
+    /// [`ChunkCopier::is_done`].
     pub fn chunks(&self) -> *mut u8 {
         self.chunks.as_ptr()
+    }
+
+    /// Bytes at [`ChunkCopier::chunks`].
+    pub fn host_bytes(&self) -> usize {
+        self.chunks.len()
     }
 
     /// `[num_chunks, chunk_bytes / 4096]` int64 on the host, as for [`ChunkCopier::chunks`].
@@ -257,12 +291,23 @@ impl ChunkCopier {
         unsafe { self.released.before(stream) }
     }
 
-    /// Blocks the calling thread until started transfers no longer use the tensors.
+    /// Blocks the calling thread until nothing that was started uses the tensors or the host's memory, also after an error.
     ///
     /// # Errors
     /// What went wrong on the device.
-    pub(super) fn wait_for_release(&self) -> Result<()> {
-        self.released.wait()
+    pub(super) fn finish(&self) -> Result<()> {
+        let packed = self.pack.wait();
+        packed.and(self.copy.wait())
+    }
+
+    /// Chunks of a transfer.
+    pub(super) fn chunks_at_once(&self) -> usize {
+        self.workspace.staging_chunks
+    }
+
+    /// Transfers that a reader may have before it at once: the one that it reads, and those on their way.
+    pub(super) fn num_ahead(&self) -> usize {
+        self.workspace.num_slots.min(self.workspace.num_staging + 1)
     }
 
     /// Whether all that was started for these chunks is over: the host may use them. (Small chunks that share a transfer
@@ -402,10 +447,16 @@ impl ChunkCopier {
         }
     }
 
+    /// Place of a chunk on the host, in bytes from [`ChunkCopier::chunks`].
+    pub(super) fn place(&self, chunk: usize) -> usize {
+        let Workspace { chunk_bytes, staging_chunks, num_slots, .. } = self.workspace;
+        let slot = chunk / staging_chunks % num_slots.max(1);
+        (slot * staging_chunks + chunk % staging_chunks) * chunk_bytes
+    }
+
     fn host(&self, chunks: &Range<usize>) -> Host {
-        let Workspace { chunk_bytes, .. } = self.workspace;
         Host {
-            chunks: self.chunks().wrapping_add(chunks.start * chunk_bytes),
+            chunks: self.chunks().wrapping_add(self.place(chunks.start)),
             hashes: self.hashes().wrapping_add(chunks.start * self.workspace.hashes_of_chunk()),
         }
     }

@@ -20,7 +20,7 @@ mod streams;
 
 pub use abi::Span;
 pub use chunks::ChunkRange;
-pub use copier::{ChunkCopier, Staging};
+pub use copier::{ChunkCopier, HostMemory, Staging};
 pub use device::Launcher;
 pub use exchange::{Regroup, SplitTokens};
 pub use fetch::Fetcher;

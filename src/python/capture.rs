@@ -67,7 +67,7 @@ impl CopyEngine {
             // until the capture is over, see the stub.
             let mut fetcher = unsafe { cuda::Fetcher::new(chunks, stream(current_stream))? };
             let sources = by_unit(&fetcher.copies(), &tensors_per_unit)?;
-            let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+            let fetch = Box::new(move || fetcher.fetch());
             // SAFETY: as above; `copier` owns the tensors' copies, and is dropped after the fetcher.
             unsafe { self.0.capture_fetched(&arena, version, &sources, fetch, Box::new(copier)) }
         });
@@ -154,17 +154,18 @@ impl Capture {
     }
 }
 
-/// The runs of each unit, `counts` of them in turn.
+/// The runs of each unit: those of `counts` tensors in turn.
 #[cfg(feature = "cuda")]
-fn by_unit(runs: &[(usize, usize)], counts: &[usize]) -> Result<Vec<Vec<Run>>, Error> {
-    let mut runs = runs.iter().map(|&(address, bytes)| Run { address, bytes });
-    let num_runs = runs.len();
+fn by_unit(tensors: &[Vec<(usize, usize)>], counts: &[usize]) -> Result<Vec<Vec<Run>>, Error> {
+    let num_tensors = tensors.len();
     let all = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
     ensure!(
-        all == Some(num_runs),
-        "tensors_per_unit: expected counts that add up to the copier's {num_runs} tensors, got {counts:?}"
+        all == Some(num_tensors),
+        "tensors_per_unit: expected counts that add up to the copier's {num_tensors} tensors, got {counts:?}"
     );
-    Ok(counts.iter().map(|&count| runs.by_ref().take(count).collect()).collect())
+    let mut tensors = tensors.iter();
+    let run = |&(address, bytes): &(usize, usize)| Run { address, bytes };
+    Ok(counts.iter().map(|&count| tensors.by_ref().take(count).flatten().map(run).collect()).collect())
 }
 
 /// The end of a timeout in seconds; none when that is too far away to tell.

@@ -20,9 +20,10 @@ pub struct Run {
     pub bytes: usize,
 }
 
-/// Brings sources to the CPU: makes at least so many of the capture's bytes, from its start, readable where their runs
-/// are, and waits for it. Called with more and more bytes; an error cancels the capture.
-pub type Fetch = Box<dyn FnMut(usize) -> Result<()> + Send>;
+/// Brings more of a capture's bytes to their runs on the CPU, and waits for it: returns how many of them, from the first
+/// on, are readable there, all in the end. It is called when all that it has brought so far was copied, and may then bring
+/// others in its place. An error cancels the capture.
+pub type Fetch = Box<dyn FnMut() -> Result<usize> + Send>;
 
 /// A run, and where it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,8 +46,9 @@ pub(super) struct Work {
     within: usize,
     hash: Xxh3Default,
     digests: Vec<u64>,
-    /// Bytes in place.
+    /// Bytes in place, and bytes that are readable.
     copied: usize,
+    readable: usize,
     fetch: Option<Fetch>,
     /// Whatever owns the sources; dropped with the work.
     _kept: Box<dyn Any + Send>,
@@ -70,8 +72,19 @@ impl Work {
             add_pieces(&mut pieces, index, unit, runs)?;
         }
         let digests = vec![Xxh3Default::new().digest(); num_units];
-        let hash = Xxh3Default::new();
-        Ok(Self { buffer: 0, pieces, next: 0, within: 0, hash, digests, copied: 0, fetch, _kept: kept })
+        let (hash, readable) = (Xxh3Default::new(), if fetch.is_some() { 0 } else { usize::MAX });
+        Ok(Self {
+            buffer: 0,
+            pieces,
+            next: 0,
+            within: 0,
+            hash,
+            digests,
+            copied: 0,
+            readable,
+            fetch,
+            _kept: kept,
+        })
     }
 
     /// Address of the buffer.
@@ -97,19 +110,26 @@ impl Work {
     /// Copies the next `bytes` bytes, which are fetched first where that is needed.
     ///
     /// # Errors
-    /// The error of fetching them; nothing is copied then.
+    /// The error of fetching them.
     ///
     /// # Safety
     /// The buffer has begun and is the layout's; the sources are readable once fetched, and no other code writes them
     /// or the buffer meanwhile.
-    pub(super) unsafe fn advance(&mut self, mut bytes: usize) -> Result<()> {
-        self.copied += bytes;
-        if let Some(fetch) = &mut self.fetch {
-            fetch(self.copied)?;
-        }
+    pub(super) unsafe fn advance(&mut self, bytes: usize) -> Result<()> {
+        // SAFETY: by the caller's promise.
+        let advanced = unsafe { self.copy(bytes) };
+        finish_stream();
+        advanced
+    }
+
+    unsafe fn copy(&mut self, mut bytes: usize) -> Result<()> {
         while bytes > 0 {
-            let Some(piece) = self.pieces.get(self.next) else { break };
-            let size = (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES);
+            let Some(&piece) = self.pieces.get(self.next) else { break };
+            if self.copied == self.readable {
+                self.fetch_more()?;
+            }
+            let size =
+                (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES).min(self.readable - self.copied);
             let from = std::ptr::with_exposed_provenance(piece.from + self.within);
             let to = std::ptr::with_exposed_provenance_mut(self.buffer + piece.to + self.within);
             // SAFETY: the piece lies in the sources and in the buffer (`new`), which are apart: the buffer is the
@@ -119,12 +139,19 @@ impl Work {
             copy_past_cache(from, to);
             self.hash.update(from);
             self.within += size;
+            self.copied += size;
             bytes -= size;
             if self.within == piece.bytes {
                 self.finish_piece();
             }
         }
-        finish_stream();
+        Ok(())
+    }
+
+    fn fetch_more(&mut self) -> Result<()> {
+        let Some(fetch) = &mut self.fetch else { return Ok(()) };
+        self.readable = fetch()?;
+        ensure!(self.readable > self.copied, "fetch: expected more than {} bytes", self.copied);
         Ok(())
     }
 
