@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM, finish};
 use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
 use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, HostMemory, Launcher, PinnedBuffer, Span, Staging};
-use evermoe::snapshot::{Arena, CopyEngine, Run};
+use evermoe::snapshot::{Arena, CopyEngine, Fetch, Run};
 use std::sync::Arc;
 
 #[path = "emulator/driver.rs"]
@@ -48,8 +48,12 @@ fn copies_agree_with_the_cpu() {
             for with_arena in [false, true] {
                 there_and_back(stream, sizes, chunk_bytes, Staging { count, bytes }, with_arena);
             }
-            for host in [HostMemory::Own, HostMemory::Slots] {
-                captured(stream, sizes, chunk_bytes, Staging { count, bytes }, host);
+            for (host, in_place) in
+                [(HostMemory::Own, false), (HostMemory::Slots, false), (HostMemory::Slots, true)]
+            {
+                let mut copying = Copying::new(stream, sizes, chunk_bytes);
+                let copier = copying.copier(Staging { count, bytes }, host);
+                captured(&copying, Arc::new(copier), in_place);
             }
         }
     }
@@ -257,29 +261,50 @@ fn there_and_back(
 }
 
 /// A thread captures the tensors into an arena behind a gate, while their values arrive late; others come once it is over.
-fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, staging: Staging, host: HostMemory) {
-    let folder = tempfile::tempdir().unwrap();
-    let mut copying = Copying::new(stream, sizes, chunk_bytes);
-    let copier = Arc::new(copying.copier(staging, host));
-    let units: Vec<_> =
-        sizes.iter().enumerate().map(|(index, &bytes)| (format!("tensor {index}"), bytes)).collect();
-    let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
+/// Through memory of the copier's, or straight into the arena, which is page-locked.
+fn captured(copying: &Copying, copier: Arc<ChunkCopier>, in_place: bool) {
+    let (folder, stream) = (tempfile::tempdir().unwrap(), copying.stream);
+    // Two tensors a unit, one right behind the other.
+    let units: Vec<_> = copying.source.chunks(2).map(|pair| pair.concat()).collect();
+    let sizes: Vec<_> =
+        units.iter().enumerate().map(|(index, unit)| (format!("unit {index}"), unit.len())).collect();
+    let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &sizes).unwrap());
+    if in_place {
+        // SAFETY: the arena's own mapping.
+        let lock = |start, len| Ok(Box::new(unsafe { PinnedBuffer::register(0, start, len)? }) as _);
+        arena.page_lock(lock).unwrap();
+        arena.page_lock(|_, _| panic!("locked twice")).unwrap();
+    }
+    assert_eq!(arena.is_page_locked(), in_place);
+    let mut places = vec![];
+    for (unit, pair) in arena.layout().units().iter().zip(copying.source.chunks(2)) {
+        places.push(unit.offset);
+        places.extend(pair.get(1).map(|_| unit.offset + pair[0].len()));
+    }
     let engine = CopyEngine::new(3000).unwrap();
     for version in 1..4 {
         copying.set();
         // SAFETY: a live stream; the tensors are written when the capture is over.
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), stream.cast()).unwrap() };
-        let runs: Vec<_> =
-            fetcher.copies().into_iter().map(|runs| runs.into_iter().map(run).collect()).collect();
-        let fetch = Box::new(move || fetcher.fetch());
+        let copies = fetcher.copies();
+        let runs: Vec<Vec<_>> =
+            copies.chunks(2).map(|pair| pair.iter().flatten().copied().map(run).collect()).collect();
+        let (fetch, runs): (Fetch, _) = if in_place {
+            let mut fetcher = fetcher.with_places(places.clone()).unwrap();
+            // SAFETY: the places lie in the buffer.
+            (Box::new(move |buffer| unsafe { fetcher.fetch_to(buffer) }), None)
+        } else {
+            (Box::new(move |_| fetcher.fetch()), Some(&runs[..]))
+        };
         // SAFETY: as above.
         let capture =
-            unsafe { engine.capture_fetched(&arena, version, &runs, fetch, Box::new(copier.clone())) }
+            unsafe { engine.capture_fetched(&arena, version, runs, fetch, Box::new(copier.clone())) }
                 .unwrap();
         if version == 2 {
             engine.open(Some(4000));
             let _ = capture.wait(None, Some(std::time::Duration::from_millis(1))).unwrap();
             capture.cancel();
+            nothing_comes_later(&arena, capture.index());
         } else {
             capture.hurry();
             capture.wait(None, None).unwrap();
@@ -289,7 +314,7 @@ fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, staging:
         for (index, version) in arena.versions() {
             assert!(arena.verify(index).unwrap().is_empty(), "{version}");
             let start = arena.buffer(index).unwrap();
-            for (unit, bytes) in arena.layout().units().iter().zip(&copying.source) {
+            for (unit, bytes) in arena.layout().units().iter().zip(&units) {
                 // SAFETY: the unit lies in the buffer, which nobody writes now.
                 let got = unsafe { std::slice::from_raw_parts(start.add(unit.offset), unit.bytes) };
                 assert!(got == bytes, "{} of version {version}", unit.name);
@@ -299,6 +324,17 @@ fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, staging:
     assert_eq!(arena.versions()[0].1, 3);
     // SAFETY: a live stream, of which nothing may be left when the tensors go.
     unsafe { result::stream::synchronize(stream) }.unwrap();
+}
+
+/// What is written to a buffer after a capture into it was cancelled stays.
+fn nothing_comes_later(arena: &Arena, index: usize) {
+    let (start, bytes) = (arena.buffer(index).unwrap(), arena.layout().payload_bytes());
+    // SAFETY: the buffer, which no capture uses any more.
+    unsafe {
+        start.write_bytes(0x3c, bytes);
+        sys::cuCtxSynchronize().result().unwrap();
+        assert!(std::slice::from_raw_parts(start, bytes).iter().all(|&byte| byte == 0x3c));
+    }
 }
 
 /// While the host reads one transfer others are on their way, as many as there are staging buffers, and none when the

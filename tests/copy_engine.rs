@@ -301,7 +301,7 @@ fn sources_are_fetched_before_they_are_read() {
     let start = |version, limit: usize| {
         let (staged, from) = (staged.clone(), from.clone());
         let mut fetched = 0;
-        let fetch = move || {
+        let fetch = move |_: *mut u8| {
             let more = fetched..fetched + 2500;
             if more.end > limit {
                 return Err(Error::Runtime(format!("{limit} bytes and no more")));
@@ -313,7 +313,8 @@ fn sources_are_fetched_before_they_are_read() {
             Ok(fetched)
         };
         // SAFETY: what is fetched stays as it is until it was copied.
-        unsafe { engine.capture_fetched(&arena, version, &runs, Box::new(fetch), Box::new(())) }.unwrap()
+        unsafe { engine.capture_fetched(&arena, version, Some(&runs), Box::new(fetch), Box::new(())) }
+            .unwrap()
     };
     let (refused, after) = (start(1, 9999), arena.path().with_extension("after"));
     let after = capture(&engine, &sources.arena(&after), 1, &sources, Box::new(()));

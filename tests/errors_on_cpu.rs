@@ -158,10 +158,10 @@ fn a_capture_fails(driver: &Driver, work: i32) {
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast())? };
         let runs: Vec<_> =
             fetcher.copies().into_iter().map(|runs| runs.into_iter().map(run).collect()).collect();
-        let fetch = Box::new(move || fetcher.fetch());
+        let fetch = Box::new(move |_| fetcher.fetch());
         // SAFETY: as above.
         let capture =
-            unsafe { engine.capture_fetched(&arena, version, &runs, fetch, Box::new(copier.clone()))? };
+            unsafe { engine.capture_fetched(&arena, version, Some(&runs), fetch, Box::new(copier.clone()))? };
         capture.wait(None, None).map(drop)
     };
     capture(1).unwrap();

@@ -68,6 +68,9 @@ fn a_copier_at_work(driver: &Driver) {
         )
     };
     let all = 0..copier.layout().num_chunks();
+    let (mut straight, places) = (vec![0_u8; 40_000], vec![64, 20_067, 30_000]);
+    // SAFETY: memory of this length, which outlives the lock.
+    let lock = unsafe { PinnedBuffer::register(0, straight.as_mut_ptr(), straight.len()).unwrap() };
     let (before, mut unfinished) = (driver.waits_for_all(), 0);
     for _ in 0..3 {
         // SAFETY: a live stream; the tensors are not written.
@@ -81,10 +84,17 @@ fn a_copier_at_work(driver: &Driver) {
             copier.wait(all.clone()).unwrap();
             let mut fetcher = Fetcher::new(copier.clone(), stream.cast()).unwrap();
             while fetcher.fetch().unwrap() < SIZES.iter().sum() {}
+            drop(fetcher);
+            let fetcher = Fetcher::new(copier.clone(), stream.cast()).unwrap();
+            let mut fetcher = fetcher.with_places(places.clone()).unwrap();
+            while fetcher.fetch_to(lock.as_ptr()).unwrap() < SIZES.iter().sum() {}
         }
     }
     assert_eq!((driver.waits_for_all(), unfinished), (before, 3), "with copies on their way");
-    drop(copier);
+    for (&place, size) in places.iter().zip(SIZES) {
+        assert!(straight[place..place + size].iter().all(|&byte| byte == 7));
+    }
+    drop((copier, lock));
     // SAFETY: a live stream, which is used no more.
     unsafe { result::stream::destroy(stream).unwrap() };
 }

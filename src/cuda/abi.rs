@@ -133,7 +133,7 @@ mod tests {
     const HEADER: &str = include_str!("../../kernels/abi.h");
 
     /// The constants of the header, and what they are here.
-    const CONSTANTS: [(&str, usize); 19] = [
+    const CONSTANTS: [(&str, usize); 20] = [
         ("kWarp", WARP),
         ("kInFlight", IN_FLIGHT),
         ("kMaxLayers", MAX_LAYERS),

@@ -6,7 +6,7 @@ use cudarc::driver::{DriverError, result, sys};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// A stream that runs beside torch's, and gives way to it.
+/// A stream that runs beside torch's, and has no precedence over it.
 #[derive(Debug)]
 pub(super) struct CopyStream {
     device: Arc<Device>,
@@ -21,7 +21,8 @@ unsafe impl Send for CopyStream {}
 unsafe impl Sync for CopyStream {}
 
 impl CopyStream {
-    /// A stream of the lowest priority that does not wait for the default stream.
+    /// A stream of the lowest priority that does not wait for the default stream. That is 0, torch's own: CUDA has none that
+    /// is lower.
     pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
         let _current = device.make_current()?;
         let (lowest, _) = driver(result::stream::get_priority_range(), "cuCtxGetStreamPriorityRange")?;

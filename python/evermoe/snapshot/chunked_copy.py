@@ -35,9 +35,9 @@ class ChunkedCopy:
 
     The addresses of the tensors are taken once: they must not be resized or get new storage (`set_`, `.data = ...`).
 
-    On CUDA the copies run on streams of their own, of low priority, through page-locked memory, which the host reads
-    at full speed. Only `wait`, `verify`, `checksums` and `restore` wait for the GPU. On the CPU a copy is done when the
-    method returns. Not to be used from two threads at once, and not within a CUDA graph's capture.
+    On CUDA the copies run on streams of their own, of the lowest priority, through page-locked memory, which the host
+    reads at full speed. Only `wait`, `verify`, `checksums` and `restore` wait for the GPU. On the CPU a copy is done
+    when the method returns. Not to be used from two threads at once, and not within a CUDA graph's capture.
 
     Args:
         tensors: contiguous, of any dtypes and sizes, all on the CPU or all on one CUDA device; memory of their own.
@@ -91,9 +91,7 @@ class ChunkedCopy:
             self.hashes = torch.from_numpy(self._copier.hashes())[:blocks].view(shape[0], chunk_bytes // BLOCK_BYTES)
             self._wrong = torch.from_numpy(self._copier.wrong())[: shape[0]]
 
-    def _open(
-        self, chunk_bytes: int, host: Tensor | None, staging: int, for_captures: bool
-    ) -> _native.ChunkCopier:
+    def _open(self, chunk_bytes: int, host: Tensor | None, staging: int, for_captures: bool) -> _native.ChunkCopier:
         if not ops.has_cuda_kernels():
             raise RuntimeError("tensors: got CUDA tensors, but this build of evermoe has no CUDA kernels")
         sizes = [tensor.nbytes for tensor in self._tensors]
@@ -178,9 +176,10 @@ class ChunkedCopy:
     def capture(self, engine: CopyEngine, arena: Arena, version: int, tensors_per_unit: Sequence[int]) -> Capture:
         """Begin a version in an arena and let the engine's thread copy the tensors into it while its gate is open.
 
-        On CUDA they go through page-locked memory, as torch's current stream will have left them. The arena's first unit is the
-        first `tensors_per_unit[0]` tensors, and so on. Do not write the tensors or use this object, but for further
-        captures, until the capture is over: `Capture.hurry`, then `Capture.wait`.
+        On CUDA they go straight into an arena that is page-locked, else through other such memory, as torch's current
+        stream will have left them. The arena's first unit is the first `tensors_per_unit[0]` tensors, and so on. Do not
+        write the tensors or use this object, but for further captures, until the capture is over: `Capture.hurry`, then
+        `Capture.wait`.
 
         Raises:
             ValueError: counts that do not fit the tensors, or tensors the arena's units; the message names the unit.
