@@ -31,8 +31,10 @@ fn errors_are_told_late_and_for_good() {
         told_late_and_by_all(&driver);
         for work in [1, 2, 3, 4, 5, 9, 14, 20] {
             a_copier_fails(&driver, work);
-            a_capture_fails(&driver, work);
+            a_capture_fails(&driver, work, false);
+            a_capture_fails(&driver, work, true);
         }
+        a_page_lock_is_refused(&driver);
         for launch in 1..6 {
             nothing_is_read_after_a_refusal(&driver, launch);
         }
@@ -143,13 +145,45 @@ fn a_copier_fails(driver: &Driver, work: i32) {
     driver.heal();
 }
 
+fn page_lock(arena: &Arena) -> Result<()> {
+    // SAFETY: the arena's own mapping.
+    arena.page_lock(|start, len| Ok(Box::new(unsafe { PinnedBuffer::register(0, start, len)? })))
+}
+
+/// The reason is told, nothing of it stays, and it may be tried again.
+fn a_page_lock_is_refused(driver: &Driver) {
+    let folder = tempfile::tempdir().unwrap();
+    let arena = Arena::create(&folder.path().join("arena"), "", &[("unit".into(), 100_000)]).unwrap();
+    let mut whole = (std::ptr::null_mut(), 0);
+    let refused = arena.page_lock(|start, len| {
+        whole = (start, len);
+        Err(Error::Runtime("not now".into()))
+    });
+    assert!(refused.is_err() && !arena.is_page_locked());
+    // SAFETY: a part of the arena's mapping, which lives longer.
+    let part = unsafe { PinnedBuffer::register(0, whole.0, 4096) }.unwrap();
+    let refused = page_lock(&arena).unwrap_err().to_string();
+    assert!(refused.contains(&format!("cuMemHostRegister of {} bytes failed", whole.1)), "{refused}");
+    assert!(!arena.is_page_locked());
+    drop(part);
+    page_lock(&arena).unwrap();
+    drop(arena);
+    // SAFETY: no byte of it is touched: whether it is known as page-locked still.
+    let again = unsafe { PinnedBuffer::register(0, whole.0, 4096) };
+    drop(again.expect("it was unlocked with its mapping"));
+    assert!(driver.is_idle());
+}
+
 /// The thread that captures tells it and lives on; the version from before stays whole.
-fn a_capture_fails(driver: &Driver, work: i32) {
+fn a_capture_fails(driver: &Driver, work: i32, in_place: bool) {
     let folder = tempfile::tempdir().unwrap();
     let mut tensors = Tensors::new();
     let units: Vec<_> =
         SIZES.iter().enumerate().map(|(index, &bytes)| (format!("tensor {index}"), bytes)).collect();
     let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
+    if in_place {
+        page_lock(&arena).unwrap();
+    }
     let engine = CopyEngine::new(4 << 20).unwrap();
     engine.open(None);
     let copier = Arc::new(tensors.copier(HostMemory::Slots));
@@ -158,10 +192,15 @@ fn a_capture_fails(driver: &Driver, work: i32) {
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast())? };
         let runs: Vec<_> =
             fetcher.copies().into_iter().map(|runs| runs.into_iter().map(run).collect()).collect();
-        let fetch = Box::new(move |_| fetcher.fetch());
+        if in_place {
+            fetcher = fetcher.with_places(arena.layout().units().iter().map(|unit| unit.offset).collect())?;
+        }
+        // SAFETY: the places lie in the buffer.
+        let fetch = Box::new(move |buffer| unsafe { fetcher.fetch_to(buffer) });
+        let runs = (!in_place).then_some(&runs[..]);
         // SAFETY: as above.
         let capture =
-            unsafe { engine.capture_fetched(&arena, version, Some(&runs), fetch, Box::new(copier.clone()))? };
+            unsafe { engine.capture_fetched(&arena, version, runs, fetch, Box::new(copier.clone()))? };
         capture.wait(None, None).map(drop)
     };
     capture(1).unwrap();
