@@ -354,6 +354,9 @@ fn a_fetch_runs_ahead(driver: &Driver, stream: sys::CUstream) {
             assert_eq!(fetcher.fetch().unwrap(), (transfer + 1) * 4096);
             assert_eq!(driver.launches() - launched, (transfer + 3).min(10));
             assert!(policy != LATE || !driver.is_idle());
+            // All that was started arrives before the host has read.
+            // SAFETY: nothing but a wait.
+            unsafe { sys::cuCtxSynchronize() }.result().unwrap();
             // SAFETY: a slot that nothing writes now.
             let slot = unsafe { std::slice::from_raw_parts(copier.chunks().add(transfer % 3 * 4096), 4096) };
             assert!(slot == &copying.packed.chunks[transfer * 4096..][..4096], "transfer {transfer}");
