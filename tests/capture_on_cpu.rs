@@ -6,9 +6,8 @@
 use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult, CUstreamCaptureMode};
 use driver::Driver;
-use evermoe::cpu::ChunkLayout;
-use evermoe::cpu::fp8_row_bytes;
-use evermoe::cuda::{self, ChunkCopier, FloatType, Launcher, PinnedBuffer, Span, Staging};
+use evermoe::cpu::{ChunkLayout, fp8_row_bytes};
+use evermoe::cuda::{self, ChunkCopier, FloatType, HostMemory, Launcher, PinnedBuffer, Span, Staging};
 use std::ptr::null_mut;
 
 #[path = "emulator/driver.rs"]
@@ -327,7 +326,16 @@ fn copies_go_on_beside_a_capture(driver: &Driver) {
     let stream = result::stream::create(StreamKind::NonBlocking).unwrap();
     // SAFETY: memory of the stated sizes, which outlives the copier; a live stream.
     let new = || unsafe {
-        ChunkCopier::new(0, stream.cast(), layout.clone(), &[at(&tensor)], workspace, staging, None).unwrap()
+        ChunkCopier::new(
+            0,
+            stream.cast(),
+            layout.clone(),
+            &[at(&tensor)],
+            workspace,
+            staging,
+            HostMemory::Own,
+        )
+        .unwrap()
     };
     let copier = new();
     let torch = stream.expose_provenance();

@@ -7,8 +7,8 @@ use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM, finish};
 use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
-use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, Launcher, PinnedBuffer, Span, Staging};
-use evermoe::snapshot::{Arena, CopyEngine, Run};
+use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, HostMemory, Launcher, PinnedBuffer, Span, Staging};
+use evermoe::snapshot::{Arena, CopyEngine, Fetch, Run};
 use std::sync::Arc;
 
 #[path = "emulator/driver.rs"]
@@ -48,9 +48,16 @@ fn copies_agree_with_the_cpu() {
             for with_arena in [false, true] {
                 there_and_back(stream, sizes, chunk_bytes, Staging { count, bytes }, with_arena);
             }
-            captured(stream, sizes, chunk_bytes, Staging { count, bytes });
+            for (host, in_place) in
+                [(HostMemory::Own, false), (HostMemory::Slots, false), (HostMemory::Slots, true)]
+            {
+                let mut copying = Copying::new(stream, sizes, chunk_bytes);
+                let copier = copying.copier(Staging { count, bytes }, host);
+                captured(&copying, Arc::new(copier), in_place);
+            }
         }
     }
+    a_fetch_runs_ahead(&driver, stream);
     driver.set_policy(EARLY);
     let (expected, got) = save_while_overwritten(stream, false);
     assert_ne!(got, expected, "the test would not notice if `release` did nothing");
@@ -81,6 +88,10 @@ impl Packed {
     fn addresses(&mut self) -> Vec<u64> {
         self.tensors.iter_mut().map(|tensor| at_mut(&mut tensor[1..])).collect()
     }
+}
+
+fn run((address, bytes): (usize, usize)) -> Run {
+    Run { address, bytes }
 }
 
 /// An address that is a multiple of 16, with room for as many bytes.
@@ -142,17 +153,25 @@ impl Copying {
         Self { packed, source, addresses, memory: vec![], arena, stream }
     }
 
-    fn copier(&mut self, staging: Staging, with_arena: bool) -> ChunkCopier {
+    fn copier(&mut self, staging: Staging, host: HostMemory) -> ChunkCopier {
         let layout = self.packed.layout.clone();
         let bytes = ChunkCopier::workspace_bytes(&layout, staging).unwrap();
         let workspace = aligned(&mut self.memory, bytes);
         // SAFETY: memory of the stated lengths, which the tests keep longer than the copier.
         unsafe {
-            let host = (with_arena && !self.arena.is_empty())
-                .then(|| PinnedBuffer::register(0, self.arena.as_mut_ptr(), self.arena.len()).unwrap());
             ChunkCopier::new(0, self.stream.cast(), layout, &self.addresses, workspace, staging, host)
                 .unwrap()
         }
+    }
+
+    /// Memory of the test's own for all chunks.
+    fn given(&mut self) -> HostMemory {
+        if self.arena.is_empty() {
+            return HostMemory::Own;
+        }
+        // SAFETY: memory of this length, which the tests keep longer than the copier.
+        let locked = unsafe { PinnedBuffer::register(0, self.arena.as_mut_ptr(), self.arena.len()) };
+        HostMemory::Given(locked.unwrap())
     }
 
     /// Puts the tensors' values on the stream.
@@ -197,7 +216,8 @@ fn there_and_back(
     with_arena: bool,
 ) {
     let mut copying = Copying::new(stream, sizes, chunk_bytes);
-    let copier = copying.copier(staging, with_arena);
+    let host = if with_arena { copying.given() } else { HostMemory::Own };
+    let copier = copying.copier(staging, host);
     let torch = stream.cast();
     let (packed, num_chunks) = (&copying.packed, copying.packed.layout.num_chunks());
     // SAFETY: a live stream, and chunks of this copier; what is read has been waited for.
@@ -241,29 +261,50 @@ fn there_and_back(
 }
 
 /// A thread captures the tensors into an arena behind a gate, while their values arrive late; others come once it is over.
-fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, staging: Staging) {
-    let folder = tempfile::tempdir().unwrap();
-    let mut copying = Copying::new(stream, sizes, chunk_bytes);
-    let copier = Arc::new(copying.copier(staging, false));
-    let units: Vec<_> =
-        sizes.iter().enumerate().map(|(index, &bytes)| (format!("tensor {index}"), bytes)).collect();
-    let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
+/// Through memory of the copier's, or straight into the arena, which is page-locked.
+fn captured(copying: &Copying, copier: Arc<ChunkCopier>, in_place: bool) {
+    let (folder, stream) = (tempfile::tempdir().unwrap(), copying.stream);
+    // Two tensors a unit, one right behind the other.
+    let units: Vec<_> = copying.source.chunks(2).map(|pair| pair.concat()).collect();
+    let sizes: Vec<_> =
+        units.iter().enumerate().map(|(index, unit)| (format!("unit {index}"), unit.len())).collect();
+    let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &sizes).unwrap());
+    if in_place {
+        // SAFETY: the arena's own mapping.
+        let lock = |start, len| Ok(Box::new(unsafe { PinnedBuffer::register(0, start, len)? }) as _);
+        arena.page_lock(lock).unwrap();
+        arena.page_lock(|_, _| panic!("locked twice")).unwrap();
+    }
+    assert_eq!(arena.is_page_locked(), in_place);
+    let mut places = vec![];
+    for (unit, pair) in arena.layout().units().iter().zip(copying.source.chunks(2)) {
+        places.push(unit.offset);
+        places.extend(pair.get(1).map(|_| unit.offset + pair[0].len()));
+    }
     let engine = CopyEngine::new(3000).unwrap();
     for version in 1..4 {
         copying.set();
         // SAFETY: a live stream; the tensors are written when the capture is over.
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), stream.cast()).unwrap() };
-        let runs: Vec<_> =
-            fetcher.copies().into_iter().map(|(address, bytes)| vec![Run { address, bytes }]).collect();
-        let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+        let copies = fetcher.copies();
+        let runs: Vec<Vec<_>> =
+            copies.chunks(2).map(|pair| pair.iter().flatten().copied().map(run).collect()).collect();
+        let (fetch, runs): (Fetch, _) = if in_place {
+            let mut fetcher = fetcher.with_places(places.clone()).unwrap();
+            // SAFETY: the places lie in the buffer.
+            (Box::new(move |buffer| unsafe { fetcher.fetch_to(buffer) }), None)
+        } else {
+            (Box::new(move |_| fetcher.fetch()), Some(&runs[..]))
+        };
         // SAFETY: as above.
         let capture =
-            unsafe { engine.capture_fetched(&arena, version, &runs, fetch, Box::new(copier.clone())) }
+            unsafe { engine.capture_fetched(&arena, version, runs, fetch, Box::new(copier.clone())) }
                 .unwrap();
         if version == 2 {
             engine.open(Some(4000));
             let _ = capture.wait(None, Some(std::time::Duration::from_millis(1))).unwrap();
             capture.cancel();
+            nothing_comes_later(&arena, capture.index());
         } else {
             capture.hurry();
             capture.wait(None, None).unwrap();
@@ -273,7 +314,7 @@ fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, staging:
         for (index, version) in arena.versions() {
             assert!(arena.verify(index).unwrap().is_empty(), "{version}");
             let start = arena.buffer(index).unwrap();
-            for (unit, bytes) in arena.layout().units().iter().zip(&copying.source) {
+            for (unit, bytes) in arena.layout().units().iter().zip(&units) {
                 // SAFETY: the unit lies in the buffer, which nobody writes now.
                 let got = unsafe { std::slice::from_raw_parts(start.add(unit.offset), unit.bytes) };
                 assert!(got == bytes, "{} of version {version}", unit.name);
@@ -285,10 +326,50 @@ fn captured(stream: sys::CUstream, sizes: &[usize], chunk_bytes: usize, staging:
     unsafe { result::stream::synchronize(stream) }.unwrap();
 }
 
+/// What is written to a buffer after a capture into it was cancelled stays.
+fn nothing_comes_later(arena: &Arena, index: usize) {
+    let (start, bytes) = (arena.buffer(index).unwrap(), arena.layout().payload_bytes());
+    // SAFETY: the buffer, which no capture uses any more.
+    unsafe {
+        start.write_bytes(0x3c, bytes);
+        sys::cuCtxSynchronize().result().unwrap();
+        assert!(std::slice::from_raw_parts(start, bytes).iter().all(|&byte| byte == 0x3c));
+    }
+}
+
+/// While the host reads one transfer others are on their way, as many as there are staging buffers, and none when the
+/// reader gives up; what it reads stays as it is until it asks for more.
+fn a_fetch_runs_ahead(driver: &Driver, stream: sys::CUstream) {
+    let staging = Staging { count: 2, bytes: 4096 };
+    for (policy, given_up) in [(LATE, 3), (EARLY, 3), (RANDOM, 7)] {
+        driver.set_policy(policy);
+        let mut copying = Copying::new(stream, &[30_000, 3, 9999], 4096);
+        let copier = Arc::new(copying.copier(staging, HostMemory::Slots));
+        assert_eq!(copier.host_bytes(), 3 * 4096);
+        copying.set();
+        let launched = driver.launches();
+        // SAFETY: a live stream; the tensors are written when the fetcher is gone.
+        let mut fetcher = unsafe { Fetcher::new(copier.clone(), stream.cast()).unwrap() };
+        for transfer in 0..given_up {
+            assert_eq!(fetcher.fetch().unwrap(), (transfer + 1) * 4096);
+            assert_eq!(driver.launches() - launched, (transfer + 3).min(10));
+            assert!(policy != LATE || !driver.is_idle());
+            // All that was started arrives before the host has read.
+            // SAFETY: nothing but a wait.
+            unsafe { sys::cuCtxSynchronize() }.result().unwrap();
+            // SAFETY: a slot that nothing writes now.
+            let slot = unsafe { std::slice::from_raw_parts(copier.chunks().add(transfer % 3 * 4096), 4096) };
+            assert!(slot == &copying.packed.chunks[transfer * 4096..][..4096], "transfer {transfer}");
+        }
+        drop(fetcher);
+        assert!(driver.is_idle(), "a cancelled capture that still reads");
+    }
+}
+
 /// The chunks that should come, and those that come.
 fn save_while_overwritten(stream: sys::CUstream, with_release: bool) -> (Vec<u8>, Vec<u8>) {
     let mut copying = Copying::new(stream, &[30_000, 3, 9999], 4096);
-    let copier = copying.copier(Staging { count: 2, bytes: 4096 }, false);
+    let copier = copying.copier(Staging { count: 2, bytes: 4096 }, HostMemory::Own);
     copying.set();
     // SAFETY: as in `there_and_back`; bytes that change while they are copied are bytes all the same.
     unsafe {

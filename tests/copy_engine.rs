@@ -300,22 +300,28 @@ fn sources_are_fetched_before_they_are_read() {
     let from = sources.units[0][0].clone();
     let start = |version, limit: usize| {
         let (staged, from) = (staged.clone(), from.clone());
-        let fetch = move |bytes: usize| {
-            if bytes > limit {
+        let mut fetched = 0;
+        let fetch = move |_: *mut u8| {
+            let more = fetched..fetched + 2500;
+            if more.end > limit {
                 return Err(Error::Runtime(format!("{limit} bytes and no more")));
             }
-            (0..bytes).for_each(|place| staged[place].store(from[place], Ordering::Relaxed));
-            Ok(())
+            more.clone().for_each(|place| staged[place].store(from[place], Ordering::Relaxed));
+            // What was there before has been copied.
+            (0..more.start).for_each(|place| staged[place].store(0xEE, Ordering::Relaxed));
+            fetched = more.end;
+            Ok(fetched)
         };
-        // SAFETY: what is fetched stays as it is, and is written again only with the same bytes.
-        unsafe { engine.capture_fetched(&arena, version, &runs, Box::new(fetch), Box::new(())) }.unwrap()
+        // SAFETY: what is fetched stays as it is until it was copied.
+        unsafe { engine.capture_fetched(&arena, version, Some(&runs), Box::new(fetch), Box::new(())) }
+            .unwrap()
     };
     let (refused, after) = (start(1, 9999), arena.path().with_extension("after"));
     let after = capture(&engine, &sources.arena(&after), 1, &sources, Box::new(()));
     engine.open(None);
     let message = refused.wait(None, None).unwrap_err().to_string();
     assert!(message.contains("version 1 was cancelled: 9999 bytes and no more"), "{message}");
-    assert_eq!((refused.done_bytes(), arena.versions()), (64 + 8192, vec![]));
+    assert_eq!((refused.done_bytes(), arena.versions()), (64 + 4096, vec![]));
     after.wait(None, None).unwrap();
     let whole = start(2, 10_000);
     whole.wait(None, None).unwrap();

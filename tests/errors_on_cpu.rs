@@ -8,7 +8,7 @@ use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys::{self, CUresult};
 use driver::{Driver, EARLY, LATE, RANDOM};
 use evermoe::cpu::ChunkLayout;
-use evermoe::cuda::{ChunkCopier, Fetcher, LayerIds, PinnedBuffer, Staging};
+use evermoe::cuda::{ChunkCopier, Fetcher, HostMemory, LayerIds, PinnedBuffer, Staging};
 use evermoe::error::{Error, Result};
 use evermoe::snapshot::{Arena, CopyEngine, Run};
 use std::sync::Arc;
@@ -31,8 +31,10 @@ fn errors_are_told_late_and_for_good() {
         told_late_and_by_all(&driver);
         for work in [1, 2, 3, 4, 5, 9, 14, 20] {
             a_copier_fails(&driver, work);
-            a_capture_fails(&driver, work);
+            a_capture_fails(&driver, work, false);
+            a_capture_fails(&driver, work, true);
         }
+        a_page_lock_is_refused(&driver);
         for launch in 1..6 {
             nothing_is_read_after_a_refusal(&driver, launch);
         }
@@ -79,6 +81,10 @@ fn told_late_and_by_all(driver: &Driver) {
     }
 }
 
+fn run((address, bytes): (usize, usize)) -> Run {
+    Run { address, bytes }
+}
+
 /// Tensors, and what a copier of them needs.
 struct Tensors {
     tensors: Vec<Vec<u8>>,
@@ -95,12 +101,12 @@ impl Tensors {
         Self { tensors: SIZES.map(|size| vec![7; size]).to_vec(), layout, workspace: vec![0; words], stream }
     }
 
-    fn copier(&mut self) -> ChunkCopier {
+    fn copier(&mut self, host: HostMemory) -> ChunkCopier {
         let addresses: Vec<u64> = self.tensors.iter().map(|tensor| tensor.as_ptr() as u64).collect();
         let workspace = self.workspace.as_mut_ptr() as u64;
         // SAFETY: memory of the stated sizes, which the tests keep longer than the copier.
         let copier = unsafe {
-            ChunkCopier::new(0, self.stream.cast(), self.layout.clone(), &addresses, workspace, STAGING, None)
+            ChunkCopier::new(0, self.stream.cast(), self.layout.clone(), &addresses, workspace, STAGING, host)
         };
         // SAFETY: a live stream.
         unsafe { result::stream::synchronize(self.stream).unwrap() };
@@ -111,7 +117,7 @@ impl Tensors {
 /// Whoever starts or waits is told; nobody is told that chunks are there which are not; the drops end.
 fn a_copier_fails(driver: &Driver, work: i32) {
     let mut tensors = Tensors::new();
-    let copier = tensors.copier();
+    let copier = tensors.copier(HostMemory::Own);
     let (all, torch) = (0..copier.layout().num_chunks(), tensors.stream.cast());
     driver.plant_fault(work);
     // SAFETY: a live stream, and chunks of this copier.
@@ -139,25 +145,62 @@ fn a_copier_fails(driver: &Driver, work: i32) {
     driver.heal();
 }
 
+fn page_lock(arena: &Arena) -> Result<()> {
+    // SAFETY: the arena's own mapping.
+    arena.page_lock(|start, len| Ok(Box::new(unsafe { PinnedBuffer::register(0, start, len)? })))
+}
+
+/// The reason is told, nothing of it stays, and it may be tried again.
+fn a_page_lock_is_refused(driver: &Driver) {
+    let folder = tempfile::tempdir().unwrap();
+    let arena = Arena::create(&folder.path().join("arena"), "", &[("unit".into(), 100_000)]).unwrap();
+    let mut whole = (std::ptr::null_mut(), 0);
+    let refused = arena.page_lock(|start, len| {
+        whole = (start, len);
+        Err(Error::Runtime("not now".into()))
+    });
+    assert!(refused.is_err() && !arena.is_page_locked());
+    // SAFETY: a part of the arena's mapping, which lives longer.
+    let part = unsafe { PinnedBuffer::register(0, whole.0, 4096) }.unwrap();
+    let refused = page_lock(&arena).unwrap_err().to_string();
+    assert!(refused.contains(&format!("cuMemHostRegister of {} bytes failed", whole.1)), "{refused}");
+    assert!(!arena.is_page_locked());
+    drop(part);
+    page_lock(&arena).unwrap();
+    drop(arena);
+    // SAFETY: no byte of it is touched: whether it is known as page-locked still.
+    let again = unsafe { PinnedBuffer::register(0, whole.0, 4096) };
+    drop(again.expect("it was unlocked with its mapping"));
+    assert!(driver.is_idle());
+}
+
 /// The thread that captures tells it and lives on; the version from before stays whole.
-fn a_capture_fails(driver: &Driver, work: i32) {
+fn a_capture_fails(driver: &Driver, work: i32, in_place: bool) {
     let folder = tempfile::tempdir().unwrap();
     let mut tensors = Tensors::new();
     let units: Vec<_> =
         SIZES.iter().enumerate().map(|(index, &bytes)| (format!("tensor {index}"), bytes)).collect();
     let arena = Arc::new(Arena::create(&folder.path().join("arena"), "", &units).unwrap());
+    if in_place {
+        page_lock(&arena).unwrap();
+    }
     let engine = CopyEngine::new(4 << 20).unwrap();
     engine.open(None);
-    let copier = Arc::new(tensors.copier());
+    let copier = Arc::new(tensors.copier(HostMemory::Slots));
     let capture = |version| -> Result<()> {
         // SAFETY: a live stream; the tensors are not written.
         let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast())? };
         let runs: Vec<_> =
-            fetcher.copies().into_iter().map(|(address, bytes)| vec![Run { address, bytes }]).collect();
-        let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+            fetcher.copies().into_iter().map(|runs| runs.into_iter().map(run).collect()).collect();
+        if in_place {
+            fetcher = fetcher.with_places(arena.layout().units().iter().map(|unit| unit.offset).collect())?;
+        }
+        // SAFETY: the places lie in the buffer.
+        let fetch = Box::new(move |buffer| unsafe { fetcher.fetch_to(buffer) });
+        let runs = (!in_place).then_some(&runs[..]);
         // SAFETY: as above.
         let capture =
-            unsafe { engine.capture_fetched(&arena, version, &runs, fetch, Box::new(copier.clone()))? };
+            unsafe { engine.capture_fetched(&arena, version, runs, fetch, Box::new(copier.clone()))? };
         capture.wait(None, None).map(drop)
     };
     capture(1).unwrap();
@@ -184,16 +227,15 @@ fn a_capture_fails(driver: &Driver, work: i32) {
 /// One launch of many fails and the device works on: when `fetch` says so, nothing reads the tensors any more.
 fn nothing_is_read_after_a_refusal(driver: &Driver, launch: i32) {
     let mut tensors = Tensors::new();
-    let copier = Arc::new(tensors.copier());
+    let copier = Arc::new(tensors.copier(HostMemory::Own));
     // SAFETY: a live stream; the tensors are not written.
     let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast()).unwrap() };
     driver.refuse_launch(launch);
-    let failed = fetcher.fetch(SIZES.iter().sum());
-    assert!(matches!(failed, Err(Error::Runtime(_))));
+    let failed = (0..SIZES.len() * 9).find_map(|_| fetcher.fetch().err());
+    assert!(matches!(failed, Some(Error::Runtime(_))));
+    assert!(driver.is_idle(), "on its way after the end, launch {launch}");
     tensors.tensors.iter_mut().for_each(|tensor| tensor.fill(0xcc));
-    // What is copied to the host later was packed before.
     let chunks = launch as usize - 1;
-    copier.wait(0..chunks).unwrap();
     // SAFETY: chunks that are there.
     let copied = unsafe { std::slice::from_raw_parts(copier.chunks(), chunks * CHUNK_BYTES) };
     assert!(copied.iter().all(|&byte| byte == 7), "read after the end, launch {launch}");

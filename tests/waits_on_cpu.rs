@@ -8,7 +8,7 @@ use cudarc::driver::result::{self, stream::StreamKind};
 use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM, finish};
 use evermoe::cpu::ChunkLayout;
-use evermoe::cuda::{ChunkCopier, Fetcher, Launcher, LayerIds, PinnedBuffer, Staging};
+use evermoe::cuda::{ChunkCopier, Fetcher, HostMemory, Launcher, LayerIds, PinnedBuffer, Staging};
 use std::sync::Arc;
 
 #[path = "emulator/driver.rs"]
@@ -63,9 +63,14 @@ fn a_copier_at_work(driver: &Driver) {
     // SAFETY: memory of the stated sizes, which outlives the copier.
     let copier = unsafe {
         let at = workspace.as_mut_ptr() as u64;
-        Arc::new(ChunkCopier::new(0, stream.cast(), layout, &addresses, at, staging, None).unwrap())
+        Arc::new(
+            ChunkCopier::new(0, stream.cast(), layout, &addresses, at, staging, HostMemory::Own).unwrap(),
+        )
     };
     let all = 0..copier.layout().num_chunks();
+    let (mut straight, places) = (vec![0_u8; 40_000], vec![64, 20_067, 30_000]);
+    // SAFETY: memory of this length, which outlives the lock.
+    let lock = unsafe { PinnedBuffer::register(0, straight.as_mut_ptr(), straight.len()).unwrap() };
     let (before, mut unfinished) = (driver.waits_for_all(), 0);
     for _ in 0..3 {
         // SAFETY: a live stream; the tensors are not written.
@@ -78,11 +83,18 @@ fn a_copier_at_work(driver: &Driver) {
             copier.release(stream.cast()).unwrap();
             copier.wait(all.clone()).unwrap();
             let mut fetcher = Fetcher::new(copier.clone(), stream.cast()).unwrap();
-            (1..=SIZES.iter().sum()).step_by(5000).for_each(|bytes| fetcher.fetch(bytes).unwrap());
+            while fetcher.fetch().unwrap() < SIZES.iter().sum() {}
+            drop(fetcher);
+            let fetcher = Fetcher::new(copier.clone(), stream.cast()).unwrap();
+            let mut fetcher = fetcher.with_places(places.clone()).unwrap();
+            while fetcher.fetch_to(lock.as_ptr()).unwrap() < SIZES.iter().sum() {}
         }
     }
     assert_eq!((driver.waits_for_all(), unfinished), (before, 3), "with copies on their way");
-    drop(copier);
+    for (&place, size) in places.iter().zip(SIZES) {
+        assert!(straight[place..place + size].iter().all(|&byte| byte == 7));
+    }
+    drop((copier, lock));
     // SAFETY: a live stream, which is used no more.
     unsafe { result::stream::destroy(stream).unwrap() };
 }

@@ -239,6 +239,17 @@ class Arena:
     @property
     def payload_bytes(self) -> int:
         """Bytes of one buffer: version, digests and units."""
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the whole file."""
+    def page_lock(self, device: int) -> None:
+        """Page-lock all of it as long as it is mapped, so that CUDA devices write into it; in builds with CUDA.
+
+        Once; the driver waits for all work of the device. RuntimeError if it refuses, with its reason.
+        """
+    @property
+    def is_page_locked(self) -> bool:
+        """Whether it is: then `CopyEngine.capture_device` copies straight into it."""
     def units(self) -> list[tuple[str, int, int]]:
         """(name, offset in a buffer, bytes) of each unit; offsets are multiples of 64, after the table."""
     def begin(self, version: int) -> int:
@@ -306,12 +317,14 @@ class CopyEngine:
         tensors_per_unit: Sequence[int],
         current_stream: int,
     ) -> Capture:
-        """As `capture`, of a copier's CUDA tensors, through its page-locked memory; in builds with CUDA.
+        """As `capture`, of a copier's CUDA tensors: straight into an arena that is page-locked, else through
+        page-locked memory of the copier; in builds with CUDA.
 
         They are captured as the stream will have left them. The first unit is the copier's first `tensors_per_unit[0]`
         tensors, and so on. Until the capture is over nobody may write the tensors, also not on a stream, or use the
-        copier for anything but the next captures. The device is asked for whole chunks of the copier, and so for up to
-        one chunk more than the gate allows. An error of the device cancels the capture.
+        copier for anything but the next captures. The device is asked for whole transfers of the copier, some ahead of
+        the thread, and so for up to `staging` + 1 transfers more than the gate allows. An error of the device cancels
+        the capture.
         """
     def open(self, nbytes: int | None = None) -> None:
         """Let so many more bytes of units be copied, or all that come until `close_gate`.
@@ -374,9 +387,13 @@ class ChunkCopier:
         staging: int,
         workspace: int,
         host: NDArray[np.uint8] | None,
+        for_captures: bool,
         kept: object,
     ) -> ChunkCopier:
-        """Copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory."""
+        """Copier of tensors (device address, bytes). `kept` owns them, the workspace and the host memory.
+
+        `for_captures`: with memory on the host for a few transfers alone, which they use in turn; for `capture_device`.
+        """
     def chunks(self) -> NDArray[np.uint8]: ...
     def hashes(self) -> NDArray[np.int64]: ...
     def wrong(self) -> NDArray[np.int64]: ...

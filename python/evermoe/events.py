@@ -164,6 +164,8 @@ class Arranged(Event):
     """Probability that every unit is left, in some version, when one node fails."""
     survives_two: float
     """The same when two nodes fail at once."""
+    locked_bytes: int = 0
+    """Shared memory of this member that is page-locked, so that its GPU writes its snapshots there itself."""
 
 
 @dataclass(frozen=True)

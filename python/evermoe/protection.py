@@ -28,7 +28,7 @@ from evermoe.persist.checkpoint import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
 from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan_protection, survival
 from evermoe.planning.recovery import Lagging
-from evermoe.profile.memory import free_host_bytes
+from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
 from evermoe.selection import ExpertSelector, LossLedger
@@ -148,7 +148,7 @@ class Protection:
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
             logger.info(f"%s; {odds}", self.plan.summary, survives_one, survives_two)
-        self._emit(Arranged(self.plan.summary, survives_one, survives_two))
+        self._emit(Arranged(self.plan.summary, survives_one, survives_two, self.snapshots.locked_bytes))
 
     def protect(self, version: int) -> None:
         """Makes all copies of the plan as of `version`; returns when they are complete everywhere. Collective.
@@ -344,9 +344,11 @@ def _without(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> Pr
 
 
 def _about_member(membership: Membership, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
+    nodes, rank = membership.nodes, membership.everyone.rank
+    share = share_of_host_bytes(nodes, rank)
     return RankInfo(
-        membership.nodes[membership.everyone.rank],
-        free_host_bytes() or 1 << 62,
+        nodes[rank],
+        1 << 62 if share is None else share,
         membership.role == "train",
         planner.step_seconds,
         planner.network_seconds,

@@ -14,7 +14,9 @@ use super::abi::Span;
 use super::chunks::ChunkRange;
 use super::device::{Device, Launcher};
 use super::pinned::PinnedBuffer;
+use super::places;
 use super::streams::{CopyStream, Event};
+use super::workspace::{Staging, WORD, Workspace};
 use crate::cpu::{BLOCK_BYTES, ChunkLayout};
 use crate::ensure;
 use crate::error::Result;
@@ -22,22 +24,16 @@ use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 
-const WORD: usize = size_of::<u64>();
-
-/// The device memory through which chunks go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Staging {
-    /// Transfers that may be on their way at once.
-    pub count: usize,
-    /// Bytes of a transfer: a chunk at least, and several where they are smaller.
-    pub bytes: usize,
-}
-
-impl Default for Staging {
-    /// 3 of 4 MiB, which is long enough to hide what starting a transfer takes.
-    fn default() -> Self {
-        Self { count: 3, bytes: 4 << 20 }
-    }
+/// Where the chunks lie on the host.
+#[derive(Debug)]
+pub enum HostMemory {
+    /// All of them in memory that the copier makes.
+    Own,
+    /// All of them here.
+    Given(PinnedBuffer),
+    /// In memory for a few transfers that the copier makes, which they use in turn: for a [`Fetcher`](super::Fetcher),
+    /// which leaves alone what the host has not read yet.
+    Slots,
 }
 
 /// Device memory for one group of chunks, and its hashes behind it.
@@ -48,49 +44,6 @@ struct StagingBuffer {
     full: Event,
     /// The next group may come.
     free: Event,
-}
-
-/// Division of a copier's device memory.
-#[derive(Debug, Clone, Copy)]
-struct Workspace {
-    num_spans: usize,
-    num_chunks: usize,
-    chunk_bytes: usize,
-    staging_chunks: usize,
-    num_staging: usize,
-}
-
-impl Workspace {
-    fn new(layout: &ChunkLayout, staging: Staging) -> Result<Self> {
-        ensure!((1..=1024).contains(&staging.count), "staging: expected 1 to 1024, got {}", staging.count);
-        let (num_chunks, chunk_bytes) = (layout.num_chunks(), layout.chunk_bytes());
-        let staging_chunks = (staging.bytes / chunk_bytes).clamp(1, num_chunks.max(1));
-        let num_spans = layout.sizes().iter().filter(|&&bytes| bytes > 0).count();
-        let num_staging = staging.count.min(num_chunks.div_ceil(staging_chunks));
-        Ok(Self { num_spans, num_chunks, chunk_bytes, staging_chunks, num_staging })
-    }
-
-    fn hashes_of_chunk(&self) -> usize {
-        self.chunk_bytes / BLOCK_BYTES
-    }
-
-    /// Chunks and hashes of a buffer; a multiple of 16.
-    fn staging_bytes(&self) -> usize {
-        self.staging_chunks * (self.chunk_bytes + (self.hashes_of_chunk() * WORD).next_multiple_of(16))
-    }
-
-    /// Staging buffers, then the table of tensors, then the counts of wrong blocks.
-    fn spans_at(&self) -> usize {
-        self.num_staging * self.staging_bytes()
-    }
-
-    fn wrong_at(&self) -> usize {
-        self.spans_at() + self.num_spans * size_of::<Span>()
-    }
-
-    fn bytes(&self) -> usize {
-        self.wrong_at() + self.num_chunks * WORD
-    }
 }
 
 /// Copies the same tensors to the same host memory, time and again.
@@ -123,10 +76,10 @@ impl ChunkCopier {
     /// # Errors
     /// No staging buffers, or more than 1024.
     pub fn workspace_bytes(layout: &ChunkLayout, staging: Staging) -> Result<usize> {
-        Ok(Workspace::new(layout, staging)?.bytes())
+        Ok(Workspace::new(layout, staging, false)?.bytes())
     }
 
-    /// A copier of the tensors at `addresses` on a device. `chunks` is the host memory to use, or new one is made.
+    /// A copier of the tensors at `addresses` on a device.
     ///
     /// # Safety
     /// `workspace` is the address of [`ChunkCopier::workspace_bytes`] of device memory, aligned to 16; it and the tensors
@@ -141,14 +94,17 @@ impl ChunkCopier {
         addresses: &[u64],
         workspace: u64,
         staging: Staging,
-        chunks: Option<PinnedBuffer>,
+        host: HostMemory,
     ) -> Result<Self> {
-        let parts = Workspace::new(&layout, staging)?;
+        let parts = Workspace::new(&layout, staging, matches!(host, HostMemory::Slots))?;
         let num_tensors = layout.sizes().len();
         ensure!(addresses.len() == num_tensors, "tensors: expected {num_tensors}, got {}", addresses.len());
         ensure!(workspace.is_multiple_of(16), "workspace: expected memory aligned to 16 bytes");
-        let bytes = parts.num_chunks * parts.chunk_bytes;
-        let chunks = chunks.map_or_else(|| PinnedBuffer::new(device, bytes), Ok)?;
+        let bytes = parts.host_bytes();
+        let chunks = match host {
+            HostMemory::Given(chunks) => chunks,
+            HostMemory::Own | HostMemory::Slots => PinnedBuffer::new(device, bytes)?,
+        };
         ensure!(chunks.len() == bytes, "chunks: expected {bytes} bytes of host memory, got {}", chunks.len());
         let words = parts.num_chunks * (parts.hashes_of_chunk() + 1);
         let hashes = PinnedBuffer::new(device, words * WORD)?;
@@ -158,12 +114,11 @@ impl ChunkCopier {
             let at = workspace + (index * parts.staging_bytes()) as u64;
             Ok(StagingBuffer { at, full: Event::new(&device)?, free: Event::new(&device)? })
         };
-        let groups = parts.num_chunks.div_ceil(parts.staging_chunks);
         let copier = Self {
             pack: CopyStream::new(&device)?,
             copy: CopyStream::new(&device)?,
             staging: (0..parts.num_staging).map(buffer).collect::<Result<_>>()?,
-            done: (0..groups).map(|_| Event::new(&device)).collect::<Result<_>>()?,
+            done: (0..parts.num_groups()).map(|_| Event::new(&device)).collect::<Result<_>>()?,
             ready: Event::new(&device)?,
             released: Event::new(&device)?,
             chunks,
@@ -189,9 +144,15 @@ impl ChunkCopier {
         &self.layout
     }
 
-    /// `[num_chunks, chunk_bytes]` bytes on the host. A chunk changes until [`ChunkCopier::is_done`].
+    /// `[num_chunks, chunk_bytes]` bytes on the host, of fewer chunks with [`HostMemory::Slots`]. A chunk changes until
+    /// [`ChunkCopier::is_done`].
     pub fn chunks(&self) -> *mut u8 {
         self.chunks.as_ptr()
+    }
+
+    /// Bytes at [`ChunkCopier::chunks`].
+    pub fn host_bytes(&self) -> usize {
+        self.chunks.len()
     }
 
     /// `[num_chunks, chunk_bytes / 4096]` int64 on the host, as for [`ChunkCopier::chunks`].
@@ -215,7 +176,7 @@ impl ChunkCopier {
     /// A range beyond the chunks, a stream that is being captured into a graph, or the driver's.
     pub unsafe fn save(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
-        unsafe { self.transfer(Some(stream), chunks, Self::save_group) }
+        unsafe { self.transfer(Some(stream), chunks, |buffer, group| self.save_group(buffer, group, None)) }
     }
 
     /// Starts to copy more chunks to the host, as the tensors were at the last [`ChunkCopier::save`], of no chunks for
@@ -228,7 +189,28 @@ impl ChunkCopier {
     /// Those of [`ChunkCopier::save`].
     pub unsafe fn save_more(&self, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
-        unsafe { self.transfer(None, chunks, Self::save_group) }
+        unsafe { self.transfer(None, chunks, |buffer, group| self.save_group(buffer, group, None)) }
+    }
+
+    /// As [`ChunkCopier::save_more`], but each tensor's bytes go to its place, counted from `start`, and not to the chunks.
+    ///
+    /// # Safety
+    /// Those of [`ChunkCopier::save_more`]; the host has memory for the tensors there, page-locked if this is to return at
+    /// once, which nobody uses until it is done.
+    ///
+    /// # Errors
+    /// Those of [`ChunkCopier::save`].
+    pub(super) unsafe fn save_more_to(
+        &self,
+        chunks: Range<usize>,
+        start: *mut u8,
+        places: &[usize],
+    ) -> Result<()> {
+        debug_assert_eq!(places.len(), self.layout.sizes().len());
+        // SAFETY: by the caller's promise and that of `new`.
+        unsafe {
+            self.transfer(None, chunks, |buffer, group| self.save_group(buffer, group, Some((start, places))))
+        }
     }
 
     /// Starts to copy chunks from the host into the tensors, when `stream` has done what it has been given so far.
@@ -241,7 +223,7 @@ impl ChunkCopier {
     /// Those of [`ChunkCopier::save`].
     pub unsafe fn restore(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
         // SAFETY: by the caller's promise and that of `new`.
-        unsafe { self.transfer(Some(stream), chunks, Self::restore_group) }
+        unsafe { self.transfer(Some(stream), chunks, |buffer, group| self.restore_group(buffer, group)) }
     }
 
     /// Makes work that `stream` gets from now on wait until started transfers no longer use the tensors. Returns at
@@ -257,12 +239,23 @@ impl ChunkCopier {
         unsafe { self.released.before(stream) }
     }
 
-    /// Blocks the calling thread until started transfers no longer use the tensors.
+    /// Blocks the calling thread until nothing that was started uses the tensors or the host's memory, also after an error.
     ///
     /// # Errors
     /// What went wrong on the device.
-    pub(super) fn wait_for_release(&self) -> Result<()> {
-        self.released.wait()
+    pub(super) fn finish(&self) -> Result<()> {
+        let packed = self.pack.wait();
+        packed.and(self.copy.wait())
+    }
+
+    /// Chunks of a transfer.
+    pub(super) fn chunks_at_once(&self) -> usize {
+        self.workspace.staging_chunks
+    }
+
+    /// Transfers that a reader may have before it at once: the one that it reads, and those on their way.
+    pub(super) fn num_ahead(&self) -> usize {
+        self.workspace.num_slots.min(self.workspace.num_staging + 1)
     }
 
     /// Whether all that was started for these chunks is over: the host may use them. (Small chunks that share a transfer
@@ -324,7 +317,7 @@ impl ChunkCopier {
         &self,
         stream: Option<*mut c_void>,
         chunks: Range<usize>,
-        group: unsafe fn(&Self, &StagingBuffer, Range<usize>) -> Result<()>,
+        group: impl Fn(&StagingBuffer, Range<usize>) -> Result<()>,
     ) -> Result<()> {
         self.check_range(&chunks)?;
         let staging_chunks = self.workspace.staging_chunks;
@@ -338,8 +331,7 @@ impl ChunkCopier {
             let mut first = chunks.start;
             while first < chunks.end {
                 let end = ((first / staging_chunks + 1) * staging_chunks).min(chunks.end);
-                // SAFETY: as above; the buffer's events order its uses.
-                unsafe { group(self, &self.staging[*next], first..end)? };
+                group(&self.staging[*next], first..end)?;
                 *next = (*next + 1) % self.staging.len();
                 first = end;
             }
@@ -352,17 +344,32 @@ impl ChunkCopier {
         started.and(recorded)
     }
 
-    unsafe fn save_group(&self, buffer: &StagingBuffer, chunks: Range<usize>) -> Result<()> {
+    /// To the chunks, or from a start to the tensors' places.
+    unsafe fn save_group(
+        &self,
+        buffer: &StagingBuffer,
+        chunks: Range<usize>,
+        to: Option<(*mut u8, &[usize])>,
+    ) -> Result<()> {
         let range = self.range(buffer, &chunks);
         let (pack, copy) = (self.pack.launcher(), self.copy.launcher());
         let host = self.host(&chunks);
-        // SAFETY: the range lies in the buffer and on the host (`range`, `host`), which the events keep for this group.
+        // SAFETY: the range lies in the buffer and on the host (`range`, `host`), which the events keep for this group; so do
+        // the runs, and the host has memory at their places by the caller's promise.
         unsafe {
             buffer.free.before(self.pack.raw())?;
             pack.pack_chunks(&range)?;
             buffer.full.record(self.pack.raw())?;
             buffer.full.before(self.copy.raw())?;
-            copy.copy_to_host(range.chunks, host.chunks, range.num_blocks * BLOCK_BYTES)?;
+            if let Some((start, places)) = to {
+                let part = range.first_byte..range.first_byte + range.num_blocks * BLOCK_BYTES;
+                for run in places::runs(&self.layout, places, &part) {
+                    let from = range.chunks + (run.from - part.start) as u64;
+                    copy.copy_to_host(from, start.wrapping_add(run.to), run.bytes)?;
+                }
+            } else {
+                copy.copy_to_host(range.chunks, host.chunks, range.num_blocks * BLOCK_BYTES)?;
+            }
             copy.copy_to_host(range.hashes, host.hashes.cast(), range.num_blocks * WORD)?;
             buffer.free.record(self.copy.raw())?;
             self.done[chunks.start / self.workspace.staging_chunks].record(self.copy.raw())
@@ -402,10 +409,16 @@ impl ChunkCopier {
         }
     }
 
+    /// Place of a chunk on the host, in bytes from [`ChunkCopier::chunks`].
+    pub(super) fn place(&self, chunk: usize) -> usize {
+        let Workspace { chunk_bytes, staging_chunks, num_slots, .. } = self.workspace;
+        let slot = chunk / staging_chunks % num_slots.max(1);
+        (slot * staging_chunks + chunk % staging_chunks) * chunk_bytes
+    }
+
     fn host(&self, chunks: &Range<usize>) -> Host {
-        let Workspace { chunk_bytes, .. } = self.workspace;
         Host {
-            chunks: self.chunks().wrapping_add(chunks.start * chunk_bytes),
+            chunks: self.chunks().wrapping_add(self.place(chunks.start)),
             hashes: self.hashes().wrapping_add(chunks.start * self.workspace.hashes_of_chunk()),
         }
     }

@@ -16,11 +16,13 @@ mod kernels;
 mod launch;
 mod optim;
 mod pinned;
+mod places;
 mod streams;
+mod workspace;
 
 pub use abi::Span;
 pub use chunks::ChunkRange;
-pub use copier::{ChunkCopier, Staging};
+pub use copier::{ChunkCopier, HostMemory};
 pub use device::Launcher;
 pub use exchange::{Regroup, SplitTokens};
 pub use fetch::Fetcher;
@@ -29,6 +31,7 @@ pub use histogram::LayerIds;
 pub use launch::{Backward, Combine, FloatType, Permute, Plan};
 pub use optim::{AdamW, GradientAt, Sgd};
 pub use pinned::PinnedBuffer;
+pub use workspace::Staging;
 
 /// Whether this build holds compiled kernels (`build.rs` found an nvcc).
 pub fn has_kernels() -> bool {

@@ -6,11 +6,13 @@ use cudarc::driver::{DriverError, result, sys};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// A stream that runs beside torch's, and gives way to it.
+/// A stream that runs beside torch's, and has no precedence over it.
 #[derive(Debug)]
 pub(super) struct CopyStream {
     device: Arc<Device>,
     stream: sys::CUstream,
+    /// What was queued when somebody waits.
+    end: Event,
 }
 
 // SAFETY: the driver's calls on a stream may come from any thread.
@@ -19,14 +21,22 @@ unsafe impl Send for CopyStream {}
 unsafe impl Sync for CopyStream {}
 
 impl CopyStream {
-    /// A stream of the lowest priority that does not wait for the default stream.
+    /// A stream of the lowest priority that does not wait for the default stream. That is 0, torch's own: CUDA has none that
+    /// is lower.
     pub(super) fn new(device: &Arc<Device>) -> Result<Self> {
         let _current = device.make_current()?;
         let (lowest, _) = driver(result::stream::get_priority_range(), "cuCtxGetStreamPriorityRange")?;
         let kind = result::stream::StreamKind::NonBlocking;
         let stream =
             driver(result::stream::create_with_priority(kind, lowest), "cuStreamCreateWithPriority")?;
-        Ok(Self { device: device.clone(), stream })
+        match Event::new(device) {
+            Ok(end) => Ok(Self { device: device.clone(), stream, end }),
+            Err(error) => {
+                // SAFETY: just made, destroyed once, and not used.
+                let _ = unsafe { result::stream::destroy(stream) };
+                Err(error)
+            }
+        }
     }
 
     /// A launcher on this stream, which must not outlive it.
@@ -39,18 +49,18 @@ impl CopyStream {
         self.stream.cast()
     }
 
-    fn synchronize(&self) -> Result<()> {
-        let _current = self.device.make_current()?;
-        let _beside = BesideCaptures::new()?;
-        // SAFETY: a live stream.
-        driver(unsafe { result::stream::synchronize(self.stream) }, "cuStreamSynchronize")
+    /// Blocks the calling thread until what is queued now is over; the processor is left to others.
+    pub(super) fn wait(&self) -> Result<()> {
+        // SAFETY: a live stream of this device.
+        unsafe { self.end.record(self.stream.cast())? };
+        self.end.wait()
     }
 }
 
 impl Drop for CopyStream {
     /// Waits for what is queued: it uses memory that is freed after this.
     fn drop(&mut self) {
-        let _ = self.synchronize();
+        let _ = self.wait();
         if let Ok(_current) = self.device.make_current() {
             // SAFETY: owned, destroyed once. A driver that has ended refuses, which is as good.
             let _ = unsafe { result::stream::destroy(self.stream) };

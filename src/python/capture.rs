@@ -65,11 +65,20 @@ impl CopyEngine {
         let capture = py.detach(move || {
             // SAFETY: torch's streams live as long as the process; the caller leaves the tensors and the copier alone
             // until the capture is over, see the stub.
-            let mut fetcher = unsafe { cuda::Fetcher::new(chunks, stream(current_stream))? };
+            let fetcher = unsafe { cuda::Fetcher::new(chunks.clone(), stream(current_stream))? };
+            if arena.is_page_locked() {
+                let places = places(arena.layout(), chunks.layout().sizes(), &tensors_per_unit)?;
+                let mut fetcher = fetcher.with_places(places)?;
+                // SAFETY: the places lie in the buffer, which belongs to the capture.
+                let fetch = Box::new(move |buffer| unsafe { fetcher.fetch_to(buffer) });
+                // SAFETY: as above; `copier` owns the tensors, and is dropped after the fetcher.
+                return unsafe { self.0.capture_fetched(&arena, version, None, fetch, Box::new(copier)) };
+            }
+            let mut fetcher = fetcher;
             let sources = by_unit(&fetcher.copies(), &tensors_per_unit)?;
-            let fetch = Box::new(move |bytes| fetcher.fetch(bytes));
+            let fetch = Box::new(move |_| fetcher.fetch());
             // SAFETY: as above; `copier` owns the tensors' copies, and is dropped after the fetcher.
-            unsafe { self.0.capture_fetched(&arena, version, &sources, fetch, Box::new(copier)) }
+            unsafe { self.0.capture_fetched(&arena, version, Some(&sources), fetch, Box::new(copier)) }
         });
         Ok(Capture(capture?))
     }
@@ -154,17 +163,43 @@ impl Capture {
     }
 }
 
-/// The runs of each unit, `counts` of them in turn.
+/// The runs of each unit: those of `counts` tensors in turn.
 #[cfg(feature = "cuda")]
-fn by_unit(runs: &[(usize, usize)], counts: &[usize]) -> Result<Vec<Vec<Run>>, Error> {
-    let mut runs = runs.iter().map(|&(address, bytes)| Run { address, bytes });
-    let num_runs = runs.len();
+fn by_unit(tensors: &[Vec<(usize, usize)>], counts: &[usize]) -> Result<Vec<Vec<Run>>, Error> {
+    check_counts(tensors.len(), counts)?;
+    let mut tensors = tensors.iter();
+    let run = |&(address, bytes): &(usize, usize)| Run { address, bytes };
+    Ok(counts.iter().map(|&count| tensors.by_ref().take(count).flatten().map(run).collect()).collect())
+}
+
+/// Place of each tensor in a buffer: one after the other in its unit.
+#[cfg(feature = "cuda")]
+fn places(layout: &snapshot::Layout, sizes: &[usize], counts: &[usize]) -> Result<Vec<usize>, Error> {
+    check_counts(sizes.len(), counts)?;
+    let num_units = layout.units().len();
+    ensure!(counts.len() == num_units, "tensors_per_unit: expected {num_units} counts, got {}", counts.len());
+    let (mut places, mut sizes) = (vec![], sizes.iter());
+    for (unit, &count) in layout.units().iter().zip(counts) {
+        let mut end = unit.offset;
+        for bytes in sizes.by_ref().take(count) {
+            places.push(end);
+            end += bytes;
+        }
+        let got = end - unit.offset;
+        let (name, bytes) = (&unit.name, unit.bytes);
+        ensure!(got == bytes, "tensors: unit {name:?}: expected {bytes} bytes in all, got {got}");
+    }
+    Ok(places)
+}
+
+#[cfg(feature = "cuda")]
+fn check_counts(num_tensors: usize, counts: &[usize]) -> Result<(), Error> {
     let all = counts.iter().try_fold(0_usize, |sum, &count| sum.checked_add(count));
     ensure!(
-        all == Some(num_runs),
-        "tensors_per_unit: expected counts that add up to the copier's {num_runs} tensors, got {counts:?}"
+        all == Some(num_tensors),
+        "tensors_per_unit: expected counts that add up to the copier's {num_tensors} tensors, got {counts:?}"
     );
-    Ok(counts.iter().map(|&count| runs.by_ref().take(count).collect()).collect())
+    Ok(())
 }
 
 /// The end of a timeout in seconds; none when that is too far away to tell.

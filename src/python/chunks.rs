@@ -37,7 +37,7 @@ impl ChunkCopier {
     }
 
     #[new]
-    #[pyo3(signature = (device, current_stream, tensors, chunk_bytes, staging, workspace, host, kept))]
+    #[pyo3(signature = (device, current_stream, tensors, chunk_bytes, staging, workspace, host, for_captures, kept))]
     #[allow(clippy::too_many_arguments)]
     fn new(
         py: Python<'_>,
@@ -48,6 +48,7 @@ impl ChunkCopier {
         staging: usize,
         workspace: u64,
         host: Option<&Bound<'_, PyArray1<u8>>>,
+        for_captures: bool,
         kept: Py<PyAny>,
     ) -> PyResult<Self> {
         let (addresses, sizes): (Vec<_>, Vec<_>) = tensors.into_iter().unzip();
@@ -59,7 +60,11 @@ impl ChunkCopier {
             // SAFETY: that many bytes, which `kept` keeps as long as the copier.
             unsafe { cuda::PinnedBuffer::register(device, host.data(), host.len()) }
         });
-        let host = host.transpose()?;
+        let host = match host.transpose()? {
+            Some(host) => cuda::HostMemory::Given(host),
+            None if for_captures => cuda::HostMemory::Slots,
+            None => cuda::HostMemory::Own,
+        };
         // SAFETY: `evermoe.snapshot.chunked_copy`, the one caller, passes the addresses of what it puts into `kept`.
         let copier = py.detach(move || unsafe {
             let current_stream = stream(current_stream);
@@ -78,8 +83,7 @@ impl ChunkCopier {
 
     fn chunks<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<u8>> {
         let copier = &slf.get().copier;
-        let (start, len) = (copier.chunks(), copier.layout().num_chunks() * copier.layout().chunk_bytes());
-        view(start, len, slf)
+        view(copier.chunks(), copier.host_bytes(), slf)
     }
 
     fn hashes<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<i64>> {

@@ -1,5 +1,7 @@
 //! Python face of the arenas.
 
+#[cfg(feature = "cuda")]
+use crate::cuda;
 use crate::error::Error;
 use crate::snapshot;
 use numpy::ndarray::ArrayView1;
@@ -47,6 +49,25 @@ impl Arena {
 
     fn units(&self) -> Vec<(&str, usize, usize)> {
         self.0.layout().units().iter().map(|unit| (unit.name.as_str(), unit.offset, unit.bytes)).collect()
+    }
+
+    #[cfg(feature = "cuda")]
+    fn page_lock(&self, py: Python<'_>, device: usize) -> PyResult<()> {
+        let lock = |start, len| -> Result<snapshot::PageLock, Error> {
+            // SAFETY: the arena's own mapping, which drops the lock before it goes.
+            Ok(Box::new(unsafe { cuda::PinnedBuffer::register(device, start, len)? }))
+        };
+        Ok(py.detach(|| self.0.page_lock(lock))?)
+    }
+
+    #[getter]
+    fn is_page_locked(&self) -> bool {
+        self.0.is_page_locked()
+    }
+
+    #[getter]
+    fn mapped_bytes(&self) -> usize {
+        self.0.layout().file_bytes()
     }
 
     fn begin(&self, version: u64) -> usize {

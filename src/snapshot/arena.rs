@@ -7,14 +7,21 @@ use super::state::{State, oldest};
 use crate::ensure;
 use crate::error::{Error, Result};
 use memmap2::MmapRaw;
+use std::any::Any;
+use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+/// Whatever page-locks memory, until it is dropped.
+pub type PageLock = Box<dyn Any + Send>;
 
 /// Two versions of a set of units in shared memory.
 ///
 /// One process writes at a time; the caller does not write a buffer while it is committed or verified.
-#[derive(Debug)]
 pub struct Arena {
     path: PathBuf,
+    /// Dropped before the mapping.
+    page_lock: Mutex<Option<PageLock>>,
     mapping: MmapRaw,
     layout: Layout,
 }
@@ -28,7 +35,7 @@ impl Arena {
     pub fn create(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let layout = Layout::new(meta, units)?;
         let mapping = mapping::create(path, &layout)?;
-        Ok(Self { path: path.to_owned(), mapping, layout })
+        Ok(Self { path: path.to_owned(), page_lock: Mutex::new(None), mapping, layout })
     }
 
     /// Opens an arena that an earlier process has left.
@@ -37,12 +44,29 @@ impl Arena {
     /// [`Error::Io`] when it is missing, [`Error::Corrupt`] when it is not a whole arena.
     pub fn open(path: &Path) -> Result<Self> {
         let (mapping, layout) = mapping::open(path)?;
-        Ok(Self { path: path.to_owned(), mapping, layout })
+        Ok(Self { path: path.to_owned(), page_lock: Mutex::new(None), mapping, layout })
     }
 
     /// Path of the file, which may be unlinked.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Page-locks the mapping as long as it lives, by `lock` of its start and bytes; once.
+    ///
+    /// # Errors
+    /// Those of `lock`; the mapping is then as before.
+    pub fn page_lock(&self, lock: impl FnOnce(*mut u8, usize) -> Result<PageLock>) -> Result<()> {
+        let mut locked = self.page_lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if locked.is_none() {
+            *locked = Some(lock(self.mapping.as_mut_ptr(), self.mapping.len())?);
+        }
+        Ok(())
+    }
+
+    /// Whether the mapping is page-locked.
+    pub fn is_page_locked(&self) -> bool {
+        self.page_lock.lock().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// The layout of a buffer.
@@ -219,5 +243,11 @@ impl Arena {
             "index: buffer {index} has no complete version; see versions"
         );
         Ok(())
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Arena").field("path", &self.path).finish_non_exhaustive()
     }
 }

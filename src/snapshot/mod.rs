@@ -18,7 +18,7 @@ mod layout;
 mod mapping;
 mod state;
 
-pub use arena::Arena;
+pub use arena::{Arena, PageLock};
 pub use capture::{Capture, CaptureState, CopyEngine, Fetch, Run};
 pub use digests::{digest, digests};
 pub use layout::{Layout, Unit};

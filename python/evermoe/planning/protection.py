@@ -11,6 +11,8 @@ from evermoe.planning.schedule import DEFAULT_LINK, Link
 
 Kind = Literal["active", "replayed", "snapshot"]
 """Copies in addition to the active holders: none; copies that repeat its steps; or copies of its state."""
+OWN_VERSIONS = 2
+"""Versions of its own snapshots that a rank has room for, page-locked where the state is on a GPU."""
 LOGGED_STEPS = 2
 """Steps that a log needs room for: the newest, which can still be undone, and the one that is voted on."""
 RECORD_BYTES = 256
@@ -42,7 +44,7 @@ class RankInfo:
     node: str
     """Ranks of one node fail together, if there are several nodes."""
     free_bytes: int
-    """Host memory."""
+    """Host memory that it may take: its share of what its node has."""
     trains: bool = True
     """False for a replica node, which then keeps what is not trained on several nodes."""
     step_seconds: float | None = None
@@ -217,15 +219,18 @@ def _auto(request: _Request) -> ProtectionPlan:
     if request.copies < 2 or len(set(domains)) < 2:
         return request.active_only("one node alone keeps no copies")
     step_seconds = _step_seconds(request.ranks)
+    own = [0] * len(request.ranks)
+    for unit, rank in zip(request.units, request.primaries(), strict=True):
+        own[rank] += OWN_VERSIONS * unit.nbytes
     nodes = [
         planning.CopyNode(
             FAILURE,
             domain,
-            info.free_bytes,
+            max(0, info.free_bytes - own_bytes),
             network_seconds=step_seconds if info.network_seconds is None else info.network_seconds,
             host_link_seconds=step_seconds,
         )
-        for domain, info in zip(domains, request.ranks, strict=True)
+        for domain, info, own_bytes in zip(domains, request.ranks, own, strict=True)
     ]
     units = [
         planning.CopyUnit(unit.nbytes, unit.gradient_bytes, list(unit.active), max(unit.tokens, 1.0), unit.replayable)

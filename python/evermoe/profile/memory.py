@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -23,3 +25,12 @@ def free_host_bytes() -> int | None:
     except OSError:
         pass
     return None
+
+
+def share_of_host_bytes(nodes: Sequence[str], rank: int) -> int | None:
+    """What each member of a rank's node may take of the memory that is free there: as much as the others.
+
+    `nodes` are by rank.
+    """
+    free = free_host_bytes()
+    return None if free is None else free // nodes.count(nodes[rank])

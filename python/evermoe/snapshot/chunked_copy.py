@@ -35,9 +35,9 @@ class ChunkedCopy:
 
     The addresses of the tensors are taken once: they must not be resized or get new storage (`set_`, `.data = ...`).
 
-    On CUDA the copies run on streams of their own, of low priority, through page-locked memory, which the host reads
-    at full speed. Only `wait`, `verify`, `checksums` and `restore` wait for the GPU. On the CPU a copy is done when the
-    method returns. Not to be used from two threads at once, and not within a CUDA graph's capture.
+    On CUDA the copies run on streams of their own, of the lowest priority, through page-locked memory, which the host
+    reads at full speed. Only `wait`, `verify`, `checksums` and `restore` wait for the GPU. On the CPU a copy is done
+    when the method returns. Not to be used from two threads at once, and not within a CUDA graph's capture.
 
     Args:
         tensors: contiguous, of any dtypes and sizes, all on the CPU or all on one CUDA device; memory of their own.
@@ -47,6 +47,8 @@ class ChunkedCopy:
         staging: CUDA only: buffers in device memory, each for one transfer (of one chunk, or of several of together
             4 MiB), so many of which may be on their way at once. With enough of them for all chunks, tensors are free
             as soon as they are packed, and not only when the last chunk but one has reached the host.
+        for_captures: for `capture` alone, without `chunks`: on CUDA the host has memory for `staging` + 1 transfers,
+            which they use in turn.
 
     Attributes:
         chunks: uint8 `[C, B]` on the CPU. Changes until the transfer is done.
@@ -61,24 +63,35 @@ class ChunkedCopy:
     hashes: Tensor
 
     def __init__(
-        self, tensors: Sequence[Tensor], chunk_bytes: int = 4 << 20, *, host: Tensor | None = None, staging: int = 3
+        self,
+        tensors: Sequence[Tensor],
+        chunk_bytes: int = 4 << 20,
+        *,
+        host: Tensor | None = None,
+        staging: int = 3,
+        for_captures: bool = False,
     ) -> None:
         self._tensors = list(tensors)
         self._device = _check_tensors(self._tensors)
         shape = (num_chunks(self._tensors, chunk_bytes), chunk_bytes)
+        if for_captures and host is not None:
+            raise ValueError("host: expected None with for_captures")
         if host is not None:
             _check_host(host, shape)
-        self._copier = None if self._device.type == "cpu" else self._open(chunk_bytes, host, staging)
+        self._copier = None if self._device.type == "cpu" else self._open(chunk_bytes, host, staging, for_captures)
+        if for_captures:
+            shape = (0, chunk_bytes)
         if self._copier is None:
             self.chunks = torch.zeros(shape, dtype=torch.uint8, device="cpu") if host is None else host
             self.hashes = torch.zeros(shape[0], chunk_bytes // BLOCK_BYTES, dtype=torch.int64, device="cpu")
             self._wrong = torch.zeros(shape[0], dtype=torch.int64, device="cpu")
         else:
-            self.chunks = torch.from_numpy(self._copier.chunks()).view(shape)
-            self.hashes = torch.from_numpy(self._copier.hashes()).view(shape[0], chunk_bytes // BLOCK_BYTES)
-            self._wrong = torch.from_numpy(self._copier.wrong())
+            blocks = shape[0] * (chunk_bytes // BLOCK_BYTES)
+            self.chunks = torch.from_numpy(self._copier.chunks())[: shape[0] * chunk_bytes].view(shape)
+            self.hashes = torch.from_numpy(self._copier.hashes())[:blocks].view(shape[0], chunk_bytes // BLOCK_BYTES)
+            self._wrong = torch.from_numpy(self._copier.wrong())[: shape[0]]
 
-    def _open(self, chunk_bytes: int, host: Tensor | None, staging: int) -> _native.ChunkCopier:
+    def _open(self, chunk_bytes: int, host: Tensor | None, staging: int, for_captures: bool) -> _native.ChunkCopier:
         if not ops.has_cuda_kernels():
             raise RuntimeError("tensors: got CUDA tensors, but this build of evermoe has no CUDA kernels")
         sizes = [tensor.nbytes for tensor in self._tensors]
@@ -92,6 +105,7 @@ class ChunkedCopy:
             staging,
             workspace.data_ptr(),
             None if host is None else host.view(-1).numpy(),
+            for_captures,
             (self._tensors, workspace, host),
         )
 
@@ -162,9 +176,10 @@ class ChunkedCopy:
     def capture(self, engine: CopyEngine, arena: Arena, version: int, tensors_per_unit: Sequence[int]) -> Capture:
         """Begin a version in an arena and let the engine's thread copy the tensors into it while its gate is open.
 
-        On CUDA they go through `chunks`, as torch's current stream will have left them. The arena's first unit is the
-        first `tensors_per_unit[0]` tensors, and so on. Do not write the tensors or use this object, but for further
-        captures, until the capture is over: `Capture.hurry`, then `Capture.wait`.
+        On CUDA they go straight into an arena that is page-locked, else through other such memory, as torch's current
+        stream will have left them. The arena's first unit is the first `tensors_per_unit[0]` tensors, and so on. Do not
+        write the tensors or use this object, but for further captures, until the capture is over: `Capture.hurry`, then
+        `Capture.wait`.
 
         Raises:
             ValueError: counts that do not fit the tensors, or tensors the arena's units; the message names the unit.

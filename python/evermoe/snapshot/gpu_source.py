@@ -10,8 +10,8 @@ from torch import Tensor
 
 from evermoe.snapshot.chunked_copy import ChunkedCopy
 
-STAGING_CHUNKS = 4
-"""Page-locked chunks that a capture goes through."""
+TRANSFERS = 4
+"""Transfers of 4 MiB of a capture that are on their way at once."""
 MOST_STAND_INS = 1 / 16
 """Part of the bytes that may have stand-ins, which take room on the GPU."""
 
@@ -44,7 +44,7 @@ class GpuSource:
                 self._stand_ins.append((place, own[-1]))
             else:
                 own.append(tensor)
-        self._copy = ChunkedCopy(own, staging=STAGING_CHUNKS)
+        self._copy = ChunkedCopy(own, staging=TRANSFERS, for_captures=True)
 
     @staticmethod
     def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:

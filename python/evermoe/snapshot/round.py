@@ -59,6 +59,7 @@ class SnapshotRound:
 
     def start(self) -> SnapshotRound:
         """Begins to capture the state as it is now, and the rest in the courier's thread."""
+        self._store.prepare(self._own)
         self._captures = [self._store.capture(kept, self.version) for kept in self._own]
         self.task = self._courier.submit(self._run)
         return self

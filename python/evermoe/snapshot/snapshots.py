@@ -14,6 +14,8 @@ from evermoe.comm.pacer import Pacer
 from evermoe.events import Listener
 from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
 from evermoe.planning.protection import UnitProtection
+from evermoe.profile.memory import share_of_host_bytes
+from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import Bundle, SnapshotStore, SnapshotUnit, bundles
 from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
@@ -98,6 +100,9 @@ class Snapshots(StateKeeper):
         """Units and period of the bundles that others keep, too."""
         self.missing: dict[str, set[int]] = {}
         """Per unit, the ranks that should keep a snapshot of it and have no room; empty if all have."""
+        self.locked_bytes = 0
+        """Bytes of this member's arenas that are page-locked, for its GPU to write there itself."""
+        self._page_locks = PageLocks()
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
 
@@ -111,7 +116,7 @@ class Snapshots(StateKeeper):
         Raises:
             OSError: a job starts, and the shared memory is too small.
         """
-        self.missing = {}
+        self.missing, self.locked_bytes = {}, 0
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self._local_steps = self._options.local_every or 1
         if not self._options.copies:
@@ -122,8 +127,11 @@ class Snapshots(StateKeeper):
         for period in sorted({kept.period for kept in snapshots}):
             some = [kept for kept in snapshots if kept.period == period]
             found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
-        planned = [*found, *local_bundles(assignment, self._membership.nodes, self._options)]
+        nodes, rank = self._membership.nodes, self._membership.everyone.rank
+        planned = [*found, *local_bundles(assignment, nodes, self._options)]
+        share = share_of_host_bytes(nodes, rank)
         kept = self._store.replace_arenas(planned, assignment.generation, self._membership)
+        self.locked_bytes = self._page_locks.lock(self._store, share)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
         self._sent = {n: (units, by_unit[units[0]].period) for n, units in left.items() if n < len(found)}

@@ -275,6 +275,17 @@ class SnapshotStore:
         kept.index = capture.index
         return capture
 
+    def prepare(self, captured: Sequence[BundleArena]) -> None:
+        """Makes what captures from a GPU need, which page-locks memory, before the first of them is under way."""
+        for kept in captured:
+            if kept.on_gpu is None and any(
+                t.is_cuda for each in self.state.tensors(kept.bundle.units[:1]) for t in each
+            ):
+                tensors = [tensor for each in self.state.tensors(kept.bundle.units) for tensor in each]
+                gpu = next(tensor.device for tensor in tensors if tensor.is_cuda)
+                if GpuSource.fits(tensors, gpu) and all(tensor.is_contiguous() for tensor in tensors):
+                    self._source(kept, tensors, gpu)
+
     @staticmethod
     def _source(kept: BundleArena, tensors: Sequence[Tensor], gpu: torch.device) -> GpuSource:
         if kept.on_gpu is None or not kept.on_gpu.is_of(tensors):

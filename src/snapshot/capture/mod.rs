@@ -73,14 +73,15 @@ impl CopyEngine {
         sources: &[Vec<Run>],
         kept: Box<dyn Any + Send>,
     ) -> Result<Capture> {
-        self.start(arena, version, Work::new(arena.layout(), sources, None, kept)?)
+        self.start(arena, version, Work::new(arena.layout(), Some(sources), None, kept)?)
     }
 
     /// Begins `version` like [`capture`](Self::capture), from sources that `fetch` brings to their runs, such as a
-    /// device's.
+    /// device's; without runs it brings them to their places in the arena's buffer.
     ///
     /// # Safety
-    /// Those of [`capture`](Self::capture), where a run is readable and left alone once its bytes are fetched.
+    /// Those of [`capture`](Self::capture), where a run is readable and left alone once its bytes are fetched. `fetch` writes
+    /// no more than the buffer, and nothing of it any more when it has been dropped.
     ///
     /// # Errors
     /// Those of [`capture`](Self::capture).
@@ -88,7 +89,7 @@ impl CopyEngine {
         &self,
         arena: &Arc<Arena>,
         version: u64,
-        sources: &[Vec<Run>],
+        sources: Option<&[Vec<Run>]>,
         fetch: Fetch,
         kept: Box<dyn Any + Send>,
     ) -> Result<Capture> {

@@ -20,9 +20,11 @@ pub struct Run {
     pub bytes: usize,
 }
 
-/// Brings sources to the CPU: makes at least so many of the capture's bytes, from its start, readable where their runs
-/// are, and waits for it. Called with more and more bytes; an error cancels the capture.
-pub type Fetch = Box<dyn FnMut(usize) -> Result<()> + Send>;
+/// Brings more of a capture's bytes to their runs on the CPU, and waits for it: returns how many of them, from the first
+/// on, are readable there, all in the end. It is called when all that it has brought so far was copied, and may then bring
+/// others in its place. It gets the address of the buffer, in which it puts the bytes itself where the capture has no runs.
+/// An error cancels the capture.
+pub type Fetch = Box<dyn FnMut(*mut u8) -> Result<usize> + Send>;
 
 /// A run, and where it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,33 +47,61 @@ pub(super) struct Work {
     within: usize,
     hash: Xxh3Default,
     digests: Vec<u64>,
-    /// Bytes in place.
+    /// Bytes in place, and bytes that are readable.
     copied: usize,
+    readable: usize,
     fetch: Option<Fetch>,
+    /// The bytes are in their places in the buffer when they are fetched.
+    in_place: bool,
     /// Whatever owns the sources; dropped with the work.
     _kept: Box<dyn Any + Send>,
 }
 
 impl Work {
-    /// The copy of `sources`, the runs of each unit, into a buffer that [`begin`](Self::begin) names.
+    /// The copy of `sources`, the runs of each unit, into a buffer that [`begin`](Self::begin) names; without them `fetch`
+    /// brings all to its place.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::error::Error::Invalid) naming the unit whose runs are not as many bytes as it has.
     pub(super) fn new(
         layout: &Layout,
-        sources: &[Vec<Run>],
+        sources: Option<&[Vec<Run>]>,
         fetch: Option<Fetch>,
         kept: Box<dyn Any + Send>,
     ) -> Result<Self> {
         let num_units = layout.units().len();
-        ensure!(sources.len() == num_units, "sources: expected {num_units} units, got {}", sources.len());
         let mut pieces = Vec::with_capacity(num_units);
-        for (index, (unit, runs)) in layout.units().iter().zip(sources).enumerate() {
-            add_pieces(&mut pieces, index, unit, runs)?;
+        let in_place = sources.is_none();
+        if let Some(sources) = sources {
+            ensure!(sources.len() == num_units, "sources: expected {num_units} units, got {}", sources.len());
+            for (index, (unit, runs)) in layout.units().iter().zip(sources).enumerate() {
+                add_pieces(&mut pieces, index, unit, runs)?;
+            }
+        } else {
+            let units = layout.units().iter().enumerate().filter(|(_, unit)| unit.bytes > 0);
+            pieces.extend(units.map(|(index, unit)| Piece {
+                from: 0,
+                to: unit.offset,
+                bytes: unit.bytes,
+                unit: index,
+                ends_unit: true,
+            }));
         }
         let digests = vec![Xxh3Default::new().digest(); num_units];
-        let hash = Xxh3Default::new();
-        Ok(Self { buffer: 0, pieces, next: 0, within: 0, hash, digests, copied: 0, fetch, _kept: kept })
+        let (hash, readable) = (Xxh3Default::new(), if fetch.is_some() { 0 } else { usize::MAX });
+        Ok(Self {
+            buffer: 0,
+            pieces,
+            next: 0,
+            within: 0,
+            hash,
+            digests,
+            copied: 0,
+            readable,
+            fetch,
+            in_place,
+            _kept: kept,
+        })
     }
 
     /// Address of the buffer.
@@ -97,34 +127,50 @@ impl Work {
     /// Copies the next `bytes` bytes, which are fetched first where that is needed.
     ///
     /// # Errors
-    /// The error of fetching them; nothing is copied then.
+    /// The error of fetching them.
     ///
     /// # Safety
     /// The buffer has begun and is the layout's; the sources are readable once fetched, and no other code writes them
     /// or the buffer meanwhile.
-    pub(super) unsafe fn advance(&mut self, mut bytes: usize) -> Result<()> {
-        self.copied += bytes;
-        if let Some(fetch) = &mut self.fetch {
-            fetch(self.copied)?;
-        }
+    pub(super) unsafe fn advance(&mut self, bytes: usize) -> Result<()> {
+        // SAFETY: by the caller's promise.
+        let advanced = unsafe { self.copy(bytes) };
+        finish_stream();
+        advanced
+    }
+
+    unsafe fn copy(&mut self, mut bytes: usize) -> Result<()> {
         while bytes > 0 {
-            let Some(piece) = self.pieces.get(self.next) else { break };
-            let size = (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES);
-            let from = std::ptr::with_exposed_provenance(piece.from + self.within);
-            let to = std::ptr::with_exposed_provenance_mut(self.buffer + piece.to + self.within);
-            // SAFETY: the piece lies in the sources and in the buffer (`new`), which are apart: the buffer is the
-            // arena's own memory.
-            let (from, to) =
-                unsafe { (std::slice::from_raw_parts(from, size), std::slice::from_raw_parts_mut(to, size)) };
-            copy_past_cache(from, to);
+            let Some(&piece) = self.pieces.get(self.next) else { break };
+            if self.copied == self.readable {
+                self.fetch_more()?;
+            }
+            let size =
+                (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES).min(self.readable - self.copied);
+            let to = self.buffer + piece.to + self.within;
+            let from = if self.in_place { to } else { piece.from + self.within };
+            // SAFETY: the piece lies in the sources (`new`), or in the buffer, where it has arrived.
+            let from = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), size) };
+            if !self.in_place {
+                let to = std::ptr::with_exposed_provenance_mut(to);
+                // SAFETY: the piece lies in the buffer, the arena's own memory, which is apart from the sources.
+                copy_past_cache(from, unsafe { std::slice::from_raw_parts_mut(to, size) });
+            }
             self.hash.update(from);
             self.within += size;
+            self.copied += size;
             bytes -= size;
             if self.within == piece.bytes {
                 self.finish_piece();
             }
         }
-        finish_stream();
+        Ok(())
+    }
+
+    fn fetch_more(&mut self) -> Result<()> {
+        let Some(fetch) = &mut self.fetch else { return Ok(()) };
+        self.readable = fetch(std::ptr::with_exposed_provenance_mut(self.buffer))?;
+        ensure!(self.readable > self.copied, "fetch: expected more than {} bytes", self.copied);
         Ok(())
     }
 
@@ -212,7 +258,7 @@ mod tests {
         let layout = layout(&[501, 0, 69_000]);
         for chunk in [1, 7, 64, 4096, 16_384, 16_385, 1 << 20] {
             let mut buffer = vec![0xEE_u8; layout.payload_bytes()];
-            let mut work = Work::new(&layout, &runs, None, Box::new(())).unwrap();
+            let mut work = Work::new(&layout, Some(&runs), None, Box::new(())).unwrap();
             work.begin(buffer.as_mut_ptr());
             assert_eq!((work.pieces.len(), work.total_bytes()), (3, 69_501));
             let mut left = work.total_bytes();
@@ -238,7 +284,7 @@ mod tests {
     fn wrong_runs_are_refused_by_name() {
         let layout = layout(&[4, 8]);
         let source = [0_u8; 16];
-        let message = |runs: &[Vec<Run>]| match Work::new(&layout, runs, None, Box::new(())) {
+        let message = |runs: &[Vec<Run>]| match Work::new(&layout, Some(runs), None, Box::new(())) {
             Ok(_) => panic!("accepted"),
             Err(error) => error.to_string(),
         };

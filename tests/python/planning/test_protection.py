@@ -6,7 +6,15 @@ import itertools
 
 import pytest
 
-from evermoe.planning.protection import LOGGED_STEPS, RECORD_BYTES, RankInfo, UnitInfo, plan_protection, survival
+from evermoe.planning.protection import (
+    LOGGED_STEPS,
+    OWN_VERSIONS,
+    RECORD_BYTES,
+    RankInfo,
+    UnitInfo,
+    plan_protection,
+    survival,
+)
 
 GRADIENT_BYTES = 1000
 
@@ -58,6 +66,15 @@ def test_survival_counts_the_losses_that_leave_every_unit(preset, trainers, copi
         losses = list(itertools.combinations(nodes, failures)) if failures < len(nodes) else [nodes]
         survived = [all(each - {*lost} for each in held) for lost in losses]
         assert found == pytest.approx(sum(survived) / len(losses)), failures
+
+
+@pytest.mark.parametrize("left, copied", [(0, 0), (1 << 20, 6)])
+def test_own_snapshots_come_before_copies_of_others(left, copied):
+    """Each rank has two experts, of which it keeps two versions itself."""
+    own = OWN_VERSIONS * 2 * 3 * GRADIENT_BYTES
+    ranks = [RankInfo(f"node{rank}", own + left) for rank in range(3)]
+    plan = plan_protection("auto", experts(6, 3), ranks, copies=2, budget=0.01)
+    assert sum(bool(each.holders) for each in plan.units) == copied
 
 
 def test_auto_computes_with_the_slowest_measured_link():
