@@ -22,8 +22,9 @@ if TYPE_CHECKING:
         UnsupportedState,
     )
     from evermoe.experts import Experts
-    from evermoe.moe import MoE, load_balancing_loss, moe_layers
+    from evermoe.moe import MoE, load_balancing_loss, moe_layers, update_balance
     from evermoe.persist.checkpoint import load_weights
+    from evermoe.router import Router, Routes
     from evermoe.sampler import ElasticSampler, Share
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.session import Session
@@ -40,6 +41,8 @@ _HOMES = {
     "LostExperts": "errors",
     "Experts": "experts",
     "MoE": "moe",
+    "Router": "router",
+    "Routes": "router",
     "NonFiniteLoss": "errors",
     "NotReplayable": "errors",
     "PeerLost": "errors",
@@ -53,6 +56,7 @@ _HOMES = {
     "load_balancing_loss": "moe",
     "load_weights": "persist.checkpoint",
     "moe_layers": "moe",
+    "update_balance": "moe",
 }
 """The module of each name."""
 
@@ -69,6 +73,8 @@ __all__ = [
     "NotReplayable",
     "PeerLost",
     "PipelineSession",
+    "Router",
+    "Routes",
     "Session",
     "SessionConfig",
     "Share",
@@ -86,6 +92,7 @@ __all__ = [
     "profile",
     "replay",
     "snapshot",
+    "update_balance",
 ]
 
 

@@ -6,6 +6,7 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evermoe.experts import Activation, Experts, expert_layers
+from evermoe.moe_load import TokenCount
 from evermoe.planning import SplitPolicy
+from evermoe.router import Router
 
 
 class MoE(nn.Module):
-    """A layer of E feed-forward experts, of which each token uses the K that a linear router likes best.
+    """A layer of E feed-forward experts, of which each token uses the K that its router likes best.
 
     In an `evermoe.Session` the experts are spread over the ranks, and tokens travel to them and back: see
     `evermoe.Experts`, which takes any other router's choices.
@@ -28,11 +31,12 @@ class MoE(nn.Module):
         intermediate: inner width of an expert.
         num_experts: E.
         top_k: K, experts per token. With K > 1 the K weights are normalised to sum to one.
+        router: another one than `Router(hidden, num_experts, top_k)`, for the same sizes.
         router_noise: standard deviation of Gaussian noise on the router's logits, in training only.
         gated: as for `Experts`, and so are all that follow.
 
     Attributes:
-        router: `nn.Linear` without a bias, from H to E.
+        router: the `Router`.
         experts: the `Experts`.
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
             (token, k) slots routed to e and P_e this rank's mean router probability.
@@ -48,6 +52,7 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int = 2,
         *,
+        router: Router | None = None,
         router_noise: float = 0.0,
         gated: bool = False,
         activation: Activation = F.silu,
@@ -63,10 +68,17 @@ class MoE(nn.Module):
                 f"MoE: expected positive sizes and 1 <= top_k <= num_experts, got hidden={hidden}, "
                 f"intermediate={intermediate}, num_experts={num_experts}, top_k={top_k}"
             )
-        if router_noise < 0:
-            raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
-        self.hidden, self.num_experts, self.top_k, self.router_noise = hidden, num_experts, top_k, router_noise
-        self.router = nn.Linear(hidden, num_experts, bias=False, device=device, dtype=dtype)
+        if router is None:
+            if router_noise < 0:
+                raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
+            options: dict[str, Any] = {"normalize": top_k > 1, "noise": router_noise, "device": device, "dtype": dtype}
+            router = Router(hidden, num_experts, top_k, **options)
+        elif (router.in_features, router.out_features, router.top_k, 0.0) != (hidden, num_experts, top_k, router_noise):
+            raise ValueError(
+                f"MoE: expected a router of hidden={hidden} and num_experts={num_experts} with top_k={top_k}, and its "
+                f"own noise in place of router_noise={router_noise}, got {router}"
+            )
+        self.hidden, self.num_experts, self.top_k, self.router = hidden, num_experts, top_k, router
         self.experts = Experts(
             hidden,
             intermediate,
@@ -81,10 +93,6 @@ class MoE(nn.Module):
         )
         self.balance_loss: Tensor = torch.zeros((), device=device)
 
-    def extra_repr(self) -> str:
-        """What `print(layer)` shows."""
-        return f"top_k={self.top_k}"
-
     @property
     def tokens_E(self) -> NDArray[np.int64]:
         """`[E]`: tokens routed to each expert on all ranks together, in the last forward."""
@@ -97,34 +105,34 @@ class MoE(nn.Module):
 
     def settings(self) -> str:
         """What changes a token's way through the layer and is not seen in the shapes of its parameters."""
-        return f"top_k={self.top_k}, router_noise={self.router_noise}, {self.experts.settings()}"
+        return f"{self.router.settings()}, {self.experts.settings()}"
 
     def forward(self, x: Tensor) -> Tensor:
         """`x`: [..., H]; the result has the same shape and dtype. Collective when the layer spans several ranks."""
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(f"MoE: expected [..., {self.hidden}], got {list(x.shape)}")
         x_TH = x.reshape(-1, self.hidden)
-        ids_TK, weights_TK, mean_probability_E = self._route(x_TH)
-        y_TH = self.experts(x_TH, ids_TK, weights_TK)
-        share_E = self.experts.share_E.to(mean_probability_E)
-        self.balance_loss = self.num_experts * (share_E * mean_probability_E).sum()
+        routes = self.router(x_TH)
+        y_TH = self.experts(x_TH, routes.ids_TK, routes.weights_TK)
+        share_E = self.experts.share_E.to(routes.probabilities_E)
+        self.balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
         return y_TH.reshape(x.shape)
-
-    def _route(self, x_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits_TE = self.router(x_TH).float()
-        probabilities_TE = logits_TE.softmax(-1)
-        if self.training and self.router_noise > 0:
-            logits_TE = logits_TE + torch.randn_like(logits_TE) * self.router_noise
-            probabilities_TE = logits_TE.softmax(-1)
-        weights_TK, ids_TK = probabilities_TE.topk(self.top_k, dim=-1)
-        if self.top_k > 1:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return ids_TK, weights_TK, probabilities_TE.sum(0) / max(len(x_TH), 1)
 
 
 def moe_layers(model: nn.Module) -> dict[str, MoE]:
     """The MoE layers of a model by their module path, in module order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def update_balance(model: nn.Module) -> None:
+    """Moves the `balance` of the routers of a model's MoE layers by the load since it was last forgotten.
+
+    A session does so in each step. Without one, call it after `optimizer.step()`, and then `experts.count.forget()` of
+    each layer.
+    """
+    layers = [layer for layer in moe_layers(model).values() if layer.router.balance is not None]
+    for layer, load_E in zip(layers, TokenCount.totals(layer.experts.count for layer in layers), strict=True):
+        layer.router.update_balance(load_E)
 
 
 def layer_settings(model: nn.Module) -> list[str]:

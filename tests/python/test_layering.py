@@ -23,6 +23,7 @@ ROOMS = [
     "moe_load",
     "moe_ops",
     "experts",
+    "router",
     "moe",
     "sampler",
     "profile",

@@ -13,6 +13,7 @@ from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Checkpoint, Commit, Copy, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
+from evermoe.moe import update_balance
 from evermoe.state import loop_state
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
@@ -177,6 +178,7 @@ class SessionDriver(RecoveryDriver):
                 gradients.clip(self._state, clip)
                 self._is_open = True
                 self._script.optimizer.step()
+                update_balance(self._script.model)
                 self._state.expert_load.add_step()
             if self._script.scheduler is not None:
                 self._script.scheduler.step()

@@ -1,0 +1,182 @@
+"""Routers: which experts a token uses, and with what weights.
+
+Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E experts, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+SCORES = ("softmax", "sigmoid", "chosen")
+Scores = Literal["softmax", "sigmoid", "chosen"]
+TINY = 1e-20
+"""Added to what weights are divided by, as DeepSeek-V3 does."""
+
+
+class Routes(NamedTuple):
+    """What a router has chosen."""
+
+    ids_TK: Tensor
+    """int64: experts of each token, the best one first."""
+    weights_TK: Tensor
+    """float32: what their outputs count for; differentiable."""
+    probabilities_E: Tensor
+    """float32: mean over the tokens of each expert's share in their scores; differentiable, for balancing losses."""
+
+
+class Router(nn.Linear):
+    """Scores each token's experts by a linear layer, and chooses the best K.
+
+    | models | arguments |
+    |---|---|
+    | Mixtral | `Router(H, E, 2)` |
+    | Switch Transformer | `Router(H, E, 1, normalize=False)` |
+    | Qwen3-MoE | `Router(H, E, 8, normalize=True)`; `False` where `norm_topk_prob` is |
+    | DeepSeek-V2 | `Router(H, E, 6, normalize=False, groups=8, top_groups=3, scale=16.0)` |
+    | DeepSeek-V3 | `Router(H, E, 8, scores="sigmoid", groups=8, top_groups=4, scale=2.5, balance_rate=1e-3)` |
+    | GPT-OSS | `Router(H, E, 4, scores="chosen", bias=True)` |
+
+    The linear layer and the scores are in float32, also under autocast.
+
+        routes = router(x_TH)
+        y_TH = experts(x_TH, routes.ids_TK, routes.weights_TK)
+
+    Args:
+        hidden: H.
+        num_experts: E.
+        top_k: K.
+        scores: `softmax` over all experts, `sigmoid` of each, or `chosen`: the choice is by logits, and the weights are
+            the softmax over the chosen ones alone.
+        normalize: whether a token's K weights are divided by their sum; no difference for `chosen`.
+        groups: G, equal groups of neighbouring experts; only those of a token's best groups are chosen. A group's score
+            is that of its best expert, or with `sigmoid` the sum of its best two (DeepSeek-V2, section 2.2.2; V3,
+            section 2.1.2).
+        top_groups: how many groups; None for all.
+        scale: times the weights, after they are normalised.
+        noise: standard deviation of Gaussian noise on the logits, in training only.
+        jitter: in training, tokens are multiplied by uniform random numbers of 1 - jitter to 1 + jitter before they are
+            scored (Switch Transformer).
+        balance_rate: with it `balance` holds a number for each expert, added to its score for the choice but not in the
+            weights; `update_balance` moves it by this much after each step, up for experts that got fewer tokens than
+            the mean and down for others (DeepSeek-V3, section 2.1.2). A session does so for the routers of `MoE`.
+        bias: whether the linear layer has one.
+
+    Raises:
+        ValueError: an option is out of its range; the message says which.
+    """
+
+    balance: Tensor | None
+    """float32 `[E]`: what is added to the scores for the choice; None without `balance_rate`."""
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        scores: Scores = "softmax",
+        normalize: bool = True,
+        groups: int = 1,
+        top_groups: int | None = None,
+        scale: float = 1.0,
+        noise: float = 0.0,
+        jitter: float = 0.0,
+        balance_rate: float | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        kept = groups if top_groups is None else top_groups
+        if min(hidden, num_experts) < 1 or groups < 1 or num_experts % groups:
+            raise ValueError(
+                f"Router: expected positive sizes and groups that divide num_experts, got hidden={hidden}, "
+                f"num_experts={num_experts}, groups={groups}"
+            )
+        if not 1 <= kept <= groups or not 1 <= top_k <= kept * (num_experts // groups):
+            raise ValueError(
+                f"Router: expected 1 <= top_groups <= groups and 1 <= top_k <= the experts of so many groups, got "
+                f"top_groups={top_groups}, groups={groups}, top_k={top_k}, num_experts={num_experts}"
+            )
+        if scores not in SCORES:
+            raise ValueError(f"Router: expected scores to be one of {', '.join(SCORES)}, got {scores!r}")
+        if min(noise, jitter) < 0 or jitter >= 1:
+            raise ValueError(f"Router: expected noise >= 0 and 0 <= jitter < 1, got noise={noise}, jitter={jitter}")
+        if balance_rate is not None and balance_rate <= 0:
+            raise ValueError(f"Router: expected balance_rate > 0 or None, got {balance_rate}")
+        super().__init__(hidden, num_experts, bias=bias, device=device, dtype=dtype)
+        self.top_k, self.scores, self.normalize, self.scale = top_k, scores, normalize, scale
+        self.groups, self.top_groups, self.noise, self.jitter = groups, kept, noise, jitter
+        self.balance_rate = balance_rate
+        self.register_buffer("balance", None if balance_rate is None else torch.zeros(num_experts, device=device))
+
+    def extra_repr(self) -> str:
+        """What `print(router)` shows."""
+        return f"{super().extra_repr()}, {self.settings()}"
+
+    def settings(self) -> str:
+        """What changes a choice and is not seen in the shapes of the parameters."""
+        found = f"top_k={self.top_k}, router_noise={self.noise}"
+        others = {
+            "scores": (self.scores, "softmax"),
+            "normalize": (self.normalize, True),
+            "groups": (self.groups, 1),
+            "top_groups": (self.top_groups, self.groups),
+            "scale": (self.scale, 1.0),
+            "jitter": (self.jitter, 0.0),
+            "balance_rate": (self.balance_rate, None),
+        }
+        return found + "".join(f", {name}={value}" for name, (value, usual) in others.items() if value != usual)
+
+    def forward(self, x_TH: Tensor) -> Routes:  # type: ignore[override]
+        """The experts of each token: `[T, H]` of any floating-point type."""
+        with torch.autocast(x_TH.device.type, enabled=False):
+            if self.training and self.jitter > 0:
+                x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - self.jitter, 1 + self.jitter)
+            bias = None if self.bias is None else self.bias.float()
+            logits_TE = F.linear(x_TH.float(), self.weight.float(), bias)
+            scores_TE = logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
+            total_T1 = scores_TE.sum(-1, keepdim=True) if self.scores == "sigmoid" else 1.0
+            probabilities_E = (scores_TE / total_T1).sum(0) / max(len(x_TH), 1)
+            if self.training and self.noise > 0:
+                logits_TE = logits_TE + torch.randn_like(logits_TE) * self.noise
+                scores_TE = logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
+            if self.scores == "chosen":
+                scores_TE = logits_TE
+            ids_TK = self._choose(scores_TE.detach())
+            weights_TK = scores_TE.gather(1, ids_TK)
+            if self.scores == "chosen":
+                weights_TK = weights_TK.softmax(-1)
+            elif self.normalize and (self.top_k > 1 or self.scores == "sigmoid"):
+                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
+            return Routes(ids_TK, weights_TK * self.scale if self.scale != 1.0 else weights_TK, probabilities_E)
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        if self.balance is not None:
+            scores_TE = scores_TE + self.balance
+        if self.top_groups < self.groups:
+            scores_TGe = scores_TE.unflatten(1, (self.groups, -1))
+            best = min(2 if self.scores == "sigmoid" else 1, scores_TGe.shape[2])
+            groups_TG = scores_TGe.topk(best, dim=-1).values.sum(-1)
+            left = torch.ones_like(groups_TG, dtype=torch.bool)
+            left.scatter_(1, groups_TG.topk(self.top_groups, dim=-1).indices, False)
+            scores_TE = scores_TGe.masked_fill(left.unsqueeze(-1), -torch.inf).flatten(1)
+        return scores_TE.topk(self.top_k, dim=-1).indices
+
+    @torch.no_grad()
+    def update_balance(self, load_E: NDArray[np.int64]) -> None:
+        """Moves `balance` after a step; the same on all ranks, as the load is.
+
+        Args:
+            load_E: tokens of each expert on all ranks in this step, as `Experts.load_E`.
+        """
+        if self.balance is None:
+            return
+        assert self.balance_rate is not None
+        signs_E = torch.from_numpy(np.sign(load_E.mean() - load_E)).to(self.balance)
+        self.balance.add_(signs_E, alpha=self.balance_rate)

@@ -1,0 +1,185 @@
+"""Routers of known models equal plain loops over tokens, alone and in a layer on three ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import evermoe
+from evermoe import MoE, Router
+from support.ranks import run_ranks
+from test_moe import PLACEMENTS, TOKENS, expert, hold
+
+H, EXPERTS, T = 8, 8, 23
+KINDS = {
+    "mixtral": {"top_k": 2},
+    "switch": {"top_k": 1, "normalize": False},
+    "qwen3": {"top_k": 3, "normalize": False},
+    "deepseek-v2": {"top_k": 3, "normalize": False, "groups": 4, "top_groups": 2, "scale": 16.0},
+    "deepseek-v3": {
+        "top_k": 3,
+        "scores": "sigmoid",
+        "groups": 4,
+        "top_groups": 2,
+        "scale": 2.5,
+        "balance_rate": 0.5,
+    },
+    "sigmoid, not normalized": {"top_k": 2, "scores": "sigmoid", "normalize": False},
+    "gpt-oss": {"top_k": 4, "scores": "chosen", "bias": True},
+}
+
+
+def make(kind, num_experts=EXPERTS, **options):
+    torch.manual_seed(1)
+    router = Router(H, num_experts, **KINDS[kind] | options)
+    if router.balance is not None:
+        router.balance.copy_(torch.randn(num_experts))
+    return router
+
+
+def draw(tokens=T):
+    return torch.randn(tokens, H, generator=torch.Generator().manual_seed(tokens))
+
+
+def softmax(numbers):
+    parts = [math.exp(number - max(numbers)) for number in numbers]
+    return [part / sum(parts) for part in parts]
+
+
+def chosen(router, token):
+    """Ids and weights of one token, by the models' own words."""
+    logits = (router.weight.detach().double() @ token.double()).tolist()
+    if router.bias is not None:
+        logits = [a + b for a, b in zip(logits, router.bias.tolist(), strict=True)]
+    scores = [1 / (1 + math.exp(-logit)) for logit in logits] if router.scores == "sigmoid" else softmax(logits)
+    rank = [score + (0 if router.balance is None else router.balance[e].item()) for e, score in enumerate(scores)]
+    size = len(rank) // router.groups
+    groups = [range(g * size, g * size + size) for g in range(router.groups)]
+    best = 2 if router.scores == "sigmoid" else 1
+    groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:best]))
+    allowed = [e for group in groups[: router.top_groups] for e in group]
+    ids = sorted(allowed, key=lambda e: -rank[e])[: router.top_k]
+    weights = softmax([logits[e] for e in ids]) if router.scores == "chosen" else [scores[e] for e in ids]
+    if router.normalize:
+        weights = [weight / sum(weights) for weight in weights]
+    return ids, [weight * router.scale for weight in weights], [score / sum(scores) for score in scores]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_choices_are_those_of_plain_loops(kind):
+    router, x_TH = make(kind), draw()
+    routes = router(x_TH)
+    expected = [chosen(router, token) for token in x_TH]
+    assert routes.ids_TK.tolist() == [ids for ids, _, _ in expected]
+    torch.testing.assert_close(routes.weights_TK, torch.tensor([weights for _, weights, _ in expected]))
+    mean = np.mean([shares for _, _, shares in expected], axis=0)
+    torch.testing.assert_close(routes.probabilities_E, torch.tensor(mean).float())
+    routes.weights_TK.square().sum().backward()
+    assert router.weight.grad.isfinite().all() and router.weight.grad.any()
+
+
+def on_rank(group, kind, matrix, tokens):
+    matrix = np.array(matrix)
+    router = make(kind, 5, groups=1, top_groups=None)
+    experts = router.out_features
+    torch.manual_seed(0)
+    layer = MoE(H, 6, experts, router.top_k, router=router)
+    hold(layer, group, matrix[:, :experts])
+    start = sum(tokens[: group.rank])
+    mine = slice(start, start + tokens[group.rank])
+    out = layer(draw(sum(tokens))[mine])
+    evermoe.update_balance(layer)
+    return {"out": out.detach(), "load": layer.load_E.tolist(), "balance": router.balance}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("kind", ["deepseek-v3", "gpt-oss", "qwen3"])
+def test_a_layer_with_such_a_router(tmp_path, kind, ranks):
+    name = {1: "one rank", 3: "skewed"}[ranks]
+    router = make(kind, 5, groups=1, top_groups=None)
+    torch.manual_seed(0)
+    layer = MoE(H, 6, router.out_features, router.top_k, router=router)
+    rows, load = [], [0] * router.out_features
+    for token in draw(sum(TOKENS[ranks])):
+        ids, weights, _ = chosen(router, token)
+        rows.append(sum(weight * expert(layer, e, token) for e, weight in zip(ids, weights, strict=True)))
+        for e in ids:
+            load[e] += 1
+    results = run_ranks(tmp_path, ranks, on_rank, kind, PLACEMENTS[name], TOKENS[ranks])
+    torch.testing.assert_close(
+        torch.cat([each["out"] for each in results]), torch.stack(rows).detach(), rtol=1e-4, atol=1e-6
+    )
+    for each in results:
+        assert each["load"] == load
+        if router.balance is not None:
+            moved = 0.5 * np.sign(np.mean(load) - np.array(load))
+            torch.testing.assert_close(each["balance"], router.balance + torch.from_numpy(moved).float())
+
+
+def test_a_session_balances_after_each_step():
+    torch.manual_seed(0)
+    router = Router(H, 4, 1, scores="sigmoid", balance_rate=0.25)
+    model = MoE(H, 8, 4, 1, router=router)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = torch.zeros(4)
+    for step in evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), preset="auto").steps(5):
+        with step:
+            step.backward(model(draw(64)[step.indices]).square().mean())
+            load_E = torch.from_numpy(model.load_E).double()
+        expected += 0.25 * torch.sign(load_E.mean() - load_E).float()
+        assert load_E.sum() == 8
+    assert torch.equal(router.balance, expected)
+
+
+def test_scores_are_in_float32_whatever_the_tokens():
+    router = make("mixtral")
+    x_TH = draw().bfloat16()
+    expected = router(x_TH.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(x_TH)
+    assert torch.equal(found.ids_TK, expected.ids_TK) and torch.equal(found.weights_TK, expected.weights_TK)
+    assert make("mixtral", dtype=torch.bfloat16)(x_TH).weights_TK.dtype == torch.float32
+
+
+def test_noise_and_jitter_only_in_training():
+    for options in ({"noise": 1.0}, {"jitter": 0.5}):
+        router, x_TH = make("qwen3", **options), draw()
+        assert not torch.equal(router(x_TH).weights_TK, router(x_TH).weights_TK)
+        router.eval()
+        assert torch.equal(router(x_TH).weights_TK, make("qwen3")(x_TH).weights_TK)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 9}, "1 <= top_k"),
+        (
+            {"top_k": 3, "groups": 4, "top_groups": 1},
+            "the experts of so many groups, got top_groups=1, groups=4, top_k=3",
+        ),
+        ({"top_k": 1, "groups": 3}, "groups that divide num_experts"),
+        ({"top_k": 1, "groups": 2, "top_groups": 3}, "top_groups=3"),
+        ({"top_k": 1, "scores": "tanh"}, "scores to be one of softmax, sigmoid, chosen, got 'tanh'"),
+        ({"top_k": 1, "noise": -1.0}, "noise=-1"),
+        ({"top_k": 1, "jitter": 1.0}, "0 <= jitter < 1"),
+        ({"top_k": 1, "balance_rate": 0.0}, "balance_rate > 0 or None"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        Router(H, EXPERTS, **options)
+
+
+def test_a_router_of_other_sizes_is_refused():
+    with pytest.raises(ValueError, match="a router of hidden=8 and num_experts=4 with top_k=2"):
+        MoE(8, 8, 4, 2, router=Router(8, 5, 2))
+    with pytest.raises(ValueError, match=r"in place of router_noise=0\.5"):
+        MoE(8, 8, 4, 2, router=Router(8, 4, 2), router_noise=0.5)
+
+
+def test_settings_name_what_is_unusual():
+    assert make("mixtral").settings() == "top_k=2, router_noise=0.0"
+    assert make("deepseek-v3").settings() == (
+        "top_k=3, router_noise=0.0, scores=sigmoid, groups=4, top_groups=2, scale=2.5, balance_rate=0.5"
+    )
