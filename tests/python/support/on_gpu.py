@@ -46,7 +46,21 @@ TESTS = (
     "test_optim.py",
 )
 """Where tests are that need a GPU: to collect all others takes longer than some checks."""
-KERNELS = ("adamw", "expert_histogram", "hash", "invert", "pack", "permute", "plan", "regroup", "sgd", "split", "un")
+KERNELS = (
+    "adamw",
+    "dequantize",
+    "expert_histogram",
+    "hash",
+    "invert",
+    "pack",
+    "permute",
+    "plan",
+    "quantize",
+    "regroup",
+    "sgd",
+    "split",
+    "un",
+)
 """How the names of our kernels begin, for compute-sanitizer: torch's are many, and not ours to check."""
 SANITIZED = ["tests/python/ops", "-k", "example"]
 """Tests that launch each kernel, and are small enough to run under a tool that slows kernels down a hundred times."""
