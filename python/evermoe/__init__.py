@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         UnsafeFolder,
         UnsupportedState,
     )
+    from evermoe.expert import Expert, clamped_swiglu
     from evermoe.experts import Experts
     from evermoe.moe import MoE, load_balancing_loss, moe_layers, update_balance
     from evermoe.persist.checkpoint import load_weights
@@ -39,6 +40,7 @@ _HOMES = {
     "JoinTimeout": "errors",
     "LeftBehind": "errors",
     "LostExperts": "errors",
+    "Expert": "expert",
     "Experts": "experts",
     "MoE": "moe",
     "Router": "router",
@@ -53,6 +55,7 @@ _HOMES = {
     "Step": "train.step",
     "UnsafeFolder": "errors",
     "UnsupportedState": "errors",
+    "clamped_swiglu": "expert",
     "load_balancing_loss": "moe",
     "load_weights": "persist.checkpoint",
     "moe_layers": "moe",
@@ -64,6 +67,7 @@ __all__ = [
     "CorruptCopy",
     "ElasticSampler",
     "EvermoeError",
+    "Expert",
     "Experts",
     "JoinTimeout",
     "LeftBehind",
@@ -81,6 +85,7 @@ __all__ = [
     "Step",
     "UnsafeFolder",
     "UnsupportedState",
+    "clamped_swiglu",
     "errors",
     "events",
     "load_balancing_loss",

@@ -5,15 +5,12 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
@@ -22,20 +19,13 @@ from evermoe import moe_fp8, moe_ops, ops
 from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
+from evermoe.expert import Expert, Product
 from evermoe.moe_exchange import Exchange, Padding
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
 
-ROW_ALIGNMENT = 32
-"""An expert's flat weights are padded to this many elements, whole SIMD registers of any type: what is left over at the
-end of a tensor is rounded otherwise, so that replicas of an expert would differ by where they are in a stack."""
-
 REENTRANT = "CheckpointFunction.backward"
 """What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
-
-Activation = Callable[[Tensor], Tensor]
-Product = Callable[[Tensor, Tensor], Tensor]
-"""Each expert's rows `[N, C]` times its matrix of `[e, D, C]`, transposed: `[N, D]`."""
 
 
 class Experts(nn.Module):
@@ -45,16 +35,14 @@ class Experts(nn.Module):
     several ranks, and tokens travel to them and back: no capacity limit, no token dropped. The result does not depend
     on where the experts are, but for floating-point rounding. With a router of its own it is an `evermoe.MoE`.
 
-        experts = evermoe.Experts(64, 128, num_experts=8, gated=True)
+        experts = evermoe.Experts(evermoe.Expert(64, 128, gated=True), num_experts=8)
         weights_TK, ids_TK = router(x_TH).softmax(-1).topk(2)
         y_TH = experts(x_TH, ids_TK, weights_TK)
 
     Args:
-        hidden: H, width of a token.
-        intermediate: inner width of an expert.
+        expert: what each of them is.
         num_experts: E.
-        gated: experts are `down(activation(gate(x)) * up(x))` instead of `down(activation(up(x)))`.
-        activation: elementwise, differentiable.
+        post_norm: a module for the experts' outputs, `[N, H]`, before they are weighted; the same one for all.
         token_split: policy of `evermoe.planning.split_tokens`: `balanced` gives the busiest rank as few
             tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1).
         max_tokens: the most tokens that any rank brings in one forward, the same on all ranks. Given that, exchanges
@@ -69,7 +57,8 @@ class Experts(nn.Module):
             `torch.compile` the tokens are rounded likewise, and travel in their own type.
 
     Attributes:
-        weights: `[e, row]`, one row per local expert: its matrices, flattened one after the other, then padding.
+        weights: `[e, row]`, one row per local expert: its matrices and biases, flattened one after the other, then
+            padding; `expert.views(weights)` has them by name.
         ids: of the local experts, ascending; row i of `weights` belongs to `ids[i]`.
         share_E: after a forward, float `[E]`: parts of all ranks' choices that went to each expert, on the layer's
             device.
@@ -81,12 +70,10 @@ class Experts(nn.Module):
 
     def __init__(
         self,
-        hidden: int,
-        intermediate: int,
+        expert: Expert,
         num_experts: int,
         *,
-        gated: bool = False,
-        activation: Activation = F.silu,
+        post_norm: nn.Module | None = None,
         token_split: SplitPolicy = "balanced",
         max_tokens: int | None = None,
         fp8_dispatch: bool = False,
@@ -94,22 +81,20 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if min(hidden, intermediate, num_experts) < 1:
+        if not isinstance(expert, Expert) or num_experts < 1:
             raise ValueError(
-                f"Experts: expected positive sizes, got hidden={hidden}, intermediate={intermediate}, "
-                f"num_experts={num_experts}"
+                f"Experts: expected an evermoe.Expert and num_experts >= 1, got {expert!r} and {num_experts}"
             )
+        if fp8_dispatch and expert.weighted == "inputs":
+            raise ValueError("Experts: expected fp8_dispatch=False, or an expert with weighted='outputs'")
         if token_split not in SPLITS:
             raise ValueError(f"Experts: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"Experts: expected max_tokens >= 1 or None, got {max_tokens}")
-        self.hidden, self.num_experts, self.activation = hidden, num_experts, activation
+        self.expert, self.hidden, self.num_experts = expert, expert.hidden, num_experts
         self.token_split, self.max_tokens, self.fp8_dispatch = token_split, max_tokens, fp8_dispatch
-        up, down = (intermediate, hidden), (hidden, intermediate)
-        self.matrices: list[tuple[int, int]] = [up, up, down] if gated else [up, down]
-        used = sum(rows * columns for rows, columns in self.matrices)
-        self.row_padding = -used % ROW_ALIGNMENT
-        self.weights = nn.Parameter(torch.empty(num_experts, used + self.row_padding, device=device, dtype=dtype))
+        self.post_norm = post_norm
+        self.weights = nn.Parameter(torch.empty(num_experts, expert.row_size, device=device, dtype=dtype))
         self.ids = list(range(num_experts))
         self.group = Group()
         self.matrix_RE = np.ones((1, num_experts), np.int64)
@@ -125,18 +110,12 @@ class Experts(nn.Module):
         self._name = moe_ops.register(self)
 
     def reset_parameters(self) -> None:
-        """Draws the experts as `nn.Linear` draws its weights: uniform within 1/sqrt(fan in)."""
-        with torch.no_grad():
-            start = 0
-            for rows, columns in self.matrices:
-                bound = 1 / math.sqrt(columns)
-                self.weights[:, start : start + rows * columns].uniform_(-bound, bound)
-                start += rows * columns
-            self.weights[:, start:] = 0
+        """Draws the experts as `Expert.initialize` does."""
+        self.expert.initialize(self.weights)
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
-        return f"num_experts={self.num_experts}, matrices={self.matrices}, local={self.ids}"
+        return f"num_experts={self.num_experts}, {self.expert.shapes}, local={self.ids}"
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
@@ -150,9 +129,8 @@ class Experts(nn.Module):
 
     def settings(self) -> str:
         """What changes a token's way through the experts and is not seen in the shapes of their parameters."""
-        activation = getattr(self.activation, "__name__", type(self.activation).__name__)
         return (
-            f"activation={activation}, token_split={self.token_split}"
+            f"{self.expert.settings()}, token_split={self.token_split}"
             + (f", max_tokens={self.max_tokens}" if self.max_tokens else "")
             + (", fp8_dispatch" if self.fp8_dispatch else "")
         )
@@ -193,7 +171,7 @@ class Experts(nn.Module):
         if self.fp8_dispatch:
             arrived_NH = moe_fp8.send(sent_TH, row_ids, positions_TK, exchange, self.group)
         else:
-            rows_NH = ops.permute(sent_TH, row_ids, positions_TK)
+            rows_NH, weights_TK = self._rows(sent_TH, row_ids, positions_TK, weights_TK)
             arrived_NH = all_to_all(rows_NH, exchange.sent_R, exchange.received_R, self.group)
         outputs_NH = self._run_experts(arrived_NH, exchange)
         returned_NH = all_to_all(outputs_NH, exchange.received_R, exchange.sent_R, self.group)
@@ -207,20 +185,30 @@ class Experts(nn.Module):
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, send_ER)
         if self.fp8_dispatch:
             x_TH = moe_fp8.rounded(x_TH)
-        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
+        rows_NH, weights_TK = self._rows(x_TH, row_ids, positions_TK, weights_TK)
         ends_e = receive_Re.sum(0).cumsum(0).to(torch.int32)
         product: Product = lambda rows_NC, matrices_eDC: moe_ops.multiply(rows_NC, matrices_eDC, ends_e)  # noqa: E731
         if self.group.is_alone:
-            rows_NH = self._feed_forward(rows_NH, product)
+            rows_NH = self._feed_forward(rows_NH, product, ends_e)
         else:
             rows_NH = moe_ops.send_rows(self._name, rows_NH, splits_2R)
             if num_local == 0:
                 rows_NH = self._take_part(rows_NH)
             else:
-                rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product)
+                rows_NH = self._feed_forward(ops.regroup(rows_NH, receive_Re), product, ends_e)
                 rows_NH = ops.regroup(rows_NH, receive_Re, inverse=True)
             rows_NH = moe_ops.exchange_rows(self._name, rows_NH, splits_2R, row_ids.shape[0], True)
         return ops.unpermute(rows_NH, positions_TK, weights_TK)
+
+    def _rows(self, x_TH: Tensor, row_ids: Tensor, positions_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """What goes to the experts, `[N, H]`, and with what the outputs are weighted."""
+        rows_NH = ops.permute(x_TH, row_ids, positions_TK)
+        if self.expert.weighted == "outputs":
+            return rows_NH, weights_TK
+        last = len(rows_NH)  # where the weights of no expert go
+        places = torch.where(positions_TK < 0, last, positions_TK).long().flatten()
+        weights_N = weights_TK.new_zeros(last + 1).scatter(0, places, weights_TK.flatten())[:last]
+        return rows_NH * weights_N.to(rows_NH.dtype).unsqueeze(1), torch.ones_like(weights_TK)
 
     def plan_exchange(self, counts_E: Tensor) -> Exchange:
         """Gathers and counts the load, and plans the exchange on the host; collective.
@@ -251,7 +239,7 @@ class Experts(nn.Module):
             raise ValueError(
                 f"Experts: expected at most max_tokens={self.max_tokens} tokens in a forward, got {tokens}"
             )
-        if not moe_ops.takes_groups(counts_E.device, dtype, [columns for _, columns in self.matrices]):
+        if not moe_ops.takes_groups(counts_E.device, dtype, self._widths):
             return self.plan_exchange(counts_E)
         if self.group.is_alone and (self.max_tokens is not None or counts_E.device.type == "cuda"):
             return Exchange.alone(self._gather(counts_E), tokens * top_k)
@@ -281,22 +269,26 @@ class Experts(nn.Module):
         is_mixed = min(counts_Re.shape) > 1  # else both orders are the same
         if is_mixed:
             rows_NH = ops.regroup(rows_NH, counts_Re)
-        outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype))
+        outputs_NH = self._feed_forward(rows_NH, self._product(exchange, rows_NH.dtype), exchange.ends_e)
         return ops.regroup(outputs_NH, counts_Re, inverse=True) if is_mixed else outputs_NH
 
     def _take_part(self, rows_NH: Tensor) -> Tensor:
         """No rows, but in the graph: a rank without experts takes part in the backward exchange."""
         return rows_NH + self.weights.sum().to(rows_NH.dtype)
 
-    def _feed_forward(self, rows_NH: Tensor, product: Product) -> Tensor:
+    def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
         """Rows ordered by local expert → the experts' outputs in the same order."""
-        sizes = [rows * columns for rows, columns in self.matrices] + [self.row_padding]
-        parts = self.weights.to(rows_NH.dtype).split(sizes, 1)
-        matrices = [part.unflatten(1, shape) for part, shape in zip(parts, self.matrices, strict=False)]
-        inner_NI = self.activation(product(rows_NH, matrices[0]))
-        if len(matrices) == 3:
-            inner_NI = inner_NI * product(rows_NH, matrices[1])
-        return product(inner_NI, matrices[-1])
+        outputs_NH = self.expert.feed_forward(rows_NH, self.weights, product, ends_e)
+        if self.post_norm is None:
+            return outputs_NH
+        numbers_N1 = torch.arange(len(rows_NH), device=ends_e.device).unsqueeze(1)
+        is_row_N1 = numbers_N1 < ends_e[-1]  # padding is whatever lay in memory, and so are its gradients
+        normed_NH = self.post_norm(outputs_NH.where(is_row_N1, 0))
+        return normed_NH.to(outputs_NH.dtype).where(is_row_N1, 0)
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        return self.expert.hidden, self.expert.intermediate
 
     def _compute_dtype(self, device: torch.device) -> torch.dtype:
         kind = device.type
@@ -305,7 +297,7 @@ class Experts(nn.Module):
     def _product(self, exchange: Exchange, dtype: torch.dtype) -> Product:
         """The product for so many rows of each local expert."""
         ends_e, lengths_e = exchange.ends_e, exchange.lengths_e
-        if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, [columns for _, columns in self.matrices]):
+        if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, self._widths):
             return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
 

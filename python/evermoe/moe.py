@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from evermoe.experts import Activation, Experts, expert_layers
+from evermoe.expert import Activation, Expert
+from evermoe.experts import Experts, expert_layers
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SplitPolicy
 from evermoe.router import Router
@@ -31,13 +32,14 @@ class MoE(nn.Module):
         intermediate: inner width of an expert.
         num_experts: E.
         top_k: K, experts per token. With K > 1 the K weights are normalised to sum to one.
-        router: another one than `Router(hidden, num_experts, top_k)`, for the same sizes.
         router_noise: standard deviation of Gaussian noise on the router's logits, in training only.
-        gated: as for `Experts`, and so are all that follow.
+        gated: as for `Expert`, and so is activation.
+        token_split: as for `Experts`, and so are all that follow.
 
     Attributes:
         router: the `Router`.
         experts: the `Experts`.
+        shared: what each token goes through beside its experts; None for nothing.
         balance_loss: after a forward, `E · Σ_e f_e · P_e` (Switch Transformer, Eq. 4) with f_e the share of all ranks'
             (token, k) slots routed to e and P_e this rank's mean router probability.
 
@@ -52,7 +54,6 @@ class MoE(nn.Module):
         num_experts: int,
         top_k: int = 2,
         *,
-        router: Router | None = None,
         router_noise: float = 0.0,
         gated: bool = False,
         activation: Activation = F.silu,
@@ -68,30 +69,50 @@ class MoE(nn.Module):
                 f"MoE: expected positive sizes and 1 <= top_k <= num_experts, got hidden={hidden}, "
                 f"intermediate={intermediate}, num_experts={num_experts}, top_k={top_k}"
             )
-        if router is None:
-            if router_noise < 0:
-                raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
-            options: dict[str, Any] = {"normalize": top_k > 1, "noise": router_noise, "device": device, "dtype": dtype}
-            router = Router(hidden, num_experts, top_k, **options)
-        elif (router.in_features, router.out_features, router.top_k, 0.0) != (hidden, num_experts, top_k, router_noise):
-            raise ValueError(
-                f"MoE: expected a router of hidden={hidden} and num_experts={num_experts} with top_k={top_k}, and its "
-                f"own noise in place of router_noise={router_noise}, got {router}"
-            )
-        self.hidden, self.num_experts, self.top_k, self.router = hidden, num_experts, top_k, router
-        self.experts = Experts(
-            hidden,
-            intermediate,
-            num_experts,
-            gated=gated,
-            activation=activation,
-            token_split=token_split,
-            max_tokens=max_tokens,
-            fp8_dispatch=fp8_dispatch,
-            device=device,
-            dtype=dtype,
+        if router_noise < 0:
+            raise ValueError(f"MoE: expected router_noise >= 0, got {router_noise}")
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        expert = Expert(hidden, intermediate, gated=gated, activation=activation)
+        self._compose(
+            Router(hidden, num_experts, top_k, normalize=top_k > 1, noise=router_noise, **place),
+            Experts(
+                expert,
+                num_experts,
+                token_split=token_split,
+                max_tokens=max_tokens,
+                fp8_dispatch=fp8_dispatch,
+                **place,
+            ),
+            None,
         )
-        self.balance_loss: Tensor = torch.zeros((), device=device)
+
+    @classmethod
+    def of(cls, router: Router, experts: Experts, shared: nn.Module | None = None) -> MoE:
+        """The layer of a router and experts of any kind.
+
+        Args:
+            router: chooses for each token.
+            experts: as many as the router scores, of its width.
+            shared: a module for all tokens, `[T, H]`, whose output is added (DeepSeekMoE's shared experts).
+
+        Raises:
+            ValueError: router and experts do not fit each other.
+        """
+        found, expected = (router.in_features, router.num_experts), (experts.hidden, experts.num_experts)
+        if found != expected:
+            raise ValueError(
+                f"MoE: expected a router of hidden={expected[0]} and num_experts={expected[1]} as the experts are, got "
+                f"hidden={found[0]} and num_experts={found[1]}"
+            )
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._compose(router, experts, shared)
+        return layer
+
+    def _compose(self, router: Router, experts: Experts, shared: nn.Module | None) -> None:
+        self.router, self.experts, self.shared = router, experts, shared
+        self.hidden, self.num_experts, self.top_k = experts.hidden, experts.num_experts, router.top_k
+        self.balance_loss: Tensor = torch.zeros((), device=experts.weights.device)
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
@@ -107,13 +128,22 @@ class MoE(nn.Module):
         """What changes a token's way through the layer and is not seen in the shapes of its parameters."""
         return f"{self.router.settings()}, {self.experts.settings()}"
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`x`: [..., H]; the result has the same shape and dtype. Collective when the layer spans several ranks."""
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The layer's output, with the shape and type of `x`. Collective when the layer spans several ranks.
+
+        Args:
+            x: `[..., H]`.
+            tokens: integers `[...]`, numbers of the tokens in the vocabulary, for a router with a `vocabulary`.
+        """
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(f"MoE: expected [..., {self.hidden}], got {list(x.shape)}")
         x_TH = x.reshape(-1, self.hidden)
-        routes = self.router(x_TH)
+        routes = self.router(x_TH, None if tokens is None else tokens.reshape(-1))
         y_TH = self.experts(x_TH, routes.ids_TK, routes.weights_TK)
+        if routes.identity_T is not None:
+            y_TH = y_TH + x_TH * routes.identity_T.unsqueeze(1).to(x_TH.dtype)
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH)
         share_E = self.experts.share_E.to(routes.probabilities_E)
         self.balance_loss = self.num_experts * (share_E * routes.probabilities_E).sum()
         return y_TH.reshape(x.shape)

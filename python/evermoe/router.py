@@ -28,6 +28,8 @@ class Routes(NamedTuple):
     """float32: what their outputs count for; differentiable."""
     probabilities_E: Tensor
     """float32: mean over the tokens of each expert's share in their scores; differentiable, for balancing losses."""
+    identity_T: Tensor | None = None
+    """float32: what each token itself counts for, with `identity_experts`; differentiable."""
 
 
 class Router(nn.Linear):
@@ -56,7 +58,7 @@ class Router(nn.Linear):
         normalize: whether a token's K weights are divided by their sum; no difference for `chosen`.
         groups: G, equal groups of neighbouring experts; only those of a token's best groups are chosen. A group's score
             is that of its best expert, or with `sigmoid` the sum of its best two (DeepSeek-V2, section 2.2.2; V3,
-            section 2.1.2).
+            section 2.1.2). Where a group's experts are on one node, tokens go to few nodes.
         top_groups: how many groups; None for all.
         scale: times the weights, after they are normalised.
         noise: standard deviation of Gaussian noise on the logits, in training only.
@@ -66,6 +68,11 @@ class Router(nn.Linear):
             weights; `update_balance` moves it by this much after each step, up for experts that got fewer tokens than
             the mean and down for others (DeepSeek-V3, section 2.1.2). A session does so for the routers of `MoE`.
         bias: whether the linear layer has one.
+        identity_experts: so many more are scored and chosen which return the token itself, for tokens that need less
+            (LongCat-Flash, "zero-computation experts"). In `ids_TK` they are -1.
+        vocabulary: with it a token's experts do not depend on its scores, which give the weights alone, but on its
+            number below this one: they are drawn for each by `hash_seed`, all different (Hash layers; DeepSeek-V4).
+        hash_seed: of that draw, the same on all members.
 
     Raises:
         ValueError: an option is out of its range; the message says which.
@@ -73,6 +80,8 @@ class Router(nn.Linear):
 
     balance: Tensor | None
     """float32 `[E]`: what is added to the scores for the choice; None without `balance_rate`."""
+    table: Tensor | None
+    """int64 `[vocabulary, K]`: experts of each token of the vocabulary; None without one."""
 
     def __init__(
         self,
@@ -89,6 +98,9 @@ class Router(nn.Linear):
         jitter: float = 0.0,
         balance_rate: float | None = None,
         bias: bool = False,
+        identity_experts: int = 0,
+        vocabulary: int | None = None,
+        hash_seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -109,11 +121,26 @@ class Router(nn.Linear):
             raise ValueError(f"Router: expected noise >= 0 and 0 <= jitter < 1, got noise={noise}, jitter={jitter}")
         if balance_rate is not None and balance_rate <= 0:
             raise ValueError(f"Router: expected balance_rate > 0 or None, got {balance_rate}")
-        super().__init__(hidden, num_experts, bias=bias, device=device, dtype=dtype)
+        if identity_experts < 0 or (identity_experts and (groups > 1 or balance_rate is not None or vocabulary)):
+            raise ValueError(
+                "Router: expected identity_experts >= 0, and none of them with groups, balance_rate or vocabulary; got "
+                f"{identity_experts}"
+            )
+        if vocabulary is not None and (vocabulary < 1 or kept < groups or balance_rate is not None):
+            raise ValueError(
+                f"Router: expected vocabulary >= 1, without top_groups and balance_rate, or None; got {vocabulary}"
+            )
+        super().__init__(hidden, num_experts + identity_experts, bias=bias, device=device, dtype=dtype)
+        self.num_experts, self.identity_experts, self.vocabulary = num_experts, identity_experts, vocabulary
         self.top_k, self.scores, self.normalize, self.scale = top_k, scores, normalize, scale
         self.groups, self.top_groups, self.noise, self.jitter = groups, kept, noise, jitter
         self.balance_rate = balance_rate
         self.register_buffer("balance", None if balance_rate is None else torch.zeros(num_experts, device=device))
+        self.register_buffer("table", None)
+        if vocabulary is not None:
+            random = torch.Generator().manual_seed(hash_seed)
+            draws_VE = torch.rand(vocabulary, num_experts, generator=random)
+            self.table = draws_VE.topk(top_k, dim=-1).indices.to(device=device)
 
     def extra_repr(self) -> str:
         """What `print(router)` shows."""
@@ -130,11 +157,21 @@ class Router(nn.Linear):
             "scale": (self.scale, 1.0),
             "jitter": (self.jitter, 0.0),
             "balance_rate": (self.balance_rate, None),
+            "identity_experts": (self.identity_experts, 0),
+            "vocabulary": (self.vocabulary, None),
         }
         return found + "".join(f", {name}={value}" for name, (value, usual) in others.items() if value != usual)
 
-    def forward(self, x_TH: Tensor) -> Routes:  # type: ignore[override]
-        """The experts of each token: `[T, H]` of any floating-point type."""
+    def forward(self, x_TH: Tensor, tokens_T: Tensor | None = None) -> Routes:  # type: ignore[override]
+        """The experts of each token.
+
+        Args:
+            x_TH: `[T, H]` of any floating-point type.
+            tokens_T: integers `[T]`, numbers of the tokens, for a router with a `vocabulary`.
+
+        Raises:
+            ValueError: there is a vocabulary, and no numbers of as many tokens.
+        """
         with torch.autocast(x_TH.device.type, enabled=False):
             if self.training and self.jitter > 0:
                 x_TH = x_TH * torch.empty_like(x_TH).uniform_(1 - self.jitter, 1 + self.jitter)
@@ -148,13 +185,20 @@ class Router(nn.Linear):
                 scores_TE = logits_TE.sigmoid() if self.scores == "sigmoid" else logits_TE.softmax(-1)
             if self.scores == "chosen":
                 scores_TE = logits_TE
-            ids_TK = self._choose(scores_TE.detach())
+            ids_TK = self._choose(scores_TE.detach()) if self.table is None else self._look_up(x_TH, tokens_T)
             weights_TK = scores_TE.gather(1, ids_TK)
             if self.scores == "chosen":
                 weights_TK = weights_TK.softmax(-1)
             elif self.normalize and (self.top_k > 1 or self.scores == "sigmoid"):
                 weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
-            return Routes(ids_TK, weights_TK * self.scale if self.scale != 1.0 else weights_TK, probabilities_E)
+            if self.scale != 1.0:
+                weights_TK = weights_TK * self.scale
+            if not self.identity_experts:
+                return Routes(ids_TK, weights_TK, probabilities_E)
+            is_identity_TK = ids_TK >= self.num_experts
+            identity_T = (weights_TK * is_identity_TK).sum(-1)
+            ids_TK = ids_TK.masked_fill(is_identity_TK, -1)
+            return Routes(ids_TK, weights_TK, probabilities_E[: self.num_experts], identity_T)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         if self.balance is not None:
@@ -167,6 +211,13 @@ class Router(nn.Linear):
             left.scatter_(1, groups_TG.topk(self.top_groups, dim=-1).indices, False)
             scores_TE = scores_TGe.masked_fill(left.unsqueeze(-1), -torch.inf).flatten(1)
         return scores_TE.topk(self.top_k, dim=-1).indices
+
+    def _look_up(self, x_TH: Tensor, tokens_T: Tensor | None) -> Tensor:
+        if tokens_T is None or tokens_T.shape != x_TH.shape[:1] or tokens_T.is_floating_point():
+            found = "none" if tokens_T is None else f"{tokens_T.dtype} {list(tokens_T.shape)}"
+            raise ValueError(f"Router: expected the numbers of {len(x_TH)} tokens for its vocabulary, got {found}")
+        assert self.table is not None
+        return self.table[tokens_T.long()]
 
     @torch.no_grad()
     def update_balance(self, load_E: NDArray[np.int64]) -> None:

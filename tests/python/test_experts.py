@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from evermoe import Experts
+from evermoe import Expert, Experts, clamped_swiglu
 from evermoe.comm.collectives import ExpertReducer
 from support.ranks import run_ranks
 
@@ -18,9 +18,57 @@ PLACEMENTS = {
 TOKENS = {1: [15], 3: [9, 0, 6]}
 
 
-def make(**options):
+def halved(both):
+    first, second = both.chunk(2, -1)
+    return first.relu() * second - 1
+
+
+KINDS = {
+    "plain": {"activation": F.relu},
+    "plain, biases": {"activation": F.gelu, "bias": True},
+    "gated": {"gated": True, "activation": torch.tanh},
+    "fused": {"gated": True, "layout": "fused"},
+    "fused activation": {"gated": True, "layout": "fused", "bias": True, "fused_activation": halved},
+    "transposed": {"gated": True, "transposed": True, "bias": True},
+    "llama-4": {"gated": True, "layout": "fused", "transposed": True, "weighted": "inputs"},
+    "gpt-oss": {
+        "gated": True,
+        "layout": "interleaved",
+        "transposed": True,
+        "bias": True,
+        "gating": clamped_swiglu,
+    },
+    "post-norm": {"gated": True, "layout": "fused"},
+}
+
+
+def make(kind="gated", inner=INNER, **options):
     torch.manual_seed(0)
-    return Experts(H, INNER, EXPERTS, gated=True, activation=torch.tanh, **options)
+    norm = nn.RMSNorm(H) if kind == "post-norm" else None
+    return Experts(Expert(H, inner, **KINDS[kind]), EXPERTS, post_norm=norm, **options)
+
+
+def feed_forward(layer, expert, token):
+    """What one expert makes of one token, by the models' own words."""
+    kind = layer.expert
+    part = {name: view[expert] for name, view in kind.views(layer.weights).items()}
+
+    def linear(x, name):
+        matrix = part[name].T if kind.transposed else part[name]
+        return matrix @ x + part.get(f"{name}_bias", 0)
+
+    if not kind.gated:
+        return linear(kind.activation(linear(token, "up")), "down")
+    if kind.layout == "separate":
+        return linear(kind.activation(linear(token, "gate")) * linear(token, "up"), "down")
+    both = linear(token, "gate_up")
+    if kind.fused_activation:
+        return linear(kind.fused_activation(both), "down")
+    gate, up = (both[: len(both) // 2], both[len(both) // 2 :]) if kind.layout == "fused" else (both[::2], both[1::2])
+    if kind.gating:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return linear((up + 1) * (gate * torch.sigmoid(gate * 1.702)), "down")
+    return linear(kind.activation(gate) * up, "down")
 
 
 def choices(seed=0):
@@ -41,18 +89,29 @@ def reference(layer, x_TH, ids_TK, weights_TK):
         row = torch.zeros(H)
         for expert, weight in zip(ids, weights, strict=True):
             if expert >= 0:
-                gate, up, down = layer.weights[expert, : 3 * H * INNER].view(3, H, INNER)
-                row = row + weight * (
-                    down.view(H, INNER) @ (torch.tanh(gate.view(INNER, H) @ token) * (up.view(INNER, H) @ token))
-                )
+                if layer.expert.weighted == "inputs":
+                    row = row + feed_forward(layer, expert, weight * token)
+                else:
+                    out = feed_forward(layer, expert, token)
+                    row = row + weight * (out if layer.post_norm is None else layer.post_norm(out))
         rows.append(row)
     out = torch.stack(rows)
     out.square().sum().backward()
-    return {"out": out.detach(), "x": x_TH.grad, "scores": weights_TK.grad, "experts": layer.weights.grad}
+    return {
+        "out": out.detach(),
+        "x": x_TH.grad,
+        "scores": weights_TK.grad,
+        "experts": layer.weights.grad,
+        **norm(layer),
+    }
 
 
-def on_rank(group, options, dtype=torch.int64):
-    layer = make(**options)
+def norm(layer):
+    return {} if layer.post_norm is None else {"norm": layer.post_norm.weight.grad}
+
+
+def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER):
+    layer = make(kind, inner, **options)
     matrix = np.array(PLACEMENTS[group.size])
     layer.ids = np.flatnonzero(matrix[group.rank]).tolist()
     layer.weights = nn.Parameter(layer.weights.detach()[layer.ids].clone())
@@ -65,7 +124,7 @@ def on_rank(group, options, dtype=torch.int64):
     out.square().sum().backward()
     ExpertReducer([matrix], [layer.weights.shape[1]], group.rank).reduce([layer.weights.grad], group)
     grads = {"x": x_TH.grad, "scores": weights_TK.grad, "experts": layer.weights.grad}
-    return {"out": out.detach(), "load": layer.load_E.tolist(), "share": layer.share_E, **grads}
+    return {"out": out.detach(), "load": layer.load_E.tolist(), "share": layer.share_E, **grads, **norm(layer)}
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 15}, {"token_split": "even"}], ids=str)
@@ -83,13 +142,37 @@ def test_any_router(tmp_path, ranks, options):
         torch.testing.assert_close(each["share"].double(), load / load.sum().double())
 
 
+@pytest.mark.parametrize("inner", [INNER, 6])  # with 6, rows are not whole 16 bytes: the products go one by one
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "gated"])
+def test_any_expert_on_one_rank(tmp_path, kind, inner):
+    check(run_ranks(tmp_path, 1, on_rank, {}, torch.int64, kind, inner), reference(make(kind, inner), *choices()))
+
+
+@pytest.mark.parametrize("kind", ["fused activation", "llama-4", "gpt-oss", "post-norm"])
+def test_any_expert_on_three_ranks(tmp_path, kind):
+    for options in ({}, {"max_tokens": 15}):
+        found = run_ranks(tmp_path, 3, on_rank, options, torch.int64, kind)
+        check(found, reference(make(kind), *choices()))
+
+
+def check(results, expected):
+    if "norm" in expected:
+        gradients = [each["norm"] for each in results if each["norm"] is not None]
+        torch.testing.assert_close(sum(gradients), expected["norm"], rtol=1e-4, atol=1e-5)
+    for name in ("out", "x", "scores"):
+        torch.testing.assert_close(torch.cat([each[name] for each in results]), expected[name], rtol=1e-4, atol=1e-5)
+    for each, row in zip(results, PLACEMENTS[len(results)], strict=True):
+        torch.testing.assert_close(each["experts"], expected["experts"][np.flatnonzero(row)], rtol=1e-4, atol=1e-5)
+
+
 def test_ids_of_32_bits(tmp_path):
     found = [run_ranks(tmp_path, 1, on_rank, {}, dtype)[0]["out"] for dtype in (torch.int64, torch.int32)]
     assert torch.equal(*found)
 
 
-def test_the_same_in_a_compiled_graph():
-    layer = make()
+@pytest.mark.parametrize("kind", ["gated", "gpt-oss", "llama-4"])
+def test_the_same_in_a_compiled_graph(kind):
+    layer = make(kind)
     x_TH, ids_TK, weights_TK = choices()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x_TH, ids_TK, weights_TK), layer(x_TH, ids_TK, weights_TK))
@@ -113,19 +196,32 @@ def test_wrong_shapes(change, message):
 
 
 def test_wrong_options():
-    for arguments, message in [
-        ((0, 4, 4), "hidden=0"),
-        ((4, 0, 4), "intermediate=0"),
-        ((4, 4, 0), "num_experts=0"),
+    for options, message in [
+        ({"hidden": 0}, "positive sizes, got hidden=0"),
+        ({"intermediate": 0}, "intermediate=0"),
+        ({"layout": "fused"}, "gated=True"),
+        ({"gating": clamped_swiglu}, "gated=True"),
+        ({"gated": True, "layout": "both"}, "layout to be one of separate, fused, interleaved, got 'both'"),
+        ({"gated": True, "fused_activation": halved}, "with layout='fused'"),
+        ({"weighted": "gradients"}, "weighted to be one of outputs, inputs"),
     ]:
         with pytest.raises(ValueError, match=message):
-            Experts(*arguments)
+            Expert(**{"hidden": 4, "intermediate": 4} | options)
+    with pytest.raises(ValueError, match=r"num_experts >= 1, got Expert\(.*\) and 0"):
+        Experts(Expert(4, 4), 0)
+    with pytest.raises(ValueError, match=r"an evermoe.Expert and num_experts >= 1, got 4 and 4"):
+        Experts(4, 4)
+    with pytest.raises(ValueError, match="expected fp8_dispatch=False"):
+        make("llama-4", fp8_dispatch=True)
     with pytest.raises(ValueError, match="token_split to be one of even, balanced, got 'fair'"):
         make(token_split="fair")
 
 
 def test_a_model_of_another_router_and_plain_layers_names_its_settings():
-    model = nn.Sequential(nn.Linear(4, 4), Experts(4, 4, 2, activation=F.gelu, fp8_dispatch=True))
+    model = nn.Sequential(nn.Linear(4, 4), Experts(Expert(4, 4, activation=F.gelu), 2, fp8_dispatch=True))
     from evermoe.moe import layer_settings
 
     assert layer_settings(model) == ["activation=gelu, token_split=balanced, fp8_dispatch"]
+    assert make("gpt-oss").settings() == (
+        "gating=clamped_swiglu, layout=interleaved, gated, bias, transposed, token_split=balanced"
+    )

@@ -18,6 +18,7 @@ ROOMS = [
     "optim",
     "plotting",
     "comm",
+    "expert",
     "moe_exchange",
     "moe_fp8",
     "moe_load",
@@ -65,6 +66,7 @@ TWINS = {
 RUST_TWINS = {
     "chunks": "ops, and their backends",
     "dispatch": "planner, and its typed face",
+    "expert": "how its tokens are split, and what it is",
     "fp8": "ops, and their backends",
     "ledger": "planner, and its typed face",
     "load": "planner, and its typed face",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import evermoe
-from evermoe import MoE, Router
+from evermoe import Expert, Experts, MoE, Router
 from support.ranks import run_ranks
 from test_moe import PLACEMENTS, TOKENS, expert, hold
 
@@ -84,7 +84,7 @@ def on_rank(group, kind, matrix, tokens):
     router = make(kind, 5, groups=1, top_groups=None)
     experts = router.out_features
     torch.manual_seed(0)
-    layer = MoE(H, 6, experts, router.top_k, router=router)
+    layer = MoE.of(router, Experts(Expert(H, 6), experts))
     hold(layer, group, matrix[:, :experts])
     start = sum(tokens[: group.rank])
     mine = slice(start, start + tokens[group.rank])
@@ -99,7 +99,7 @@ def test_a_layer_with_such_a_router(tmp_path, kind, ranks):
     name = {1: "one rank", 3: "skewed"}[ranks]
     router = make(kind, 5, groups=1, top_groups=None)
     torch.manual_seed(0)
-    layer = MoE(H, 6, router.out_features, router.top_k, router=router)
+    layer = MoE.of(router, Experts(Expert(H, 6), 5))
     rows, load = [], [0] * router.out_features
     for token in draw(sum(TOKENS[ranks])):
         ids, weights, _ = chosen(router, token)
@@ -117,10 +117,47 @@ def test_a_layer_with_such_a_router(tmp_path, kind, ranks):
             torch.testing.assert_close(each["balance"], router.balance + torch.from_numpy(moved).float())
 
 
+def test_identity_experts_return_the_token():
+    torch.manual_seed(2)
+    layer = MoE.of(Router(H, 4, 3, identity_experts=2), Experts(Expert(H, 6), 4), shared=torch.nn.Linear(H, H))
+    x_TH, expected, load = draw(), [], [0] * 4
+    for token in x_TH:
+        scores = softmax((layer.router.weight.detach().double() @ token.double()).tolist())
+        ids = sorted(range(6), key=lambda e: -scores[e])[:3]
+        weights = [scores[e] / sum(scores[e] for e in ids) for e in ids]
+        row = layer.shared(token)
+        for e, weight in zip(ids, weights, strict=True):
+            row = row + weight * (expert(layer, e, token) if e < 4 else token)
+            if e < 4:
+                load[e] += 1
+        expected.append(row)
+    assert sum(load) < 3 * T, "some identity experts were chosen"
+    torch.testing.assert_close(layer(x_TH), torch.stack(expected), rtol=1e-4, atol=1e-6)
+    assert layer.load_E.tolist() == load
+
+
+def test_experts_by_the_tokens_numbers():
+    layer = MoE.of(Router(H, EXPERTS, 3, vocabulary=50, hash_seed=7), Experts(Expert(H, 6), EXPERTS))
+    table, numbers, x_TH = layer.router.table, torch.randint(50, (T,)), draw()
+    assert all(len(set(row)) == 3 for row in table.tolist())
+    assert torch.equal(table, Router(H, EXPERTS, 3, vocabulary=50, hash_seed=7).table)
+    assert not torch.equal(table, Router(H, EXPERTS, 3, vocabulary=50).table)
+    expected = []
+    for token, number in zip(x_TH, numbers.tolist(), strict=True):
+        scores, ids = softmax((layer.router.weight.detach() @ token).tolist()), table[number].tolist()
+        weights = [scores[e] / sum(scores[e] for e in ids) for e in ids]
+        expected.append(sum(weight * expert(layer, e, token) for e, weight in zip(ids, weights, strict=True)))
+    out = layer(x_TH.view(1, T, H), numbers.view(1, T))
+    torch.testing.assert_close(out[0], torch.stack(expected), rtol=1e-4, atol=1e-6)
+    for wrong in (None, numbers[1:], numbers.float()):
+        with pytest.raises(ValueError, match="expected the numbers of 23 tokens for its vocabulary, got"):
+            layer(x_TH, wrong)
+
+
 def test_a_session_balances_after_each_step():
     torch.manual_seed(0)
     router = Router(H, 4, 1, scores="sigmoid", balance_rate=0.25)
-    model = MoE(H, 8, 4, 1, router=router)
+    model = MoE.of(router, Experts(Expert(H, 8), 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = torch.zeros(4)
     for step in evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), preset="auto").steps(5):
@@ -164,6 +201,10 @@ def test_noise_and_jitter_only_in_training():
         ({"top_k": 1, "noise": -1.0}, "noise=-1"),
         ({"top_k": 1, "jitter": 1.0}, "0 <= jitter < 1"),
         ({"top_k": 1, "balance_rate": 0.0}, "balance_rate > 0 or None"),
+        ({"top_k": 1, "identity_experts": -1}, "identity_experts >= 0"),
+        ({"top_k": 1, "identity_experts": 2, "balance_rate": 0.1}, "none of them with groups, balance_rate"),
+        ({"top_k": 1, "vocabulary": 0}, "vocabulary >= 1"),
+        ({"top_k": 1, "vocabulary": 9, "balance_rate": 0.1}, "without top_groups and balance_rate"),
     ],
 )
 def test_wrong_options(options, message):
@@ -172,10 +213,10 @@ def test_wrong_options(options, message):
 
 
 def test_a_router_of_other_sizes_is_refused():
-    with pytest.raises(ValueError, match="a router of hidden=8 and num_experts=4 with top_k=2"):
-        MoE(8, 8, 4, 2, router=Router(8, 5, 2))
-    with pytest.raises(ValueError, match=r"in place of router_noise=0\.5"):
-        MoE(8, 8, 4, 2, router=Router(8, 4, 2), router_noise=0.5)
+    with pytest.raises(
+        ValueError, match="a router of hidden=8 and num_experts=4 as the experts are, got hidden=8 and n"
+    ):
+        MoE.of(Router(8, 5, 2), Experts(Expert(8, 8), 4))
 
 
 def test_settings_name_what_is_unusual():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evermoe.errors import UnsupportedState
-from evermoe.experts import ROW_ALIGNMENT
+from evermoe.expert import ROW_ALIGNMENT
 
 _ROWS, _ROW = 4, ROW_ALIGNMENT
 """Shape of what an optimizer is tried on: rows of whole SIMD registers, so that it steps all of them alike."""

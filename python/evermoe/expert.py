@@ -1,0 +1,179 @@
+"""What one expert of an MoE layer is: its matrices and biases, how they lie in memory, what it makes of a token.
+
+Shape suffixes: H hidden width, I inner width, e experts of this rank, N rows, C columns, D outputs, W an expert's row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROW_ALIGNMENT = 32
+"""An expert's flat weights are padded to this many elements, whole SIMD registers of any type: what is left over at the
+end of a tensor is rounded otherwise, so that replicas of an expert would differ by where they are in a stack."""
+
+Activation = Callable[[Tensor], Tensor]
+Gating = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Each expert's rows `[N, C]` times its matrix of `[e, D, C]`, transposed: `[N, D]`."""
+Layout = Literal["separate", "fused", "interleaved"]
+Weighted = Literal["outputs", "inputs"]
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """`(up + 1) · gate · sigmoid(alpha · gate)` of clamped inputs: `gating` of GPT-OSS's experts."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A feed-forward expert: `down(activation(up(x)))`, or gated `down(activation(gate(x)) * up(x))`.
+
+    | models | arguments |
+    |---|---|
+    | Switch Transformer | `Expert(H, I, activation=F.relu)` |
+    | Mixtral, Qwen3-MoE, DeepSeek in transformers 5 | `Expert(H, I, gated=True, layout="fused")` |
+    | GPT-OSS | as above with `layout="interleaved", transposed=True, bias=True, gating=clamped_swiglu` |
+    | Llama 4 | as the second with `transposed=True, weighted="inputs"` |
+
+    Args:
+        hidden: H, width of a token.
+        intermediate: I, inner width.
+        gated: whether there is a gate beside `up`.
+        bias: whether each matrix has a bias.
+        layout: of gate and up: `separate` matrices `gate` and `up` of `[I, H]`; `fused` in one matrix `gate_up` of
+            `[2I, H]`, all of the gate first; or `interleaved`, gate and up in turns.
+        transposed: matrices are `[inputs, outputs]`, not `[outputs, inputs]`.
+        activation: elementwise, differentiable.
+        gating: what is made of the gate's and up's outputs, `[N, I]` each, in place of `activation(gate) * up`.
+        fused_activation: what is made of the output of `gate_up`, `[N, 2I]` to `[N, I]`, in place of both.
+        weighted: what the router's weights multiply: the experts' `outputs`, or what goes into them.
+
+    Raises:
+        ValueError: a size or an option is out of its range; the message says which.
+    """
+
+    hidden: int
+    intermediate: int
+    _: KW_ONLY
+    gated: bool = False
+    bias: bool = False
+    layout: Layout = "separate"
+    transposed: bool = False
+    activation: Activation = F.silu
+    gating: Gating | None = None
+    fused_activation: Activation | None = None
+    weighted: Weighted = "outputs"
+
+    def __post_init__(self) -> None:
+        if min(self.hidden, self.intermediate) < 1:
+            raise ValueError(
+                f"Expert: expected positive sizes, got hidden={self.hidden}, intermediate={self.intermediate}"
+            )
+        for name, kind in (("layout", Layout), ("weighted", Weighted)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(
+                    f"Expert: expected {name} to be one of {', '.join(get_args(kind))}, got {getattr(self, name)!r}"
+                )
+        if not self.gated and (self.layout != "separate" or self.gating or self.fused_activation):
+            raise ValueError("Expert: expected gated=True where there is a layout of gate and up, or what joins them")
+        if self.fused_activation and (self.gating or self.layout == "separate"):
+            raise ValueError(
+                "Expert: expected fused_activation without gating, and with layout='fused' or 'interleaved'"
+            )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Matrices and biases by name, in the order in which they lie in an expert's row.
+
+        Example: `Expert(4, 6, gated=True, bias=True, layout="fused").shapes` is `{"gate_up": (12, 4),
+        "gate_up_bias": (12,), "down": (4, 6), "down_bias": (4,)}`.
+        """
+        width = self.intermediate
+        outputs = {"up": width} if not self.gated else {"gate": width, "up": width}
+        if self.layout != "separate":
+            outputs = {"gate_up": 2 * width}
+        found: dict[str, tuple[int, ...]] = {}
+        for name, size in [*outputs.items(), ("down", self.hidden)]:
+            inputs = width if name == "down" else self.hidden
+            found[name] = (inputs, size) if self.transposed else (size, inputs)
+            if self.bias:
+                found[f"{name}_bias"] = (size,)
+        return found
+
+    @property
+    def row_size(self) -> int:
+        """W: elements of an expert's row, with the padding at its end."""
+        used = sum(math.prod(shape) for shape in self.shapes.values())
+        return used + -used % ROW_ALIGNMENT
+
+    def settings(self) -> str:
+        """What changes the result and is not seen in the number of weights."""
+        functions = {"activation": self.activation, "gating": self.gating, "fused_activation": self.fused_activation}
+        named = {name: getattr(f, "__name__", type(f).__name__) for name, f in functions.items() if f is not None}
+        if self.gating or self.fused_activation:
+            named.pop("activation")
+        others = {"layout": (self.layout, "separate"), "weighted": (self.weighted, "outputs")}
+        named |= {name: value for name, (value, usual) in others.items() if value != usual}
+        marks = [name for name in ("gated", "bias", "transposed") if getattr(self, name)]
+        return ", ".join([*(f"{name}={value}" for name, value in named.items()), *marks])
+
+    def views(self, weights_eW: Tensor) -> dict[str, Tensor]:
+        """The matrices and biases of experts, `[e, *shape]` each, as views of their rows."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = weights_eW.split([*sizes, weights_eW.shape[1] - sum(sizes)], 1)
+        return {name: part.unflatten(1, shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=False)}
+
+    @torch.no_grad()
+    def initialize(self, weights_eW: Tensor) -> None:
+        """Draws experts as `nn.Linear` draws its weights: uniform within 1/sqrt(inputs); zeros for the padding."""
+        weights_eW.zero_()
+        for name, view in self.views(weights_eW).items():
+            inputs = self.intermediate if name.startswith("down") else self.hidden
+            view.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
+
+    def feed_forward(self, rows_NH: Tensor, weights_eW: Tensor, product: Product, ends_e: Tensor) -> Tensor:
+        """Rows ordered by local expert → the experts' outputs in the same order; not yet weighted.
+
+        Args:
+            rows_NH: in the type in which to compute.
+            weights_eW: rows of the local experts.
+            product: of the rows and a matrix of each expert.
+            ends_e: int32, the end of each expert's rows.
+        """
+        views = self.views(weights_eW.to(rows_NH.dtype))
+        owners_N = None
+        if self.bias:
+            numbers_N = torch.arange(len(rows_NH), dtype=ends_e.dtype, device=ends_e.device)
+            owners_N = torch.searchsorted(ends_e, numbers_N, right=True)
+
+        def linear(inputs_NC: Tensor, name: str) -> Tensor:
+            matrices = views[name].transpose(1, 2) if self.transposed else views[name]
+            outputs_ND = product(inputs_NC, matrices)
+            if owners_N is None:
+                return outputs_ND
+            biases_eD = F.pad(views[f"{name}_bias"], (0, 0, 0, 1))  # the last one is for rows after the last expert's
+            return outputs_ND + biases_eD[owners_N]
+
+        if not self.gated:
+            return linear(self.activation(linear(rows_NH, "up")), "down")
+        if self.layout == "separate":
+            return linear(self._join(linear(rows_NH, "gate"), linear(rows_NH, "up")), "down")
+        both_N2I = linear(rows_NH, "gate_up")
+        if self.fused_activation is not None:
+            return linear(self.fused_activation(both_N2I), "down")
+        if self.layout == "fused":
+            gate_NI, up_NI = both_N2I.chunk(2, -1)
+        else:
+            gate_NI, up_NI = both_N2I[:, ::2], both_N2I[:, 1::2]
+        return linear(self._join(gate_NI, up_NI), "down")
+
+    def _join(self, gate_NI: Tensor, up_NI: Tensor) -> Tensor:
+        return self.activation(gate_NI) * up_NI if self.gating is None else self.gating(gate_NI, up_NI)
