@@ -6,7 +6,7 @@ Shape suffixes: H hidden width, I inner width, e experts of this rank, N rows, C
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal, get_args
 
@@ -139,16 +139,15 @@ class Expert:
             inputs = self.intermediate if name.startswith("down") else self.hidden
             view.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
 
-    def feed_forward(self, rows_NH: Tensor, weights_eW: Tensor, product: Product, ends_e: Tensor) -> Tensor:
-        """Rows ordered by local expert → the experts' outputs in the same order; not yet weighted.
+    def apply(self, rows_NH: Tensor, views: Mapping[str, Tensor], product: Product, ends_e: Tensor) -> Tensor:
+        """The outputs of experts, not yet weighted: `[N, H]` in the order of `rows_NH`.
 
         Args:
-            rows_NH: in the type in which to compute.
-            weights_eW: rows of the local experts.
+            rows_NH: ordered by expert; rows after the last expert's are padding.
+            views: `[e, *shape]` of each of `shapes`, in the rows' type.
             product: of the rows and a matrix of each expert.
             ends_e: int32, the end of each expert's rows.
         """
-        views = self.views(weights_eW.to(rows_NH.dtype))
         owners_N = None
         if self.bias:
             numbers_N = torch.arange(len(rows_NH), dtype=ends_e.dtype, device=ends_e.device)

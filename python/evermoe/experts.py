@@ -6,6 +6,7 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -63,6 +64,8 @@ class Experts(nn.Module):
         share_E: after a forward, float `[E]`: parts of all ranks' choices that went to each expert, on the layer's
             device.
         count: tokens routed to each expert on all ranks together.
+        on_load: called after each step of a session with `load_E`, for what follows the load, such as
+            `Router.update_balance`; None for nothing. The same on all members.
 
     Raises:
         ValueError: a size or an option is out of its range; the message says which.
@@ -100,6 +103,7 @@ class Experts(nn.Module):
         self.matrix_RE = np.ones((1, num_experts), np.int64)
         self.share_E: Tensor = torch.zeros(num_experts, device=device)
         self.count = TokenCount(num_experts)
+        self.on_load: Callable[[NDArray[np.int64]], None] | None = None
         self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
         self._name = moe_ops.register(self)
         self.reset_parameters()
@@ -278,7 +282,8 @@ class Experts(nn.Module):
 
     def _feed_forward(self, rows_NH: Tensor, product: Product, ends_e: Tensor) -> Tensor:
         """Rows ordered by local expert → the experts' outputs in the same order."""
-        outputs_NH = self.expert.feed_forward(rows_NH, self.weights, product, ends_e)
+        views = self.expert.views(self.weights.to(rows_NH.dtype))
+        outputs_NH = self.expert.apply(rows_NH, views, product, ends_e)
         if self.post_norm is None:
             return outputs_NH
         numbers_N1 = torch.arange(len(rows_NH), device=ends_e.device).unsqueeze(1)

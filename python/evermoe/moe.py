@@ -113,6 +113,8 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
         self.hidden, self.num_experts, self.top_k = experts.hidden, experts.num_experts, router.top_k
         self.balance_loss: Tensor = torch.zeros((), device=experts.weights.device)
+        if router.balance is not None:
+            experts.on_load = router.update_balance
 
     @property
     def tokens_E(self) -> NDArray[np.int64]:
@@ -155,14 +157,15 @@ def moe_layers(model: nn.Module) -> dict[str, MoE]:
 
 
 def update_balance(model: nn.Module) -> None:
-    """Moves the `balance` of the routers of a model's MoE layers by the load since it was last forgotten.
+    """Tells what follows the load of a model's experts, such as the `balance` of a `Router`, the load of this step.
 
     A session does so in each step. Without one, call it after `optimizer.step()`, and then `experts.count.forget()` of
     each layer.
     """
-    layers = [layer for layer in moe_layers(model).values() if layer.router.balance is not None]
-    for layer, load_E in zip(layers, TokenCount.totals(layer.experts.count for layer in layers), strict=True):
-        layer.router.update_balance(load_E)
+    layers = [experts for experts in expert_layers(model).values() if experts.on_load is not None]
+    for experts, load_E in zip(layers, TokenCount.totals(experts.count for experts in layers), strict=True):
+        assert experts.on_load is not None
+        experts.on_load(load_E)
 
 
 def layer_settings(model: nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from evermoe.comm.group import Group
+from evermoe.expert import Product
 from evermoe.moe_exchange import Exchange
 
 
@@ -139,6 +140,23 @@ def multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, lengths_e: Sequen
     """`multiply` of any types and sizes."""
     blocks = rows_NC.split(lengths_e)
     return torch.cat([F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)])
+
+
+def product_of(ends_e: Tensor) -> Product:
+    """The product of rows with their experts' matrices, by the quickest way, in graphs and out of them.
+
+    Args:
+        ends_e: int32, the end of each expert's rows; on a GPU the host reads them where `takes_groups` says no.
+    """
+
+    def product(rows_NC: Tensor, matrices_eDC: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return multiply(rows_NC, matrices_eDC, ends_e)
+        if takes_groups(rows_NC.device, rows_NC.dtype, matrices_eDC.shape[1:]):
+            return multiply_at_once(rows_NC, matrices_eDC, ends_e)
+        return multiply_one_by_one(rows_NC, matrices_eDC, _lengths(ends_e))
+
+    return product
 
 
 @torch.library.custom_op("evermoe::multiply", mutates_args=())

@@ -66,7 +66,8 @@ class Router(nn.Linear):
             scored (Switch Transformer).
         balance_rate: with it `balance` holds a number for each expert, added to its score for the choice but not in the
             weights; `update_balance` moves it by this much after each step, up for experts that got fewer tokens than
-            the mean and down for others (DeepSeek-V3, section 2.1.2). A session does so for the routers of `MoE`.
+            the mean and down for others (DeepSeek-V3, section 2.1.2). A session does so for the routers of `MoE`, and
+            for any that is `Experts.on_load`.
         bias: whether the linear layer has one.
         identity_experts: so many more are scored and chosen which return the token itself, for tokens that need less
             (LongCat-Flash, "zero-computation experts"). In `ids_TK` they are -1.

@@ -40,6 +40,7 @@ ROOMS = [
     "config",
     "train",
     "evermoe",
+    "integrations",
     "launch",
     "demo",
     "cli",

@@ -13,7 +13,7 @@ from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Checkpoint, Commit, Copy, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
-from evermoe.moe import moe_layers, update_balance
+from evermoe.moe import update_balance
 from evermoe.state import loop_state
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
@@ -28,8 +28,7 @@ class SessionDriver(RecoveryDriver):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        layers = moe_layers(self._script.model).values()
-        self._balances = any(layer.router.balance is not None for layer in layers)
+        self._balances = any(layer.on_load is not None for layer in self._state.layers.values())
         self.loss = float("nan")
         """Mean loss of the latest step's global batch."""
         self.skipped = 0

@@ -1,0 +1,16 @@
+"""transformers' MoE models under `evermoe.Session`: `pip install evermoe[transformers]`.
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    make_elastic(model)
+    session = evermoe.Session(model, torch.optim.AdamW(model.parameters(), fused=True), sampler)
+
+Importing this registers evermoe's ops as transformers' `experts_implementation="evermoe"` and
+`DistributedConfig(ep_implementation="evermoe")`.
+"""
+
+from evermoe.integrations.transformers import seams as _seams
+from evermoe.integrations.transformers.elastic import ElasticExperts, make_elastic
+
+__all__ = ["ElasticExperts", "make_elastic"]
+
+_seams.register()

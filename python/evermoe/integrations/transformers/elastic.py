@@ -1,0 +1,183 @@
+"""transformers' experts modules as `evermoe.Experts`: routers, shared experts and attention stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers.integrations import moe as hub_moe
+
+from evermoe.errors import UnsupportedState
+from evermoe.expert import Expert, Layout
+from evermoe.experts import Experts, expert_layers
+
+BIASES = ("e_score_correction_bias", "expert_bias")
+"""What models call the numbers that are added to the scores for the choice alone."""
+
+
+def describe(source: nn.Module) -> Expert:
+    """The expert that a module of transformers' experts interface has many of.
+
+    Args:
+        source: of a class with `@use_experts_implementation`.
+    """
+    found: Any = source
+    inner, hidden = found.down_proj.shape[1:] if found.is_transposed else found.down_proj.shape[:0:-1]
+    options: dict[str, Any] = {"bias": found.has_bias, "transposed": found.is_transposed}
+    if not found.has_gate:
+        return Expert(hidden, inner, activation=found.act_fn, **options)
+    layout: Layout = "fused" if found.is_concatenated else "interleaved"
+    if found._apply_gate.__func__ is hub_moe._default_apply_gate and found.is_concatenated:
+        return Expert(hidden, inner, gated=True, layout="fused", activation=found.act_fn, **options)
+    return Expert(hidden, inner, gated=True, layout=layout, fused_activation=found._apply_gate, **options)
+
+
+class ElasticExperts(Experts):
+    """The experts of a transformers model, spread over the members of a session.
+
+    Takes over the weights of `source`, which has none afterwards. `state_dict` has transformers' names and shapes, and
+    `load_state_dict` takes them, so that `save_pretrained` of a model that holds all its experts works as it is.
+
+    Args:
+        source: the module that this one replaces.
+        options: of `evermoe.Experts`.
+
+    Raises:
+        UnsupportedState: it has parameters that are not known here, or of several types.
+    """
+
+    def __init__(self, source: Any, **options: Any) -> None:
+        expert, kind = describe(source), type(source).__name__
+        parameters = dict(source.named_parameters(recurse=False))
+        if {hub_name(name) for name in expert.shapes} != set(parameters):
+            raise UnsupportedState(
+                f"{kind} has the parameters {sorted(parameters)}, and experts of transformers' interface have "
+                f"{sorted(hub_name(name) for name in expert.shapes)}: it cannot be made elastic"
+            )
+        alike = {(p.dtype, p.device, p.requires_grad) for p in parameters.values()}
+        if len(alike) > 1 or not next(iter(alike))[0].is_floating_point:
+            raise UnsupportedState(
+                f"{kind}: expected parameters of one floating-point type, on one device, all frozen or none; got "
+                f"{sorted(map(str, alike))}. Load the model without quantisation"
+            )
+        ((dtype, device, requires_grad),) = alike
+        norm = getattr(source, "post_expert_norm", None)
+        super().__init__(expert, source.num_experts, post_norm=norm, device="meta", dtype=dtype, **options)
+        self.kind = kind
+        self.share_E = torch.zeros(self.num_experts, device=device)
+        weights = torch.empty(self.weights.shape, device=device, dtype=dtype)
+        with torch.no_grad():
+            weights[:, sum(p[0].numel() for p in parameters.values()) :] = 0
+            for name, view in expert.views(weights).items():
+                view.copy_(parameters[hub_name(name)])
+                source._parameters.pop(hub_name(name))
+        self.weights = nn.Parameter(weights, requires_grad)
+        self.register_state_dict_post_hook(_as_hub)
+        self.register_load_state_dict_pre_hook(_from_hub)
+
+    def reset_parameters(self) -> None:
+        """Leaves the weights as they are: transformers draws those of its models."""
+
+    def extra_repr(self) -> str:
+        """What `print(layer)` shows."""
+        return f"{self.kind}, {super().extra_repr()}"
+
+
+def hub_name(name: str) -> str:
+    """transformers' name of a matrix or bias: `gate_up_proj_bias` for `gate_up_bias`."""
+    matrix = name.removesuffix("_bias")
+    return f"{matrix}_proj_bias" if matrix != name else f"{matrix}_proj"
+
+
+def _as_hub(layer: Experts, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    for name, view in layer.expert.views(state.pop(f"{prefix}weights")).items():
+        state[f"{prefix}{hub_name(name)}"] = view.contiguous()  # savers take what shares memory for tied
+    for key in [key for key in state if key.startswith(f"{prefix}post_norm.")]:
+        state[key.replace(f"{prefix}post_norm.", f"{prefix}post_expert_norm.")] = state.pop(key)
+
+
+def _from_hub(layer: Experts, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    names = {name: f"{prefix}{hub_name(name)}" for name in layer.expert.shapes}
+    if not all(key in state for key in names.values()):
+        return
+    first = state[next(iter(names.values()))]
+    rows: Any = layer.ids if len(first) == layer.num_experts else slice(None)
+    weights = first.new_zeros(len(first[rows]), layer.expert.row_size)
+    for name, view in layer.expert.views(weights).items():
+        view.copy_(state.pop(names[name])[rows])
+    state[f"{prefix}weights"] = weights
+    for key in [key for key in state if key.startswith(f"{prefix}post_expert_norm.")]:
+        state[key.replace(f"{prefix}post_expert_norm.", f"{prefix}post_norm.")] = state.pop(key)
+
+
+def is_hub_experts(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' experts interface."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
+
+
+def make_elastic(model: nn.Module, *, balance_rate: float | None = None, **options: Any) -> nn.Module:
+    """Replaces all experts modules of a transformers model by `ElasticExperts`, in place; returns the model.
+
+    Call it before the optimizer is made. One layer at a time is copied.
+
+    Args:
+        model: any whose experts use transformers' experts interface.
+        balance_rate: with it a session moves the numbers that a model adds to its router's scores for the choice
+            (`e_score_correction_bias`) after each step: up by so much for experts with fewer tokens than the mean, down
+            for others (DeepSeek-V3, section 2.1.2). None: they stay.
+        options: of `evermoe.Experts`: `token_split`, `max_tokens`, `fp8_dispatch`.
+
+    Raises:
+        ValueError: no module uses the interface, or `balance_rate` is given and no router has such numbers.
+        UnsupportedState: as of `ElasticExperts`.
+    """
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if is_hub_experts(child)
+    ]
+    if not places and not expert_layers(model):
+        raise ValueError(
+            f"make_elastic: expected a model with experts of transformers' interface, but no module of "
+            f"{type(model).__name__} is one. Dense models go into a session as they are"
+        )
+    balances = 0
+    for parent, name, child in places:
+        experts = ElasticExperts(child, **options)
+        setattr(parent, name, experts)
+        biases = {id(tensor): tensor for key, tensor in _tensors(parent) if key.rpartition(".")[2] in BIASES}
+        if balance_rate is not None and biases:
+            (bias,) = biases.values()
+            experts.on_load = Balance(bias, balance_rate)
+            balances += 1
+    if balance_rate is not None and not balances:
+        raise ValueError(
+            f"make_elastic: expected balance_rate=None, as {type(model).__name__} has no router with "
+            f"{' or '.join(BIASES)}"
+        )
+    return model
+
+
+class Balance:
+    """Moves a router's numbers by the load of its experts.
+
+    Args:
+        bias: `[E]`, added to the scores for the choice.
+        rate: by how much.
+    """
+
+    def __init__(self, bias: Tensor, rate: float) -> None:
+        self._bias, self._rate = bias, rate
+
+    @torch.no_grad()
+    def __call__(self, load_E: NDArray[np.int64]) -> None:
+        """Moves them once: up where the load is less than the mean, down where it is more."""
+        self._bias.add_(torch.from_numpy(np.sign(load_E.mean() - load_E)).to(self._bias), alpha=self._rate)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]
