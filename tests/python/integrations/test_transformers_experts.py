@@ -1,4 +1,4 @@
-"""Every experts module of transformers' interface is the same as `ElasticExperts`, and behind transformers' own seam."""
+"""Every experts module of transformers' interface equals `ElasticExperts`, and itself behind transformers' own seam."""
 
 import copy
 import importlib
@@ -131,7 +131,7 @@ def test_models_without_such_experts():
         make_elastic(nn.Sequential(mixed))
     more = make("mixtral.modeling_mixtral", "MixtralExperts")
     more.extra = nn.Parameter(torch.zeros(2))
-    with pytest.raises(UnsupportedState, match="has the parameters .*'extra'"):
+    with pytest.raises(UnsupportedState, match=r"has the parameters .*'extra'"):
         make_elastic(nn.Sequential(more))
     with pytest.raises(ValueError, match="expected balance_rate=None, as Sequential has no router"):
         make_elastic(nn.Sequential(make("mixtral.modeling_mixtral", "MixtralExperts")), balance_rate=1e-3)

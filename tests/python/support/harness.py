@@ -38,6 +38,7 @@ PRELOADED = [
     "torchft.coordination",
     "torch._dynamo",
     "evermoe.profile",
+    "transformers.models.mixtral.modeling_mixtral",
 ]
 SERVER.set_forkserver_preload(PRELOADED)
 os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RUST_LOG": "warn"}

@@ -65,6 +65,8 @@ class Options:
     """By step, what is not a number on this worker: its `loss`, or only a `gradient`."""
     metadata: str | None = None
     """Folder that is searched first for the versions of packages."""
+    model: str = ""
+    """One of transformers' models, of `support.hub`; otherwise `Model`."""
     optimizer: str = "adamw"
     lr: float | None = None
     """Instead of the optimizer's own."""
@@ -124,6 +126,14 @@ class Model(nn.Module):
 def dataset() -> torch.Tensor:
     """int64 `[SAMPLES, 9]`."""
     return torch.randint(0, VOCABULARY, (SAMPLES, 9), generator=torch.Generator().manual_seed(1))
+
+
+def make_model(name: str) -> nn.Module:
+    if name:
+        from support.hub import elastic  # transformers takes seconds to import
+
+        return elastic(name)
+    return Model()
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -282,7 +292,7 @@ def _train(options: Options, record: Recorder) -> None:
         os.environ["EVERMOE_SECRET"] = options.secret
     if options.metadata is not None:
         sys.path.insert(0, options.metadata)
-    model, data = Model().to(options.device), dataset().to(options.device)
+    model, data = make_model(options.model).to(options.device), dataset().to(options.device)
     optimizer = make_optimizer(options.optimizer, model)
     if options.lr is not None:
         optimizer.param_groups[0]["lr"] = options.lr

@@ -1,0 +1,99 @@
+"""transformers' MoE models, tiny and with random weights; nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 32
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+QWEN3 = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("MixtralConfig", {"intermediate_size": 48, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "qwen3": ("Qwen3MoeConfig", QWEN3 | {"norm_topk_prob": True}),
+    "qwen3-not-normalized": ("Qwen3MoeConfig", QWEN3 | {"norm_topk_prob": False}),
+    "deepseek-v3": ("DeepseekV3Config", DEEPSEEK),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 8,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}),
+}
+
+
+def config(name: str, **more: Any) -> Any:
+    import transformers
+
+    kind, options = MODELS[name]
+    return getattr(transformers, kind)(**COMMON | options | more)
+
+
+def build(name: str, seed: int = 0, **more: Any) -> Any:
+    """A model whose routers choose, and whose biases do something."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(name, **more))
+    with torch.no_grad():
+        for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "router" in key or "mlp.gate.weight" in key or key.endswith("bias"):
+                tensor.normal_(0, 0.2)
+    return model
+
+
+class Loss(nn.Module):
+    """What a worker trains: the loss of a causal language model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+
+def elastic(name: str) -> nn.Module:
+    """The model as a worker trains it."""
+    from evermoe.integrations.transformers import make_elastic
+
+    return make_elastic(Loss(build(name)), balance_rate=1e-3 if name == "deepseek-v3" else None)
