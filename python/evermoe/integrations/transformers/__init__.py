@@ -5,7 +5,7 @@
     session = evermoe.Session(model, torch.optim.AdamW(model.parameters(), fused=True), sampler)
 
 Importing this registers evermoe's ops as transformers' `experts_implementation="evermoe"` and
-`DistributedConfig(ep_implementation="evermoe")`.
+`DistributedConfig(ep_implementation="evermoe")`. transformers' Trainer has a module of its own, `trainer`.
 """
 
 from evermoe.integrations.transformers import seams as _seams

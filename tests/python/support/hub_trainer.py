@@ -1,0 +1,89 @@
+"""Trains a transformers model by `ElasticTrainer`, as `evermoe run` starts it; worker 2 kills itself on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+import evermoe
+from evermoe.integrations.transformers import make_elastic
+from evermoe.integrations.transformers.trainer import ElasticTrainer, ElasticTrainingArguments
+from support.hub import build
+from support.worker import SAMPLES, dataset
+
+STEPS, BATCH = 8, 12
+
+
+class Data(torch.utils.data.Dataset):
+    """Samples as transformers' collators take them."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = dataset()[index]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Kill(TrainerCallback):
+    """Kills this process before the last steps, in its forward."""
+
+    def __init__(self, model: torch.nn.Module, step: int) -> None:
+        self._begun = 0
+        self._step = step
+        model.register_forward_pre_hook(self._die)
+
+    def on_step_begin(self, args, state, control, **_):  # type: ignore[no-untyped-def]
+        self._begun += 1
+
+    def _die(self, *_: object) -> None:
+        if self._begun == self._step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+OPTIONS = {
+    "max_steps": STEPS,
+    "learning_rate": 2e-3,
+    "report_to": [],
+    "logging_steps": 1,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "max_grad_norm": 1.0,
+    "warmup_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 4,
+}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    worker = int(os.environ["LOCAL_RANK"])
+    model = make_elastic(build("qwen3"))
+    trainer = ElasticTrainer(
+        model,
+        ElasticTrainingArguments(str(folder / "out"), **OPTIONS),
+        sampler=evermoe.ElasticSampler(SAMPLES, BATCH, shuffle=False),
+        session={"join_every": 1, "hang_limit": 20.0, "rejoin_limit": 2.0},
+        train_dataset=Data(),
+        eval_dataset=torch.utils.data.Subset(Data(), range(10)),
+        callbacks=[Kill(model, 5)] if worker == 2 else [],
+    )
+    trainer.train()
+    assert trainer.session is not None
+    found = {
+        "steps": trainer.state.global_step,
+        "session": trainer.session.step,
+        "recovered": [report.members for report in trainer.session.reports],
+        "history": trainer.state.log_history,
+    }
+    (folder / f"{worker}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
