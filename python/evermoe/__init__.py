@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from evermoe.persist.checkpoint import load_weights
     from evermoe.router import Router, Routes
     from evermoe.sampler import ElasticSampler, Share
+    from evermoe.state.deferred import WeightSource, deferred
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.session import Session
     from evermoe.train.step import Step
@@ -52,6 +53,8 @@ _HOMES = {
     "Share": "sampler",
     "Step": "train.step",
     "UnsafeFolder": "errors",
+    "WeightSource": "state.deferred",
+    "deferred": "state.deferred",
     "UnsupportedState": "errors",
     "load_balancing_loss": "moe",
     "load_weights": "persist.checkpoint",
@@ -81,6 +84,8 @@ __all__ = [
     "Step",
     "UnsafeFolder",
     "UnsupportedState",
+    "WeightSource",
+    "deferred",
     "errors",
     "events",
     "load_balancing_loss",

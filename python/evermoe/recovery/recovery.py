@@ -52,13 +52,18 @@ class Recovery:
         standing: Standing,
     ) -> None:
         self.state, self.group, self.target, self.standing = state, group, target, standing
-        self._survey = Survey(state, stored, standing, trains=target.trains, checkpoints=target.checkpoints)
+        self._stored = list(stored)
+        self._survey = self._look(can_begin=True)
         self._phase: Phase = lambda name: None
         self._outcome = Outcome()
         self._problem = ""
         """Why the latest checkpoint that was tried cannot be used."""
         self._refused: set[tuple[int, Holding]] = set()
         """Ranks and holdings whose bytes did not match their digest."""
+
+    def _look(self, *, can_begin: bool) -> Survey:
+        places = {"trains": self.target.trains, "checkpoints": self.target.checkpoints}
+        return Survey(self.state, self._stored, self.standing, **places, can_begin=can_begin)
 
     def verify(self) -> tuple[int, list[str]]:
         """Compares all members' active units and all copies of this version, byte for byte by digest; collective.
@@ -98,6 +103,11 @@ class Recovery:
                 continue
             if plan.version is None or (self._problem and not step_of(plan.version)):
                 raise LostExperts(self._problem or self.target.lost_message(plan.lost), list(plan.lost))
+            if plan.version == 0 and any(inventory.can_begin for inventory in inventories):
+                self.target.begin(self.target.place(0, inventories))
+                self._survey = self._look(can_begin=False)
+                inventories = self._inventories()
+                continue
             self._outcome.lost_units = []
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
