@@ -26,7 +26,7 @@ LARGE = 1 << 14
 """Elements from which on a tensor has no memory while a model is built."""
 _PLACES = ("device", "pin_memory", "generator")
 """Arguments of which a repetition takes no notice."""
-_META = torch.device("meta")
+_NOWHERE = torch.device("meta")
 _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 _FILLED = ("aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn")
 """Makers of tensors from a shape, each element independently."""
@@ -53,6 +53,12 @@ class View(NamedTuple):
         """The place of a tensor."""
         layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
         return cls(memory_of(tensor), tensor.dtype, *layout)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements are one after the other, from the start of its memory."""
+        expected = torch.empty(self.shape, device="meta").stride()
+        return not self.offset and tuple(expected) == self.stride
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor with this layout in other memory."""
@@ -242,38 +248,49 @@ class Replay:
         Raises:
             UnsupportedState: the rows do not come about each by itself.
         """
-        rows, length = stack.shape
-        stacks = {stack.memory}
-        for each in reversed(self._recording.history(stacks)):
-            source = each.args[0] if each.args else None
-            is_copy = each.name in _COPIES and isinstance(source, View) and source.shape == stack.shape
-            if is_copy and {view.memory for view in each.results if view is not None} & stacks:
-                stacks.add(source.memory)
+        rows, lengths = stack.shape[0], self._stacks(stack)
 
         def is_elsewhere(operation: Operation) -> bool:
-            target = operation.args[0] if operation.args else None
-            is_write = isinstance(target, View) and target.memory in stacks & operation.writes
-            return is_write and target.row(rows, length, row)[0] is None
+            target = _written(operation, lengths)
+            return target is not None and target.row(rows, lengths[target.memory], row)[0] is None
 
         with own_random_numbers():
             for operation in self._recording.history([stack.memory], is_elsewhere):
-                if operation.writes & stacks:
-                    self._repeat_row(operation, (rows, length, row), stacks)
+                if operation.writes & lengths.keys():
+                    self._repeat_row(operation, rows, row, lengths)
                 else:
                     self._repeat(operation)
-        out.copy_(View(stack.memory, stack.dtype, (length,), (1,), 0).on(self._memory[stack.memory]))
+        out.copy_(self._row_in(stack.memory, stack.dtype, stack.shape[1]))
 
-    def _repeat_row(self, operation: Operation, place: tuple[int, int, int], stacks: Collection[int]) -> None:
-        rows, length, row = place
+    def _stacks(self, stack: View) -> dict[int, int]:
+        """Elements in a row, of the stack and of other stacks of so many rows from which its rows come one by one."""
+        history = self._recording.history([stack.memory])
+        makers = {view.memory: view for each in history for view in each.results if view is not None}
+        lengths = {stack.memory: stack.stride[0]}
+        for operation in reversed(history):
+            made = next((v for v in operation.results if v is not None and v.memory in lengths), None)
+            target = _written(operation, lengths) if made is None else made
+            if target is None or not target.row(stack.shape[0], lengths[target.memory], 0)[1]:
+                continue
+            for view in _views((operation.args, operation.kwargs)):
+                maker = makers.get(view.memory)
+                is_stack = maker is not None and maker.shape[:1] == view.shape[:1] == target.shape[:1]
+                if maker is not None and is_stack and maker.is_contiguous and len(view.shape) == len(target.shape):
+                    lengths.setdefault(view.memory, maker.stride[0])
+        return lengths
+
+    def _row_in(self, memory: int, dtype: torch.dtype, length: int) -> Tensor:
+        return View(memory, dtype, (length,), (1,), 0).on(self._memory[memory])
+
+    def _repeat_row(self, operation: Operation, rows: int, row: int, lengths: Mapping[int, int]) -> None:
         made = next((view for view in operation.results if view is not None), None)
-        seed = self._seed(operation, row)
         if made is not None:
             source = operation.args[0]
-            if operation.name in _FILLED and tuple(source) == (rows, length):
-                _seed(seed)
-                result = operation.run([1, length], *operation.args[1:], **operation.kwargs)
-            elif isinstance(source, View) and source.memory in stacks:
-                memory = View(source.memory, source.dtype, (length,), (1,), 0).on(self._memory[source.memory])
+            if operation.name in _FILLED and tuple(source) == made.shape:
+                _seed(self._seed(operation, row))
+                result = operation.run([1, *made.shape[1:]], *operation.args[1:], **operation.kwargs)
+            elif operation.name in _COPIES and isinstance(source, View) and source.memory in lengths:
+                memory = self._row_in(source.memory, source.dtype, lengths[source.memory])
                 result = operation.run(memory, **{k: v for k, v in operation.kwargs.items() if k != "memory_format"})
             else:
                 raise UnsupportedState(f"{operation.name} makes the weights of all experts of a layer together")
@@ -281,18 +298,19 @@ class Replay:
             return
         if operation.name not in _ELEMENTWISE:
             raise UnsupportedState(f"{operation.name} changes the weights of all experts of a layer together")
-        spans = operation.args[0].row(*place)[1]
+        target = operation.args[0]
+        spans = target.row(rows, lengths[target.memory], row)[1]
 
         def part(view: View) -> Tensor:
-            if view.memory in stacks:
-                own = view.row(*place)[0]
+            if view.memory in lengths:
+                own = view.row(rows, lengths[view.memory], row)[0]
                 assert own is not None
                 return self._tensor(own)
             tensor = self._tensor(view)
-            is_stack = spans and len(view.shape) == len(operation.args[0].shape) and view.shape[0] == rows
+            is_stack = spans and len(view.shape) == len(target.shape) and view.shape[0] == rows
             return tensor[row] if is_stack else tensor
 
-        _seed(seed if spans else self._seed(operation))
+        _seed(self._seed(operation, row if spans else -1))
         args, kwargs = _mapped(part, (operation.args, operation.kwargs))
         operation.run(*args, **kwargs)
 
@@ -321,6 +339,13 @@ class Replay:
 
     def _seed(self, operation: Operation, row: int = -1) -> int | None:
         return seed_of(self._recording.seed, operation.draw, row) if operation.draw >= 0 else None
+
+
+def _written(operation: Operation, memories: Collection[int]) -> View | None:
+    """Where an operation in place writes to one of some memories."""
+    target = operation.args[0] if operation.args else None
+    is_written = isinstance(target, View) and target.memory in operation.writes and target.memory in memories
+    return target if is_written else None
 
 
 def seed_of(*parts: object) -> int:
@@ -373,7 +398,7 @@ def _changed(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 def _elsewhere(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The same arguments for a tensor without memory."""
     kept = {key: value for key, value in kwargs.items() if key not in _PLACES}
-    return kept | ({"device": _META} if kwargs.get("device") is not None else {})
+    return kept | ({"device": _NOWHERE} if kwargs.get("device") is not None else {})
 
 
 def _is_maker(func: Any) -> bool:
@@ -383,7 +408,7 @@ def _is_maker(func: Any) -> bool:
 def _make_large(func: Any, args: Any, kwargs: Any) -> Any:
     """What a maker of tensors makes, without memory; None if it is small, or not made so."""
     try:
-        made = func(*args, **_elsewhere(kwargs) | {"device": _META})
+        made = func(*args, **_elsewhere(kwargs) | {"device": _NOWHERE})
     except (NotImplementedError, RuntimeError, TypeError):
         return None
     return made if isinstance(made, Tensor) and made.numel() >= LARGE else None
