@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     )
     from evermoe.experts import Experts
     from evermoe.moe import MoE, load_balancing_loss, moe_layers, update_balance
-    from evermoe.persist.checkpoint import load_weights
+    from evermoe.persist.checkpoint import CheckpointWeights, load_weights
+    from evermoe.persist.folder_weights import FolderWeights
     from evermoe.router import Router, Routes
     from evermoe.sampler import ElasticSampler, Share
     from evermoe.state.deferred import WeightSource, deferred
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "CheckpointWeights": "persist.checkpoint",
     "CorruptCopy": "errors",
     "ElasticSampler": "sampler",
     "EvermoeError": "errors",
@@ -41,6 +43,7 @@ _HOMES = {
     "LeftBehind": "errors",
     "LostExperts": "errors",
     "Experts": "experts",
+    "FolderWeights": "persist.folder_weights",
     "MoE": "moe",
     "Router": "router",
     "Routes": "router",
@@ -64,10 +67,12 @@ _HOMES = {
 """The module of each name."""
 
 __all__ = [
+    "CheckpointWeights",
     "CorruptCopy",
     "ElasticSampler",
     "EvermoeError",
     "Experts",
+    "FolderWeights",
     "JoinTimeout",
     "LeftBehind",
     "LostExperts",

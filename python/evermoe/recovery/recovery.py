@@ -8,6 +8,7 @@ until the copies of the new arrangement are complete (`state.retained.release()`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,8 +63,14 @@ class Recovery:
         """Ranks and holdings whose bytes did not match their digest."""
 
     def _look(self, *, can_begin: bool) -> Survey:
-        places = {"trains": self.target.trains, "checkpoints": self.target.checkpoints}
-        return Survey(self.state, self._stored, self.standing, **places, can_begin=can_begin)
+        return Survey(
+            self.state,
+            self._stored,
+            self.standing,
+            trains=self.target.trains,
+            checkpoints=self.target.checkpoints,
+            can_begin=can_begin,
+        )
 
     def verify(self) -> tuple[int, list[str]]:
         """Compares all members' active units and all copies of this version, byte for byte by digest; collective.
@@ -103,10 +110,8 @@ class Recovery:
                 continue
             if plan.version is None or (self._problem and not step_of(plan.version)):
                 raise LostExperts(self._problem or self.target.lost_message(plan.lost), list(plan.lost))
-            if plan.version == 0 and any(inventory.can_begin for inventory in inventories):
-                self.target.begin(self.target.place(0, inventories))
-                self._survey = self._look(can_begin=False)
-                inventories = self._inventories()
+            if not step_of(plan.version) and any(inventory.can_begin for inventory in inventories):
+                inventories = self._begin(plan.version, inventories)
                 continue
             self._outcome.lost_units = []
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
@@ -114,6 +119,13 @@ class Recovery:
                 self._retain(plan.version, holdings[self.group.rank])
                 self._adopt(plan.version, fetched)
                 return self._outcome
+
+    def _begin(self, version: int, inventories: Sequence[Inventory]) -> list[Inventory]:
+        """Makes deferred models with their first values; what every member brings then. Collective."""
+        self.target.begin(self.target.place(version, inventories))
+        self.standing = replace(self.standing, version=version)
+        self._survey = self._look(can_begin=False)
+        return self._inventories()
 
     def _inventories(self) -> list[Inventory]:
         """What every member brings, by rank; collective."""

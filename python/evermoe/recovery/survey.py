@@ -70,7 +70,7 @@ class Inventory:
     trains: bool
     """False for a replica node."""
     can_begin: bool = False
-    """Whether it has not made its model yet, or only with first values: then it counts as holding all units."""
+    """Whether its model is deferred and has taken no step: then it counts as holding all units, as it can make them."""
 
     def to_bytes(self) -> bytes:
         """JSON, after its checksum."""
@@ -170,7 +170,7 @@ class Survey:
         standing: of this member.
         trains: False on a replica node, which holds nothing actively.
         checkpoints: folder of the checkpoints, if there is one.
-        can_begin: whether a deferred model without steps counts as holding all units, which it can make.
+        can_begin: whether a deferred model that has taken no step counts as holding all units, as it can make them.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Survey:
     ) -> None:
         self._state = state
         self._stored: dict[tuple[str, int, str], StoredUnit] = {}
-        can_begin &= trains and state.deferral is not None and not (standing.established or step_of(standing.version))
+        can_begin &= trains and state.deferral is not None and not step_of(standing.version)
         active = state.held() if trains and not can_begin else []
         holdings = [
             Holding(unit, standing.version, value, ACTIVE)

@@ -1,9 +1,9 @@
 """Models whose tensors are made where they live: `deferred`, and what a session does with such a model.
 
-    with evermoe.deferred(device="cuda"):
-        model = Model()                                     # shapes, no memory
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    session = evermoe.Session(model, optimizer, sampler)    # experts are placed; then each rank makes what it holds
+with evermoe.deferred(device="cuda"):
+    model = Model()                                     # shapes, no memory
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+session = evermoe.Session(model, optimizer, sampler)    # experts are placed; then each rank makes what it holds
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ class Deferral:
     def _make_buffers(self) -> None:
         """Gives buffers, and other tensors that modules hold, memory on the device."""
         for path, module in self._modules.items():
-            for place in (module._buffers, vars(module)):
+            places: tuple[dict[str, Any], ...] = module._buffers, module.__dict__
+            for place in places:
                 for name, tensor in place.items():
                     if isinstance(tensor, Tensor):
                         place[name] = self._made(f"{path}.{name}" if path else name, tensor, module, name)
@@ -246,26 +247,26 @@ class Deferral:
 
     def _initialize(self, unit: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """Runs a module's initialiser on the CPU, whose random numbers are the same everywhere."""
-        kept = dict(module._parameters), dict(module._buffers)
+        own: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+        kept = [dict(place) for place in own]
         scratch = {name: tensor.cpu() for name, tensor in tensors.items()}
+        initialize = self._source if self._source is not None else getattr(type(module), "reset_parameters", None)
         try:
-            for name, tensor in [*module._parameters.items()]:
+            for name, tensor in kept[0].items():
                 if tensor is not None:
-                    own = scratch.get(name)
-                    new = torch.empty_like(tensor, device="cpu") if own is None else own.detach()
-                    module._parameters[name] = nn.Parameter(new, tensor.requires_grad)
-            module._buffers.update({name: each for name, each in scratch.items() if name in module._buffers})
-            with own_random_numbers(seed_of(self._built.recording.seed if self._built else 0, unit)):
-                if self._source is not None:
-                    self._source(module)  # type: ignore[operator]
-                elif hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
+                    here = scratch[name].detach() if name in scratch else torch.empty_like(tensor, device="cpu")
+                    own[0][name] = nn.Parameter(here, tensor.requires_grad)
+            own[1].update({name: each for name, each in scratch.items() if name in own[1]})
+            if initialize is not None:
+                with own_random_numbers(seed_of(self._built.recording.seed if self._built else 0, unit)):
+                    initialize(module)  # type: ignore[operator]
+            for name, tensor in tensors.items():
+                found = own[0][name] if name in own[0] else own[1][name]
+                if found.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(found)
         finally:
-            module._parameters.update(kept[0])
-            module._buffers.update(kept[1])
-        for name, tensor in tensors.items():
-            if scratch[name] is not tensor:
-                tensor.copy_(scratch[name])
+            for place, before in zip(own, kept, strict=True):
+                place.update(before)
 
 
 _INSIDE = "build and initialise the whole model in `with evermoe.deferred():`"
@@ -293,5 +294,7 @@ def find_deferral(
         return Deferral(model, source, device)
     for name, value in (("weights", source), ("device", device)):
         if value is not None:
-            raise ValueError(f"{name} is for a model that is built in evermoe.deferred() or on meta: this one has values")
+            raise ValueError(
+                f"{name} is for a model that is built in evermoe.deferred() or on meta: this one has values"
+            )
     return None

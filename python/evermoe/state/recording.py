@@ -31,10 +31,10 @@ _EMPTY = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_e
 _FILLED = ("aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn")
 """Makers of tensors from a shape, each element independently."""
 _COPIES = ("aten::clone", "aten::_to_copy")
-_ELEMENTWISE = frozenset(
-    f"aten::{name}_"
-    for name in "add bernoulli clamp clamp_max clamp_min copy div erfinv exponential fill mul neg normal sub uniform "
-    "zero".split()
+_ELEMENTWISE = (
+    *("aten::add_", "aten::sub_", "aten::mul_", "aten::div_", "aten::neg_", "aten::clamp_", "aten::clamp_min_"),
+    *("aten::clamp_max_", "aten::erfinv_", "aten::fill_", "aten::zero_", "aten::copy_", "aten::uniform_"),
+    *("aten::normal_", "aten::exponential_", "aten::bernoulli_"),
 )
 """Operations in place that treat all elements alike, so that a part of a tensor can be written alone."""
 
@@ -51,8 +51,8 @@ class View(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> View:
         """The place of a tensor."""
-        layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
-        return cls(memory_of(tensor), tensor.dtype, *layout)
+        shape, stride, offset = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset())
+        return cls(memory_of(tensor), tensor.dtype, shape, stride, offset)
 
     @property
     def is_contiguous(self) -> bool:
@@ -265,7 +265,8 @@ class Replay:
     def _stacks(self, stack: View) -> dict[int, int]:
         """Elements in a row, of the stack and of other stacks of so many rows from which its rows come one by one."""
         history = self._recording.history([stack.memory])
-        makers = {view.memory: view for each in history for view in each.results if view is not None}
+        by_row = [each for each in history if each.name in (*_FILLED, *_COPIES)]
+        makers = {view.memory: view for each in by_row for view in each.results if view is not None}
         lengths = {stack.memory: stack.stride[0]}
         for operation in reversed(history):
             made = next((v for v in operation.results if v is not None and v.memory in lengths), None)
@@ -296,10 +297,10 @@ class Replay:
                 raise UnsupportedState(f"{operation.name} makes the weights of all experts of a layer together")
             self._memory[made.memory] = result.contiguous().untyped_storage()
             return
-        if operation.name not in _ELEMENTWISE:
+        target = _written(operation, lengths)
+        spans = target is not None and target.row(rows, lengths[target.memory], row)[1]
+        if target is None or (spans and operation.name not in _ELEMENTWISE):
             raise UnsupportedState(f"{operation.name} changes the weights of all experts of a layer together")
-        target = operation.args[0]
-        spans = target.row(rows, lengths[target.memory], row)[1]
 
         def part(view: View) -> Tensor:
             if view.memory in lengths:
@@ -343,9 +344,9 @@ class Replay:
 
 def _written(operation: Operation, memories: Collection[int]) -> View | None:
     """Where an operation in place writes to one of some memories."""
-    target = operation.args[0] if operation.args else None
-    is_written = isinstance(target, View) and target.memory in operation.writes and target.memory in memories
-    return target if is_written else None
+    places = operation.kwargs.get("out"), *operation.args[:1]
+    targets = [each for each in places if isinstance(each, View) and each.memory in operation.writes]
+    return targets[0] if targets and targets[0].memory in memories else None
 
 
 def seed_of(*parts: object) -> int:

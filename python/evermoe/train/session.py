@@ -69,7 +69,8 @@ class Session:
 
     Raises:
         ValueError: an option is wrong, or another job runs in checkpoint_dir. UnsupportedState: the optimizer's state
-            cannot be divided into units, or the model is deferred in part. OSError: checkpoint_dir cannot be written to.
+            cannot be divided into units, or a part of the model is deferred and another is not. OSError: checkpoint_dir
+            cannot be written to.
     """
 
     def __init__(
