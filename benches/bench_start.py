@@ -23,7 +23,7 @@ from torch import nn
 
 import evermoe
 
-SAMPLE_SECONDS = 0.005
+SAMPLE_SECONDS = 0.02
 
 
 def memory(pid: int | str = "self") -> dict[str, int]:
@@ -153,9 +153,7 @@ def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, fl
     )
     lines = [line.partition("RESULT ")[2] for line in done.stdout.splitlines() if "RESULT " in line]
     if len(lines) != options.workers:
-        raise SystemExit(
-            f"{how}: {len(lines)} of {options.workers} workers have come to an end:\n{done.stdout}{done.stderr}"
-        )
+        raise SystemExit(f"{how}: {len(lines)} of {options.workers} workers are done:\n{done.stdout}{done.stderr}")
     return [json.loads(line) for line in lines]
 
 

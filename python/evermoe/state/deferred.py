@@ -19,7 +19,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from evermoe.errors import UnsupportedState
 from evermoe.experts import Experts, expert_layers
-from evermoe.state.recording import Recording, Replay, View, own_random_numbers, seed_of
+from evermoe.state.building import Building
+from evermoe.state.rebuild import Rebuild, own_random_numbers, seed_of
+from evermoe.state.recording import Recording, View
 
 
 @runtime_checkable
@@ -80,7 +82,7 @@ def deferred(*, device: torch.device | str | None = None, seed: int = 0) -> Iter
     target = torch.get_default_device() if device is None else torch.device(device)
     hook = register_module_parameter_registration_hook(lambda module, name, parameter: modules.append(module))
     try:
-        with recording:
+        with Building(recording):
             yield
     finally:
         hook.remove()
@@ -169,7 +171,7 @@ class Deferral:
         if not tensor.is_meta:
             return tensor.to(self.device)
         if self._built is not None and self._built.recording.knows(tensor):
-            return Replay(self._built.recording).value(tensor).to(self.device)
+            return Rebuild(self._built.recording).value(tensor).to(self.device)
         if name not in module._buffers:
             return tensor  # of a model on `meta`: what its forward needs of these, it sets
         if name in module._non_persistent_buffers_set:
@@ -221,7 +223,7 @@ class Deferral:
         assert self._built is not None
         is_here = tensor.device.type == "cpu" and View.of(tensor)[1:] == origin[1:]
         given = {origin.memory: tensor.untyped_storage()} if is_here else {}
-        value = Replay(self._built.recording, given).values([origin])[0]
+        value = Rebuild(self._built.recording, given).values([origin])[0]
         if not is_here:
             tensor.copy_(value)
 
@@ -241,7 +243,7 @@ class Deferral:
             self._initialize(f"{path}.{expert}", layer, {"weights": row[None]})
         else:
             here = torch.empty(row.shape, dtype=row.dtype) if row.device.type != "cpu" else row
-            Replay(self._built.recording).write_row(self._stacks[path], expert, here)
+            Rebuild(self._built.recording).write_row(self._stacks[path], expert, here)
             if here is not row:
                 row.copy_(here)
 
