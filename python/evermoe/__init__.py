@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from evermoe.expert import Expert, clamped_swiglu
     from evermoe.experts import Experts
     from evermoe.moe import MoE, load_balancing_loss, moe_layers, update_balance
-    from evermoe.persist.checkpoint import load_weights
+    from evermoe.persist.checkpoint import CheckpointWeights, load_weights
+    from evermoe.persist.folder_weights import FolderWeights
     from evermoe.router import Router, Routes
     from evermoe.sampler import ElasticSampler, Share
+    from evermoe.state.deferred import WeightSource, deferred
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.session import Session
     from evermoe.train.step import Step
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "CheckpointWeights": "persist.checkpoint",
     "CorruptCopy": "errors",
     "ElasticSampler": "sampler",
     "EvermoeError": "errors",
@@ -42,6 +45,7 @@ _HOMES = {
     "LostExperts": "errors",
     "Expert": "expert",
     "Experts": "experts",
+    "FolderWeights": "persist.folder_weights",
     "MoE": "moe",
     "Router": "router",
     "Routes": "router",
@@ -54,6 +58,8 @@ _HOMES = {
     "Share": "sampler",
     "Step": "train.step",
     "UnsafeFolder": "errors",
+    "WeightSource": "state.deferred",
+    "deferred": "state.deferred",
     "UnsupportedState": "errors",
     "clamped_swiglu": "expert",
     "load_balancing_loss": "moe",
@@ -64,11 +70,13 @@ _HOMES = {
 """The module of each name."""
 
 __all__ = [
+    "CheckpointWeights",
     "CorruptCopy",
     "ElasticSampler",
     "EvermoeError",
     "Expert",
     "Experts",
+    "FolderWeights",
     "JoinTimeout",
     "LeftBehind",
     "LostExperts",
@@ -85,7 +93,9 @@ __all__ = [
     "Step",
     "UnsafeFolder",
     "UnsupportedState",
+    "WeightSource",
     "clamped_swiglu",
+    "deferred",
     "errors",
     "events",
     "load_balancing_loss",

@@ -37,6 +37,7 @@ PRINTED = {
         "resumed equals 40 steps in one go, to the bit: True",
         "a plain model has the same weights: True",
     ],
+    "10_transformers": ["20 steps committed, 0 lost", r"transformers loads it: loss \d"],
 }
 """By example, patterns of lines that it must print."""
 

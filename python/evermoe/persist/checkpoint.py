@@ -8,7 +8,7 @@ See `evermoe.persist.checkpoint_folder` for what else is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from evermoe.persist.manifest import Manifest, as_bytes, manifest_text, read_man
 from evermoe.persist.owner import Owner
 from evermoe.persist.plain_files import write_tensors
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import primary_units, weight_tensors
+from evermoe.state.unit import expert_unit, primary_units, weight_tensors
 
 MOST_PROBLEMS = 3
 """Ranks whose problems are named when a checkpoint cannot be written."""
@@ -165,15 +165,47 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     manifest = read_manifest(Path(path))
     targets = weight_tensors(model)
-    with torch.no_grad():
-        for name, tensors in read_units(manifest, list(targets)):
-            for key, target in targets[name].items():
-                found = tensors.get(key)
-                if found is None or (found.shape, found.dtype) != (target.shape, target.dtype):
-                    came = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-                    expected = f"{target.dtype} {list(target.shape)}"
-                    raise CorruptCopy(f"{path}: expected {name}/{key} as {expected}, found {came}")
-                target.copy_(tensors[key])
+    for name, tensors in read_units(manifest, list(targets)):
+        _take_over(manifest, name, tensors, targets[name])
+
+
+@torch.no_grad()
+def _take_over(manifest: Manifest, name: str, tensors: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    for key, target in targets.items():
+        found = tensors.get(key)
+        if found is None or (found.shape, found.dtype) != (target.shape, target.dtype):
+            came = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            expected = f"{target.dtype} {list(target.shape)}"
+            raise CorruptCopy(f"{manifest.path}: expected {name}/{key} as {expected}, found {came}")
+        target.copy_(found)
+
+
+class CheckpointWeights:
+    """Reads a deferred model's first weights from a checkpoint, without optimizer state; see `evermoe.WeightSource`.
+
+        session = evermoe.Session(model, optimizer, sampler, weights=evermoe.CheckpointWeights("run/step-00000500"))
+
+    A job that goes on with its own checkpoints needs no such source: `checkpoint_dir` is enough.
+
+    Args:
+        path: of the checkpoint, of a model with the same names, shapes and dtypes.
+
+    Raises:
+        CorruptCopy: it is no checkpoint.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._manifest = read_manifest(Path(path))
+
+    def describe(self) -> str:
+        """Version and layout of the checkpoint."""
+        return f"version {self._manifest.version} of {self._manifest.layout}"
+
+    def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
+        """Writes the first values of one unit; see `evermoe.WeightSource`."""
+        name = (path or "model") if expert is None else expert_unit(path, expert)
+        for _, found in read_units(self._manifest, [name]):
+            _take_over(self._manifest, name, found, tensors)
 
 
 class Checkpointer:

@@ -8,6 +8,7 @@ until the copies of the new arrangement are complete (`state.retained.release()`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -52,13 +53,24 @@ class Recovery:
         standing: Standing,
     ) -> None:
         self.state, self.group, self.target, self.standing = state, group, target, standing
-        self._survey = Survey(state, stored, standing, trains=target.trains, checkpoints=target.checkpoints)
+        self._stored = list(stored)
+        self._survey = self._look(can_begin=True)
         self._phase: Phase = lambda name: None
         self._outcome = Outcome()
         self._problem = ""
         """Why the latest checkpoint that was tried cannot be used."""
         self._refused: set[tuple[int, Holding]] = set()
         """Ranks and holdings whose bytes did not match their digest."""
+
+    def _look(self, *, can_begin: bool) -> Survey:
+        return Survey(
+            self.state,
+            self._stored,
+            self.standing,
+            trains=self.target.trains,
+            checkpoints=self.target.checkpoints,
+            can_begin=can_begin,
+        )
 
     def verify(self) -> tuple[int, list[str]]:
         """Compares all members' active units and all copies of this version, byte for byte by digest; collective.
@@ -98,12 +110,22 @@ class Recovery:
                 continue
             if plan.version is None or (self._problem and not step_of(plan.version)):
                 raise LostExperts(self._problem or self.target.lost_message(plan.lost), list(plan.lost))
+            if not step_of(plan.version) and any(inventory.can_begin for inventory in inventories):
+                inventories = self._begin(plan.version, inventories)
+                continue
             self._outcome.lost_units = []
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
                 self._retain(plan.version, holdings[self.group.rank])
                 self._adopt(plan.version, fetched)
                 return self._outcome
+
+    def _begin(self, version: int, inventories: Sequence[Inventory]) -> list[Inventory]:
+        """Makes deferred models with their first values; what every member brings then. Collective."""
+        self.target.begin(self.target.place(version, inventories))
+        self.standing = replace(self.standing, version=version)
+        self._survey = self._look(can_begin=False)
+        return self._inventories()
 
     def _inventories(self) -> list[Inventory]:
         """What every member brings, by rank; collective."""

@@ -18,6 +18,7 @@ from evermoe.persist.checkpoint_folder import find, find_saved
 from evermoe.planning.recovery import Lagging
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
 CHECKSUM_BYTES = 8
@@ -68,6 +69,8 @@ class Inventory:
     """Versions of the complete checkpoints that it can read."""
     trains: bool
     """False for a replica node."""
+    can_begin: bool = False
+    """Whether its model is deferred and has taken no step: then it counts as holding all units, as it can make them."""
 
     def to_bytes(self) -> bytes:
         """JSON, after its checksum."""
@@ -146,6 +149,7 @@ _INVENTORY: dict[str, Callable[[Any], bool]] = {
     "load": lambda value: isinstance(value, list) and all(_are(float, row) for row in value),
     "checkpoints": lambda value: _are(int, value),
     "trains": lambda value: _are(bool, [value]),
+    "can_begin": lambda value: _are(bool, [value]),
 }
 
 
@@ -166,6 +170,7 @@ class Survey:
         standing: of this member.
         trains: False on a replica node, which holds nothing actively.
         checkpoints: folder of the checkpoints, if there is one.
+        can_begin: whether a deferred model that has taken no step counts as holding all units, as it can make them.
     """
 
     def __init__(
@@ -176,14 +181,18 @@ class Survey:
         *,
         trains: bool,
         checkpoints: Path | None,
+        can_begin: bool,
     ) -> None:
         self._state = state
         self._stored: dict[tuple[str, int, str], StoredUnit] = {}
-        active = state.held() if trains else []
+        can_begin &= trains and state.deferral is not None and not step_of(standing.version)
+        active = state.held() if trains and not can_begin else []
         holdings = [
             Holding(unit, standing.version, value, ACTIVE)
             for unit, value in zip(active, state.digests(active), strict=True)
         ]
+        if can_begin:
+            holdings = [Holding(unit.name, standing.version, 0, ACTIVE) for unit in state.catalog.units]
         retained = ((each, SNAPSHOT) for each in state.retained.stored(standing.version))
         # Where experts always may lag, a checkpoint may have the newest version of some.
         folder = checkpoints if standing.lagging == "always" else None
@@ -200,6 +209,7 @@ class Survey:
             state.expert_load.mean_LE.tolist(),
             sorted(find(checkpoints, state.catalog.layout)) if checkpoints else [],
             trains,
+            can_begin,
         )
 
     def read(self, holding: Holding, out: Tensor) -> None:

@@ -41,6 +41,9 @@ class Target(Protocol):
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
         """Names of the units that a rank is to hold under a placement."""
 
+    def begin(self, placement: LayerPlacements) -> None:
+        """Makes the first values of a deferred model under a placement: a job begins."""
+
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
         """Takes over a placement, and the bytes of the units that were fetched for it."""
 
@@ -121,12 +124,18 @@ class ExpertTarget:
         ]
         return self._state.catalog.dense() + experts
 
+    def begin(self, placement: LayerPlacements) -> None:
+        """Makes the rank's units; `adopt` follows."""
+        if self.trains and self._state.deferral is not None:
+            self._state.begin(self._own(placement))
+
+    def _own(self, placement: LayerPlacements) -> dict[str, list[int]]:
+        return {path: np.flatnonzero(matrix[self._group.rank]).tolist() for path, matrix in placement.items()}
+
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
         """Replaces the layers' experts, and tells the layers where all experts are."""
         if self.trains:
-            rank = self._group.rank
-            experts = {path: np.flatnonzero(matrix[rank]).tolist() for path, matrix in placement.items()}
-            self._state.adopt(experts, fetched)
+            self._state.adopt(self._own(placement), fetched)
         for path, matrix in placement.items():
             self._state.layers[path].matrix_RE = matrix
 

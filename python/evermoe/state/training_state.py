@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from evermoe.errors import UnsupportedState
 from evermoe.experts import Experts, expert_layers
 from evermoe.state.catalog import UnitCatalog
+from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
 from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
@@ -27,19 +28,30 @@ class TrainingState:
         model: holds all experts of its MoE layers at first.
         optimizer: over the model's parameters.
         has_session: whether there is the unit `session`, with the loop's state and the experts' load.
+        deferral: of a model that has no values yet: until `begin` or `adopt`, nothing is held.
 
     Raises:
         ValueError: the optimizer is of another model.
         UnsupportedState: as of `create_optimizer_state`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, has_session: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        has_session: bool = True,
+        deferral: Deferral | None = None,
+    ) -> None:
+        self.deferral, self._is_made = deferral, deferral is None
         self.layers: dict[str, Experts] = expert_layers(model)
         self.optimizer = optimizer
         expert_parameters = {id(layer.weights) for layer in self.layers.values()}
         if len(expert_parameters) < len(self.layers):
             raise UnsupportedState("MoE layers may not share their weights: give each layer experts of its own")
         self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
+        if deferral is None and any(parameter.is_meta for parameter in model.parameters()):
+            raise UnsupportedState("expected a model with values, got parameters on meta: only a Session makes them")
         create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
@@ -66,10 +78,15 @@ class TrainingState:
         return {f"{name}/{key}": value for key, value in sorted(state.items()) if isinstance(value, Tensor)}
 
     def _list_units(self) -> list[Unit]:
-        units = [
-            Unit(name, tuple(TensorSpec(key, tuple(t.shape), t.dtype) for key, t in self._dense_state(name).items()))
-            for name in self._dense
-        ]
+        shapes = self.deferral.shapes if self.deferral is not None else {}
+        units = []
+        for name, tensors in self._dense.items():
+            found = [
+                TensorSpec(each, shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (), t.dtype)
+                for key, tensor in tensors.items()
+                for each, t in ({key: tensor} | self._optimizer_tensors(key, tensor)).items()
+            ]
+            units.append(Unit(name, tuple(found)))
         for path, layer in self.layers.items():
             specs = tuple(
                 TensorSpec(key, tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape), t.dtype)
@@ -96,7 +113,7 @@ class TrainingState:
     def held(self) -> list[str]:
         """Names of the units that this rank trains on: all but the experts of other ranks."""
         experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.ids]
-        return [*self._dense, *experts]
+        return [*(self._dense if self._is_made else ()), *experts]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
         if unit.layer is None:
@@ -143,22 +160,55 @@ class TrainingState:
         }
 
     @torch.no_grad()
+    def begin(self, experts: dict[str, list[int]]) -> None:
+        """Makes a deferred model's units and those of `experts` (layer path → ids) with their first values.
+
+        What is there already stays.
+        """
+        assert self.deferral is not None
+        if not self._is_made:
+            self.deferral.make(self.dense, self.optimizer)
+            for name in self._dense.keys() - {SESSION}:
+                self.deferral.fill_dense(name, self._dense[name])
+            self._is_made = True
+        for path, ids in experts.items():
+            layer = self.layers[path]
+            added = [expert for expert in ids if expert not in layer.ids]
+            if ids != layer.ids:
+                self._replace(layer, ids, self._restack(path, ids))
+            for expert in added:
+                row, *state = self._tensors(self.catalog.by_name[expert_unit(path, expert)])
+                self.deferral.fill_expert(path, layer, expert, row)
+                for tensor in state:
+                    tensor.zero_()
+
+    @torch.no_grad()
     def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:
         """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.
 
-        Nothing is changed before all inputs are checked: an expert that is neither held nor fetched is a KeyError. Only
-        layers whose experts change get new memory, one layer after the other.
+        Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Only
+        layers whose experts change get new memory, one layer after the other. What is taken over is removed from
+        `fetched`, so that its memory is free for the next.
         """
+        missing = set() if self._is_made else self._dense.keys() - fetched.keys()
         for path, ids in experts.items():
-            missing = {expert_unit(path, expert) for expert in set(ids) - set(self.layers[path].ids)}
-            if not missing <= fetched.keys():
-                raise KeyError(*sorted(missing - fetched.keys()))
+            missing |= {expert_unit(path, expert) for expert in set(ids) - set(self.layers[path].ids)} - fetched.keys()
+        if missing:
+            raise KeyError(*sorted(missing))
+        if self.deferral is not None and not self._is_made:
+            self.deferral.make(self.dense, self.optimizer)
+            self._is_made = True
+        self._take_over(self._dense, fetched)
         for path, ids in experts.items():
             if ids != self.layers[path].ids:
                 self._replace(self.layers[path], ids, self._restack(path, ids))
-        held = set(self.held())
-        for name, data in fetched.items():
-            if name in held:
+            self._take_over([expert_unit(path, expert) for expert in ids], fetched)
+        self._take_over(self.held(), fetched)
+
+    def _take_over(self, names: Iterable[str], fetched: dict[str, Tensor]) -> None:
+        for name in names:
+            data = fetched.pop(name, None)
+            if data is not None:
                 unit = self.catalog.by_name[name]
                 for target, value in zip(self._tensors(unit), unit.tensors(data).values(), strict=True):
                     target.copy_(value)

@@ -35,6 +35,7 @@ from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
 from evermoe.sampler import ElasticSampler
 from evermoe.snapshot.store import SnapshotStore
+from evermoe.state.deferred import Initializer, WeightSource, find_deferral
 from evermoe.state.training_state import TrainingState
 from evermoe.train.notice import Notice
 from evermoe.train.protocol import CommitProtocol
@@ -61,11 +62,15 @@ class Session:
         scheduler: stepped by the session after each update.
         on_event: called with each event, a dataclass of `evermoe.events`, for progress displays and tests. It must not
             block or raise. `Chunk`, `Published`, `Held` and `Damaged` come from other threads.
+        weights: of a model built in `evermoe.deferred`, where its first weights come from: an `evermoe.WeightSource`,
+            or what initialises a module. None: what its constructors do.
+        device: where such a model is made; None for the device given to `deferred`.
         options: fields of `SessionConfig`.
 
     Raises:
         ValueError: an option is wrong, or another job runs in checkpoint_dir. UnsupportedState: the optimizer's state
-            cannot be divided into units. OSError: checkpoint_dir cannot be written to.
+            cannot be divided into units, or a part of the model is deferred and another is not. OSError: checkpoint_dir
+            cannot be written to.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class Session:
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         on_event: Listener = lambda event: None,
+        weights: WeightSource | Initializer | None = None,
+        device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
         check_known(options, SessionConfig.names())
@@ -86,7 +93,8 @@ class Session:
         script = Script(model, optimizer, sampler, scheduler)
         script.check()
         script.claim(self)
-        self._state = TrainingState(model, optimizer)
+        deferral = find_deferral(model, optimizer, weights, device)
+        self._state = TrainingState(model, optimizer, deferral=deferral)
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node = node_name(self.config.node)
@@ -95,6 +103,7 @@ class Session:
         self._store.check()
         self._lighthouse: Any = None
         common = self.config.shared() | script.common()
+        common["first weights"] = deferral.describe() if deferral is not None else "the model's own"
         rounding = arithmetic.variant if arithmetic else "none" if self.config.sends_gradients else ""
         self._membership = self._new_membership(Identity(job, self._state.catalog.layout, common, rounding), node)
         self.group = self._membership.trainer_group

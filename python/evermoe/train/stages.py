@@ -154,6 +154,9 @@ class StageTarget:
         """The units of the rank's stage."""
         return [name for name, _ in self._seats[rank].units]
 
+    def begin(self, placement: LayerPlacements) -> None:
+        """Does nothing: no stage is deferred."""
+
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
         """Takes over what was fetched."""
         self._state.adopt({path: layer.ids for path, layer in self._state.layers.items()}, fetched)

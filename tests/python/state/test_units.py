@@ -102,7 +102,7 @@ def test_giving_experts_away_and_taking_them_back():
     assert digests(state) == {n: d for n, d in before.items() if n != "moe.experts.1"}
     state.adopt({"moe.experts": []}, {})
     assert layer.weights.shape[0] == 0
-    state.adopt(everyone(state), whole)
+    state.adopt(everyone(state), dict(whole))
     assert digests(state) == before
 
 

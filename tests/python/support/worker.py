@@ -6,6 +6,7 @@ digests of all held units whenever a version of the state is copied.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -91,6 +92,8 @@ class Options:
     """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
     device: str = "cpu"
     """Where the model is."""
+    deferred: bool = False
+    """Its model is built without memory."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -292,7 +295,9 @@ def _train(options: Options, record: Recorder) -> None:
         os.environ["EVERMOE_SECRET"] = options.secret
     if options.metadata is not None:
         sys.path.insert(0, options.metadata)
-    model, data = make_model(options.model).to(options.device), dataset().to(options.device)
+    with evermoe.deferred(device=options.device) if options.deferred else contextlib.nullcontext():
+        model = make_model(options.model)
+    model, data = model.to(options.device), dataset().to(options.device)
     optimizer = make_optimizer(options.optimizer, model)
     if options.lr is not None:
         optimizer.param_groups[0]["lr"] = options.lr

@@ -57,13 +57,15 @@ class ElasticExperts(Experts):
                 f"{kind} has the parameters {sorted(parameters)}, and experts of transformers' interface have "
                 f"{sorted(hub_name(name) for name in expert.shapes)}: it cannot be made elastic"
             )
-        alike = {(p.dtype, p.device, p.requires_grad) for p in parameters.values()}
-        if len(alike) > 1 or not next(iter(alike))[0].is_floating_point:
+        places = {p.device for p in parameters.values() if not p.is_meta}  # a deferred model has memory for small ones
+        alike = {(p.dtype, p.requires_grad) for p in parameters.values()}
+        if len(alike) > 1 or len(places) > 1 or not next(iter(alike))[0].is_floating_point:
             raise UnsupportedState(
                 f"{kind}: expected parameters of one floating-point type, on one device, all frozen or none; got "
-                f"{sorted(map(str, alike))}. Load the model without quantisation"
+                f"{sorted(map(str, alike | places))}. Load the model without quantisation"
             )
-        ((dtype, device, requires_grad),) = alike
+        ((dtype, requires_grad),) = alike
+        device = next(iter(places), torch.device("meta"))
         norm = getattr(source, "post_expert_norm", None)
         super().__init__(expert, source.num_experts, post_norm=norm, device="meta", dtype=dtype, **options)
         self.kind = kind

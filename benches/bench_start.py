@@ -1,0 +1,194 @@
+"""Peak memory at the start of a job, per worker, in multiples of what the worker holds: real processes on one machine.
+
+    python benches/bench_start.py [--workers 3] [--from deferred normal folder] [--json PATH]
+
+A worker's share is the bytes of its parameters, its gradients and its optimizer's state. Its peak is the largest PSS
+of its process until the first step begins, less that of a process that has imported torch and evermoe and built
+nothing. Copies in shared memory, which PSS counts too, are told apart; by default there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import evermoe
+
+SAMPLE_SECONDS = 0.02
+
+
+def memory(pid: int | str = "self") -> dict[str, int]:
+    """PSS of a process in bytes: private and file pages, and shared memory."""
+    found = {}
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("Pss", "Pss_Shmem"):
+            found[name] = int(rest.split()[0]) * 1024
+    return {"own": found["Pss"] - found["Pss_Shmem"], "shared": found["Pss_Shmem"]}
+
+
+class Watch:
+    """Samples this process's memory in a thread."""
+
+    def __init__(self) -> None:
+        self.base = memory()
+        self.peak = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._is_over.wait(SAMPLE_SECONDS):
+            self.peak = max(self.peak, memory()["own"])
+
+    def stop(self) -> int:
+        """Largest growth in bytes."""
+        self._is_over.set()
+        self._thread.join()
+        return max(self.peak, memory()["own"]) - self.base["own"]
+
+
+class Model(nn.Module):
+    """Experts hold nearly all of it."""
+
+    def __init__(self, layers: int, hidden: int, intermediate: int, experts: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1024, hidden)
+        self.blocks = nn.ModuleList(
+            evermoe.MoE(hidden, intermediate, experts, top_k=2, gated=True) for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, 1024)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+def work(options: argparse.Namespace) -> None:
+    """One worker: builds the model, comes to the first step, takes two, and says what it took."""
+    torch.set_num_threads(1)
+    evermoe.Session, evermoe.MoE  # noqa: B018  # imported before it is measured
+    torch.optim.AdamW([nn.Parameter(torch.zeros(8))], fused=True)
+    watch = Watch()
+    torch.manual_seed(0)
+    sizes = options.layers, options.hidden, options.intermediate, options.experts
+    weights = None
+    if options.how == "normal":
+        model = Model(*sizes)
+    else:
+        with evermoe.deferred():
+            model = Model(*sizes)
+    if options.how == "folder":
+        weights = evermoe.FolderWeights(options.folder, expert_matrices)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    sampler = evermoe.ElasticSampler(64, batch_size=6)
+    session = evermoe.Session(model, optimizer, sampler, weights=weights, copies=options.copies, slots=options.slots)
+    data = torch.randint(1024, (64, 9), generator=torch.Generator().manual_seed(0))
+    said: dict[str, object] = {}
+    for step in session.steps(2):
+        if not said:
+            start, shared = watch.stop(), memory()["shared"]
+            watch = Watch()
+            held = sum(p.nbytes for p in model.parameters())
+            state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
+            said = {"rank": session.group.rank, "share": 2 * held + state, "start": start, "shared": shared}
+            said["parameters"] = held
+        with step:
+            tokens = data[step.indices]
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            step.backward(loss)
+    print("RESULT " + json.dumps(said | {"loss": session.loss}), flush=True)
+
+
+def expert_matrices(files: evermoe.FolderWeights, path: str, expert: int) -> list[torch.Tensor]:
+    return [files.tensor(f"{path}.{expert}.{name}.weight") for name in ("gate", "up", "down")]
+
+
+def write_folder(folder: Path, options: argparse.Namespace) -> None:
+    """A folder like Hugging Face's, an expert's matrices each a tensor, layer by layer."""
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    small = Model(0, options.hidden, options.intermediate, options.experts)
+    files = {"dense.safetensors": {key: value for key, value in small.state_dict().items()}}
+    index = {}
+    for layer in range(options.layers):
+        tensors = {f"blocks.{layer}.router.weight": torch.randn(options.experts, options.hidden) * 0.02}
+        for expert in range(options.experts):
+            for name, shape in (("gate", (1, 0)), ("up", (1, 0)), ("down", (0, 1))):
+                size = [(options.hidden, options.intermediate)[side] for side in shape]
+                tensors[f"blocks.{layer}.experts.{expert}.{name}.weight"] = torch.randn(size) * 0.02
+        files[f"layer-{layer}.safetensors"] = tensors
+        save_file(tensors, folder / f"layer-{layer}.safetensors")
+        index |= dict.fromkeys(tensors, f"layer-{layer}.safetensors")
+    save_file(files["dense.safetensors"], folder / "dense.safetensors")
+    index |= dict.fromkeys(files["dense.safetensors"], "dense.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, float]]:
+    """What each worker of a job says."""
+    names = ("layers", "hidden", "intermediate", "experts", "copies", "slots")
+    own = [f"--{name}={getattr(options, name)}" for name in names]
+    command = [sys.executable, "-m", "evermoe", "run", "--workers", str(options.workers), __file__, "--worker"]
+    done = subprocess.run(
+        [*command, f"--how={how}", f"--folder={folder}", *own],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=options.limit,
+        check=False,
+    )
+    lines = [line.partition("RESULT ")[2] for line in done.stdout.splitlines() if "RESULT " in line]
+    if len(lines) != options.workers:
+        raise SystemExit(f"{how}: {len(lines)} of {options.workers} workers are done:\n{done.stdout}{done.stderr}")
+    return [json.loads(line) for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--from", dest="kinds", nargs="+", default=["deferred", "normal", "folder"])
+    for name, size in (("layers", 4), ("hidden", 512), ("intermediate", 1024), ("experts", 24)):
+        parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--slots", type=int, default=8, help="experts of a layer on each worker (%(default)s)")
+    parser.add_argument("--copies", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=600.0)
+    parser.add_argument("--json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--how", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if "folder" in options.kinds:
+            write_folder(Path(folder), options)
+        for how in options.kinds:
+            results[how] = run(options, how, folder)
+            for said in sorted(results[how], key=lambda each: each["rank"]):
+                print(
+                    f"{how:9} worker {said['rank']:.0f}: share {said['share'] / 2**20:6.0f} MiB, peak at start "
+                    f"{said['start'] / 2**20:6.0f} MiB = {said['start'] / said['share']:.2f} x the share, "
+                    f"{said['shared'] / 2**20:.0f} MiB in shared memory"
+                )
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Weights in transformers' folders, one unit at a time: what a deferred model starts from, and what is exported.
+
+transformers' own conversions are used both ways, so that keys and shapes in the files are those of its
+`from_pretrained` and `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from evermoe._native import digest
+from evermoe.errors import CorruptCopy
+from evermoe.experts import Experts
+from evermoe.integrations.transformers.elastic import hub_name, make_elastic
+from evermoe.persist.folder_weights import SafetensorsFiles
+from evermoe.state.deferred import WeightSource, deferred
+
+SHARD_BYTES = 5_000_000_000
+"""Size of an exported file at most, where a layer's tensors allow."""
+INDEX = "model.safetensors.index.json"
+
+
+class HubWeights:
+    """Reads a deferred model's first weights from a folder that transformers can load; see `evermoe.WeightSource`.
+
+    No rank reads what it does not hold, and of an expert no more than its own tensors where the files have them apart,
+    or its part of a stack.
+
+    Args:
+        folder: on a disk, with safetensors files.
+        model: of transformers, elastic, deferred or on `meta`.
+
+    Raises:
+        CorruptCopy: there are no such files, or they cannot be read.
+    """
+
+    def __init__(self, folder: str | Path, model: PreTrainedModel) -> None:
+        self._files = SafetensorsFiles(folder)
+        self._model = model
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._experts = {path: m.num_experts for path, m in model.named_modules() if isinstance(m, Experts)}
+        mapping = get_model_conversion_mapping(model)
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._converters = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        self._first: dict[str, str] = {}
+        state = model.state_dict()
+        for key in sorted(self._files.keys(), key=dot_natural_key):
+            found = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+            name, pattern = (key, None) if found[0] not in state and key in state else found
+            self._sources.setdefault(name, []).append((key, pattern))
+            for other in self._converters[pattern].target_patterns[1:] if pattern else ():
+                self._first[name.replace(self._converters[pattern].target_patterns[0], other)] = name  # type: ignore[index]
+
+    def describe(self) -> str:
+        """The files' keys, by their digest."""
+        keys = self._files.keys()
+        return f"{len(keys)} tensors of {digest(np.frombuffer(repr(keys).encode(), np.uint8)):016x}"
+
+    @torch.no_grad()
+    def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
+        """Writes the first values of one unit; see `evermoe.WeightSource`."""
+        path = self._paths.get(id(module), path)
+        if expert is not None and isinstance(module, Experts):
+            row = tensors["weights"]
+            row.zero_()  # the padding, too
+            for name, view in module.expert.views(row.unsqueeze(0)).items():
+                self._copy(f"{path}.{hub_name(name)}", view, expert)
+            return
+        for name, tensor in tensors.items():
+            self._copy(f"{path}.{name}".removeprefix(".").replace(".post_norm.", ".post_expert_norm."), tensor, None)
+
+    def _copy(self, name: str, target: Tensor, expert: int | None) -> None:
+        found = self._read(name, expert)
+        if found.shape != target.shape:
+            shapes = f"expected {list(target.shape)}, found {list(found.shape)}"
+            raise CorruptCopy(f"{name} in {self._files.folder} belongs to another model: {shapes}")
+        target.copy_(found)
+
+    def _read(self, name: str, expert: int | None) -> Tensor:
+        """A tensor by transformers' name; of an expert as a stack of one."""
+        first = self._first.get(name, name)
+        sources = self._sources.get(first)
+        if sources is None:
+            raise CorruptCopy(f"{self._files.folder} has no weights for {name}")
+        part: Any = ... if expert is None else slice(expert, expert + 1)
+        key, pattern = sources[0]
+        if pattern is None:
+            return self._files.tensor(key, part)
+        by_pattern: dict[str, list[str]] = {}
+        for key, pattern in sources:
+            by_pattern.setdefault(str(pattern), []).append(key)
+        converter: Any = deepcopy(self._converters[str(sources[0][1])])
+        for pattern, keys in by_pattern.items():
+            is_apart = expert is not None and len(keys) == self._experts[first.rpartition(".")[0]]
+            for key in [keys[expert]] if is_apart and expert is not None else keys:
+                converter.add_tensor(first, key, pattern, self._files.tensor(key, ... if is_apart else part))
+        found = converter.convert(first, model=self._model, config=self._model.config)[name]
+        return found[0] if isinstance(found, list) else found
+
+
+def from_pretrained(
+    folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, **options: Any
+) -> tuple[nn.Module, HubWeights]:
+    """A deferred elastic model of a folder, and what gives the session its weights; nothing large is read yet.
+
+        model, weights = from_pretrained("Qwen3-30B-A3B")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        session = evermoe.Session(model, optimizer, sampler, weights=weights)
+
+    Args:
+        folder: of a causal language model, on a disk: download one with `hf download`.
+        dtype: of the parameters; default: the configuration's.
+        device: where the session makes the model; default: torch's default device.
+        options: of `make_elastic`.
+
+    Raises:
+        OSError: there is no such folder, or no configuration in it.
+        CorruptCopy: as of `HubWeights`.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    with deferred(device=device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        make_elastic(model, **options)
+    return model, HubWeights(folder, model)
+
+
+def export(source: WeightSource, model: PreTrainedModel, folder: str | Path, *, prefix: str = "") -> None:
+    """Writes a folder that transformers' `from_pretrained` loads, one layer in memory at a time.
+
+    Args:
+        source: of the weights, such as `evermoe.CheckpointWeights`.
+        model: of transformers, elastic, deferred or on `meta`.
+        folder: must be empty, or not be there.
+        prefix: path of `model` in the model that was trained, where that is not the same.
+
+    Raises:
+        OSError: the folder is not empty, or cannot be written to.
+        CorruptCopy: the source belongs to another model.
+    """
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    if any(place.iterdir()):
+        raise FileExistsError(17, "expected an empty folder", str(place))
+    shards, sizes, total = list[dict[str, str]](), 0, 0
+    state: dict[str, Tensor] = {}
+
+    def write() -> None:
+        name = f"model-{len(shards) + 1:05d}.safetensors"
+        save_file(state, place / name, metadata={"format": "pt"})
+        shards.append(dict.fromkeys(state, name))
+        state.clear()
+
+    for piece in _pieces(source, model, prefix):
+        for key, tensor in revert_weight_conversion(model, piece).items():
+            if state and sizes + tensor.nbytes > SHARD_BYTES:
+                write()
+                sizes = 0
+            state[key] = tensor.contiguous()
+            sizes, total = sizes + tensor.nbytes, total + tensor.nbytes
+    write()
+    names = {
+        f"model-{i + 1:05d}.safetensors": f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        for i in range(len(shards))
+    }
+    for name, final in names.items():
+        (place / name).rename(place / (final if len(shards) > 1 else "model.safetensors"))
+    if len(shards) > 1:
+        files = {key: names[name] for shard in shards for key, name in shard.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
+        (place / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(place)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(place)
+
+
+def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:
+    """The state by transformers' names: of each layer's experts, and of all other modules of a layer, together."""
+    seen: set[int] = set()
+    layer, piece = "", dict[str, Tensor]()
+    for path, module in model.named_modules():
+        begun = ".".join(path.split(".")[:3]) if any(part.isdigit() for part in path.split(".")) else ""
+        if begun != layer and piece:
+            yield piece
+            piece = {}
+        layer = begun
+        own = [(name, tensor) for name, tensor in _persistent(module) if id(tensor) not in seen]
+        seen |= {id(tensor) for _, tensor in own}
+        full = ".".join(part for part in (prefix, path) if part)
+        if isinstance(module, Experts):
+            size = (module.num_experts, module.expert.row_size)
+            weights = torch.empty(size, dtype=module.weights.dtype)
+            for expert in range(module.num_experts):
+                source.fill(full, module, {"weights": weights[expert]}, expert)
+            yield {f"{path}.{hub_name(name)}": v for name, v in module.expert.views(weights).items()}
+        elif own:
+            tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in own}
+            source.fill(full, module, tensors, None)
+            names = ((f"{path}.{name}".removeprefix("."), tensor) for name, tensor in tensors.items())
+            piece |= {name.replace(".post_norm.", ".post_expert_norm."): tensor for name, tensor in names}
+    if piece:
+        yield piece
+
+
+def _persistent(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    hidden = module._non_persistent_buffers_set
+    yield from ((name, tensor) for name, tensor in module.named_buffers(recurse=False) if name not in hidden)

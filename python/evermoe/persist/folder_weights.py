@@ -1,0 +1,158 @@
+"""First weights of a deferred model from safetensors files, such as a Hugging Face folder: read unit by unit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from evermoe._native import digest
+from evermoe.errors import CorruptCopy
+from evermoe.expert import ROW_ALIGNMENT
+from evermoe.persist.plain_files import read_plain
+
+INDEX = "model.safetensors.index.json"
+INDEX_BYTES = 256 << 20
+"""Size of an index at most."""
+MAPPED_BYTES = 64 << 20
+"""Bytes read of a file until it is mapped anew: what was read of it no longer counts as this process's memory."""
+
+
+class SafetensorsFiles:
+    """The tensors of a folder's safetensors files by key, mapped into memory and read as far as they are asked for.
+
+    Args:
+        folder: with `model.safetensors.index.json` and its files, or with safetensors files alone.
+
+    Raises:
+        CorruptCopy: there are no such files, or they cannot be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._files = self._find()
+        self._open: dict[str, Any] = {}
+        self._bytes = 0
+
+    def _find(self) -> dict[str, str]:
+        """The file of each key."""
+        if (self.folder / INDEX).is_file():
+            try:
+                found = json.loads(read_plain(self.folder / INDEX, INDEX_BYTES))["weight_map"]
+                return {str(key): str(file) for key, file in found.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CorruptCopy(f"{self.folder / INDEX} is no index of safetensors files: {error}") from None
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise CorruptCopy(f"expected safetensors files in {self.folder}, found none")
+        return {key: file.name for file in files for key in self._keys_of(file)}
+
+    def _keys_of(self, file: Path) -> list[str]:
+        return list(self._opened(file).keys())
+
+    def _opened(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CorruptCopy(f"{file} cannot be read: {error}") from None
+
+    def keys(self) -> list[str]:
+        """All keys, sorted."""
+        return sorted(self._files)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._files
+
+    def tensor(self, key: str, part: Any = ...) -> Tensor:
+        """A tensor, or a part of it by an index such as a number of its first dimension; not to be written to.
+
+        Raises:
+            CorruptCopy: it is not there, or cannot be read.
+        """
+        file = self._files.get(key)
+        if file is None:
+            raise CorruptCopy(f"{self.folder} has no tensor {key!r}")
+        if self._bytes >= MAPPED_BYTES:
+            self._open, self._bytes = {}, 0
+        try:
+            if file not in self._open:
+                self._open[file] = self._opened(self.folder / file)
+            found: Tensor = self._open[file].get_slice(key)[part]
+        except (SafetensorError, OSError, IndexError) as error:
+            raise CorruptCopy(f"{key!r} in {self.folder / file} cannot be read: {error}") from None
+        self._bytes += found.nbytes
+        return found
+
+
+ExpertMatrices = Callable[[SafetensorsFiles, str, int], Iterable[Tensor]]
+"""An expert's matrices in the order of its row, from the files, the path of its layer and its number."""
+
+
+class FolderWeights:
+    """Reads a deferred model's first weights from safetensors files; see `evermoe.WeightSource`.
+
+        def matrices(files, path, expert):
+            return (files.tensor(f"{path}.{expert}.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj"))
+
+        weights = evermoe.FolderWeights("Qwen3-30B-A3B", matrices)
+        session = evermoe.Session(model, optimizer, sampler, weights=weights)
+
+    Values are converted to the model's types. No rank reads what it does not hold.
+
+    Args:
+        folder: as of `SafetensorsFiles`.
+        experts: an expert's matrices; None for a model without experts.
+        key: what the files call a parameter or buffer; None: by its name in the model.
+
+    Raises:
+        CorruptCopy: there are no such files, or they cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        experts: ExpertMatrices | None = None,
+        key: Callable[[str], str] | None = None,
+    ) -> None:
+        self.files = SafetensorsFiles(folder)
+        self._experts, self._key = experts, key or (lambda name: name)
+
+    def describe(self) -> str:
+        """The files' keys, by their digest."""
+        keys = self.files.keys()
+        return f"{len(keys)} tensors of {digest(np.frombuffer(repr(keys).encode(), np.uint8)):016x}"
+
+    def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
+        """Writes the first values of one unit; see `evermoe.WeightSource`."""
+        if expert is not None:
+            self._fill_expert(path, tensors["weights"], expert)
+            return
+        for name, tensor in tensors.items():
+            key = self._key(f"{path}.{name}" if path else name)
+            found = self.files.tensor(key)
+            if found.shape != tensor.shape:
+                shapes = f"expected {list(tensor.shape)}, found {list(found.shape)}"
+                raise CorruptCopy(f"{key!r} in {self.files.folder} belongs to another model: {shapes}")
+            tensor.copy_(found)
+
+    def _fill_expert(self, path: str, row: Tensor, expert: int) -> None:
+        if self._experts is None:
+            raise CorruptCopy(f"FolderWeights: expected `experts`, which finds the matrices of {path}, got none")
+        start = 0
+        for matrix in self._experts(self.files, path, expert):
+            part = row[start : start + matrix.numel()]
+            if part.numel() < matrix.numel():
+                start += matrix.numel()
+                break
+            part.copy_(matrix.reshape(-1))
+            start += matrix.numel()
+        if not start <= len(row) < start + ROW_ALIGNMENT:
+            raise CorruptCopy(
+                f"expert {expert} of {path} belongs to another model: expected {len(row)} numbers, found {start}"
+            )
+        row[start:] = 0

@@ -1,0 +1,67 @@
+"""Weights of transformers' folders, read unit by unit and written: the same as by `from_pretrained`, with its keys."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import evermoe
+from evermoe.state.building import LARGE
+from evermoe.state.unit import expert_unit
+from support.hub import MODELS, build, config
+
+transformers = pytest.importorskip("transformers")
+from evermoe.integrations.transformers import HubWeights, export, from_pretrained, make_elastic, weights  # noqa: E402
+
+
+def keys(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_units_of_a_folder_and_back(tmp_path, name, monkeypatch):
+    """Files of at most some kilobytes, so that there are several."""
+    build(name).save_pretrained(tmp_path / "source", max_shard_size="40KB")
+    assert len(list((tmp_path / "source").glob("*.safetensors"))) > 1
+    model, source = from_pretrained(tmp_path / "source")
+    assert all(parameter.is_meta for parameter in model.parameters() if parameter.numel() >= LARGE)
+    expected = make_elastic(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source"))
+    experts = evermoe.experts.expert_layers(model)
+    for path, layer in evermoe.experts.expert_layers(expected).items():
+        for expert in (0, 3, 5):
+            row = torch.full_like(layer.weights[expert], 7.0)
+            source.fill(path, experts[path], {"weights": row}, expert)
+            assert torch.equal(row, layer.weights[expert]), expert_unit(path, expert)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 40_000)
+    export(source, model, tmp_path / "out")
+    torch.testing.assert_close(keys(tmp_path / "out"), keys(tmp_path / "source"), rtol=0, atol=0)
+    index = json.loads((tmp_path / "out" / weights.INDEX).read_text())
+    assert index["weight_map"].keys() == keys(tmp_path / "source").keys()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(again.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    with pytest.raises(OSError, match="expected an empty folder"):
+        export(source, model, tmp_path / "out")
+
+
+def test_folders_of_other_models(tmp_path):
+    build("mixtral").save_pretrained(tmp_path / "source")
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config("mixtral", intermediate_size=56))
+    other = HubWeights(tmp_path / "source", make_elastic(model))
+    with pytest.raises(
+        evermoe.CorruptCopy, match=r"experts.gate_up_proj in .* belongs to another model: expected \[1, 112"
+    ):
+        export(other, model, tmp_path / "out")
+    with pytest.raises(evermoe.CorruptCopy, match="expected safetensors files"):
+        HubWeights(tmp_path, model)
+    with torch.device("meta"):
+        model = make_elastic(transformers.AutoModelForCausalLM.from_config(config("olmoe")))
+    with pytest.raises(
+        evermoe.CorruptCopy, match=r"has no weights for model.layers.0.self_attn.q_norm.weight|another model"
+    ):
+        export(HubWeights(tmp_path / "source", model), model, tmp_path / "more")

@@ -1,0 +1,92 @@
+"""Sessions with models that get memory once their experts are placed: who begins, who joins, who comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+FAULT = 5
+
+
+def first_digests(workers):
+    """Digest of each unit, the loop's state aside, with its first values."""
+    found = {}
+    for each in workers:
+        for unit, value in each.events("copy")[0]["digests"].items():
+            assert each.events("copy")[0]["step"] == 0
+            assert found.setdefault(unit, value) == value, unit
+    found.pop("session")
+    return found
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini"])
+def test_first_values_are_the_same_on_any_number_of_ranks_and_survive_a_kill(start_job, preset):
+    alone = [start_job(1).start("a", deferred=True, steps=3)]
+    assert alone[0].join() == 0
+    workers = start_job(preset=preset, slots=2).start_all({"b": [Fault("vote", FAULT)]}, deferred=True)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for survivor in workers[::2]:
+        recovered = check_recovered(workers, survivor)
+        assert (recovered["members"], recovered["step"], recovered["digests_mismatched"]) == (2, FAULT, 0)
+    assert first_digests(workers) == first_digests(alone)
+
+
+@pytest.mark.parametrize("point", ["phase fetch", "phase verify", "copy", "confirm"])
+def test_a_death_while_the_job_begins_loses_no_first_values(start_job, point):
+    """Units that only the dead member had made are made anew."""
+    step, job = None if point.startswith("phase") else 0, start_job(slots=2)
+    workers = job.start_all({"b": [Fault(point, step)]}, deferred=True)
+    assert workers[1].join() == -9
+    workers.append(job.start("d", deferred=True))
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    check_history(workers)
+    assert {each.events("done")[0]["step"] for each in workers if each.name != "b"} == {10}
+    alone = [start_job(1).start("a", deferred=True, steps=1)]
+    assert alone[0].join() == 0
+    expected = first_digests(alone)
+    for unit, value in workers[0].events("copy")[0]["digests"].items():
+        assert unit == "session" or expected[unit] == value
+
+
+def test_a_deferred_joiner_gets_its_units_from_the_others(start_job):
+    job = start_job(2)
+    job.open_gate(6)
+    workers = job.start_all({}, "ab", gated=True, steps=20, deferred=True)
+    workers[0].wait_for("gate", step=6)
+    workers.append(job.start("c", steps=20, deferred=True))
+    workers[2].wait_for("phase", phase="agree")
+    job.open_gate(20)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    assert workers[2].events("recovered")[0]["fetched_units"] > 0
+
+
+def test_a_deferred_job_resumes_from_shared_memory(start_job):
+    job = start_job()
+    first = job.start_all({name: [Fault("copy", FAULT)] for name in "abc"}, deferred=True)
+    assert [each.join() for each in first] == [-9, -9, -9]
+    second = job.start_all({}, deferred=True)
+    assert [each.join() for each in second] == [0, 0, 0]
+    assert {each.events("recovered")[0]["step"] for each in second} <= {FAULT - 1, FAULT}
+
+
+def test_a_deferred_job_resumes_from_its_checkpoint(start_job, tmp_path):
+    options = {"checkpoint_dir": str(tmp_path / "checkpoints"), "checkpoint_every": 2}
+    first = start_job(**options)
+    assert [each.join() for each in first.start_all({}, steps=4, deferred=True)] == [0, 0, 0]
+    again = start_job(2, **options, job=first.name)
+    workers = again.start_all({}, "ab", steps=8, deferred=True)
+    assert [each.join() for each in workers] == [0, 0]
+    recovered = workers[0].events("recovered")[0]
+    assert (recovered["step"], set(recovered["sources"])) == (4, {"disk"})
+    check_history(first.workers)
+
+
+def test_a_deferred_and_a_plain_model_do_not_train_together(start_job):
+    job = start_job(2)
+    workers = [job.start("a", deferred=True), job.start("b")]
+    assert {each.join() for each in workers} != {0}
+    assert any("first weights" in event["message"] for each in workers for event in each.events("failed"))
