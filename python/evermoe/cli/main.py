@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from evermoe.errors import CorruptCopy
 from evermoe.options import checked
 
 MOST_PROCESSES = 4096
@@ -15,7 +16,7 @@ MOST_PROCESSES = 4096
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
-    """Parser of all commands; `demo` and `plan`, whose flags take long to import, get theirs only as `command`."""
+    """Parser of all commands; those whose flags take long to import get theirs only as `command`."""
     top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
@@ -77,11 +78,16 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
     trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
+    export = commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
     if command == "demo":
         from evermoe.demo.flags import add_arguments
 
         add_arguments(demo)
+    if command == "export":
+        from evermoe.cli.export import add_arguments as add_export_arguments
+
+        add_export_arguments(export)
     if command == "plan":
         from evermoe.cli.plan.command import add_arguments as add_plan_arguments
 
@@ -94,14 +100,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = parser(given[0] if given else None).parse_args(given)
-        return {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "info": _info}[
-            options.command
-        ](options)
+        actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace}
+        actions |= {"export": _export, "info": _info}
+        return actions[options.command](options)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("rich", "matplotlib"):
+        extra = {"rich": "cli,plot", "matplotlib": "cli,plot", "transformers": "transformers"}
+        package = (error.name or "").partition(".")[0]
+        if package not in extra:
             raise
-        print(f"evermoe {given[0]} needs {error.name}: pip install 'evermoe[cli,plot]'", file=sys.stderr)
-    except ValueError as error:
+        print(f"evermoe {given[0]} needs {error.name}: pip install 'evermoe[{extra[package]}]'", file=sys.stderr)
+    except (ValueError, CorruptCopy) as error:
         print(f"evermoe {given[0]}: {error}", file=sys.stderr)
     except OSError as error:
         print(f"evermoe {given[0]}: {error.strerror or error}: {error.filename or ''}", file=sys.stderr)
@@ -171,6 +179,12 @@ def _trace(options: argparse.Namespace) -> int:
 
         plot_trace(json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.plot))
     return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    from evermoe.cli.export import main as export
+
+    return export(options)
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -1,0 +1,74 @@
+"""`evermoe export`: checkpoints as other libraries read them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evermoe.persist.checkpoint import CheckpointWeights
+from evermoe.persist.manifest import Manifest, read_manifest, read_units
+from evermoe.state.version import step_of
+
+FORMATS = ("hf", "dcp")
+WEIGHTS = "weights"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("--to", choices=FORMATS, required=True, help="a folder of transformers, or of torch's DCP")
+    parser.add_argument("--config", metavar="FOLDER", help="hf: has the model's config.json")
+    parser.add_argument(
+        "--prefix", default="", metavar="NAME", help="hf: the attribute that held the model, if another module held it"
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-… of a session's checkpoint_dir")
+    parser.add_argument("out", metavar="OUT", help="folder to write, empty or not there yet")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Writes the folder; returns the exit code.
+
+    Raises:
+        ValueError: the checkpoint or an argument is wrong; the message says which.
+        OSError: a folder cannot be read or written.
+    """
+    checkpoint, out = Path(options.checkpoint), Path(options.out)
+    manifest = read_manifest(checkpoint)
+    if options.to == "hf":
+        if options.config is None:
+            raise ValueError("--to hf: expected --config FOLDER with the model's config.json, got none")
+        _to_hub(manifest, options.config, out, options.prefix)
+    else:
+        _to_dcp(manifest, out)
+    print(f"{out} has step {step_of(manifest.version)} of {checkpoint}")
+    return 0
+
+
+def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from evermoe.integrations.transformers import export, make_elastic
+    from evermoe.state.deferred import deferred
+
+    unit = next((name for name, keys in manifest.names.items() if WEIGHTS in keys), None)
+    if unit is None:
+        raise ValueError(f"{manifest.path}: expected a model with experts, found none")
+    ((_, tensors),) = read_units(manifest, [unit])
+    with deferred():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=tensors[WEIGHTS].dtype)
+        make_elastic(model)
+    export(CheckpointWeights(manifest.path), model, out, prefix=prefix)
+
+
+def _to_dcp(manifest: Manifest, out: Path) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(17, "expected an empty folder", str(out))
+    state: dict[str, Any] = {}
+    for unit, tensors in read_units(manifest, list(manifest.names)):
+        state |= {f"{unit}/{key}": tensor for key, tensor in tensors.items()}
+    with torch.no_grad():
+        dcp.save(state, checkpoint_id=out, no_dist=True)
