@@ -88,6 +88,7 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step w
 	$(BIN)/python benches/bench_session.py
 	$(BIN)/python benches/bench_presets.py
 	$(BIN)/python benches/bench_overlap.py
+	$(BIN)/python benches/bench_transformers.py
 	$(BIN)/python benches/bench_transport.py
 	$(BIN)/python benches/kernel_table.py
 	$(BIN)/python benches/bench_profile.py
