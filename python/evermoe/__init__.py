@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evermoe import errors, events, ops, optim, planning, profile, replay, snapshot
     from evermoe.config import SessionConfig
+    from evermoe.ema import EMA
     from evermoe.errors import (
         CorruptCopy,
         EvermoeError,
@@ -18,23 +19,27 @@ if TYPE_CHECKING:
         NonFiniteLoss,
         NotReplayable,
         PeerLost,
+        UnequalForwards,
         UnsafeFolder,
         UnsupportedState,
     )
     from evermoe.expert import Expert, clamped_swiglu
     from evermoe.experts import Experts
+    from evermoe.loader import ElasticLoader
     from evermoe.moe import MoE, load_balancing_loss, moe_layers, update_balance
     from evermoe.persist.checkpoint import load_weights
     from evermoe.router import Router, Routes
-    from evermoe.sampler import ElasticSampler, Share
+    from evermoe.sampler import ElasticSampler, Sampler, Share
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.session import Session
-    from evermoe.train.step import Step
+    from evermoe.train.step import MicroBatch, Step
 
     __version__: str
 
 _HOMES = {
     "CorruptCopy": "errors",
+    "EMA": "ema",
+    "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "EvermoeError": "errors",
     "JoinTimeout": "errors",
@@ -42,6 +47,7 @@ _HOMES = {
     "LostExperts": "errors",
     "Expert": "expert",
     "Experts": "experts",
+    "MicroBatch": "train.step",
     "MoE": "moe",
     "Router": "router",
     "Routes": "router",
@@ -50,9 +56,11 @@ _HOMES = {
     "PeerLost": "errors",
     "PipelineSession": "train.pipeline",
     "Session": "train.session",
+    "Sampler": "sampler",
     "SessionConfig": "config",
     "Share": "sampler",
     "Step": "train.step",
+    "UnequalForwards": "errors",
     "UnsafeFolder": "errors",
     "UnsupportedState": "errors",
     "clamped_swiglu": "expert",
@@ -64,7 +72,9 @@ _HOMES = {
 """The module of each name."""
 
 __all__ = [
+    "EMA",
     "CorruptCopy",
+    "ElasticLoader",
     "ElasticSampler",
     "EvermoeError",
     "Expert",
@@ -72,6 +82,7 @@ __all__ = [
     "JoinTimeout",
     "LeftBehind",
     "LostExperts",
+    "MicroBatch",
     "MoE",
     "NonFiniteLoss",
     "NotReplayable",
@@ -79,10 +90,12 @@ __all__ = [
     "PipelineSession",
     "Router",
     "Routes",
+    "Sampler",
     "Session",
     "SessionConfig",
     "Share",
     "Step",
+    "UnequalForwards",
     "UnsafeFolder",
     "UnsupportedState",
     "clamped_swiglu",

@@ -6,6 +6,7 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import CheckpointFunction
 
 from evermoe import moe_fp8, moe_ops, ops
@@ -108,6 +110,20 @@ class Experts(nn.Module):
         self._name = moe_ops.register(self)
         self.reset_parameters()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no job, and has the experts that this rank holds.
+
+        Raises:
+            UnsupportedState: an `AveragedModel` would average other experts' rows than it has copied.
+        """
+        if self.group.is_elastic and _is_called_from(AveragedModel.__init__):
+            raise UnsupportedState(
+                "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: make an "
+                "evermoe.EMA(optimizer) before the session, whose averages move with them"
+            )
+        held_1E = np.isin(np.arange(self.num_experts), self.ids).astype(np.int64)[None]
+        return self.__dict__ | {"group": Group(), "matrix_RE": held_1E, "_padding": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, also to compiled graphs."""
         super().__setstate__(state)
@@ -116,6 +132,16 @@ class Experts(nn.Module):
     def reset_parameters(self) -> None:
         """Draws the experts as `Expert.initialize` does."""
         self.expert.initialize(self.weights)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if len(self.ids) < self.num_experts:
+            warnings.warn(
+                f"state_dict() has {len(self.ids)} of the {self.num_experts} experts of layer "
+                f"{prefix.removesuffix('.') or 'Experts'}: those that this rank holds. All of them are in a checkpoint "
+                "of the session (checkpoint_dir=), which evermoe.load_weights reads",
+                stacklevel=4,
+            )
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
@@ -219,6 +245,7 @@ class Experts(nn.Module):
 
         It is the step's only extra exchange, and the layer's only wait for a GPU.
         """
+        self.count.begun += 1
         tokens_RE = self.group.all_gather(counts_E)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedState(
@@ -261,6 +288,7 @@ class Experts(nn.Module):
 
     def _gather(self, counts_E: Tensor) -> Tensor:
         """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
+        self.count.begun += 1
         tokens_RE = self.group.all_gather(counts_E)
         self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
         return tokens_RE
@@ -305,6 +333,13 @@ class Experts(nn.Module):
         if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, self._widths):
             return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
+
+
+def _is_called_from(function: Callable[..., Any]) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_recomputing() -> bool:

@@ -33,9 +33,10 @@ from evermoe.options import check_known
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
-from evermoe.sampler import ElasticSampler
+from evermoe.sampler import Sampler
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
+from evermoe.train.loss_scale import LossScale
 from evermoe.train.notice import Notice
 from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import Script
@@ -57,8 +58,9 @@ class Session:
     Args:
         model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
         optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
-        sampler: divides the global batches.
-        scheduler: stepped by the session after each update.
+        sampler: divides the global batches: an `ElasticSampler` or `ElasticLoader`, or one of yours.
+        scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
+        scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
         on_event: called with each event, a dataclass of `evermoe.events`, for progress displays and tests. It must not
             block or raise. `Chunk`, `Published`, `Held` and `Damaged` come from other threads.
         options: fields of `SessionConfig`.
@@ -72,9 +74,10 @@ class Session:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        sampler: ElasticSampler,
+        sampler: Sampler,
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         on_event: Listener = lambda event: None,
         **options: Any,
     ) -> None:
@@ -83,7 +86,7 @@ class Session:
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
-        script = Script(model, optimizer, sampler, scheduler)
+        script = Script(model, optimizer, sampler, scheduler, LossScale(scaler))
         script.check()
         script.claim(self)
         self._state = TrainingState(model, optimizer)
