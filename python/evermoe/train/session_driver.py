@@ -69,13 +69,8 @@ class SessionDriver(RecoveryDriver):
         self._protection.begin_step()
         self._emit(Begin(step.number))
 
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by before they are backpropagated."""
-        return self._script.loss_scale.value
-
-    def check_loss(self, loss: Tensor) -> None:
-        """Checks a loss of the session's first step.
+    def check_loss(self, loss: Tensor) -> float:
+        """Checks a loss of the session's first step; what each is multiplied by before it is backpropagated.
 
         Raises:
             UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
@@ -83,6 +78,7 @@ class SessionDriver(RecoveryDriver):
         if not self._has_seen_loss:
             self._has_seen_loss = True
             refuse_scaled(loss)
+        return self._script.loss_scale.value
 
     def _refuse_step(self, *_: object) -> None:
         if not self._is_open:
@@ -132,7 +128,7 @@ class SessionDriver(RecoveryDriver):
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
             trainers=1.0,
-            scale=self.loss_scale,
+            scale=self._script.loss_scale.value,
             counting=float(step.count is not None),
             counted=count,
         )

@@ -17,15 +17,11 @@ from evermoe.sampler import Share
 class Watcher(Protocol):
     """What is told of a step while the script computes it."""
 
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by before they are backpropagated."""
-
     def begin_step(self, step: Step) -> None:
         """The script begins to compute."""
 
-    def check_loss(self, loss: Tensor) -> None:
-        """The script backpropagates a loss. May raise what is wrong with it."""
+    def check_loss(self, loss: Tensor) -> float:
+        """The script backpropagates a loss: what it is to be multiplied by. May raise what is wrong with it."""
 
 
 class MicroBatch:
@@ -128,7 +124,7 @@ class Step:
         _check_count(count)
         if self.loss is not None and (count is None) != (self.count is None):
             raise ValueError("step.backward: count was given in some calls of this step; give it in all, or in none")
-        self._watcher.check_loss(loss)
+        scale = self._watcher.check_loss(loss)
         if count is None:
             part = loss * weight
         else:
@@ -136,7 +132,6 @@ class Step:
             part = loss if has_samples else loss * 0.0
             self.count = (0.0 if self.count is None else self.count) + (_detached(count) if has_samples else 0.0)
         self.loss = part.detach() if self.loss is None else self.loss + part.detach()
-        scale = self._watcher.loss_scale
         (part if scale == 1 else part * scale).backward()
 
     def __enter__(self) -> Step:
