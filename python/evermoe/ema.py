@@ -47,11 +47,13 @@ class EMA:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Moves the averages of all parameters, also of those without a gradient."""
+        """Moves the averages of all parameters that had a gradient once."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state[parameter]
                 if AVERAGE not in state:
+                    if parameter.grad is None:  # torch's optimizers take a state that is not empty for their own
+                        continue
                     kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
                     state[AVERAGE], state[STEPS] = torch.zeros_like(parameter, dtype=kind), torch.zeros(())
                 if state[STEPS] == 0:

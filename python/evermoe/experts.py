@@ -6,16 +6,13 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import CheckpointFunction
 
 from evermoe import moe_fp8, moe_ops, ops
@@ -23,6 +20,7 @@ from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
+from evermoe.moe_copies import HeldInPart
 from evermoe.moe_exchange import Exchange, Padding
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
@@ -31,7 +29,7 @@ REENTRANT = "CheckpointFunction.backward"
 """What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
 
 
-class Experts(nn.Module):
+class Experts(HeldInPart):
     """E feed-forward experts, of which a router of yours chooses K for each token.
 
     By itself it holds all experts. In an `evermoe.Session` each rank holds some, an expert may have replicas on
@@ -110,38 +108,9 @@ class Experts(nn.Module):
         self._name = moe_ops.register(self)
         self.reset_parameters()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no job, and has the experts that this rank holds.
-
-        Raises:
-            UnsupportedState: an `AveragedModel` would average other experts' rows than it has copied.
-        """
-        if self.group.is_elastic and _is_called_from(AveragedModel.__init__):
-            raise UnsupportedState(
-                "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: make an "
-                "evermoe.EMA(optimizer) before the session, whose averages move with them"
-            )
-        held_1E = np.isin(np.arange(self.num_experts), self.ids).astype(np.int64)[None]
-        return self.__dict__ | {"group": Group(), "matrix_RE": held_1E, "_padding": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a layer of its own, also to compiled graphs."""
-        super().__setstate__(state)
-        self._name = moe_ops.register(self)
-
     def reset_parameters(self) -> None:
         """Draws the experts as `Expert.initialize` does."""
         self.expert.initialize(self.weights)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if len(self.ids) < self.num_experts:
-            warnings.warn(
-                f"state_dict() has {len(self.ids)} of the {self.num_experts} experts of layer "
-                f"{prefix.removesuffix('.') or 'Experts'}: those that this rank holds. All of them are in a checkpoint "
-                "of the session (checkpoint_dir=), which evermoe.load_weights reads",
-                stacklevel=4,
-            )
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""
@@ -333,13 +302,6 @@ class Experts(nn.Module):
         if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, self._widths):
             return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
-
-
-def _is_called_from(function: Callable[..., Any]) -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _is_recomputing() -> bool:

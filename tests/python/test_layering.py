@@ -24,6 +24,7 @@ ROOMS = [
     "moe_fp8",
     "moe_load",
     "moe_ops",
+    "moe_copies",
     "experts",
     "router",
     "moe",
