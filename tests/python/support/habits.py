@@ -93,6 +93,8 @@ class Habit:
     scaler: Callable[[], Any] = lambda: None
     loader: Callable[[], Any] | None = None
     """Yields global batches, in place of a sampler."""
+    sampler: Callable[[], Any] | None = None
+    """In place of an `ElasticSampler`."""
     ema: float | None = None
     batch_size: int = 12
     clip: float | None = 0.5
@@ -151,6 +153,30 @@ class Overflow(torch.autograd.Function):
 def large_gradients(model, tokens):
     """A loss that may be scaled by 2**17, and not by 2**21, also for a member that has a third of the batch."""
     return Overflow.apply(mean_loss(model, tokens), 2.0**109.5)
+
+
+class OwnSampler:
+    """Samples in order, as a script of one's own divides them."""
+
+    def __init__(self):
+        self.place = 0
+
+    def share(self, rank, size):
+        batch = torch.arange(self.place, self.place + 12) % SAMPLES
+        part = batch.tensor_split(size)[rank]
+        return evermoe.Share(part, len(part) / len(batch))
+
+    def advance(self):
+        self.place += 12
+
+    def settings(self):
+        return {"samples": SAMPLES}
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -255,6 +281,7 @@ HABITS = {
     "11: EMA": Habit(ema=0.8),
     "12: IterableDataset": Habit(loader=lambda: torch.utils.data.DataLoader(Stream(), batch_size=12), step=samples),
     "12: loader with state": Habit(loader=StatefulLoader, step=samples),
+    "12: a sampler of one's own": Habit(sampler=OwnSampler),
     "14: tokens that are not padding": Habit(loss=padded, step=count_tokens),
     "14: tokens, micro-batches, gemini": Habit(
         loss=padded, step=count_tokens_of_parts, batch_size=10, session={"preset": "gemini"}
@@ -269,11 +296,11 @@ def batches(habit):
     if habit.loader is not None:
         loader = habit.loader()
         return itertools.chain.from_iterable(loader for _ in itertools.count())
-    sampler = evermoe.ElasticSampler(SAMPLES, habit.batch_size)
+    sampler = habit.sampler() if habit.sampler else evermoe.ElasticSampler(SAMPLES, habit.batch_size)
 
     def all_batches():
         while True:
-            yield DATA[sampler.batch()]
+            yield DATA[sampler.share(0, 1).indices]
             sampler.advance()
 
     return all_batches()
@@ -328,7 +355,7 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
     model = habit.model()
     optimizer = habit.optimizer(model)
     scheduler, scaler = habit.scheduler(optimizer), habit.scaler()
-    sampler: Any = evermoe.ElasticSampler(SAMPLES, habit.batch_size)
+    sampler: Any = habit.sampler() if habit.sampler else evermoe.ElasticSampler(SAMPLES, habit.batch_size)
     if habit.loader is not None:
         sampler = evermoe.ElasticLoader(habit.loader())
     ema = None if habit.ema is None else evermoe.EMA(optimizer, habit.ema)
@@ -337,7 +364,7 @@ def elastic(write: Callable[..., None], name: str, node: str, options: dict[str,
         if event.name in ("recovered", "verified"):
             write(event.name, **{key: value for key, value in event.fields().items() if key != "seconds"})
 
-    options = {"max_grad_norm": habit.clip, **options, **habit.session}
+    options = {"max_grad_norm": habit.clip, **options, **habit.session} | ({"role": "replica"} if node == "r" else {})
     session = evermoe.Session(
         model, optimizer, sampler, scheduler=scheduler, scaler=scaler, on_event=on_event, node=node, **options
     )
