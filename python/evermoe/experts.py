@@ -214,7 +214,7 @@ class Experts(HeldInPart):
 
         It is the step's only extra exchange, and the layer's only wait for a GPU.
         """
-        self.count.begun += 1
+        self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedState(
@@ -257,7 +257,7 @@ class Experts(HeldInPart):
 
     def _gather(self, counts_E: Tensor) -> Tensor:
         """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
-        self.count.begun += 1
+        self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
         self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
         return tokens_RE
