@@ -26,7 +26,7 @@ class TokenCount:
         self._there_E: Tensor | None = None
         """int64, on a device: what is not in `_total_E` yet."""
         self.begun = 0
-        """Forwards whose exchange has begun since the total was forgotten; those that a CUDA graph repeats do not count."""
+        """Forwards whose exchange has begun since the total was forgotten, without those that a CUDA graph repeats."""
 
     def add(self, tokens_E: NDArray[np.int64] | Tensor, *, is_counted: bool) -> None:
         """Notes a forward.
