@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evermoe import errors, events, ops, optim, planning, profile, replay, snapshot
     from evermoe.config import SessionConfig
+    from evermoe.ema import EMA
     from evermoe.errors import (
         CorruptCopy,
         EvermoeError,
@@ -18,26 +19,30 @@ if TYPE_CHECKING:
         NonFiniteLoss,
         NotReplayable,
         PeerLost,
+        UnequalForwards,
         UnsafeFolder,
         UnsupportedState,
     )
     from evermoe.expert import Expert, clamped_swiglu
     from evermoe.experts import Experts
+    from evermoe.loader import ElasticLoader
     from evermoe.moe import MoE, load_balancing_loss, moe_layers, update_balance
     from evermoe.persist.checkpoint import CheckpointWeights, load_weights
     from evermoe.persist.folder_weights import FolderWeights
     from evermoe.router import Router, Routes
-    from evermoe.sampler import ElasticSampler, Share
+    from evermoe.sampler import ElasticSampler, Sampler, Share
     from evermoe.state.deferred import WeightSource, deferred
     from evermoe.train.pipeline import PipelineSession
     from evermoe.train.session import Session
-    from evermoe.train.step import Step
+    from evermoe.train.step import MicroBatch, Step
 
     __version__: str
 
 _HOMES = {
     "CheckpointWeights": "persist.checkpoint",
     "CorruptCopy": "errors",
+    "EMA": "ema",
+    "ElasticLoader": "loader",
     "ElasticSampler": "sampler",
     "EvermoeError": "errors",
     "JoinTimeout": "errors",
@@ -46,6 +51,7 @@ _HOMES = {
     "Expert": "expert",
     "Experts": "experts",
     "FolderWeights": "persist.folder_weights",
+    "MicroBatch": "train.step",
     "MoE": "moe",
     "Router": "router",
     "Routes": "router",
@@ -54,9 +60,11 @@ _HOMES = {
     "PeerLost": "errors",
     "PipelineSession": "train.pipeline",
     "Session": "train.session",
+    "Sampler": "sampler",
     "SessionConfig": "config",
     "Share": "sampler",
     "Step": "train.step",
+    "UnequalForwards": "errors",
     "UnsafeFolder": "errors",
     "WeightSource": "state.deferred",
     "deferred": "state.deferred",
@@ -70,8 +78,10 @@ _HOMES = {
 """The module of each name."""
 
 __all__ = [
+    "EMA",
     "CheckpointWeights",
     "CorruptCopy",
+    "ElasticLoader",
     "ElasticSampler",
     "EvermoeError",
     "Expert",
@@ -80,6 +90,7 @@ __all__ = [
     "JoinTimeout",
     "LeftBehind",
     "LostExperts",
+    "MicroBatch",
     "MoE",
     "NonFiniteLoss",
     "NotReplayable",
@@ -87,10 +98,12 @@ __all__ = [
     "PipelineSession",
     "Router",
     "Routes",
+    "Sampler",
     "Session",
     "SessionConfig",
     "Share",
     "Step",
+    "UnequalForwards",
     "UnsafeFolder",
     "UnsupportedState",
     "WeightSource",

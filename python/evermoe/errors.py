@@ -59,6 +59,10 @@ class NonFiniteLoss(EvermoeError):
         self.step, self.rank = step, rank
 
 
+class UnequalForwards(EvermoeError):
+    """Members ran different numbers of forwards in a step, so that they waited for each other; it names them."""
+
+
 class NotReplayable(EvermoeError):
     """The optimizer's steps cannot be repeated bit for bit elsewhere: its state must be sent instead."""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from evermoe.comm.collectives import all_to_all
 from evermoe.comm.group import Group
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Product
+from evermoe.moe_copies import HeldInPart
 from evermoe.moe_exchange import Exchange, Padding
 from evermoe.moe_load import TokenCount
 from evermoe.planning import SPLITS, SplitPolicy, split_tokens
@@ -29,7 +29,7 @@ REENTRANT = "CheckpointFunction.backward"
 """What reentrant checkpointing repeats a forward from, in libraries that have copied torch's."""
 
 
-class Experts(nn.Module):
+class Experts(HeldInPart):
     """E feed-forward experts, of which a router of yours chooses K for each token.
 
     By itself it holds all experts. In an `evermoe.Session` each rank holds some, an expert may have replicas on
@@ -107,11 +107,6 @@ class Experts(nn.Module):
         self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
         self._name = moe_ops.register(self)
         self.reset_parameters()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy is a layer of its own, also to compiled graphs."""
-        super().__setstate__(state)
-        self._name = moe_ops.register(self)
 
     def reset_parameters(self) -> None:
         """Draws the experts as `Expert.initialize` does."""
@@ -219,6 +214,7 @@ class Experts(nn.Module):
 
         It is the step's only extra exchange, and the layer's only wait for a GPU.
         """
+        self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UnsupportedState(
@@ -261,6 +257,7 @@ class Experts(nn.Module):
 
     def _gather(self, counts_E: Tensor) -> Tensor:
         """All ranks' tokens of each expert, counted in the layer, without a wait; collective."""
+        self.count.begun += self.group.broken is None
         tokens_RE = self.group.all_gather(counts_E)
         self.count.add(tokens_RE.sum(0), is_counted=self.training and not _is_recomputing())
         return tokens_RE

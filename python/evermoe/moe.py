@@ -116,6 +116,10 @@ class MoE(nn.Module):
         if router.balance is not None:
             experts.on_load = router.update_balance
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no graph of a forward."""
+        return self.__dict__ | {"balance_loss": self.balance_loss.detach()}
+
     @property
     def tokens_E(self) -> NDArray[np.int64]:
         """`[E]`: tokens routed to each expert on all ranks together, in the last forward."""

@@ -25,6 +25,8 @@ class TokenCount:
         self._total_E = np.zeros(num_experts, np.int64)
         self._there_E: Tensor | None = None
         """int64, on a device: what is not in `_total_E` yet."""
+        self.begun = 0
+        """Forwards whose exchange has begun since the total was forgotten, without those that a CUDA graph repeats."""
 
     def add(self, tokens_E: NDArray[np.int64] | Tensor, *, is_counted: bool) -> None:
         """Notes a forward.
@@ -51,6 +53,7 @@ class TokenCount:
 
     def forget(self) -> None:
         """Sets the total to zero."""
+        self.begun = 0
         self._total_E = np.zeros_like(self._total_E)
         if self._there_E is not None:
             self._there_E.zero_()

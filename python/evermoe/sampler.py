@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from evermoe.options import checked
 
@@ -15,11 +18,53 @@ class Share:
     """One member's part of a global batch.
 
     `indices`: int64 sample numbers. `weight`: this member's share of the global batch, in [0, 1]; over all members
-    the weights sum to one. With more members than samples, a member without one gets a sample of weight 0.
+    the weights sum to one. With more members than samples, a member without one gets a sample of weight 0. `samples`:
+    the samples themselves, where the sampler has them: tensors, lists of samples, or dicts and tuples of those.
     """
 
     indices: Tensor
     weight: float
+    samples: Any = None
+
+    def parts(self, n: int) -> Iterator[Share]:
+        """Yields n parts of it, of sizes within one of each other; without a sample, one of all with weight 0."""
+        size = len(self.indices)
+        bounds = [size * number // n for number in range(n + 1)]
+        for start, stop in zip(bounds, bounds[1:], strict=False):
+            weight = self.weight * (stop - start) / size
+            yield self._slice(*((start, stop) if stop > start else (0, 1)), weight)
+
+    def _slice(self, start: int, stop: int, weight: float) -> Share:
+        return Share(self.indices[start:stop], weight, sliced(self.samples, start, stop))
+
+
+def sliced(samples: Any, start: int, stop: int) -> Any:
+    """Samples `start` to `stop` of a batch: of each tensor and list in it along its first dimension."""
+    return tree_map(
+        lambda part: part[start:stop] if isinstance(part, Tensor | list) and len(part) else part,
+        samples,
+        is_leaf=lambda part: isinstance(part, list),
+    )
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What a session needs of a sampler: `ElasticSampler`, `ElasticLoader`, or one of yours."""
+
+    def share(self, rank: int, size: int) -> Share:
+        """The part of `rank` among `size` members of the next global batch; the same until `advance`."""
+
+    def advance(self) -> None:
+        """Counts the batch as consumed: its step is committed."""
+
+    def settings(self) -> dict[str, Any]:
+        """What all members of a job have alike, by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state needed to resume, the same on all members: numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken."""
 
 
 class ElasticSampler:

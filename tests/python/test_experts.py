@@ -1,12 +1,16 @@
 """Experts with another router's choices equal plain loops over tokens and experts, on one rank and on three."""
 
+import copy
+import pickle
+import warnings
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from evermoe import Expert, Experts, clamped_swiglu
+from evermoe import Expert, Experts, MoE, clamped_swiglu
 from evermoe.comm.collectives import ExpertReducer
 from support.ranks import run_ranks
 
@@ -225,3 +229,26 @@ def test_a_model_of_another_router_and_plain_layers_names_its_settings():
     assert make("gpt-oss").settings() == (
         "gating=clamped_swiglu, layout=interleaved, gated, bias, transposed, token_split=balanced"
     )
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copy_after_a_forward(duplicate):
+    layer = MoE(H, INNER, EXPERTS)
+    x = choices()[0]
+    expected = layer(x)
+    twin = duplicate(layer)
+    assert torch.equal(twin(x), expected)
+    assert not twin.experts.group.is_elastic
+
+
+def test_state_dict_warns_where_it_has_a_part_of_the_experts():
+    layer = MoE(H, INNER, EXPERTS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        layer.state_dict()
+    layer.experts.ids = [1, 3]
+    layer.experts.weights = nn.Parameter(layer.experts.weights.detach()[:2].clone())
+    with pytest.warns(
+        UserWarning, match=r"state_dict\(\) has 2 of the 5 experts of layer 0.experts: .*evermoe.load_weights"
+    ):
+        nn.Sequential(layer).state_dict()

@@ -131,6 +131,8 @@ class Group:
         self._waits: set[Wait] = set()
         """For messages that are under way."""
         self.broken: str | None = None
+        self.begun = 0
+        """Collectives that this member has begun since whoever reads it set it to 0."""
         self.timed_out = False
         """Whether others did not come to a collective in time; who watches the group resets it."""
         self.on_wait: Callable[[bool], None] = _ignore_wait
@@ -205,6 +207,7 @@ class Group:
             return tensor
         failure = self.broken
         if failure is None:
+            self.begun += 1
             self.on_begin(name)
             self.on_wait(True)
             failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
@@ -240,6 +243,11 @@ class Group:
             return failure and (self.broken or failure)
         finally:
             self._waits.discard(wait)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether it belongs to a job, whose members may change."""
+        return self.on_wait is not _ignore_wait
 
     @property
     def limit_seconds(self) -> float:

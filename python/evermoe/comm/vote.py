@@ -32,13 +32,37 @@ class Ballot(NamedTuple):
     """1 from a member that leaves the job after the step."""
     calling: float = 0.0
     """1 from a member that has heard of newcomers: all ask the Lighthouse before the next step."""
+    trainers: float = 0.0
+    """1 from a member that trains."""
+    scale: float = 0.0
+    """What a member that trains has multiplied its loss by, beside its weight."""
+    counting: float = 0.0
+    """1 from a member whose loss is a sum."""
+    counted: float = 0.0
+    """Over how many: tokens, for example."""
+
+    @property
+    def mean_loss(self) -> float:
+        """The global batch's mean loss; NaN of sums over nothing."""
+        if not self.counting:
+            return self.loss
+        return self.loss / self.counted if self.counted else math.nan
+
+    @property
+    def loss_scale(self) -> float:
+        """What all members have multiplied their losses by."""
+        return self.scale / self.trainers if self.trainers else 1.0
+
+    @property
+    def divisor(self) -> float:
+        """What the sums of the gradients are divided by, so that they are those of the mean loss."""
+        return self.loss_scale * (self.counted if self.counting else 1.0)
 
     @property
     def is_finite(self) -> bool:
         """Whether losses and gradients of all members are finite."""
-        return (
-            not (self.nonfinite or self.nonfinite_experts) and math.isfinite(self.loss) and math.isfinite(self.squares)
-        )
+        has_bad = self.nonfinite or self.nonfinite_experts
+        return not has_bad and math.isfinite(self.mean_loss) and math.isfinite(self.squares)
 
     @property
     def nonfinite_rank(self) -> int | None:

@@ -19,6 +19,7 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.comm.task import Task
+from evermoe.ema import is_averaged
 from evermoe.errors import NotReplayable
 from evermoe.events import Damaged, Held, Listener
 from evermoe.keeper import Assignment, CopyOptions, Keeper
@@ -65,6 +66,8 @@ class ReplayedUnit:
 def find_arithmetic(optimizer: torch.optim.Optimizer) -> Arithmetic | None:
     """How the optimizer's steps are repeated; None, with a warning, if they cannot be."""
     try:
+        if is_averaged(optimizer):
+            raise NotReplayable("an average of the weights is kept, which gradients alone do not give")
         return calibrate(optimizer)
     except NotReplayable as error:
         logger.warning("copies get the state after each step, not gradients: %s", error)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from evermoe.errors import UnsupportedState
-from evermoe.sampler import ElasticSampler
+from evermoe.sampler import Sampler
 
 Scheduler = torch.optim.lr_scheduler.LRScheduler
+
+
+class Stateful(Protocol):
+    """Something with state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings, lists and dicts."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken."""
+
 
 PROGRESS_BYTES = 16384
 """Bytes that the training loop's own state (sampler, scheduler) may take as JSON in the unit `session`."""
@@ -51,7 +62,10 @@ class LoopState:
 
 
 def collect(
-    sampler: ElasticSampler, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+    sampler: Sampler,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Scheduler | None,
+    loss_scale: Stateful | None = None,
 ) -> dict[str, object]:
     """What a member needs to resume as its peers do; numbers, strings, lists and dicts."""
     found: dict[str, object] = {
@@ -60,16 +74,24 @@ def collect(
     }
     if scheduler is not None:
         found["scheduler"] = _plain_part(scheduler.state_dict())
+    if loss_scale is not None and loss_scale.state_dict():
+        found["loss_scale"] = loss_scale.state_dict()
     return found
 
 
 def restore(
-    progress: dict[str, Any], sampler: ElasticSampler, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+    progress: dict[str, Any],
+    sampler: Sampler,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Scheduler | None,
+    loss_scale: Stateful | None = None,
 ) -> None:
     """The inverse of `collect`. Settings and schedulers that only one side knows stay as they are."""
     sampler.load_state_dict(progress["sampler"])
     if scheduler is not None and "scheduler" in progress:
         scheduler.load_state_dict(progress["scheduler"])
+    if loss_scale is not None:
+        loss_scale.load_state_dict(progress.get("loss_scale", {}))
     for group, values in zip(optimizer.param_groups, progress["optimizer"], strict=True):
         for key, value in ((key, value) for key, value in values.items() if key in group):
             if isinstance(group[key], Tensor):

@@ -82,7 +82,7 @@ def _start_from_zeros(optimizer: torch.optim.Optimizer) -> None:
         for key in [key for key, value in state.items() if value is None]:
             del state[key]
         for value in state.values():
-            if isinstance(value, Tensor):
+            if is_plain(value):
                 value.zero_()
 
 
@@ -193,9 +193,14 @@ def _twin(
 def _check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if not isinstance(value, Tensor) or (value.dim() > 0 and value.shape != parameter.shape):
-                found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if not is_plain(value) or (value.dim() > 0 and value.shape != parameter.shape):
+                found = tuple(value.shape) if is_plain(value) else type(value).__name__
                 raise UnsupportedState(
                     f"{type(optimizer).__name__} keeps '{key}' as {found} for a parameter of shape "
                     f"{tuple(parameter.shape)}; expected tensors of the parameter's shape or scalar tensors. {_ADVICE}"
                 )
+
+
+def is_plain(value: object) -> bool:
+    """Whether it is a tensor whose bytes are its elements, not a subclass that stores them in another way."""
+    return type(value) in (Tensor, nn.Parameter)

@@ -103,17 +103,31 @@ def refuse_nonfinite(sums: Ballot, step: int, nodes: Sequence[str]) -> None:
     )
 
 
-def clip_factor(squares: float, limit: float | None) -> float:
-    """What gradients whose norm squared is `squares` are multiplied by, so that their norm is at most `limit`.
+def refuse_mixed(sums: Ballot) -> None:
+    """Refuses a step for which some members gave `count`, and others did not.
 
-    As `torch.nn.utils.clip_grad_norm_` has it.
+    Raises:
+        ValueError: says how many.
     """
-    norm = squares**0.5
-    return 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+    if 0 < sums.counting < sums.trainers:
+        raise ValueError(
+            f"step.backward: {sums.counting:.0f} of {sums.trainers:.0f} members gave count, the others did not: the "
+            "loss is a sum with a count on all members, or a mean on all"
+        )
 
 
-def clip(state: TrainingState, factor: float) -> None:
+def factor_of(sums: Ballot, limit: float | None) -> float:
+    """What the reduced gradients are multiplied by: they become those of the mean loss, of a norm of at most `limit`.
+
+    The norm is clipped as `torch.nn.utils.clip_grad_norm_` does.
+    """
+    norm = sums.squares**0.5 / sums.divisor
+    clip = 1.0 if limit is None or norm <= limit else limit / (norm + 1e-6)
+    return clip / sums.divisor
+
+
+def multiply(state: TrainingState, factor: float) -> None:
     """Multiplies all gradients by a factor, in place."""
-    if factor < 1:
+    if factor != 1:
         dense = [p.grad for p in state.dense if p.grad is not None]
         torch._foreach_mul_([*dense, *of_experts(state)], factor)

@@ -10,14 +10,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from evermoe.errors import UnsupportedState
+from evermoe.experts import expert_layers
 from evermoe.moe import layer_settings
-from evermoe.sampler import ElasticSampler
+from evermoe.sampler import Sampler
 from evermoe.state import loop_state
+from evermoe.train.loss_scale import LossScale
 
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel", "AveragedModel")
+"""Classes of modules that keep, reduce or divide parameters themselves."""
+SHARDED = ("DTensor", "ShardedTensor", "FlatParameter")
+"""Classes of parameters of which each process has a part."""
 MOST_FACTORS = 8
 """Operations at the end of a loss among which a scaler's factor is searched."""
+
+_WHY = {"AveragedModel": "would be trained in place of the model that it averages"}
+_WHY_OTHERS = "reduces gradients or divides parameters itself, but a session does that, and its members change"
 
 _trained: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """The session of each module that one trains."""
@@ -28,19 +38,24 @@ class Script(NamedTuple):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    sampler: ElasticSampler
+    sampler: Sampler
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    loss_scale: LossScale
 
     def check(self) -> None:
         """Checks the types of all.
 
         Raises:
-            ValueError: one is of another type. UnsupportedState: an optimizer that divides its state over processes.
+            ValueError: one is of another type.
+            UnsupportedState: something of them divides or reduces parameters among processes itself, or averages them.
         """
-        expected = (nn.Module, torch.optim.Optimizer, ElasticSampler, torch.optim.lr_scheduler.LRScheduler)
-        for name, value, kind in zip(self._fields, self, expected, strict=True):
+        expected = (nn.Module, torch.optim.Optimizer, Sampler, torch.optim.lr_scheduler.LRScheduler)
+        for name, value, kind in zip(self._fields, self, expected, strict=False):
             if not isinstance(value, kind) and not (name == "scheduler" and value is None):
                 raise ValueError(f"expected {name} to be a {kind.__module__}.{kind.__name__}, got {value!r}")
+        _refuse_wrappers(self.model)
+        _refuse_averages(self.model)
+        self.loss_scale.check(self.model)
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self.optimizer).__mro__):
             raise UnsupportedState(
                 "ZeroRedundancyOptimizer steps a part of the parameters on each process, but a member of a session "
@@ -72,6 +87,7 @@ class Script(NamedTuple):
             **_settings(self.optimizer),
             "scheduler": _name(self.scheduler),
             "MoE layers": " and ".join(f"{count} of {settings}" for settings, count in layers.items()),
+            **self.loss_scale.settings(),
             **versions(),
         }
 
@@ -118,8 +134,47 @@ def refuse_scaled(loss: Tensor) -> None:
     if any(scale is not None and scale.data_ptr() in factors for scale in scales):
         raise UnsupportedState(
             "step.backward: the loss is scaled by a torch.amp.GradScaler, but the session steps the optimizer itself "
-            "and would not scale the gradients back. Use bfloat16 without a scaler."
+            "and would not scale the gradients back: leave the call of scale() out and give the scaler to the session, "
+            "Session(scaler=...), which then scales, scales back and updates; or use bfloat16 without one."
         )
+
+
+def _kinds(value: object) -> set[str]:
+    return {kind.__name__ for kind in type(value).__mro__}
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        for name in _kinds(module) & set(WRAPPERS):
+            raise UnsupportedState(
+                f"{name}, at {path or 'the top'} of the model, {_WHY.get(name, _WHY_OTHERS)}: give the session the "
+                "module that it wraps"
+            )
+    for path, parameter in model.named_parameters():
+        for name in _kinds(parameter) & set(SHARDED):
+            raise UnsupportedState(
+                f"parameter {path} is a {name}, of which each process has a part, but a member of a session holds all "
+                "of a module: do not call fully_shard, parallelize_module or distribute_tensor for it"
+            )
+
+
+def _refuse_averages(model: nn.Module) -> None:
+    """Refuses an average of the model that a copy of it keeps: a session moves experts, and the copy's stay.
+
+    Raises:
+        UnsupportedState: there is one.
+    """
+    if not expert_layers(model):
+        return
+    averages = [each for each in gc.get_objects() if issubclass(type(each), AveragedModel)]
+    names = [name for name, _ in model.named_parameters()]
+    for each in averages:
+        if type(each.module) is type(model) and [name for name, _ in each.module.named_parameters()] == names:
+            raise UnsupportedState(
+                "a torch.optim.swa_utils.AveragedModel of this model exists: its experts stay where they are while a "
+                "session moves the model's, so that it would average other experts. Make an evermoe.EMA(optimizer) "
+                "instead, whose averages move with them"
+            )
 
 
 def _is_live(reference: weakref.ref[Any]) -> bool:

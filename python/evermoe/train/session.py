@@ -33,10 +33,11 @@ from evermoe.options import check_known
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
-from evermoe.sampler import ElasticSampler
+from evermoe.sampler import Sampler
 from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.deferred import Initializer, WeightSource, find_deferral
 from evermoe.state.training_state import TrainingState
+from evermoe.train.loss_scale import LossScale
 from evermoe.train.notice import Notice
 from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import Script
@@ -58,8 +59,9 @@ class Session:
     Args:
         model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
         optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
-        sampler: divides the global batches.
-        scheduler: stepped by the session after each update.
+        sampler: divides the global batches: an `ElasticSampler` or `ElasticLoader`, or one of yours.
+        scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
+        scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
         on_event: called with each event, a dataclass of `evermoe.events`, for progress displays and tests. It must not
             block or raise. `Chunk`, `Published`, `Held` and `Damaged` come from other threads.
         weights: of a model built in `evermoe.deferred`, where its first weights come from: an `evermoe.WeightSource`,
@@ -77,9 +79,10 @@ class Session:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        sampler: ElasticSampler,
+        sampler: Sampler,
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         on_event: Listener = lambda event: None,
         weights: WeightSource | Initializer | None = None,
         device: torch.device | str | None = None,
@@ -90,7 +93,7 @@ class Session:
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.has_left = True
         """Whether the session has left its job, or has not begun."""
-        script = Script(model, optimizer, sampler, scheduler)
+        script = Script(model, optimizer, sampler, scheduler, LossScale(scaler))
         script.check()
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)

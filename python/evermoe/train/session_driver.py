@@ -14,7 +14,7 @@ from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Checkpoint, Commit, Copy, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import update_balance
-from evermoe.state import loop_state
+from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
 from evermoe.train.protocol import Event
@@ -65,25 +65,27 @@ class SessionDriver(RecoveryDriver):
         self._script.model.zero_grad(set_to_none=True)
         self._state.expert_load.forget_step()
         self._is_open = False
+        self._calls.begin(step.number, self._membership.generation)
         self._protection.begin_step()
         self._emit(Begin(step.number))
 
-    def check_loss(self, loss: Tensor) -> None:
-        """Checks a loss of the session's first step.
+    def check_loss(self, loss: Tensor) -> float:
+        """Checks a loss of the session's first step; what each is multiplied by before it is backpropagated.
 
         Raises:
-            UnsupportedState: `torch.amp.GradScaler` has scaled it.
+            UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
         """
         if not self._has_seen_loss:
             self._has_seen_loss = True
             refuse_scaled(loss)
+        return self._script.loss_scale.value
 
     def _refuse_step(self, *_: object) -> None:
         if not self._is_open:
             raise UnsupportedState(
                 "optimizer.step() was called inside `with step:`, but the session steps the optimizer itself, once all "
-                "members have voted: leave the call out. torch.amp.GradScaler, whose step() calls it, is not "
-                "supported: use bfloat16 without a scaler."
+                "members have voted: leave the call out. A torch.amp.GradScaler, whose step() calls it, goes to the "
+                "session: Session(scaler=...)."
             )
 
     def finish_step(self, step: Step) -> Ballot:
@@ -93,6 +95,7 @@ class SessionDriver(RecoveryDriver):
             PeerLost: a member is gone.
         """
         self._is_open = True
+        self._calls.end()
         self._emit(Reduce(step.number))
         weights = [layer.weights for layer in self._state.layers.values()]
         has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
@@ -107,8 +110,10 @@ class SessionDriver(RecoveryDriver):
         is_clipped = self._config.max_grad_norm is not None
         squares = gradients.SquareSum(self._state, self._group.rank) if is_clipped else None
         experts_are_finite = torch.tensor(True) if is_clipped else gradients.are_finite(experts)
-        (loss,), (dense_are_finite,), (experts_finite,), norms = gradients.read(
-            step.loss, has_finite, experts_are_finite, torch.zeros(0) if squares is None else squares.norms
+        norms_there = torch.zeros(0) if squares is None else squares.norms
+        counted = torch.zeros(1) if step.count is None else torch.as_tensor(step.count, dtype=torch.float64)
+        (loss,), (dense_are_finite,), (experts_finite,), norms, (count,) = gradients.read(
+            step.loss, has_finite, experts_are_finite, norms_there, counted
         )
         is_finite = math.isfinite(loss) and bool(dense_are_finite)
         capture_seconds, step_seconds = self._protection.measures()
@@ -122,6 +127,10 @@ class SessionDriver(RecoveryDriver):
             asked=float(asked),
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
+            trainers=1.0,
+            scale=self._script.loss_scale.value,
+            counting=float(step.count is not None),
+            counted=count,
         )
 
     def follow(self, number: int) -> Ballot:
@@ -141,11 +150,16 @@ class SessionDriver(RecoveryDriver):
     def tallied(self, step: int, sums: Ballot) -> None:
         """Ends the job on all members if the step would be taken with a loss or gradient that is not finite.
 
+        A smaller loss scale may help where it is above 1: then the update is left out.
+
         Raises:
-            NonFiniteLoss: names the step and the member.
+            NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
         """
         self._leaving = int(sums.leaving)
-        if sums.votes == self._membership.everyone.size and self._config.on_nonfinite == "error":
+        if sums.votes < self._membership.everyone.size:
+            return
+        gradients.refuse_mixed(sums)
+        if self._config.on_nonfinite == "error" and sums.loss_scale <= 1:
             gradients.refuse_nonfinite(sums, step, self._membership.nodes)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
@@ -168,21 +182,24 @@ class SessionDriver(RecoveryDriver):
         self._commit_events[step_of(before)] = Commit(step_of(before), self.loss, members, generation)
 
     def _update(self, version: int, sums: Ballot) -> None:
-        self.loss, self._version, self._step = sums.loss, version, step_of(version)
-        clip = gradients.clip_factor(sums.squares, self._config.max_grad_norm) if sums.is_finite else None
+        self.loss, self._version, self._step = sums.mean_loss, version, step_of(version)
+        clip = gradients.factor_of(sums, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()
         self.skipped += clip is None
         if self._trains:
             if clip is None:
                 self._state.expert_load.forget_step()
             else:
-                gradients.clip(self._state, clip)
+                gradients.multiply(self._state, clip)
                 self._is_open = True
                 self._script.optimizer.step()
                 if self._balances:  # to look through a large model takes time in each step
                     update_balance(self._script.model)
                 self._state.expert_load.add_step()
-            if self._script.scheduler is not None:
+            self._script.loss_scale.update(has_overflowed=clip is None)
+            if isinstance(self._script.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                self._script.scheduler.step(self.loss)
+            elif self._script.scheduler is not None:
                 self._script.scheduler.step()
             self._script.sampler.advance()
             self._save_progress()
@@ -193,6 +210,8 @@ class SessionDriver(RecoveryDriver):
         try:
             if sums.asked:
                 self._protection.heal()
+            if self._trains and step <= same_everywhere.LAST_STEP:
+                same_everywhere.compare_replicas(self._state, self._group)
             self._protection.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._group.drop(str(lost))
@@ -204,7 +223,8 @@ class SessionDriver(RecoveryDriver):
 
     def _save_progress(self) -> None:
         script = self._script
-        self._state.loop.store(loop_state.collect(script.sampler, script.optimizer, script.scheduler))
+        parts = script.sampler, script.optimizer, script.scheduler, script.loss_scale
+        self._state.loop.store(loop_state.collect(*parts))
 
     # ---- checkpoints and the end
 

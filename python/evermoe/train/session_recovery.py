@@ -27,6 +27,7 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from evermoe.train.protocol import Driver, Event
 from evermoe.train.script import Script
+from evermoe.train.step_calls import StepCalls
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class RecoveryDriver(Driver):
         self._script, self._state, self._membership, self._protection, self._config, self._emit = parts
         self._group = self._membership.trainer_group
         self._trains = self._config.role == "train"
+        self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership)
         self._reducer = ExpertReducer([], [], 0)
         self.reports: list[Recovered] = []
@@ -127,7 +129,12 @@ class RecoveryDriver(Driver):
     # ---- a recovery
 
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
-        """Surveys what survives, and fetches what this member needs."""
+        """Surveys what survives, and fetches what this member needs.
+
+        Raises:
+            UnequalForwards: members' scripts differ in what they do in a step.
+        """
+        self._calls.check(self._membership.everyone)
         report = self._report_now()
         self._before = version if established and self._trains else None
         self._was_established = established
@@ -145,7 +152,7 @@ class RecoveryDriver(Driver):
             script, progress = self._script, self._state.loop.load()
             if not established and step_of(report.outcome.version):
                 self._warn_of_settings(progress)
-            loop_state.restore(progress, script.sampler, script.optimizer, script.scheduler)
+            loop_state.restore(progress, script.sampler, script.optimizer, script.scheduler, script.loss_scale)
             layers = list(self._state.layers.values())
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
             self._reducer = ExpertReducer(matrices, widths, self._group.rank)

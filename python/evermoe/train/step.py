@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from evermoe.errors import PeerLost
+from evermoe.options import checked
 from evermoe.sampler import Share
 
 
@@ -18,8 +20,20 @@ class Watcher(Protocol):
     def begin_step(self, step: Step) -> None:
         """The script begins to compute."""
 
-    def check_loss(self, loss: Tensor) -> None:
-        """The script backpropagates a loss. May raise what is wrong with it."""
+    def check_loss(self, loss: Tensor) -> float:
+        """The script backpropagates a loss: what it is to be multiplied by. May raise what is wrong with it."""
+
+
+class MicroBatch:
+    """A part of this member's share of a step, as `Step.micro_batches` yields it."""
+
+    def __init__(self, step: Step, share: Share) -> None:
+        self.indices, self.samples, self.weight = share.indices, share.samples, share.weight
+        self._step = step
+
+    def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
+        """Backpropagates `loss`, the mean over `indices`: as `Step.backward` does."""
+        self._step._add(loss, self.weight, count)
 
 
 class Step:
@@ -48,32 +62,77 @@ class Step:
         """Steps committed before this one."""
         self.indices = share.indices
         """int64: the samples of this member."""
+        self.samples = share.samples
+        """The samples themselves, where the sampler has them: see `ElasticLoader`."""
         self.weight = share.weight
         """This member's share of the global batch."""
         self.committed = False
         """Whether all members have agreed on the step and taken it."""
         self.loss: Tensor | None = None
-        """This member's part of the global batch's mean loss; None before `backward`."""
+        """This member's part of the global batch's mean loss, or of its sum; None before `backward`."""
+        self.count: float | Tensor | None = None
+        """What this member has counted; None where losses are means."""
         self.is_entered = False
         """Whether it was used as `with step:`."""
+        self._share, self._part = share, share
         self._watcher, self._commit, self._fail = watcher, commit, fail
 
-    def backward(self, loss: Tensor) -> None:
-        """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch.
+    def micro_batches(self, n: int) -> Iterator[MicroBatch]:
+        """Divides this member's share into n parts, to accumulate their gradients with less memory.
+
+            for batch in step.micro_batches(4):
+                batch.backward(loss_of(data[batch.indices]))
+
+        All members need the same n: each forward is an exchange among them. Sizes are within one of each other. Where
+        n is more than the samples, some parts are one of these samples with weight 0: their losses change nothing.
+        Within the loop, `step.backward` is the part's.
 
         Raises:
-            ValueError: it is no tensor of one number that depends on parameters.
-            UnsupportedState: it is scaled by `torch.amp.GradScaler`.
+            ValueError: n is below 1.
         """
+        checked("n", n, int, least=1)
+        try:
+            for share in self._share.parts(n):
+                self._part = share
+                yield MicroBatch(self, share)
+        finally:
+            self._part = self._share
+
+    def backward(self, loss: Tensor, *, count: float | Tensor | None = None) -> None:
+        """Backpropagates `loss`, the mean over `indices`, weighted by this member's share of the global batch.
+
+        Several calls in a step add up.
+
+        Args:
+            loss: one number. With `count` it is a sum, not a mean.
+            count: over how much `loss` is a sum on this member, 0 or more: tokens that are not padding, for example,
+                of which other members may have more. The step's gradient is then that of the sum over all members
+                divided by the count over all members. A tensor may stay on its device. All members give it, or none.
+
+        Raises:
+            ValueError: the loss is no tensor of one number that depends on parameters, or the count no number.
+            UnsupportedState: the script has scaled the loss by `torch.amp.GradScaler`.
+        """
+        self._add(loss, self._part.weight, count)
+
+    def _add(self, loss: Tensor, weight: float, count: float | Tensor | None) -> None:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = type(loss).__name__
             if isinstance(loss, Tensor):
                 found = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
             raise ValueError(f"step.backward: expected the loss, a tensor of one number with a gradient, got {found}")
-        self._watcher.check_loss(loss)
-        scaled = loss * self.weight
-        self.loss = scaled.detach() if self.loss is None else self.loss + scaled.detach()
-        scaled.backward()
+        _check_count(count)
+        if self.loss is not None and (count is None) != (self.count is None):
+            raise ValueError("step.backward: count was given in some calls of this step; give it in all, or in none")
+        scale = self._watcher.check_loss(loss)
+        if count is None:
+            part = loss * weight
+        else:
+            has_samples = weight > 0
+            part = loss if has_samples else loss * 0.0
+            self.count = (0.0 if self.count is None else self.count) + (_detached(count) if has_samples else 0.0)
+        self.loss = part.detach() if self.loss is None else self.loss + part.detach()
+        (part if scale == 1 else part * scale).backward()
 
     def __enter__(self) -> Step:
         self.is_entered = True
@@ -96,3 +155,17 @@ class Step:
             return True  # the group is dropped already; the session recovers before the next step
         self._fail(error)
         return False
+
+
+def _check_count(count: Any) -> None:
+    if isinstance(count, Tensor):
+        is_fine = count.numel() == 1
+    else:
+        is_fine = count is None or (isinstance(count, int | float) and 0 <= count < math.inf)
+    if not is_fine:
+        found = f"a tensor of shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
+        raise ValueError(f"step.backward: expected count to be a number of 0 or more, or a tensor of one, got {found}")
+
+
+def _detached(count: float | Tensor) -> float | Tensor:
+    return count.detach().double() if isinstance(count, Tensor) else float(count)

@@ -60,9 +60,39 @@ class Nested(torch.optim.Optimizer):
         self.inner.step()
 
 
+class Quantized(torch.Tensor):
+    """As optimizers in 8 bits keep their state: numbers of another type, and what they are multiplied by."""
+
+    @staticmethod
+    def __new__(cls, like):
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    def __init__(self, like):
+        self.codes = torch.zeros(like.shape, dtype=torch.uint8)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"Quantized: {function}")
+
+
+class Adam8bit(torch.optim.Optimizer):
+    """Keeps its state in tensors of a class of its own."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p].setdefault("exp_avg", Quantized(p))
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (Adam8bit, "Adam8bit keeps 'exp_avg' as Quantized for a parameter of shape"),
+        (torch.optim.NAdam, "NAdam"),
         (lambda p: Lamb(p, 0.1, 0.01), "Lamb mixes the rows"),
         (OwnMuon, "OwnMuon mixes the rows"),
         (torch.optim.Muon, "Muon mixes the rows"),

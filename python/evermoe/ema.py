@@ -1,0 +1,91 @@
+"""An exponential moving average of the weights that moves, is copied and survives with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AVERAGE, STEPS = "ema", "ema_steps"
+"""Names of the average and the number of its steps in the optimizer's state of a parameter."""
+
+
+class EMA:
+    """Averages all parameters of an optimizer after each of its steps: `average ← decay · average + (1 − decay) · p`.
+
+    The first step takes the parameters themselves, as `torch.optim.swa_utils.AveragedModel` does. The averages are part
+    of the optimizer's state, so that a session places, copies and restores them with their experts. Make it before the
+    session. Replicas cannot repeat its steps from gradients alone, so they get the state after each step.
+
+        ema = evermoe.EMA(optimizer, decay=0.999)
+        session = evermoe.Session(model, optimizer, sampler)
+        for step in session.steps(1000):
+            ...
+            if session.step % 100 == 0:
+                with ema.applied(), session.evaluation():
+                    evaluate(model)
+
+    Args:
+        optimizer: whose `step` is followed.
+        decay: of a step, in [0, 1).
+
+    Raises:
+        ValueError: decay is out of its range, or the optimizer has such an average already.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA: expected 0 <= decay < 1, got {decay}")
+        if is_averaged(optimizer):
+            raise ValueError("EMA: expected an optimizer without an average of its weights, this one has one already")
+        self._optimizer, self._decay = optimizer, decay
+        optimizer.register_step_post_hook(self._after_step)
+        optimizer.param_groups[0][AVERAGE] = decay  # kept with the other settings, and the same on all members
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Moves the averages of all parameters that had a gradient once."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                if AVERAGE not in state:
+                    if parameter.grad is None:  # torch's optimizers take a state that is not empty for their own
+                        continue
+                    kind = parameter.dtype if parameter.dtype == torch.float64 else torch.float32
+                    state[AVERAGE], state[STEPS] = torch.zeros_like(parameter, dtype=kind), torch.zeros(())
+                if state[STEPS] == 0:
+                    state[AVERAGE].copy_(parameter)
+                else:
+                    state[AVERAGE].lerp_(parameter.to(state[AVERAGE].dtype), 1 - self._decay)
+                state[STEPS] += 1
+
+    def averages(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each parameter that this process holds, and its average; nothing before the first step."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state.get(parameter, {})
+                if AVERAGE in state and state[STEPS] > 0:
+                    yield parameter, state[AVERAGE]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Gives the parameters the values of their averages for the block, between two steps.
+
+        Nothing is written: copies of the state that are under way have the parameters as they are.
+        """
+        values = [(parameter, parameter.data) for parameter, _ in self.averages()]
+        try:
+            for parameter, average in self.averages():
+                parameter.data = average.to(parameter.dtype)
+            yield
+        finally:
+            for parameter, value in values:
+                parameter.data = value
+
+
+def is_averaged(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the weights of an optimizer are averaged by an `EMA`."""
+    return any(AVERAGE in group for group in optimizer.param_groups)

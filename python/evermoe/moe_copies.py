@@ -1,0 +1,62 @@
+"""What copies and files of a layer have of its experts, where each rank of a job holds some of them."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from evermoe import moe_ops
+from evermoe.comm.group import Group
+from evermoe.errors import UnsupportedState
+
+
+class HeldInPart(nn.Module):
+    """A layer with E experts, of which this rank holds those in `ids`."""
+
+    ids: list[int]
+    num_experts: int
+    group: Group
+    _name: Tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy belongs to no job, and has the experts that this rank holds.
+
+        Raises:
+            UnsupportedState: an `AveragedModel` would average other experts' rows than it has copied.
+        """
+        if self.group.is_elastic and _is_called_from(AveragedModel.__init__):
+            raise UnsupportedState(
+                "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: make an "
+                "evermoe.EMA(optimizer) before the session, whose averages move with them"
+            )
+        held_1E = np.isin(np.arange(self.num_experts), self.ids).astype(np.int64)[None]
+        return self.__dict__ | {"group": Group(), "matrix_RE": held_1E, "_padding": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a layer of its own, also to compiled graphs."""
+        super().__setstate__(state)
+        self._name = moe_ops.register(self)  # type: ignore[arg-type]
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if len(self.ids) < self.num_experts:
+            warnings.warn(
+                f"state_dict() has {len(self.ids)} of the {self.num_experts} experts of layer "
+                f"{prefix.removesuffix('.') or 'Experts'}: those that this rank holds. All of them are in a checkpoint "
+                "of the session (checkpoint_dir=), which evermoe.load_weights reads",
+                stacklevel=4,
+            )
+
+
+def _is_called_from(function: Callable[..., Any]) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -1,0 +1,54 @@
+"""Members that were interrupted are not taken for members whose scripts differ."""
+
+import numpy as np
+import pytest
+import torch
+
+from evermoe import Expert, Experts, UnequalForwards
+from evermoe.errors import PeerLost
+from evermoe.train.step_calls import StepCalls
+from support.ranks import members, run_ranks
+
+
+def forward(layer):
+    layer(torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+
+
+def interrupted(group, folder, forwards, attempts):
+    """Rank 0 ends its step after two forwards; the other runs as many or one more, then its peer is gone."""
+    training, _ = members(group, folder, 3.0)
+    layer = Experts(Expert(4, 4), 2)
+    layer.group, layer.matrix_RE = training, np.ones((2, 2), np.int64)
+    calls = StepCalls({"moe": layer}, training, f"n{group.rank}")
+    calls.check(group)  # before any step
+    calls.begin(3, attempts[group.rank])
+    for _ in range(2):
+        forward(layer)
+    if group.rank == 0:
+        calls.end()
+    elif forwards > 2:
+        with pytest.raises(PeerLost):
+            forward(layer)
+    training.drop("a test")
+    with pytest.raises(PeerLost):  # as an evaluation after a step that was not committed
+        forward(layer)
+    try:
+        calls.check(group)
+    except UnequalForwards as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("forwards", "attempts", "message"),
+    [
+        (2, (7, 7), ""),
+        (3, (7, 6), ""),
+        (3, (7, 7), "step 3: rank 1 on n1 ran 3 forwards of layer moe, rank 0 on n0 ran 2. "),
+    ],
+    ids=["as many", "of an earlier attempt", "more"],
+)
+def test_unequal_are_those_that_began_more_than_one_that_has_ended(tmp_path, forwards, attempts, message):
+    for found in run_ranks(tmp_path, 2, interrupted, str(tmp_path), forwards, attempts):
+        assert found[: len(message)] == message
+        assert bool(found) == bool(message)

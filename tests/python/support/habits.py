@@ -1,0 +1,472 @@
+"""How people train, each in one plain process and as the script of a worker in a session; the two must agree."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import evermoe
+
+VOCABULARY, WIDTH, SAMPLES = 16, 8, 60
+STEPS, DIES_IN = 8, 4
+lr_scheduler = torch.optim.lr_scheduler
+
+
+class Model(nn.Module):
+    """Two MoE layers between an embedding and a head that may be tied."""
+
+    def __init__(self, tied: bool = False, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointed = checkpointed
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.first = evermoe.MoE(WIDTH, 8, 6, top_k=2)
+        self.second = evermoe.MoE(WIDTH, 8, 4, top_k=1, gated=True)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def block(self, x):
+        x = x + self.first(x)
+        return x + self.second(x)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return self.head(x)
+
+
+def dataset():
+    """int64 `[SAMPLES, 7]`."""
+    return torch.randint(0, VOCABULARY, (SAMPLES, 7), generator=torch.Generator().manual_seed(1))
+
+
+DATA = dataset()
+
+
+def targets_of(tokens):
+    """The next tokens; padding (-100) after as many as the first token says."""
+    targets = tokens[:, 1:].clone()
+    lengths = 1 + tokens[:, :1] % targets.shape[1]
+    return targets.masked_fill(torch.arange(targets.shape[1]) >= lengths, -100)
+
+
+def cross_entropy(model, tokens, targets=None, reduction="mean"):
+    targets = tokens[:, 1:] if targets is None else targets
+    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), targets.flatten(), reduction=reduction)
+
+
+def mean_loss(model, tokens):
+    return cross_entropy(model, tokens) + 0.01 * evermoe.load_balancing_loss(model)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+@dataclass
+class Habit:
+    """One way to train.
+
+    `loss` is that of plain training on a global batch; `step` computes the same in a step of a session.
+    """
+
+    loss: Callable[[Any, Any], torch.Tensor] = mean_loss
+    step: Callable[[Any, Any], None] = lambda model, step: step.backward(mean_loss(model, DATA[step.indices]))
+    model: Callable[[], nn.Module] = Model
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw
+    scheduler: Callable[[Any], Any] = lambda optimizer: None
+    scaler: Callable[[], Any] = lambda: None
+    loader: Callable[[], Any] | None = None
+    """Yields global batches, in place of a sampler."""
+    sampler: Callable[[], Any] | None = None
+    """In place of an `ElasticSampler`."""
+    ema: float | None = None
+    batch_size: int = 12
+    clip: float | None = 0.5
+    session: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 2e-6
+
+
+# ---- how the step's loss is computed
+
+
+def two_losses(model, step):
+    tokens = DATA[step.indices]
+    step.backward(0.5 * mean_loss(model, tokens))
+    step.backward(0.5 * mean_loss(model, tokens))
+
+
+def micro_batches(model, step):
+    for batch in step.micro_batches(4):
+        batch.backward(cross_entropy(model, DATA[batch.indices]))
+
+
+def padded(model, tokens):
+    return cross_entropy(model, tokens, targets_of(tokens))
+
+
+def count_tokens(model, step):
+    targets = targets_of(DATA[step.indices])
+    step.backward(cross_entropy(model, DATA[step.indices], targets, "sum"), count=(targets >= 0).sum())
+
+
+def count_tokens_of_parts(model, step):
+    for batch in step.micro_batches(5):
+        targets = targets_of(DATA[batch.indices])
+        loss = cross_entropy(model, DATA[batch.indices], targets, "sum")
+        step.backward(loss, count=int((targets >= 0).sum()))
+
+
+def autocast(model, tokens):
+    with torch.autocast("cpu", torch.bfloat16):
+        return mean_loss(model, tokens)
+
+
+class Overflow(torch.autograd.Function):
+    """The same loss, whose gradient is infinite where it is larger than about 2**18.5."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor / ctx.factor, None
+
+
+def large_gradients(model, tokens):
+    """A loss that may be scaled by 2**17, and not by 2**21, also for a member that has a third of the batch."""
+    return Overflow.apply(mean_loss(model, tokens), 2.0**109.5)
+
+
+class OwnSampler:
+    """Samples in order, as a script of one's own divides them."""
+
+    def __init__(self):
+        self.place = 0
+
+    def share(self, rank, size):
+        batch = torch.arange(self.place, self.place + 12) % SAMPLES
+        part = batch.tensor_split(size)[rank]
+        return evermoe.Share(part, len(part) / len(batch))
+
+    def advance(self):
+        self.place += 12
+
+    def settings(self):
+        return {"samples": SAMPLES}
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Samples without numbers."""
+
+    def __iter__(self):
+        yield from DATA
+
+
+class StatefulLoader:
+    """Shuffled batches of an epoch, with a state of its own, as torchdata's loader."""
+
+    def __init__(self):
+        self._generator = torch.Generator()
+        self._place = 0
+        self._restored = False
+
+    def __iter__(self):
+        self._generator.manual_seed(7)
+        order = torch.randperm(SAMPLES, generator=self._generator)
+        self._place, self._restored = (self._place if self._restored else 0), False
+        while self._place + 12 <= SAMPLES:
+            self._place += 12
+            yield DATA[order[self._place - 12 : self._place]]
+
+    def state_dict(self):
+        return {"place": self._place, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state):
+        self._place, self._restored = state["place"], True
+        self._generator.set_state(state["generator"])
+
+
+def samples(model, step):
+    step.backward(mean_loss(model, step.samples))
+
+
+# ---- models and optimizers
+
+
+def with_frozen_parts():
+    model = Model()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("first" in name or "head" in name)
+    return model
+
+
+def groups(model):
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 5e-3}], lr=1e-2
+    )
+
+
+def of(kind, **options):
+    return lambda model: kind([p for p in model.parameters() if p.requires_grad], **{"lr": 1e-2, **options})
+
+
+def sequential(optimizer):
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, 20)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+AdamW, RAdam, Adagrad, RMSprop = (getattr(torch.optim, name) for name in ("AdamW", "RAdam", "Adagrad", "RMSprop"))
+HABITS = {
+    "groups, tied, clipping, several backwards, cosine": Habit(
+        model=lambda: Model(tied=True),
+        optimizer=groups,
+        scheduler=lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        step=two_losses,
+    ),
+    "frozen, RAdam, OneCycle": Habit(
+        model=with_frozen_parts,
+        optimizer=of(RAdam),
+        scheduler=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=100),
+    ),
+    "AdamW with amsgrad, autocast in bfloat16, Sequential": Habit(
+        optimizer=of(AdamW, amsgrad=True),
+        scheduler=sequential,
+        loss=autocast,
+        step=lambda model, step: step.backward(autocast(model, DATA[step.indices])),
+        tolerance=2e-3,
+    ),
+    "Adagrad": Habit(optimizer=of(Adagrad)),
+    "RMSprop, even accumulation": Habit(optimizer=of(RMSprop), loss=cross_entropy, step=micro_batches),
+    "AdamW with a tensor as rate": Habit(
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    ),
+    "AdamW foreach": Habit(optimizer=of(AdamW, foreach=True)),
+    "plain bfloat16": Habit(model=lambda: Model().bfloat16(), tolerance=3e-2),
+    "evermoe.optim.AdamW, no clipping": Habit(optimizer=of(evermoe.optim.AdamW), clip=None),
+    "6: accumulation with unequal shares": Habit(loss=cross_entropy, step=micro_batches, batch_size=10),
+    "9: GradScaler": Habit(
+        loss=large_gradients,
+        step=lambda model, step: step.backward(large_gradients(model, DATA[step.indices])),
+        scaler=lambda: torch.amp.GradScaler(
+            "cpu", init_scale=2.0**21, growth_factor=16.0, backoff_factor=1 / 16, growth_interval=2
+        ),
+    ),
+    "10: checkpointing": Habit(model=lambda: Model(checkpointed=True)),
+    "11: EMA": Habit(ema=0.8),
+    "12: IterableDataset": Habit(loader=lambda: torch.utils.data.DataLoader(Stream(), batch_size=12), step=samples),
+    "12: loader with state": Habit(loader=StatefulLoader, step=samples),
+    "12: a sampler of one's own": Habit(sampler=OwnSampler),
+    "14: tokens that are not padding": Habit(loss=padded, step=count_tokens),
+    "14: tokens, micro-batches, gemini": Habit(
+        loss=padded, step=count_tokens_of_parts, batch_size=10, session={"preset": "gemini"}
+    ),
+    "15: ReduceLROnPlateau": Habit(
+        scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.02)
+    ),
+}
+
+
+def batches(habit):
+    if habit.loader is not None:
+        loader = habit.loader()
+        return itertools.chain.from_iterable(loader for _ in itertools.count())
+    sampler = habit.sampler() if habit.sampler else evermoe.ElasticSampler(SAMPLES, habit.batch_size)
+
+    def all_batches():
+        while True:
+            yield DATA[sampler.share(0, 1).indices]
+            sampler.advance()
+
+    return all_batches()
+
+
+def plain(name: str) -> list[dict[str, float]]:
+    """What is reported of each step of plain training."""
+    habit = HABITS[name]
+    model = habit.model()
+    optimizer = habit.optimizer(model)
+    scheduler, scaler = habit.scheduler(optimizer), habit.scaler()
+    average = None
+    if habit.ema is not None:
+        multi = torch.optim.swa_utils.get_ema_multi_avg_fn(habit.ema)
+        average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multi)
+    found = []
+    for tokens in itertools.islice(batches(habit), STEPS):
+        optimizer.zero_grad()
+        loss = habit.loss(model, tokens)
+        if scaler is None:
+            loss.backward()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+        if habit.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), habit.clip)
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(loss.item())
+        elif scheduler is not None:
+            scheduler.step()
+        found.append({"loss": loss.item(), "lr": float(optimizer.param_groups[0]["lr"])})
+        if scaler is not None:
+            found[-1]["scale"] = scaler.get_scale()
+        if average is not None:
+            average.update_parameters(model)
+            with torch.no_grad():
+                found[-1]["average"] = mean_loss(average.module, DATA[:6]).item()
+    return found
+
+
+# ---- as a worker
+
+
+def elastic(write: Callable[..., None], name: str, node: str, options: dict[str, Any]) -> None:
+    """Trains in a session, and writes what is reported of each committed step."""
+    habit = HABITS[name]
+    model = habit.model()
+    optimizer = habit.optimizer(model)
+    scheduler, scaler = habit.scheduler(optimizer), habit.scaler()
+    sampler: Any = habit.sampler() if habit.sampler else evermoe.ElasticSampler(SAMPLES, habit.batch_size)
+    if habit.loader is not None:
+        sampler = evermoe.ElasticLoader(habit.loader())
+    ema = None if habit.ema is None else evermoe.EMA(optimizer, habit.ema)
+
+    def on_event(event):
+        if event.name in ("recovered", "verified"):
+            write(event.name, **{key: value for key, value in event.fields().items() if key != "seconds"})
+
+    options = {"max_grad_norm": habit.clip, **options, **habit.session} | ({"role": "replica"} if node == "r" else {})
+    session = evermoe.Session(
+        model, optimizer, sampler, scheduler=scheduler, scaler=scaler, on_event=on_event, node=node, **options
+    )
+    for step in session.steps(STEPS):
+        with step:
+            if node == "b" and step.number == DIES_IN:
+                os.kill(os.getpid(), signal.SIGKILL)
+            habit.step(model, step)
+        if step.committed:
+            more = {"lr": float(optimizer.param_groups[0]["lr"])}
+            if scaler is not None:
+                more["scale"] = scaler.get_scale()
+            if ema is not None:
+                with ema.applied(), session.evaluation():
+                    more["average"] = mean_loss(model, DATA[:6]).item()
+            write("commit", step=step.number, loss=session.loss, **more)
+
+
+def run(script: Callable[..., None], folder: str, name: str, *arguments: Any) -> None:
+    """A child of the tests' fork server: `script(*arguments, write)`, with its events in a file of its own."""
+    torch.set_num_threads(1)
+    log = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    file = os.open(Path(folder) / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(event: str, **fields: Any) -> None:
+        os.write(file, json.dumps({"event": event, **fields}).encode() + b"\n")
+
+    warnings.simplefilter("ignore")
+    try:
+        script(write, *arguments)
+    except BaseException as error:
+        write("failed", error=type(error).__name__, message=str(error))
+        traceback.print_exc()
+        raise
+
+
+# ---- scripts that are refused, or warned of
+
+
+def as_many_forwards_as_samples(write, node, options):
+    """Accumulates over its own samples one by one, as many as it has."""
+    model = Model()
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), node=node, **options)
+    for step in session.steps(STEPS):
+        with step:
+            for index in step.indices:
+                step.backward(cross_entropy(model, DATA[index : index + 1]) / len(step.indices))
+
+
+def one_backward_less(write, node, options):
+    """All run two forwards, but one member backpropagates only one of them."""
+    model = Model()
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    for step in session.steps(STEPS):
+        with step:
+            losses = [cross_entropy(model, DATA[step.indices]) for _ in range(2)]
+            for loss in losses[: 1 if node == "a" else 2]:
+                step.backward(loss)
+
+
+def counts_on_one(write, node, options):
+    """One member gives a mean, the others sums with their counts."""
+    model = Model()
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    for step in session.steps(STEPS):
+        with step:
+            count = None if node == "a" else len(step.indices)
+            step.backward(cross_entropy(model, DATA[step.indices]), count=count)
+
+
+def noisy_optimizer(write, node, options):
+    """An optimizer with a hook that changes the weights by a number of its member's own."""
+    model = Model()
+    optimizer = adamw(model)
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    optimizer.register_step_post_hook(lambda *_: model.head.bias.data.add_(ord(node) * 1e-6))
+    for step in session.steps(STEPS):
+        with step:
+            step.backward(cross_entropy(model, DATA[step.indices]))
+
+
+def own_buffer(write, node, options):
+    """Counts samples in a buffer that belongs to the member, and in one that says so."""
+    model = Model()
+    model.register_buffer("seen", torch.zeros(4))
+    model.register_buffer("scratch", torch.zeros(4), persistent=False)
+    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), node=node, **options)
+    for step in session.steps(2):
+        with step:
+            model.seen[session.group.rank] += 1
+            model.scratch[session.group.rank] += 1
+            step.backward(cross_entropy(model, DATA[step.indices]))
+        if step.number == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model.state_dict()
+            write("warned", warnings=[str(each.message) for each in caught])
+            try:
+                torch.optim.swa_utils.AveragedModel(model)
+            except evermoe.UnsupportedState as error:
+                write("refused", message=str(error))
+            twin = copy.deepcopy(model)
+            write("copied", ids=twin.first.experts.ids, size=twin.first.experts.group.size)

@@ -1,0 +1,117 @@
+"""A data loader whose global batches members divide: nothing is repeated or skipped, and all shuffle alike."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from evermoe import ElasticLoader
+from evermoe.sampler import Sampler, Share, sliced
+from support.habits import DATA, StatefulLoader, Stream
+
+LOADERS = {
+    "stream": lambda: DataLoader(Stream(), batch_size=13),
+    "shuffled": lambda: DataLoader(DATA, batch_size=13, shuffle=True),
+    "own generator": lambda: DataLoader(DATA, batch_size=13, shuffle=True, generator=torch.Generator()),
+    "with state": StatefulLoader,
+    "list": lambda: [{"x": DATA[i : i + 20], "names": list("abcdefghijklmnopqrst")} for i in (0, 20, 40)],
+}
+
+
+def take(loader, n):
+    found = []
+    for _ in range(n):
+        found.append(flat(loader.batch()))
+        loader.advance()
+    return found
+
+
+def flat(batch):
+    return (batch["x"] if isinstance(batch, dict) else batch).tolist()
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_shares_are_the_batch(kind):
+    loader = ElasticLoader(LOADERS[kind]())
+    assert isinstance(loader, Sampler)
+    for size in (1, 3, 4):
+        shares = [loader.share(rank, size) for rank in range(size)]
+        samples = [share.samples for share in shares]
+        assert [row for part in samples for row in flat(part)] == flat(loader.batch())
+        assert sum(share.weight for share in shares) == pytest.approx(1)
+        numbers = torch.cat([share.indices for share in shares])
+        assert torch.equal(numbers, torch.arange(loader.consumed, loader.consumed + len(numbers)))
+        loader.advance()
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_new_process_goes_on_where_the_state_was_taken(kind):
+    """Over the ends of epochs, whatever torch's generator has drawn before."""
+    expected = take(ElasticLoader(LOADERS[kind]()), 14)
+    for steps in range(12):
+        first = ElasticLoader(LOADERS[kind]())
+        torch.manual_seed(steps)
+        assert take(first, steps) == expected[:steps]
+        state = first.state_dict()
+        second = ElasticLoader(LOADERS[kind]())
+        second.batch()
+        second.load_state_dict(state)
+        assert take(second, 2) == expected[steps : steps + 2]
+        assert second.consumed >= steps
+        second.load_state_dict(state)
+        assert take(second, 1) == expected[steps : steps + 1], "and back again"
+
+
+def test_epochs_are_shuffled_anew_and_by_the_seed():
+    batches = take(ElasticLoader(LOADERS["shuffled"]()), 10)
+    assert batches[0] != batches[5]
+    assert sorted(itertools.chain(*batches[:5])) == sorted(itertools.chain(*batches[5:])) == sorted(DATA.tolist())
+    assert take(ElasticLoader(LOADERS["shuffled"](), seed=1), 1) != batches[:1]
+
+
+def test_torchs_generator_is_left_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    ElasticLoader(LOADERS["shuffled"]()).batch()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_sampler_of_the_loader_is_told_the_epoch():
+    epochs = []
+
+    class Told(IterableDataset):
+        def set_epoch(self, epoch):
+            epochs.append(epoch)
+
+        def __iter__(self):
+            yield from DATA[:4]
+
+    take(ElasticLoader(DataLoader(Told(), batch_size=2)), 5)
+    assert epochs == [0, 1, 2]
+
+
+def test_more_members_than_samples():
+    loader = ElasticLoader(DataLoader(DATA[:2], batch_size=2))
+    shares = [loader.share(rank, 3) for rank in range(3)]
+    assert [share.weight for share in shares] == [0.0, 0.5, 0.5]
+    assert all(len(share.samples) == 1 for share in shares)
+
+
+@pytest.mark.parametrize("batches", [[], [torch.tensor(1.0)], [(torch.zeros(2), torch.zeros(3))], [torch.zeros(0, 3)]])
+def test_what_is_no_batch_is_named(batches):
+    with pytest.raises(ValueError, match=r"ElasticLoader: expected (at least one batch|batches of tensors and lists)"):
+        ElasticLoader(batches).batch()
+
+
+def test_parts_of_a_share_have_their_samples():
+    tensors = TensorDataset(DATA)[:7]
+    share = Share(torch.arange(7), 0.5, (tensors, {"names": list("abcdefg"), "rate": 3.0}))
+    parts = list(share.parts(3))
+    assert [len(part.indices) for part in parts] == [2, 2, 3]
+    assert [part.weight for part in parts] == pytest.approx([1 / 7, 1 / 7, 1.5 / 7])
+    assert [part.samples[1]["names"] for part in parts] == [["a", "b"], ["c", "d"], ["e", "f", "g"]]
+    assert all(part.samples[1]["rate"] == 3.0 for part in parts)
+    assert torch.equal(torch.cat([part.samples[0][0] for part in parts]), tensors[0])
+    assert sliced(None, 0, 2) is None
