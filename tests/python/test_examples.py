@@ -37,6 +37,11 @@ PRINTED = {
         "resumed equals 40 steps in one go, to the bit: True",
         "a plain model has the same weights: True",
     ],
+    "11_torchrun": [
+        r"start 0 of worker 0: a job of 2 that begins at step 0",
+        r"start 1 of worker 0: a job of 2 that begins at step (10|11)",
+        "30 steps, 0 lost",
+    ],
 }
 """By example, patterns of lines that it must print."""
 

@@ -37,6 +37,7 @@ ROOMS = [
     "snapshot",
     "protection",
     "recovery",
+    "environment",
     "config",
     "train",
     "evermoe",

@@ -55,6 +55,11 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument(
         "--restarts", type=_processes, default=0, help="times a crashed worker is started again (%(default)s)"
     )
+    run.add_argument(
+        "--node-rank",
+        type=_processes,
+        help="number of this machine, from 0, for the RANK of its workers where a job has several machines",
+    )
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -132,6 +137,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from evermoe.environment import node_rank
     from evermoe.launch import LocalJob, run
 
     if not options.program:
@@ -150,7 +156,8 @@ def _run(options: argparse.Namespace) -> int:
         if options.lighthouse is None:
             raise ValueError("--host-lighthouse: expected --lighthouse, too, with an address of this machine")
         job.host_lighthouse()
-    return run(job, options.workers, options.restarts, options.replicas)
+    number = node_rank() if options.node_rank is None else options.node_rank
+    return run(job, options.workers, options.restarts, options.replicas, number)
 
 
 def _lighthouse(options: argparse.Namespace) -> int:
