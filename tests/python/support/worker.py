@@ -91,6 +91,8 @@ class Options:
     """Writes what the session saw in its latest profile, and what a profiler of the user's saw."""
     device: str = "cpu"
     """Where the model is."""
+    dtype: str = "float32"
+    """Of the model's parameters."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -143,6 +145,10 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     if name == "evermoe":
         return evermoe.optim.AdamW(model.parameters(), lr=1e-2)
+    if name == "masters":
+        from support.masters import MasterAdam  # this file also runs by itself, without the others
+
+        return MasterAdam(model.parameters(), lr=1e-2)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
@@ -292,7 +298,8 @@ def _train(options: Options, record: Recorder) -> None:
         os.environ["EVERMOE_SECRET"] = options.secret
     if options.metadata is not None:
         sys.path.insert(0, options.metadata)
-    model, data = make_model(options.model).to(options.device), dataset().to(options.device)
+    model = make_model(options.model).to(options.device, getattr(torch, options.dtype))
+    data = dataset().to(options.device)
     optimizer = make_optimizer(options.optimizer, model)
     if options.lr is not None:
         optimizer.param_groups[0]["lr"] = options.lr
