@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument(
         "--lighthouse",
         metavar="ADDRESS[,ADDRESS...]",
-        help="http://host:port of the job's Lighthouse, or of several; default: one of its own",
+        help="http://host:port of the job's Lighthouse, or of several; default: EVERMOE_LIGHTHOUSE, "
+        "TORCHFT_LIGHTHOUSE, or one of its own",
     )
     run.add_argument(
         "--host-lighthouse",
@@ -137,7 +139,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from evermoe.environment import node_rank
+    from evermoe.environment import lighthouse, node_rank
     from evermoe.launch import LocalJob, run
 
     if not options.program:
@@ -149,11 +151,18 @@ def _run(options: argparse.Namespace) -> int:
     if not (options.workers or options.members):
         raise ValueError("--replicas alone: expected --members, how many processes train on other machines")
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
+    address = options.lighthouse or os.environ.get("EVERMOE_LIGHTHOUSE") or lighthouse()
+    if address is None and options.members is None and node_rank() is not None:
+        raise ValueError(
+            "this is one of several processes of srun or of an Indexed Job, but no Lighthouse is named: each would "
+            "train a job of its own. Start a Lighthouse that outlives them and name it by --lighthouse or "
+            f"TORCHFT_LIGHTHOUSE; or, for a job on each machine, give --members {options.workers}"
+        )
     members = options.members or options.workers
     name = Path(options.program[0]).stem if options.job is None else options.job
-    job = LocalJob(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
+    job = LocalJob(command, name, members, lighthouse=address, memory_dir=options.memory_dir)
     if options.host_lighthouse:
-        if options.lighthouse is None:
+        if address is None:
             raise ValueError("--host-lighthouse: expected --lighthouse, too, with an address of this machine")
         job.host_lighthouse()
     number = node_rank() if options.node_rank is None else options.node_rank

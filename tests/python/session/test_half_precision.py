@@ -44,6 +44,18 @@ def test_worker_is_killed_and_the_masters_are_recovered(start_job, optimizer):
     assert [committed[step] for step in sorted(committed)] == pytest.approx(plain_losses(optimizer), rel=2e-2)
 
 
+def test_masters_are_resumed_from_shared_memory_when_all_workers_crash(start_job):
+    job = start_job(2)
+    options = {"optimizer": "evermoe", "dtype": "bfloat16", "steps": STEPS}
+    crashed = job.start_all({name: [Fault("forward", 6)] for name in "ab"}, "ab", **options)
+    assert [each.join() for each in crashed] == [-9, -9]
+    again = job.start_all({}, "ab", **options)
+    assert [each.join() for each in again] == [0, 0], again[0].log()
+    check_history([*crashed, *again])
+    assert min(event["step"] for event in again[0].events("begin")) == 6
+    assert {each.events("verified")[-1]["digests_mismatched"] for each in again} == {0}
+
+
 def test_replica_node_repeats_the_steps_of_masters_with_clipping(start_job):
     job = start_job(2, max_grad_norm=0.3, **FEWEST)
     options = {"optimizer": "evermoe", "dtype": "bfloat16", "steps": STEPS}

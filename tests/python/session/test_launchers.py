@@ -237,6 +237,23 @@ def test_evermoe_run_sets_what_torchrun_sets(start, tmp_path):
     assert {each["MASTER_PORT"] for each in found["evermoe"]} == {found["evermoe"][0]["MASTER_PORT"]}
 
 
+@pytest.mark.parametrize(
+    "variables", [{"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, {"JOB_COMPLETION_INDEX": "0"}]
+)
+def test_evermoe_run_on_several_machines_needs_a_lighthouse(start, tmp_path, variables):
+    (tmp_path / "tells.py").write_text(TELLS)
+    code, said = ended(start(evermoe_run(tmp_path, "tells.py"), variables))
+    assert code == 2
+    assert "each would train a job of its own" in said
+    code, said = ended(start(evermoe_run(tmp_path, "--members", "1", "tells.py"), variables))
+    assert code == 0, said
+    code, said = ended(start(evermoe_run(tmp_path, "tells.py"), {"TORCHFT_LIGHTHOUSE": "http://far:1", **variables}))
+    assert code == 0, said
+    told = json.loads((tmp_path / "told-0").read_text())
+    assert (told["EVERMOE_LIGHTHOUSE"], told["MASTER_ADDR"]) == ("http://far:1", "far")
+    assert told["RANK"] == variables.get("SLURM_PROCID", "0")
+
+
 def evermoe_run(folder, *arguments):
     return [sys.executable, "-m", "evermoe", "run", "--memory-dir", str(folder), *arguments]
 
