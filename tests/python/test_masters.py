@@ -21,23 +21,23 @@ OPTIMIZERS = {
 HALF = [torch.bfloat16, torch.float16]
 
 
-def parameters(dtype):
+def parameters(dtype, device="cpu"):
     random = torch.Generator().manual_seed(0)
     shapes = (), (7,), (37, 5)
-    return [nn.Parameter(torch.randn(shape, generator=random).to(dtype)) for shape in shapes]
+    return [nn.Parameter(torch.randn(shape, generator=random).to(device, dtype)) for shape in shapes]
 
 
 def give_gradients(tensors, step):
     random = torch.Generator().manual_seed(step)
     for number, tensor in enumerate(tensors):
         drawn = torch.randn(tensor.shape, generator=random)
-        tensor.grad = None if (step, number) == (3, 1) else drawn.to(tensor.dtype)
+        tensor.grad = None if (step, number) == (3, 1) else drawn.to(tensor.device, tensor.dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_master_takes_the_float32_step_and_the_parameter_is_its_rounding(name, dtype):
-    halves = parameters(dtype)
+def test_master_takes_the_float32_step_and_the_parameter_is_its_rounding(name, dtype, device):
+    halves = parameters(dtype, device)
     wholes = [nn.Parameter(half.detach().float()) for half in halves]
     ours, reference = OPTIMIZERS[name](halves), OPTIMIZERS[name](wholes)
     for step in range(40):

@@ -26,10 +26,12 @@ OPTIMIZERS = {
 class Trainer:
     """A stack of experts and two dense parameters, of which one has an odd number of elements."""
 
-    def __init__(self, make, dtype, is_hooked):
+    def __init__(self, make, dtype, is_hooked, device="cpu"):
         self.random = torch.Generator().manual_seed(0)
         shapes = ((EXPERTS, WIDTH), (6, 5), (7,))
-        self.parameters = [torch.nn.Parameter(torch.randn(shape, generator=self.random).to(dtype)) for shape in shapes]
+        self.parameters = [
+            torch.nn.Parameter(torch.randn(shape, generator=self.random).to(device, dtype)) for shape in shapes
+        ]
         self.stack, self.weight, self.bias = self.parameters
         self.optimizer = make(self.parameters)
         units = {f"experts.{index}": {"weights": Row(self.stack, index)} for index in range(EXPERTS)}
@@ -47,13 +49,13 @@ class Trainer:
             kept = self.optimizer.state[source]
             for value in [source.detach(), *(kept[key] for key in sorted(kept))]:
                 own = value[row] if row is not None and value.dim() else value
-                found.append(own.contiguous().view(-1).view(torch.uint8))
+                found.append(own.contiguous().view(-1).view(torch.uint8).cpu())
         return torch.cat(found)
 
 
 def give_gradients(trainer, step):
     for parameter in trainer.parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=trainer.random).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=trainer.random).to(parameter.device, parameter.dtype)
     trainer.stack.grad[step % EXPERTS] = 0
     if step % 5 == 1:
         trainer.weight.grad = None
@@ -86,8 +88,8 @@ def test_replica_has_the_bits_of_masters_and_parameters(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_that_are_clipped_after_they_were_sent_are_rounded_as_the_trainer_does(name, dtype):
-    trainer = Trainer(OPTIMIZERS[name], dtype, is_hooked=False)
+def test_gradients_that_are_clipped_after_they_were_sent_are_rounded_as_the_trainer_does(name, dtype, device):
+    trainer = Trainer(OPTIMIZERS[name], dtype, is_hooked=False, device=device)
     experts = [f"experts.{index}" for index in range(EXPERTS)]
     with Replica(trainer.sender.layouts()) as replica:
         for step in range(1, STEPS):  # the full state is that of the step before
