@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from evermoe import errors, events, ops, optim, planning, profile, replay, snapshot
     from evermoe.config import SessionConfig
     from evermoe.ema import EMA
+    from evermoe.environment import local_rank
     from evermoe.errors import (
         CorruptCopy,
         EvermoeError,
@@ -72,6 +73,7 @@ _HOMES = {
     "clamped_swiglu": "expert",
     "load_balancing_loss": "moe",
     "load_weights": "persist.checkpoint",
+    "local_rank": "environment",
     "moe_layers": "moe",
     "update_balance": "moe",
 }
@@ -113,6 +115,7 @@ __all__ = [
     "events",
     "load_balancing_loss",
     "load_weights",
+    "local_rank",
     "moe_layers",
     "ops",
     "optim",

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from evermoe import environment
 from evermoe.comm.membership import MembershipOptions, Role
 from evermoe.options import checked, option
 from evermoe.placement import PlacementOptions
@@ -15,7 +16,7 @@ from evermoe.protection import ProtectionOptions
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
-    """How a session runs. Arguments win over `EVERMOE_*` variables, those over the defaults."""
+    """How a session runs. Arguments win over `EVERMOE_*` variables, those over a launcher's, those over defaults."""
 
     memory_dir: str | None = None
     """Folder of named shared memory (EVERMOE_MEMORY_DIR; default /dev/shm)."""
@@ -45,17 +46,16 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
 
 
 def with_environment(config: SessionConfig) -> SessionConfig:
-    """Fills what was not given from `EVERMOE_*` variables, where they are set.
+    """Fills what was not given from `EVERMOE_*` variables, where they are set, then from those of a launcher.
 
     Raises:
-        ValueError: a variable is wrong, or another launcher has started processes that would not find each other.
+        ValueError: a variable is wrong, the job has no name, or a launcher has started several processes without a
+            Lighthouse, which would not find each other.
     """
     found: dict[str, Any] = {}
     for name in ("lighthouse", "job", "node", "address", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
-    if config.lighthouse is None and "lighthouse" not in found and os.environ.get("TORCHFT_LIGHTHOUSE"):
-        found["lighthouse"] = os.environ["TORCHFT_LIGHTHOUSE"]
     if os.environ.get("EVERMOE_GO_ON_ALONE"):
         found["go_on_alone"] = (
             checked("EVERMOE_GO_ON_ALONE", os.environ["EVERMOE_GO_ON_ALONE"], Literal["0", "1"]) == "1"
@@ -65,11 +65,26 @@ def with_environment(config: SessionConfig) -> SessionConfig:
     if config.members is None and os.environ.get("EVERMOE_MEMBERS"):
         text = os.environ["EVERMOE_MEMBERS"]
         found["members"] = checked("EVERMOE_MEMBERS", int(text) if text.isdecimal() else text, int, least=1)
-    config = replace(config, **found)
-    if config.lighthouse is None and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+    return _with_launcher(replace(config, **found))
+
+
+def _with_launcher(config: SessionConfig) -> SessionConfig:
+    """Fills what torchrun, srun or a user of torchft says of a job of several processes."""
+    lighthouse = config.lighthouse or environment.lighthouse()
+    if lighthouse is None:
+        others = environment.others()
+        if others and config.members != 1:
+            raise ValueError(
+                f"{others}, but no Lighthouse is named: each process would train a job of its own. Start the workers "
+                "with `evermoe run`; or start a Lighthouse that outlives them, `torchft_lighthouse --bind "
+                "0.0.0.0:29510 --min_replicas 1`, and set TORCHFT_LIGHTHOUSE=http://HOST:29510 for all of them; or, "
+                "for jobs of one process each, set EVERMOE_MEMBERS=1"
+            )
+        return config
+    job = config.job or environment.job()
+    if job is None:
         raise ValueError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as torchrun sets it, but no Lighthouse is named: each "
-            "process would train a job of its own. Start the workers with `evermoe run`, or set EVERMOE_LIGHTHOUSE and "
-            "EVERMOE_JOB for all of them, or unset WORLD_SIZE for jobs of one process"
+            "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same for all; "
+            f"{', '.join(environment.JOBS)} do not (torchrun: --rdzv-id)"
         )
-    return config
+    return replace(config, lighthouse=lighthouse, job=job, members=config.members or environment.processes())

@@ -15,8 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+from urllib.parse import urlsplit
 
+from evermoe.environment import MASTER_PORT, TorchrunVariables, free_port
 from evermoe.errors import LEFT_CODE
 from evermoe.memory_folder import BEGUN, DEFAULT, FINISHED, job_folder, make_private, node_name, open_lock
 from evermoe.options import check_name, count
@@ -139,8 +142,25 @@ class LocalJob:
         program = ["python" if part == sys.executable else part for part in self.command]
         return " ".join([*settings, shlex.join(program)])
 
-    def start(self, index: int, node: str, *arguments: str, role: str = "train", **options: Any) -> Worker:
-        """Starts worker `index` on `node`; `options` go to `subprocess.Popen`. As a `replica` it keeps copies alone."""
+    def start(
+        self,
+        index: int,
+        node: str,
+        *arguments: str,
+        role: str = "train",
+        variables: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
+    ) -> Worker:
+        """Starts worker `index` on `node`; as a `replica` it keeps copies alone.
+
+        Args:
+            index: number of the worker on this machine.
+            node: the machine whose memory dies as one.
+            arguments: more of the command.
+            role: `train` or `replica`.
+            variables: of its environment.
+            options: of `subprocess.Popen`.
+        """
         check_name("node", node)
         environment = {
             **os.environ,
@@ -154,6 +174,7 @@ class LocalJob:
             "EVERMOE_BEGUN": str(self.memory / BEGUN),
             "EVERMOE_FINISHED": str(self.memory / FINISHED),
             "LOCAL_RANK": str(index),
+            **variables,
         }
         if self._server is not None and sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -185,17 +206,18 @@ def terminate(workers: Sequence[Worker]) -> None:
         worker.process.send_signal(signal.SIGCONT)
 
 
-def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0) -> int:
+def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0, node_rank: int | None = None) -> int:
     """Runs `workers` processes that train, and `replicas` that keep copies for them, until they end.
 
     One killed by a crash is restarted on the same node. SIGINT, SIGTERM and SIGHUP make all of them leave the job.
+    `node_rank` is the number of this machine, for torchrun's variables.
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // (workers + replicas))
         job.environment = {"OMP_NUM_THREADS": str(threads), **job.environment}
-    return _Run(job, restarts).go(["train"] * workers + ["replica"] * replicas)
+    return _Run(job, restarts, node_rank).go(["train"] * workers + ["replica"] * replicas)
 
 
 class _Run:
@@ -204,10 +226,12 @@ class _Run:
     Args:
         job: not yet entered.
         restarts: times that each worker is started again.
+        node_rank: number of this machine, if there are several and it is known.
     """
 
-    def __init__(self, job: LocalJob, restarts: int) -> None:
-        self._job, self._restarts = job, restarts
+    def __init__(self, job: LocalJob, restarts: int, node_rank: int | None) -> None:
+        self._job, self._restarts, self._node_rank = job, restarts, node_rank
+        self._variables: TorchrunVariables
         self._node = node_name(os.environ.get("EVERMOE_NODE") or None)
         self._running: list[Worker] = []
         self._codes: list[int] = []
@@ -222,13 +246,27 @@ class _Run:
         """Starts a worker for each role, and waits for all of them. Returns the exit code."""
         with _listening(self._signals), self._job as job:
             _say(f"job {job.name}, Lighthouse {job.lighthouse}; to add a worker: {job.one_more()}")
-            self._running = [job.start(index, self._node, role=role) for index, role in enumerate(roles)]
+            self._variables = self._torchrun_variables(roles)
+            self._running = [self._start(index, role) for index, role in enumerate(roles)]
             while self._running:
                 time.sleep(0.1)
                 self._obey()
                 for worker in [worker for worker in self._running if worker.process.poll() is not None]:
                     self._bury(worker)
         return self._end(len(roles))
+
+    def _torchrun_variables(self, roles: Sequence[str]) -> TorchrunVariables:
+        job, number = self._job, self._node_rank
+        nodes: int | None = None
+        if job.has_own_lighthouse:
+            number, nodes, master = 0, 1, ("127.0.0.1", str(free_port()))
+        else:  # where rank 0 is, is not known: in most jobs on the machine of the first Lighthouse
+            host = urlsplit(str(job.lighthouse).split(",")[0]).hostname or ""
+            master = os.environ.get("MASTER_ADDR") or host, os.environ.get("MASTER_PORT") or MASTER_PORT
+        return TorchrunVariables(job.name, job.members, tuple(roles), number, nodes, master, self._restarts)
+
+    def _start(self, index: int, role: str, restart: int = 0) -> Worker:
+        return self._job.start(index, self._node, role=role, variables=self._variables.of(index, restart))
 
     def _obey(self) -> None:
         if self._signals and self._stop_code is None:
@@ -255,7 +293,7 @@ class _Run:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         _say(f"worker {worker.index} (pid {worker.process.pid}) {how}{'; starting it again' * starts_again}")
         if starts_again:
-            again = self._job.start(worker.index, self._node, role=worker.role)
+            again = self._start(worker.index, worker.role, worker.restarts + 1)
             again.restarts = worker.restarts + 1
             self._running.append(again)
             return

@@ -1,4 +1,8 @@
-"""Optimizers whose steps can be repeated bit for bit elsewhere: on another CPU, on a GPU, in another batch."""
+"""Optimizers whose steps can be repeated bit for bit elsewhere: on another CPU, on a GPU, in another batch.
+
+A parameter in bfloat16 or float16 has a float32 master in its state: the master takes the step, and the parameter is
+the master rounded to the nearest, ties to even.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from evermoe import ops
+
+HALF = torch.bfloat16, torch.float16
+"""Types of parameters that have a master."""
+MASTER = "master_param"
+"""Name of the master in the state."""
 
 
 class _Optimizer(torch.optim.Optimizer):
@@ -66,8 +75,32 @@ class _Optimizer(torch.optim.Optimizer):
                 gradients.append(parameter.grad)
                 rows.append(numbers[t])
         if parameters:
-            self._step_all(parameters, gradients, torch.stack(rows))
+            targets = [self._target(parameter) for parameter in parameters]
+            self._step_all(parameters, targets, [_readable(gradient) for gradient in gradients], torch.stack(rows))
+            rounded = [pair for pair in zip(parameters, targets, strict=True) if pair[0] is not pair[1]]
+            if rounded:
+                torch._foreach_copy_([pair[0] for pair in rounded], [pair[1] for pair in rounded])
         return loss
+
+    def _target(self, parameter: Tensor) -> Tensor:
+        """What takes the step: the parameter, or its master, which starts from it."""
+        if parameter.dtype not in HALF:
+            return parameter
+        state = self.state[parameter]
+        if MASTER not in state:
+            state[MASTER] = parameter.detach().to(torch.float32, memory_format=torch.contiguous_format)
+        master: Tensor = state[MASTER]
+        return master
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over groups and state; torch would round the float32 state of parameters in bfloat16 and float16."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items() if parameter.dtype in HALF else ():
+                if isinstance(value, Tensor) and name != "step":
+                    self.state[parameter][name] = value.to(parameter.device, torch.float32, copy=True)
 
     def _next_step(self, parameter: Tensor) -> int:
         """The number of the step that the parameter takes next, from 1, as far as the numbers depend on it."""
@@ -77,8 +110,10 @@ class _Optimizer(torch.optim.Optimizer):
         """The numbers of the group's step `t`."""
         raise NotImplementedError
 
-    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
-        """Takes a step of each parameter, of all in one call, and counts it."""
+    def _step_all(
+        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
+    ) -> None:
+        """Takes a step of each parameter's target, of all in one call, and counts it."""
         raise NotImplementedError
 
 
@@ -96,7 +131,8 @@ class AdamW(_Optimizer):
     skips changes nothing.
 
     Args:
-        params: parameters, or groups of them: float32, contiguous. Gradients may be float32 or bfloat16.
+        params: parameters, or groups of them: contiguous; float32, or bfloat16 or float16, which get float32 masters in
+            the state (`master_param`). Gradients may be float32, bfloat16 or float16.
         lr: learning rate; a scheduler may change it, a tensor is read at each step.
         betas: decay of the first and the second moment, each 0 to below 1.
         eps: added to the denominator.
@@ -134,18 +170,20 @@ class AdamW(_Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device="cpu")
-            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
         return int(state["step"]) + 1
 
     def _numbers(self, group: dict[str, Any], t: int) -> Tensor:
         options = {name: group[name] for name in ("betas", "eps", "weight_decay", "maximize")}
         return ops.adamw_step(t=t, lr=float(group["lr"]), **options)
 
-    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
+    def _step_all(
+        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
+    ) -> None:
         states = [self.state[parameter] for parameter in parameters]
         m, v = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        ops.adamw_all_(parameters, m, v, gradients, numbers)
+        ops.adamw_all_(targets, m, v, gradients, numbers)
         for state in states:
             state["step"] += 1
 
@@ -162,7 +200,8 @@ class SGD(_Optimizer):
     momentum buffer with the gradient. A step that `torch.amp.GradScaler` skips changes nothing.
 
     Args:
-        params: parameters, or groups of them: float32, contiguous. Gradients may be float32 or bfloat16.
+        params: parameters, or groups of them: contiguous; float32, or bfloat16 or float16, which get float32 masters in
+            the state (`master_param`). Gradients may be float32, bfloat16 or float16.
         lr: learning rate; a scheduler may change it, a tensor is read at each step.
         momentum: how much of the buffer is kept; 0 for no buffer.
         dampening: how much of the gradient does not go into the buffer.
@@ -195,25 +234,36 @@ class SGD(_Optimizer):
         names = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
         return ops.sgd_step(is_first=t == 1, lr=float(group["lr"]), **{name: group[name] for name in names})
 
-    def _step_all(self, parameters: list[Tensor], gradients: list[Tensor], numbers: Tensor) -> None:
+    def _step_all(
+        self, parameters: list[Tensor], targets: list[Tensor], gradients: list[Tensor], numbers: Tensor
+    ) -> None:
         momenta = numbers[:, 4].tolist()
         moving = [parameter for parameter, momentum in zip(parameters, momenta, strict=True) if momentum != 0]
         buffers = [self._buffer(parameter) for parameter in moving]
-        ops.sgd_all_(parameters, buffers, gradients, numbers)
+        ops.sgd_all_(targets, buffers, gradients, numbers)
         for parameter, buffer in zip(moving, buffers, strict=True):
             self.state[parameter]["momentum_buffer"] = buffer
 
     def _buffer(self, parameter: Tensor) -> Tensor:
         """The parameter's momentum; before its first step, memory for it."""
         buffer: Tensor | None = self.state[parameter].get("momentum_buffer")
-        return torch.empty_like(parameter, memory_format=torch.contiguous_format) if buffer is None else buffer
+        if buffer is None:
+            return torch.empty_like(parameter, dtype=torch.float32, memory_format=torch.contiguous_format)
+        return buffer
+
+
+def _readable(gradient: Tensor) -> Tensor:
+    """The gradient as the ops take it: they read float32 and bfloat16."""
+    return gradient.float() if gradient.dtype == torch.float16 else gradient
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
     for number, parameter in enumerate(parameters):
-        if parameter.dtype != torch.float32 or parameter.is_sparse or not parameter.is_contiguous():
+        is_known = parameter.dtype in (torch.float32, *HALF)
+        if not is_known or parameter.is_sparse or not parameter.is_contiguous():
             strides = "" if parameter.is_sparse else f" with strides {parameter.stride()}"
             raise ValueError(
-                f"params: expected contiguous float32 tensors, got number {number} of the group as {parameter.dtype} "
-                f"of shape {tuple(parameter.shape)}, {parameter.layout}{strides}; train a contiguous float32 copy of it"
+                "params: expected contiguous tensors in float32, bfloat16 or float16, got number "
+                f"{number} of the group as {parameter.dtype} of shape {tuple(parameter.shape)}, "
+                f"{parameter.layout}{strides}; train a contiguous float32 copy of it"
             )

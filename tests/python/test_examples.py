@@ -38,6 +38,11 @@ PRINTED = {
         "a plain model has the same weights: True",
     ],
     "10_transformers": ["20 steps committed, 0 lost", r"transformers loads it: loss \d"],
+    "11_torchrun": [
+        r"start 0 of worker 0: a job of 2 that begins at step 0",
+        r"start 1 of worker 0: a job of 2 that begins at step (10|11)",
+        "30 steps, 0 lost",
+    ],
 }
 """By example, patterns of lines that it must print."""
 

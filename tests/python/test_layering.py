@@ -40,6 +40,7 @@ ROOMS = [
     "snapshot",
     "protection",
     "recovery",
+    "environment",
     "config",
     "train",
     "evermoe",

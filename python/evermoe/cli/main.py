@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument(
         "--lighthouse",
         metavar="ADDRESS[,ADDRESS...]",
-        help="http://host:port of the job's Lighthouse, or of several; default: one of its own",
+        help="http://host:port of the job's Lighthouse, or of several; default: EVERMOE_LIGHTHOUSE, "
+        "TORCHFT_LIGHTHOUSE, or one of its own",
     )
     run.add_argument(
         "--host-lighthouse",
@@ -55,6 +57,11 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("--job", help="name of the job, the same on all machines (default: the program's name)")
     run.add_argument(
         "--restarts", type=_processes, default=0, help="times a crashed worker is started again (%(default)s)"
+    )
+    run.add_argument(
+        "--node-rank",
+        type=_processes,
+        help="number of this machine, from 0, for the RANK of its workers where a job has several machines",
     )
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
@@ -140,6 +147,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from evermoe.environment import lighthouse, node_rank
     from evermoe.launch import LocalJob, run
 
     if not options.program:
@@ -151,14 +159,22 @@ def _run(options: argparse.Namespace) -> int:
     if not (options.workers or options.members):
         raise ValueError("--replicas alone: expected --members, how many processes train on other machines")
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
+    address = options.lighthouse or os.environ.get("EVERMOE_LIGHTHOUSE") or lighthouse()
+    if address is None and options.members is None and node_rank() is not None:
+        raise ValueError(
+            "this is one of several processes of srun or of an Indexed Job, but no Lighthouse is named: each would "
+            "train a job of its own. Start a Lighthouse that outlives them and name it by --lighthouse or "
+            f"TORCHFT_LIGHTHOUSE; or, for a job on each machine, give --members {options.workers}"
+        )
     members = options.members or options.workers
     name = Path(options.program[0]).stem if options.job is None else options.job
-    job = LocalJob(command, name, members, lighthouse=options.lighthouse, memory_dir=options.memory_dir)
+    job = LocalJob(command, name, members, lighthouse=address, memory_dir=options.memory_dir)
     if options.host_lighthouse:
-        if options.lighthouse is None:
+        if address is None:
             raise ValueError("--host-lighthouse: expected --lighthouse, too, with an address of this machine")
         job.host_lighthouse()
-    return run(job, options.workers, options.restarts, options.replicas)
+    number = node_rank() if options.node_rank is None else options.node_rank
+    return run(job, options.workers, options.restarts, options.replicas, number)
 
 
 def _lighthouse(options: argparse.Namespace) -> int:

@@ -316,7 +316,8 @@ class Group:
                 logger.warning("several members share a GPU: their tensors travel over gloo, as NCCL refuses that")
             self._groups.pop("cuda", None)
             return
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", ABORT_ALONE)
+        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets its default
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
         if "cuda" not in self._groups:
             self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=self._timeout)
         nccl = self._groups["cuda"]

@@ -8,7 +8,6 @@ Groups meet in the store of the first member, under a prefix of their own; `ever
 from __future__ import annotations
 
 import logging
-import os
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -47,14 +46,16 @@ class MembershipOptions(Options):
     separated by commas: members ask the first that answers, and only a majority goes on after a failure. None: a job
     of this process alone."""
     job: str | None = option(None, is_name=True)
-    """Name that the job's shared memory goes by (EVERMOE_JOB; default: a name that no other process finds)."""
+    """Name that the job's shared memory goes by (EVERMOE_JOB; with a Lighthouse JOB_ID, SLURM's or torchrun's; default:
+    a name that no other process finds)."""
     node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
     address: str | None = None
     """Name or address by which other members reach this process, and on which it listens (EVERMOE_ADDRESS; default:
     loopback if the Lighthouse's address is, else the host's name, listening on all addresses)."""
     members: int | None = option(None, least=1)
-    """Members that a new job waits for (EVERMOE_MEMBERS; default 1). Later ones join at any time."""
+    """Members that a new job waits for (EVERMOE_MEMBERS; with a Lighthouse WORLD_SIZE or srun's tasks; default 1).
+    Later ones join at any time."""
     go_on_alone: bool = False
     """Trains on where `LeftBehind` would stop it, as nobody is left of those that went on (EVERMOE_GO_ON_ALONE=1)."""
     role: Role = "train"
@@ -79,10 +80,6 @@ class MembershipOptions(Options):
             raise ValueError(
                 "go_on_alone (EVERMOE_GO_ON_ALONE) lets each part of a job go on, and lighthouse names several: "
                 "expected one of the two. To let the members at one Lighthouse go on: evermoe lighthouse promote"
-            )
-        if self.lighthouse is not None and self.job is None and "EVERMOE_JOB" not in os.environ:
-            raise ValueError(
-                "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same for all"
             )
 
 

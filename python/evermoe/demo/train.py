@@ -22,6 +22,7 @@ import torch
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
+from evermoe.environment import local_rank
 from evermoe.events import Event
 from evermoe.moe import moe_layers
 from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS
@@ -126,7 +127,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
     """The program itself."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.manual_seed(options.seed)
     names = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")

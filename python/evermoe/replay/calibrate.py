@@ -21,6 +21,7 @@ from torch import Tensor
 
 from evermoe import ops
 from evermoe.errors import NotReplayable
+from evermoe.optim import HALF, MASTER
 
 _STATE = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _ARITHMETICS = {
@@ -161,13 +162,14 @@ def calibrate(optimizer: torch.optim.Optimizer) -> Arithmetic:
             _skip_steps(scratch, trials, _LATE[1])
         for group in scratch.param_groups:
             for parameter in group["params"]:
-                parameter.grad = _gradient(step, parameter.numel(), random).to(parameter.device)
+                parameter.grad = _gradient(step, parameter.numel(), random).to(parameter.device, parameter.dtype)
         for trial in trials:
             trial.take_step()
         try:
             scratch.step()
         except Exception as error:
             raise NotReplayable(f"a second {type(optimizer).__name__} does not step: {error}; {_INSTEAD}") from error
+        _check_masters(scratch)
         for trial in trials:
             trial.compare()
     for trial in trials:
@@ -187,7 +189,7 @@ def _check_options(optimizer: torch.optim.Optimizer) -> None:
         if group.get("amsgrad"):
             raise NotReplayable(f"{name} has amsgrad=True, which keeps a third moment; {_INSTEAD}")
         for parameter in group["params"]:
-            if parameter.dtype != torch.float32:
+            if parameter.dtype not in (torch.float32, *HALF):
                 raise NotReplayable(f"{name} steps parameters in {parameter.dtype}, not float32; {_INSTEAD}")
     if not any(group["params"] for group in optimizer.param_groups):
         raise NotReplayable(f"{name} has no parameters yet; calibrate when it has them")
@@ -214,11 +216,9 @@ def _second(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _scratch_group(group: Mapping[str, Any]) -> dict[str, Any]:
     random = torch.Generator().manual_seed(1)
-    devices = {parameter.device for parameter in group["params"]}
+    kinds = {(parameter.device, parameter.dtype) for parameter in group["params"]}
     scratch = [
-        torch.nn.Parameter(_parameters(size, random).to(device))
-        for device in sorted(devices, key=str)
-        for size in _SIZES
+        torch.nn.Parameter(_parameters(size, random).to(*kind)) for kind in sorted(kinds, key=str) for size in _SIZES
     ]
     options = {name: _own(value) for name, value in group.items() if name not in ("params", "param_names")}
     return options | {"params": scratch, "lr": _trial_lr(options["lr"])}
@@ -268,6 +268,19 @@ def _with_zeros(values: Tensor) -> Tensor:
     return values
 
 
+def _check_masters(scratch: torch.optim.Optimizer) -> None:
+    """Steps of parameters that are not float32 are repeated on their float32 masters."""
+    for group in scratch.param_groups:
+        for parameter in group["params"]:
+            master = scratch.state[parameter].get(MASTER)
+            is_there = isinstance(master, Tensor) and master.dtype == torch.float32
+            if parameter.dtype in HALF and not is_there:
+                raise NotReplayable(
+                    f"{type(scratch).__name__} steps parameters in {parameter.dtype}, not float32, and has no float32 "
+                    f"{MASTER} of them; {_INSTEAD}"
+                )
+
+
 class _Trial:
     """One arithmetic beside the scratch optimizer: the same parameters, stepped by our ops."""
 
@@ -279,8 +292,8 @@ class _Trial:
         self.first_differing = ""
         self.ours = {
             parameter: {
-                "p": parameter.detach().clone(),
-                **{name: torch.zeros_like(parameter.detach()) for name in _STATE[arithmetic.rule]},
+                "p": parameter.detach().to(torch.float32, copy=True),
+                **{name: torch.zeros_like(parameter, dtype=torch.float32) for name in _STATE[arithmetic.rule]},
             }
             for group in scratch.param_groups
             for parameter in group["params"]
@@ -298,18 +311,21 @@ class _Trial:
                 row = self.arithmetic.numbers(group, self.t, device=parameter.device)
             except ValueError as error:
                 raise NotReplayable(f"{type(self.scratch).__name__}: {error}; {_INSTEAD}") from error
-            gradient = None if parameter.grad is None else parameter.grad.clone()
+            gradient = None if parameter.grad is None else parameter.grad.to(torch.float32, copy=True)
             self.arithmetic.take_steps(ours["p"], ours, [gradient], row[None])
 
     def compare(self) -> None:
         """Count the words that differ; those of state that the optimizer does not keep are not looked at."""
         for group, parameter in self._parameters():
-            theirs = {"p": parameter.detach()} | self.scratch.state[parameter]
+            kept = self.scratch.state[parameter]
+            theirs = {"p": kept[MASTER] if parameter.dtype in HALF else parameter.detach()} | kept
             for name, ours in self.ours[parameter].items():
                 if name == "momentum_buffer" and group["momentum"] == 0:
                     continue
                 other = theirs.get(name)
                 differing = _num_differing(ours, other) if isinstance(other, Tensor) else ours.numel()
+                if name == "p" and parameter.dtype in HALF:
+                    differing += _num_differing(ours.to(parameter.dtype).float(), parameter.detach().float())
                 if differing and not self.num_differing:
                     self.first_differing = f"{name} in step {self.t}"
                 self.num_differing += differing

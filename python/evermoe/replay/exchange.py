@@ -20,6 +20,7 @@ from evermoe._native import RECORD_HEADER_BYTES, digest
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.errors import PeerLost, ReplicaBehind
+from evermoe.optim import MASTER
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.repeater import Damage
@@ -43,9 +44,13 @@ LOG_STEPS = 12
 def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
     """Whether the steps of an expert can be repeated from its gradients, by an optimizer of this arithmetic."""
     found = state.catalog.by_name[unit]
-    if found.layer is None or any(spec.dtype != torch.float32 for spec in found.specs):
+    if found.layer is None:
         return False
     weights = state.layers[found.layer].weights
+    if any(spec.dtype != torch.float32 for spec in found.specs[1:]):
+        return False
+    if weights.dtype != torch.float32 and f"{found.specs[0].name}/{MASTER}" not in {spec.name for spec in found.specs}:
+        return False
     is_whole = arithmetic.variant != "torch_cpu_fused" or weights.shape[1] % FUSED_ROW == 0
     return is_whole and any(p is weights for group in state.optimizer.param_groups for p in group["params"])
 

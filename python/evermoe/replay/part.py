@@ -14,7 +14,11 @@ from torch import Tensor
 from evermoe import ops
 from evermoe._native import state_digest
 from evermoe.errors import CorruptCopy
+from evermoe.optim import MASTER
 from evermoe.state.unit import TensorSpec, Unit
+
+_CLIP = 2
+"""Column of the clip factor in a step's numbers; negative to maximize."""
 
 
 class Part:
@@ -98,6 +102,9 @@ class Part:
         p = views.pop(self.layout.specs[0].name.rpartition("/")[2]).view(-1)
         flat = {name: view.view(-1) for name, view in views.items()}
         received = [None if gradient is None else self._gradient(gradient) for gradient in gradients]
+        parameter = p
+        if MASTER in flat:
+            p, received = flat[MASTER], _clip_in(parameter.dtype, received, steps)
         try:
             if steps.shape[1] == 9:
                 ops.sgd_(p, flat.get("momentum_buffer"), received, steps)
@@ -105,6 +112,8 @@ class Part:
                 ops.adamw_(p, flat["exp_avg"], flat["exp_avg_sq"], received, steps)
         except KeyError as error:
             raise RuntimeError(f"{self.name}: a step of AdamW came for a state without {error}") from None
+        if p is not parameter:
+            parameter.copy_(p)
         if "step" in flat and t is not None:
             flat["step"].fill_(t)
         self._finish()
@@ -114,6 +123,17 @@ class Part:
         if gradient.dtype == np.uint16:
             return torch.from_numpy(gradient.view(np.int16)).view(torch.bfloat16).to(self.device)
         return torch.from_numpy(gradient).to(self.device)
+
+
+def _clip_in(dtype: torch.dtype, gradients: Sequence[Tensor | None], steps: Tensor) -> list[Tensor | None]:
+    """Gradients of a parameter of this type, clipped as its trainer did: rounded. `steps` says then that they are."""
+    clips = steps[:, _CLIP].abs().tolist()
+    clipped = [
+        None if gradient is None else gradient.to(dtype).mul_(clip).float() if clip != 1 else gradient.to(dtype).float()
+        for gradient, clip in zip(gradients, clips, strict=True)
+    ]
+    steps[:, _CLIP] = steps[:, _CLIP].sign()
+    return clipped
 
 
 def part_name(unit: str, parameter: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from evermoe.errors import NotReplayable
+from evermoe.optim import HALF
 from evermoe.replay.calibrate import Arithmetic, calibrate
 from evermoe.replay.source import Bytes, Row, Rule, Source
 from evermoe.state.unit import Unit
@@ -28,7 +29,8 @@ class GradientSender:
     step (seen by the tensors' version counters) is sent in full.
 
     An optimizer whose arithmetic cannot be repeated (`evermoe.replay.calibrate`) is warned of once; its state is sent
-    in full after each step. So are parameters that are not float32, or not in the optimizer, where they have changed.
+    in full after each step. So are parameters that are neither float32 nor have float32 masters, or have masters and an
+    odd number of elements, or are not in the optimizer, where they have changed.
 
     Args:
         optimizer: after it got its parameters.
@@ -248,7 +250,9 @@ class GradientSender:
             return None
 
     def _set_rule(self, source: Source, group: int | None) -> None:
-        if self._arithmetic is None or group is None or source.parameter.dtype != torch.float32:
+        if self._arithmetic is None or group is None or source.parameter.dtype not in (torch.float32, *HALF):
+            return
+        if source.has_master and source.elements % 2:  # what follows it in a replica's memory would not be aligned
             return
         if source.row is not None and self._arithmetic.variant == "torch_cpu_fused" and source.elements % FUSED_ROW:
             warnings.warn(

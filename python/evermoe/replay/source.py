@@ -12,6 +12,7 @@ from torch import Tensor
 
 from evermoe._native import RECORD_HEADER_BYTES, encode_gradient, seal_record, state_digest
 from evermoe.errors import UnsupportedState
+from evermoe.optim import HALF, MASTER
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.state.unit import TensorSpec
 
@@ -78,6 +79,11 @@ class Source:
         self._num_steps = 0
         self._record = np.empty(0, np.uint8)
 
+    @property
+    def has_master(self) -> bool:
+        """Whether its steps are those of a float32 master, of which it is the rounding."""
+        return self.parameter.dtype in HALF
+
     def _own(self, tensor: Tensor) -> Tensor:
         """The row of a tensor that has the parameter's shape."""
         is_stack = self.row is not None and tensor.shape == self.parameter.shape
@@ -105,9 +111,12 @@ class Source:
     def encode(self, t: int, numbers: list[float]) -> None:
         """Writes the gradient into the record's memory; what cannot be written is sent as full state."""
         gradient = self.parameter.grad
-        if gradient is None or gradient.is_sparse or gradient.dtype not in (torch.float32, torch.bfloat16):
+        known = (self.parameter.dtype,) if self.has_master else (torch.float32, *HALF)
+        if gradient is None or gradient.is_sparse or gradient.dtype not in known:
             self.sent = None
             return
+        if gradient.dtype == torch.float16:
+            gradient = gradient.float()
         if not len(self._record):
             self._record = np.empty(RECORD_HEADER_BYTES + 4 * self.elements, np.uint8)
         values = self._own(gradient).reshape(-1).to("cpu", non_blocking=True)  # to page-locked memory
@@ -159,11 +168,13 @@ class Source:
         own = self._own(self.parameter)
         kept = self._kept(optimizer)
         if self.rule is not None:
-            # What the optimizer has not made yet starts from zeros.
+            # What the optimizer has not made yet starts from zeros, a master from its parameter.
             empty = {
-                name: torch.zeros(()) if name == "step" else torch.zeros_like(own)
+                name: torch.zeros(()) if name == "step" else torch.zeros_like(own, dtype=torch.float32)
                 for name in self.rule.state_names(optimizer)
             }
+            if self.has_master:
+                empty[MASTER] = own.float()
             kept = {name: zeros if kept.get(name) is None else kept[name] for name, zeros in empty.items()}
         kept = {name: value for name, value in kept.items() if value is not None}
         for name, value in kept.items():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ _ADVICE = "Use an elementwise optimizer such as torch.optim.AdamW(fused=True) or
 def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, experts: Collection[Tensor]) -> None:
     """Makes the optimizer create its state now, as its first step would, without changing any parameter.
 
-    Optimizers that have state already keep it.
+    Each tensor of the state starts from zeros, or from the parameter itself, as float32 masters do: trials on small
+    tensors show which. Optimizers that have state already keep it.
 
     Args:
         optimizer: of the model.
@@ -35,7 +37,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, e
     Raises:
         ValueError: it steps a parameter of another model.
         UnsupportedState: it treats experts of one stack otherwise than each alone, or its state is of a kind that units
-            cannot hold, or does not start from zeros.
+            cannot hold, or starts neither from zeros nor from the parameter.
     """
     _check_parameters(optimizer, model)
     stacks = {id(stack) for stack in experts}
@@ -43,8 +45,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, e
         if any(id(parameter) in stacks for parameter in group["params"]):
             _check_rows(optimizer, group)
     if not any(optimizer.state.values()):
-        _check_start(optimizer)
-        _start_from_zeros(optimizer)
+        _start(optimizer, _find_masters(optimizer))
     _check_optimizer_state(optimizer)
 
 
@@ -59,10 +60,14 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
                 )
 
 
-def _start_from_zeros(optimizer: torch.optim.Optimizer) -> None:
-    """Steps with zero gradients and a zero learning rate, then all state back to zero.
+def _start(optimizer: torch.optim.Optimizer, masters: Mapping[_Kind, Collection[str]]) -> None:
+    """Steps with zero gradients and a zero learning rate, then all state to what it starts from.
 
     A few parameters at a time have a gradient, so that this takes little memory beside the state.
+
+    Args:
+        optimizer: without state.
+        masters: by kind of parameter, names of the state that starts from the parameter; the rest starts from zeros.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -78,12 +83,29 @@ def _start_from_zeros(optimizer: torch.optim.Optimizer) -> None:
                 parameter.copy_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for state in optimizer.state.values():
+    kinds = {id(p): kind for kind, parameters in _by_kind(optimizer).items() for p in parameters}
+    for parameter, state in optimizer.state.items():
         for key in [key for key, value in state.items() if value is None]:
             del state[key]
-        for value in state.values():
+        for key, value in state.items():
             if is_plain(value):
-                value.zero_()
+                value.copy_(parameter.detach()) if key in masters[kinds[id(parameter)]] else value.zero_()
+
+
+class _Kind(NamedTuple):
+    """Parameters whose state an optimizer treats alike."""
+
+    group: int
+    dtype: torch.dtype
+    is_matrix: bool
+
+
+def _by_kind(optimizer: torch.optim.Optimizer) -> dict[_Kind, list[Tensor]]:
+    found: dict[_Kind, list[Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            found.setdefault(_Kind(number, parameter.dtype, parameter.dim() == 2), []).append(parameter)
+    return found
 
 
 def _batches(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -121,20 +143,38 @@ def _check_rows(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> N
         )
 
 
-def _check_start(optimizer: torch.optim.Optimizer) -> None:
-    """Two steps on scratch tensors: an optimizer whose state starts otherwise than from zeros is refused."""
-    for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
-        like = group["params"][0]
-        drawn = _drawn(like, (_ROWS, _ROW) if like.dim() == 2 else (_ROW,))
-        results = [_stepped(optimizer, group, drawn, [len(drawn[0])], prepared=prepared) for prepared in (False, True)]
-        if not torch.equal(*results):
+def _find_masters(optimizer: torch.optim.Optimizer) -> dict[_Kind, Collection[str]]:
+    """By kind of parameter, names of the state that starts from the parameter itself.
+
+    Two steps on scratch tensors must end alike, whether the optimizer makes the state in the first of them or `_start`
+    has made it: one whose state starts otherwise is refused.
+    """
+    found: dict[_Kind, Collection[str]] = {}
+    for kind, parameters in _by_kind(optimizer).items():
+        group = optimizer.param_groups[kind.group]
+        drawn = _drawn(parameters[0], (_ROWS, _ROW) if kind.is_matrix else (_ROW,))
+        alone = _two_steps(optimizer, group, drawn, [len(drawn[0])])
+        for names in _choices(alone, drawn[0]):
+            prepared = _two_steps(optimizer, group, drawn, [len(drawn[0])], masters=names)
+            if prepared.keys() == alone.keys() and all(torch.equal(prepared[key], alone[key]) for key in alone):
+                found[kind] = names
+                break
+        else:
             options = {key: value for key, value in group.items() if key != "params"}
             raise UnsupportedState(
-                f"{type(optimizer).__name__} with {options} starts from other state than zeros, which a session cannot "
-                "set up before the first step. Use e.g. torch.optim.AdamW(fused=True), or SGD without dampening."
+                f"{type(optimizer).__name__} with {options} starts from other state than zeros or the parameter, which "
+                "a session cannot set up before the first step. Use e.g. torch.optim.AdamW(fused=True), or SGD without "
+                "dampening."
             )
+    return found
+
+
+def _choices(results: Mapping[str, Tensor], parameter: Tensor) -> Iterator[tuple[str, ...]]:
+    """Names of state that may start from the parameter, the likeliest choice first: none of it, all of it, ..."""
+    names = [name for name, value in results.items() if name and value.shape == parameter.shape]
+    yield ()
+    for number in range(1, len(names) + 1):
+        yield from itertools.combinations(names, number)
 
 
 def _drawn(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -142,15 +182,31 @@ def _drawn(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
-def _stepped(
+def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], drawn: Tensor, parts: list[int]) -> Tensor:
+    """What `_two_steps` make of the parameter."""
+    return _two_steps(optimizer, group, drawn, parts)[""]
+
+
+def _two_steps(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     drawn: Tensor,
     parts: list[int],
     *,
-    prepared: bool = False,
-) -> Tensor:
+    masters: Collection[str] | None = None,
+) -> dict[str, Tensor]:
     """What two steps of an optimizer like this one make of a parameter that is divided into so many rows each.
+
+    Args:
+        optimizer: any.
+        group: of it, with the options.
+        drawn: a parameter and two gradients.
+        parts: rows of each parameter.
+        masters: names of the state that is made to start from the parameter, as the rest is from zeros; None to leave
+            that to the optimizer.
+
+    Returns:
+        The parameter under "", and its state by name.
 
     Raises:
         UnsupportedState: it cannot step it.
@@ -158,8 +214,8 @@ def _stepped(
     scratch = [nn.Parameter(part.clone()) for part in drawn[0].split(parts)]
     try:
         twin = _twin(optimizer, group, scratch)
-        if prepared:
-            _start_from_zeros(twin)
+        if masters is not None:
+            _start(twin, dict.fromkeys(_by_kind(twin), masters))
         for gradient in drawn[1:]:
             for parameter, part in zip(scratch, gradient.split(parts), strict=True):
                 parameter.grad = part.clone()
@@ -168,7 +224,8 @@ def _stepped(
         raise UnsupportedState(
             f"{type(optimizer).__name__} cannot step on a dense tensor with a gradient alone: {error}. {_ADVICE}"
         ) from None
-    return torch.cat([part.detach() for part in scratch])
+    state = {key: value for key, value in twin.state.get(scratch[0], {}).items() if isinstance(value, Tensor)}
+    return {"": torch.cat([part.detach() for part in scratch])} | state
 
 
 def _twin(

@@ -127,7 +127,21 @@ def factor_of(sums: Ballot, limit: float | None) -> float:
 
 
 def multiply(state: TrainingState, factor: float) -> None:
-    """Multiplies all gradients by a factor, in place."""
+    """Multiplies all gradients by a factor, in place: in float32, then rounded, as replicas do it again."""
     if factor != 1:
-        dense = [p.grad for p in state.dense if p.grad is not None]
-        torch._foreach_mul_([*dense, *of_experts(state)], factor)
+        scale([*(p.grad for p in state.dense if p.grad is not None), *of_experts(state)], factor)
+
+
+def scale(gradients: Sequence[Tensor], factor: float) -> None:
+    """Multiplies gradients by a factor, in place.
+
+    On a CPU `_foreach_mul_` would round the factor to the gradients' type first, so those in bfloat16 and float16 are
+    multiplied one by one.
+    """
+    is_alone = [each.dtype in (torch.bfloat16, torch.float16) and not each.is_cuda for each in gradients]
+    together = [each for each, alone in zip(gradients, is_alone, strict=True) if not alone]
+    if together:
+        torch._foreach_mul_(together, factor)
+    for each, alone in zip(gradients, is_alone, strict=True):
+        if alone:
+            each.mul_(factor)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import evermoe
+from evermoe.config import with_environment
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.launch import LocalJob
 from evermoe.persist.checkpoint_folder import find
@@ -337,6 +338,7 @@ def test_pec_needs_a_folder():
 
 
 def test_lighthouse_without_a_job_name_is_refused(monkeypatch):
-    monkeypatch.delenv("EVERMOE_JOB", raising=False)
+    for variable in ("EVERMOE_JOB", "JOB_ID", "SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ValueError, match="must name the job"):
-        evermoe.SessionConfig(lighthouse="http://127.0.0.1:1")
+        with_environment(evermoe.SessionConfig(lighthouse="http://127.0.0.1:1"))

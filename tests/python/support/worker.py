@@ -94,6 +94,8 @@ class Options:
     """Where the model is."""
     deferred: bool = False
     """Its model is built without memory."""
+    dtype: str = "float32"
+    """Of the model's parameters."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -146,6 +148,10 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     if name == "evermoe":
         return evermoe.optim.AdamW(model.parameters(), lr=1e-2)
+    if name == "masters":
+        from support.masters import MasterAdam  # this file also runs by itself, without the others
+
+        return MasterAdam(model.parameters(), lr=1e-2)
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
@@ -297,7 +303,8 @@ def _train(options: Options, record: Recorder) -> None:
         sys.path.insert(0, options.metadata)
     with evermoe.deferred(device=options.device) if options.deferred else contextlib.nullcontext():
         model = make_model(options.model)
-    model, data = model.to(options.device), dataset().to(options.device)
+    model = model.to(options.device, getattr(torch, options.dtype))
+    data = dataset().to(options.device)
     optimizer = make_optimizer(options.optimizer, model)
     if options.lr is not None:
         optimizer.param_groups[0]["lr"] = options.lr
