@@ -37,6 +37,7 @@ PRINTED = {
         "resumed equals 40 steps in one go, to the bit: True",
         "a plain model has the same weights: True",
     ],
+    "12_larger_than_a_device": [r"worker 0 held [46] of 12 experts, then 6", "8 steps, 0 lost, loss"],
 }
 """By example, patterns of lines that it must print."""
 
