@@ -3,8 +3,8 @@
     python examples/12_larger_than_a_device.py
 
 The script writes a folder as Hugging Face has them, and starts three workers of itself with `evermoe run`. Each builds
-the model without memory, and reads what it is to hold: the dense part, and a third of the experts. Worker 2 kills itself
-in the middle of step 4; the other two fetch its experts from their copies and train on.
+the model without memory, and reads what it is to hold: the dense part, and some experts. Worker 2 kills itself in
+the middle of step 4; the other two fetch its experts from their copies and train on.
 """
 
 import json

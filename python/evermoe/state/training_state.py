@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class TrainingState:
@@ -183,12 +186,14 @@ class TrainingState:
                     tensor.zero_()
 
     @torch.no_grad()
-    def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:
+    def adopt(
+        self, experts: dict[str, list[int]], fetched: dict[str, Tensor], leaving: Mapping[str, int] = _NOTHING
+    ) -> None:
         """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.
 
         Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Only
         layers whose experts change get new memory, one layer after the other. What is taken over is removed from
-        `fetched`, so that its memory is free for the next.
+        `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer.
         """
         missing = set() if self._is_made else self._dense.keys() - fetched.keys()
         for path, ids in experts.items():
@@ -201,6 +206,11 @@ class TrainingState:
         self._take_over(self._dense, fetched)
         for path, ids in experts.items():
             if ids != self.layers[path].ids:
+                for name in (expert_unit(path, expert) for expert in self.layers[path].ids):
+                    if name in leaving:
+                        data = torch.empty(self.catalog.by_name[name].nbytes, dtype=torch.uint8)
+                        self.read(name, data)
+                        self.retained.add(name, leaving[name], data)
                 self._replace(self.layers[path], ids, self._restack(path, ids))
             self._take_over([expert_unit(path, expert) for expert in ids], fetched)
         self._take_over(self.held(), fetched)
