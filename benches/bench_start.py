@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -140,7 +141,7 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
 
 def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, float]]:
     """What each worker of a job says."""
-    names = ("layers", "hidden", "intermediate", "experts", "copies", "slots")
+    names = ("layers", "hidden", "intermediate", "experts", "copies", "slots", "preset")
     own = [f"--{name}={getattr(options, name)}" for name in names]
     command = [sys.executable, "-m", "evermoe", "run", "--workers", str(options.workers), __file__, "--worker"]
     done = subprocess.run(
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, fl
         timeout=options.limit,
         check=False,
     )
-    lines = [line.partition("RESULT ")[2] for line in done.stdout.splitlines() if "RESULT " in line]
+    lines = re.findall(r"RESULT (\{[^}]*\})", done.stdout)  # workers may print into each other's lines
     if len(lines) != options.workers:
         raise SystemExit(f"{how}: {len(lines)} of {options.workers} workers are done:\n{done.stdout}{done.stderr}")
     return [json.loads(line) for line in lines]
@@ -165,6 +166,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--slots", type=int, default=8, help="experts of a layer on each worker (%(default)s)")
     parser.add_argument("--copies", type=int, default=0)
+    parser.add_argument("--preset", default="auto")
     parser.add_argument("--limit", type=float, default=600.0)
     parser.add_argument("--json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

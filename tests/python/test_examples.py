@@ -43,6 +43,7 @@ PRINTED = {
         r"start 1 of worker 0: a job of 2 that begins at step (10|11)",
         "30 steps, 0 lost",
     ],
+    "12_larger_than_a_device": [r"worker 0 held [46] of 12 experts, then 6", "8 steps, 0 lost, loss"],
 }
 """By example, patterns of lines that it must print."""
 

@@ -7,10 +7,10 @@ until the copies of the new arrangement are complete (`state.retained.release()`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
-import torch
 from torch import Tensor
 
 from evermoe import planning
@@ -29,6 +29,7 @@ from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 Phase = Callable[[str], None]
 """Is told the name of each phase as it begins: `fetch`, `verify`."""
 
@@ -116,8 +117,7 @@ class Recovery:
             self._outcome.lost_units = []
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
-                self._retain(plan.version, holdings[self.group.rank])
-                self._adopt(plan.version, fetched)
+                self._adopt(plan.version, fetched, self._leaving(plan.version, holdings[self.group.rank]))
                 return self._outcome
 
     def _begin(self, version: int, inventories: Sequence[Inventory]) -> list[Inventory]:
@@ -221,23 +221,22 @@ class Recovery:
 
     # ---- adopt
 
-    def _adopt(self, version: int, fetched: dict[str, Tensor]) -> None:
+    def _adopt(self, version: int, fetched: dict[str, Tensor], leaving: Mapping[str, int] = _NOTHING) -> None:
         outcome = self._outcome
         if outcome.stale:
             self._agree_on_scalars(version, fetched)
         outcome.version = version
-        self.target.adopt(outcome.placement, fetched)
+        self.target.adopt(outcome.placement, fetched, leaving)
 
-    def _retain(self, version: int, mine: Sequence[Holding]) -> None:
-        """Retains what this rank trains at `version` and is to give up: nobody may have a second copy of it as yet."""
+    def _leaving(self, version: int, mine: Sequence[Holding]) -> dict[str, int]:
+        """Digests of what this rank trains at `version` and is to give up, and so retains.
+
+        Nobody may have a second copy of it as yet.
+        """
         current = [each for each in mine if each.version == version]
-        retained, stays = self.state.retained, self.target.needs(self._outcome.placement, self.group.rank)
-        retained.begin(version, {(each.unit, each.digest) for each in current})
-        leaving = {each.unit: each.digest for each in current if each.kind == ACTIVE}
-        for unit in leaving.keys() - set(stays):
-            data = torch.empty(self.state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
-            self.state.read(unit, data)
-            retained.add(unit, leaving[unit], data)
+        self.state.retained.begin(version, {(each.unit, each.digest) for each in current})
+        stays = set(self.target.needs(self._outcome.placement, self.group.rank))
+        return {each.unit: each.digest for each in current if each.kind == ACTIVE and each.unit not in stays}
 
     def _agree_on_scalars(self, version: int, fetched: dict[str, Tensor]) -> None:
         """Experts of older versions take over the optimizer's counts for their layer, which all its experts share."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -44,8 +44,14 @@ class Target(Protocol):
     def begin(self, placement: LayerPlacements) -> None:
         """Makes the first values of a deferred model under a placement: a job begins."""
 
-    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
-        """Takes over a placement, and the bytes of the units that were fetched for it."""
+    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
+        """Takes over a placement, and the bytes of the units that were fetched for it.
+
+        Args:
+            placement: the new one.
+            fetched: bytes of units; what is taken over is removed.
+            leaving: digests of the units that are given up, and retained.
+        """
 
     def lost_message(self, lost: Sequence[str]) -> str:
         """Why the job cannot resume when these units survive nowhere, and what to do."""
@@ -132,10 +138,10 @@ class ExpertTarget:
     def _own(self, placement: LayerPlacements) -> dict[str, list[int]]:
         return {path: np.flatnonzero(matrix[self._group.rank]).tolist() for path, matrix in placement.items()}
 
-    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
+    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
         """Replaces the layers' experts, and tells the layers where all experts are."""
         if self.trains:
-            self._state.adopt(self._own(placement), fetched)
+            self._state.adopt(self._own(placement), fetched, leaving)
         for path, matrix in placement.items():
             self._state.layers[path].matrix_RE = matrix
 

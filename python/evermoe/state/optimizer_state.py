@@ -23,7 +23,9 @@ _LARGEST_DIFFERENCE = 1e-3
 _ADVICE = "Use an elementwise optimizer such as torch.optim.AdamW(fused=True) or SGD."
 
 
-def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, experts: Collection[Tensor]) -> None:
+def create_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, experts: Collection[Tensor]
+) -> Masters | None:
     """Makes the optimizer create its state now, as its first step would, without changing any parameter.
 
     Each tensor of the state starts from zeros, or from the parameter itself, as float32 masters do: trials on small
@@ -33,6 +35,9 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, e
         optimizer: of the model.
         model: whose parameters it steps.
         experts: those of them that are stacks of experts, one in each row.
+
+    Returns:
+        Which of the state starts from the parameters; None if there was state already.
 
     Raises:
         ValueError: it steps a parameter of another model.
@@ -44,9 +49,12 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, e
     for group in optimizer.param_groups:
         if any(id(parameter) in stacks for parameter in group["params"]):
             _check_rows(optimizer, group)
+    masters = None
     if not any(optimizer.state.values()):
-        _start(optimizer, _find_masters(optimizer))
+        masters = Masters(optimizer, _find_masters(optimizer))
+        _start(optimizer, masters)
     _check_optimizer_state(optimizer)
+    return masters
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -60,14 +68,31 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
                 )
 
 
-def _start(optimizer: torch.optim.Optimizer, masters: Mapping[_Kind, Collection[str]]) -> None:
+class Masters:
+    """Which tensors of an optimizer's state start from the parameter itself; all others start from zeros.
+
+    Args:
+        optimizer: whose state it is.
+        names: of such tensors, by kind of parameter.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[_Kind, Collection[str]]) -> None:
+        self._optimizer, self._names = optimizer, names
+
+    def of(self, parameters: Collection[Tensor]) -> list[Collection[str]]:
+        """The names of such tensors for each of some parameters of the optimizer; none for others."""
+        kinds = {id(p): kind for kind, each in _by_kind(self._optimizer).items() for p in each}
+        return [self._names.get(kinds[id(p)], ()) if id(p) in kinds else () for p in parameters]
+
+
+def _start(optimizer: torch.optim.Optimizer, masters: Masters) -> None:
     """Steps with zero gradients and a zero learning rate, then all state to what it starts from.
 
     A few parameters at a time have a gradient, so that this takes little memory beside the state.
 
     Args:
         optimizer: without state.
-        masters: by kind of parameter, names of the state that starts from the parameter; the rest starts from zeros.
+        masters: what starts from the parameters.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -83,13 +108,13 @@ def _start(optimizer: torch.optim.Optimizer, masters: Mapping[_Kind, Collection[
                 parameter.copy_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    kinds = {id(p): kind for kind, parameters in _by_kind(optimizer).items() for p in parameters}
-    for parameter, state in optimizer.state.items():
+    names = masters.of(list(optimizer.state))
+    for (parameter, state), of_parameter in zip(optimizer.state.items(), names, strict=True):
         for key in [key for key, value in state.items() if value is None]:
             del state[key]
         for key, value in state.items():
             if is_plain(value):
-                value.copy_(parameter.detach()) if key in masters[kinds[id(parameter)]] else value.zero_()
+                value.copy_(parameter.detach()) if key in of_parameter else value.zero_()
 
 
 class _Kind(NamedTuple):
@@ -215,7 +240,7 @@ def _two_steps(
     try:
         twin = _twin(optimizer, group, scratch)
         if masters is not None:
-            _start(twin, dict.fromkeys(_by_kind(twin), masters))
+            _start(twin, Masters(twin, dict.fromkeys(_by_kind(twin), masters)))
         for gradient in drawn[1:]:
             for parameter, part in zip(scratch, gradient.split(parts), strict=True):
                 parameter.grad = part.clone()

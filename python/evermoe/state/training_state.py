@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit
+
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class TrainingState:
@@ -52,7 +55,7 @@ class TrainingState:
         self.dense = [p for p in model.parameters() if id(p) not in expert_parameters]
         if deferral is None and any(parameter.is_meta for parameter in model.parameters()):
             raise UnsupportedState("expected a model with values, got parameters on meta: only a Session makes them")
-        create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
+        self._masters = create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
         self._dense = ({SESSION: own} if has_session else {}) | dense_tensors(model)
@@ -170,25 +173,35 @@ class TrainingState:
             self.deferral.make(self.dense, self.optimizer)
             for name in self._dense.keys() - {SESSION}:
                 self.deferral.fill_dense(name, self._dense[name])
+            for parameter, names in zip(self.dense, self._masters_of(self.dense), strict=True):
+                for key in names:
+                    self.optimizer.state[parameter][key].copy_(parameter)
             self._is_made = True
         for path, ids in experts.items():
             layer = self.layers[path]
             added = [expert for expert in ids if expert not in layer.ids]
             if ids != layer.ids:
                 self._replace(layer, ids, self._restack(path, ids))
+            (names,) = self._masters_of([layer.weights])
             for expert in added:
-                row, *state = self._tensors(self.catalog.by_name[expert_unit(path, expert)])
+                unit = self.catalog.by_name[expert_unit(path, expert)]
+                row, *state = self._tensors(unit)
                 self.deferral.fill_expert(path, layer, expert, row)
-                for tensor in state:
-                    tensor.zero_()
+                for spec, tensor in zip(unit.specs[1:], state, strict=True):
+                    tensor.copy_(row) if spec.name.removeprefix("weights/") in names else tensor.zero_()
+
+    def _masters_of(self, parameters: Sequence[Tensor]) -> list[Collection[str]]:
+        return [()] * len(parameters) if self._masters is None else self._masters.of(parameters)
 
     @torch.no_grad()
-    def adopt(self, experts: dict[str, list[int]], fetched: dict[str, Tensor]) -> None:
+    def adopt(
+        self, experts: dict[str, list[int]], fetched: dict[str, Tensor], leaving: Mapping[str, int] = _NOTHING
+    ) -> None:
         """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.
 
         Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Only
         layers whose experts change get new memory, one layer after the other. What is taken over is removed from
-        `fetched`, so that its memory is free for the next.
+        `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer.
         """
         missing = set() if self._is_made else self._dense.keys() - fetched.keys()
         for path, ids in experts.items():
@@ -201,6 +214,11 @@ class TrainingState:
         self._take_over(self._dense, fetched)
         for path, ids in experts.items():
             if ids != self.layers[path].ids:
+                for name in (expert_unit(path, expert) for expert in self.layers[path].ids):
+                    if name in leaving:
+                        data = torch.empty(self.catalog.by_name[name].nbytes, dtype=torch.uint8)
+                        self.read(name, data)
+                        self.retained.add(name, leaving[name], data)
                 self._replace(self.layers[path], ids, self._restack(path, ids))
             self._take_over([expert_unit(path, expert) for expert in ids], fetched)
         self._take_over(self.held(), fetched)

@@ -5,7 +5,7 @@ and how large they are. Who keeps copies of what is computed alike by all.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -157,7 +157,7 @@ class StageTarget:
     def begin(self, placement: LayerPlacements) -> None:
         """Does nothing: no stage is deferred."""
 
-    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor]) -> None:
+    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
         """Takes over what was fetched."""
         self._state.adopt({path: layer.ids for path, layer in self._state.layers.items()}, fetched)
 

@@ -90,3 +90,11 @@ def test_a_deferred_and_a_plain_model_do_not_train_together(start_job):
     workers = [job.start("a", deferred=True), job.start("b")]
     assert {each.join() for each in workers} != {0}
     assert any("first weights" in event["message"] for each in workers for event in each.events("failed"))
+
+
+def test_a_replica_node_of_a_deferred_job_makes_nothing(start_job):
+    job = start_job(2, slots=4)
+    workers = [*job.start_all({}, "ab", deferred=True), job.start("r", session={"role": "replica"}, deferred=True)]
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers[:2])
+    assert not any(event["digests"] for event in workers[2].events("copy"))

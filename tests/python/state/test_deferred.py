@@ -93,6 +93,18 @@ def test_units_have_the_same_bits_wherever_and_whenever_they_are_made(optimizer)
     assert digests(other)["moe.experts.0"] != whole["moe.experts.0"]
 
 
+def test_float32_masters_start_from_the_parameters_once_these_are_made():
+    model, state = deferred_state(lambda: Tied().bfloat16(), "adamw-evermoe")
+    state.begin({"moe.experts": [2, 0]})
+    state.begin({"moe.experts": [0, 1]})
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            master = state.optimizer.state[parameter]["master_param"]
+            assert master.dtype == torch.float32 and torch.equal(master, parameter.float())
+            assert not state.optimizer.state[parameter]["exp_avg"].any()
+    assert model.moe.experts.weights.any(1).all()
+
+
 @pytest.mark.parametrize("optimizer", ["adamw-fused", "adamw-evermoe", "sgd-momentum"])
 def test_it_steps_as_a_plain_model_with_its_values_does(optimizer):
     model, state = deferred_state(Tied, optimizer)
@@ -138,7 +150,7 @@ class Stacked(nn.Module):
 
 
 def converted():
-    stacked, experts = Stacked(), evermoe.Experts(50, 64, 6)
+    stacked, experts = Stacked(), evermoe.Experts(evermoe.Expert(50, 64), 6)
     with torch.no_grad():
         experts.weights[:, :3200].copy_(stacked.up.flatten(1))
         experts.weights[:, 3200:6400].unflatten(1, (50, 64)).copy_(stacked.down)
@@ -174,7 +186,7 @@ def test_experts_that_are_made_from_other_stacks_are_made_row_by_row():
 def test_a_model_on_meta_is_initialised_by_its_modules_or_by_a_function():
     def make(source=None):
         with torch.device("meta"):
-            model = nn.Sequential(nn.Linear(4, 8), evermoe.Experts(8, 8, 3), nn.BatchNorm1d(8))
+            model = nn.Sequential(nn.Linear(4, 8), evermoe.Experts(evermoe.Expert(8, 8), 3), nn.BatchNorm1d(8))
         optimizer = torch.optim.AdamW(model.parameters())
         return model, TrainingState(model, optimizer, deferral=find_deferral(model, optimizer, source))
 
@@ -227,7 +239,7 @@ def test_what_would_be_lost_silently_is_refused():
     with pytest.raises(ValueError, match="this one has values"):
         find_deferral(plain, torch.optim.AdamW(plain.parameters()), device="cpu")
     with evermoe.deferred():
-        mixed = evermoe.Experts(100, 100, 4)
+        mixed = evermoe.Experts(evermoe.Expert(100, 100), 4)
         mixed.weights.data.cumsum_(0)
     steps = torch.optim.AdamW(mixed.parameters())
     state = TrainingState(nn.ModuleList([mixed]), steps, deferral=find_deferral(nn.ModuleList([mixed]), steps))
