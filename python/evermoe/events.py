@@ -93,6 +93,14 @@ class Copy(Event):
 
 
 @dataclass(frozen=True)
+class Gather(Event):
+    """The owners of what is not an expert are about to send its new weights; with `dense="sharded"`."""
+
+    step: int
+    """Steps taken in them."""
+
+
+@dataclass(frozen=True)
 class Commit(Event):
     """No failure that the preset covers undoes a step any more: known at the next vote, or at the end of the job."""
 

@@ -86,7 +86,7 @@ class Session:
         script = Script(model, optimizer, sampler, scheduler)
         script.check()
         script.claim(self)
-        self._state = TrainingState(model, optimizer)
+        self._state = TrainingState(model, optimizer, is_sharded=self.config.dense == "sharded")
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node = node_name(self.config.node)

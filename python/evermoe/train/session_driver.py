@@ -8,10 +8,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from evermoe.comm.collectives import complete_gradients, reduce_dense
+from evermoe.comm.collectives import complete_gradients
 from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
-from evermoe.events import Begin, Checkpoint, Commit, Copy, Reduce, Skipped, Update, Verified, Vote
+from evermoe.events import Begin, Checkpoint, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import update_balance
 from evermoe.state import loop_state
@@ -98,7 +98,7 @@ class SessionDriver(RecoveryDriver):
         has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
         complete_gradients([*self._state.dense, *weights], self._group)
         self._protection.begin_exchange(step.number + 1)
-        reduce_dense(self._state.dense, self._group)
+        self._dense.reduce()
         experts = gradients.of_experts(self._state)
         self._reducer.reduce(experts, self._group)
         is_whole, asked = self._protection.finish(step.number + 1)
@@ -158,6 +158,7 @@ class SessionDriver(RecoveryDriver):
         self._update(after, sums)
         self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
+        self._send_weights(sums)
         self.taken += 1
         self._note_commit(before, after)
         self._heal_and_pace(step_of(after), sums)
@@ -187,6 +188,14 @@ class SessionDriver(RecoveryDriver):
             self._script.sampler.advance()
             self._save_progress()
         self._protection.committed(version, clip)
+
+    def _send_weights(self, sums: Ballot) -> None:
+        if self._trains and sums.is_finite and self._state.owners.units:
+            self._emit(Gather(self._step))
+            try:
+                self._dense.send_updated()
+            except PeerLost as lost:  # the step itself is taken; a recovery sends the weights again
+                self._group.drop(str(lost))
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)
