@@ -119,8 +119,8 @@ def place_owners(
     """The owner of each unit that has one: few units move, and no rank has many more bytes than others.
 
     A unit stays where it is trained, goes where a copy of it is, or where the fewest bytes are, in this order, as long
-    as a rank has room: the level up to which PEC's adaptive sharding (`planning.shard_modules`) would fill all ranks, and
-    a tenth more. Largest units first.
+    as a rank has room: the level up to which PEC's adaptive sharding (`planning.shard_modules`) would fill all ranks,
+    and a tenth more. Largest units first.
 
         >>> place_owners([30, 20, 10], active=[[0], [0], [0]], copies=[[1], [], []], loads=[0, 0])
         [0, 1, 1]
@@ -132,7 +132,9 @@ def place_owners(
         loads: by rank, bytes of what it holds beside: its experts.
     """
     parts = planning.shard_modules(nbytes, len(loads), loads, alignment=1)
-    filled = [load + sum(end - start for _, start, end in part) for load, part in zip(loads, parts, strict=True) if part]
+    filled = [
+        load + sum(end - start for _, start, end in part) for load, part in zip(loads, parts, strict=True) if part
+    ]
     limit = max(filled, default=0) * (1 + OWNER_SLACK)
     owners, left = {}, list(loads)
 

@@ -376,6 +376,7 @@ def _unit_infos(
             active[unit.name],
             tokens,
             is_replayable,
+            may_lag=unit.layer is not None,
         )
         for unit, (tokens, is_replayable) in zip(state.catalog.units, about, strict=True)
     ]

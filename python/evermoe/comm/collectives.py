@@ -210,8 +210,9 @@ def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> Non
         some = next(piece for pieces in pieces_R for piece in pieces)
         mine = torch.cat([some[:0], *pieces_R[group.rank]])
         incoming = group.all_to_all(mine.repeat(group.size), [len(mine)] * group.size, receive)
-        for pieces, part in zip(pieces_R, incoming.split(receive), strict=True):
-            _fill(pieces, part)
+        for rank, (pieces, part) in enumerate(zip(pieces_R, incoming.split(receive), strict=True)):
+            if rank != group.rank:  # its own stay untouched: replicas follow what only its steps have written
+                _fill(pieces, part)
     for rank, (tensors, flat) in enumerate(zip(tensors_R, flat_R, strict=True)):
         if rank != group.rank:
             _write_back(tensors, flat)
@@ -223,8 +224,8 @@ def _rounds(flat_R: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
     Args:
         flat_R: tensors `[n]` that each rank owns.
 
-    Example, with room for two elements of each rank: a tensor of 3 elements on rank 0 and one of 1 on rank 1 give pieces
-    of 2 and 1 elements, then of 1 on rank 0 alone.
+    Example, with room for two elements of each rank: a tensor of 3 elements on rank 0 and one of 1 element on rank 1
+    give pieces of 2 and 1 elements, then of 1 on rank 0 alone.
     """
     for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for flat in flat_R for tensor in flat):
         room = max(1, BUCKET_BYTES // dtype.itemsize // len(flat_R))

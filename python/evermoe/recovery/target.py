@@ -19,7 +19,6 @@ from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 
-
 OWNERS = "(owners)"
 """Key of a placement under which are the owners of what is not an expert, [R, U]; no module has such a path."""
 
@@ -92,12 +91,12 @@ class ExpertTarget:
             if self._group.rank > 0:  # one member says it for all
                 warnings.simplefilter("ignore", planning.FewerReplicas)
             placement = place_layers(experts, newest.load, previous, self._nodes, self._options, boosts)
-        in_memory = self._in_memory(version, inventories) if version else [set()] * len(self._nodes)
-        held = {
-            path: np.array([[unit in units for unit in names] for units in in_memory], np.int64)
+        in_memory = self._in_memory(version, inventories)
+        rows = {
+            path: np.array([[version > 0 and unit in units for unit in names] for units in in_memory], np.int64)
             for path, names in self._units().items()
         }
-        placement = keep_in_place(placement, held, self._sizes(), self._nodes)
+        placement = keep_in_place(placement, rows, self._sizes(), self._nodes)
         if self._state.owners.units:
             placement[OWNERS] = self._place_owners(version, inventories, placement)
         return placement
@@ -118,7 +117,7 @@ class ExpertTarget:
         return np.eye(len(self._nodes), dtype=np.int64)[:, owners]
 
     def _in_memory(self, version: int, inventories: Sequence[Inventory], only: str | None = None) -> list[set[str]]:
-        """Per training rank, the units whose bytes of this version it has, trained or as copies; or of one kind only."""
+        """Per training rank, the units whose bytes of a version it has, trained or as copies; or `only` of one kind."""
         return [
             {
                 each.unit

@@ -43,7 +43,7 @@ LOG_STEPS = 12
 def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
     """Whether the steps of a unit that one rank trains can be repeated from its gradients, by this arithmetic.
 
-    Those of an expert, or of what has an owner and no buffers. Both must be of float32, and the optimizer must step all.
+    Those of an expert, or of what has an owner and no buffers; of float32, and with all parameters in the optimizer.
     """
     found = state.catalog.by_name[unit]
     if any(spec.dtype != torch.float32 for spec in found.specs):

@@ -1,9 +1,9 @@
 """Owners of what is not an expert, where its optimizer state is not on all ranks.
 
-With `dense="sharded"` a unit that the optimizer steps has one owner, the one rank that trains it, as an expert has that is
-trained once: it alone has the optimizer's state, and is protected, moved and recovered as a whole. The other ranks have
-the unit's weights and buffers, too, for their forward passes. Those are never a source of a recovery: they come from the
-owner after each update, and after each change of members.
+With `dense="sharded"` a unit that the optimizer steps has one owner: the one rank that trains it, as with an expert
+that has no second replica. It alone has the optimizer's state, and the unit is protected, moved and recovered as a
+whole. The other ranks have its weights and buffers, too, for their forward passes. Those are never a source in a
+recovery: they come from the owner after each update, and after each change of members.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from evermoe.state.unit import digests_of
 
 
 class _Layout(NamedTuple):
-    """How a tensor of the optimizer's lies in memory."""
+    """A tensor that the optimizer keeps of a parameter."""
 
-    size: torch.Size
-    stride: tuple[int, ...]
     dtype: torch.dtype
-    device: torch.device
+    is_scalar: bool
+    """Whether it is a number, and not of the parameter's shape."""
+    device: torch.device | None
+    """None for the parameter's."""
 
     @staticmethod
-    def of(tensor: Tensor) -> _Layout:
-        return _Layout(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+    def of(tensor: Tensor, parameter: Tensor) -> _Layout:
+        device = None if tensor.device == parameter.device else tensor.device
+        return _Layout(tensor.dtype, parameter.dim() > 0 and tensor.dim() == 0, device)
 
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+    def empty(self, parameter: Tensor) -> Tensor:
+        like = parameter.detach()
+        if self.is_scalar:
+            return like.new_empty((), dtype=self.dtype, device=self.device or like.device)
+        return torch.empty_like(like, dtype=self.dtype, device=self.device)
 
 
 class DenseOwners:
@@ -55,7 +60,7 @@ class DenseOwners:
             if any(id(tensor) in stepped for tensor in tensors.values())
         }
         self._layouts = {
-            parameter: {key: _Layout.of(value) for key, value in state.items() if isinstance(value, Tensor)}
+            parameter: {key: _Layout.of(value, parameter) for key, value in state.items() if isinstance(value, Tensor)}
             for tensors in self._tensors.values()
             for parameter in tensors
             if (state := optimizer.state.get(parameter))
@@ -87,7 +92,9 @@ class DenseOwners:
     def digests(self) -> list[tuple[str, int]]:
         """Unit and digest of the parameters that all ranks should have alike, owners and others."""
         parameters = [[t.detach() for t in ts if isinstance(t, nn.Parameter)] for ts in self._tensors.values()]
-        return [(f"weights of {unit}", value) for unit, value in zip(self._tensors, digests_of(parameters), strict=True)]
+        return [
+            (f"weights of {unit}", value) for unit, value in zip(self._tensors, digests_of(parameters), strict=True)
+        ]
 
     def place(self, owners: Mapping[str, int]) -> None:
         """Notes the owner of each unit."""
@@ -101,9 +108,9 @@ class DenseOwners:
                 self._optimizer.state.pop(tensor, None)
         for unit in mine - self._held:
             for tensor in self._tensors[unit]:
-                layouts = self._layouts.get(tensor)
+                layouts = self._layouts.get(tensor, {})
                 if layouts:
-                    self._optimizer.state[tensor] = {key: layout.empty() for key, layout in layouts.items()}
+                    self._optimizer.state[tensor] = {key: layout.empty(tensor) for key, layout in layouts.items()}
         self._held = mine
 
     def release(self) -> None:

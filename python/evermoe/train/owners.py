@@ -3,8 +3,8 @@
     replicated   backward ─ all-reduce ─ VOTE ─ update everywhere
     sharded      backward ─ reduce to owners ─ VOTE ─ update at owners ─ weights to all
 
-Who is lost while weights are sent takes nothing away that others do not keep: the owner's unit is protected as an expert's,
-and all get the weights again in the recovery that follows.
+An owner that is lost while it sends weights takes nothing with it: its units are protected as experts are, and in the
+recovery that follows all get the weights again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from evermoe.comm.collectives import reduce_dense, reduce_to_owners, send_from_owners
 from evermoe.comm.group import Group
+from evermoe.errors import PeerLost
 from evermoe.state.training_state import TrainingState
 
 
@@ -35,24 +36,26 @@ class DenseExchange:
 
         Those that have an owner are left to it: the others have none any more, and their optimizers skip them.
         """
-        owners = self._state.owners
-        owned_R = [
-            [tensor for tensor in tensors if tensor.grad is not None] for tensors in owners.tensors_R(self._group.size)
-        ]
-        owned = {id(tensor) for tensors in owned_R for tensor in tensors}
+        every_R = self._state.owners.tensors_R(self._group.size)
+        owned = {id(tensor) for tensors in every_R for tensor in tensors}
         reduce_dense([parameter for parameter in self._state.dense if id(parameter) not in owned], self._group)
-        reduce_to_owners([[tensor.grad for tensor in tensors] for tensors in owned_R], self._group)
-        for rank, tensors in enumerate(owned_R):
+        reduce_to_owners([[t.grad for t in tensors if t.grad is not None] for tensors in every_R], self._group)
+        self._stepped_R = [[tensor for tensor in tensors if tensor.grad is not None] for tensors in every_R]
+        for rank, tensors in enumerate(self._stepped_R):
             for tensor in tensors if rank != self._group.rank else ():
                 tensor.grad = None
-        self._stepped_R = owned_R
 
     @torch.no_grad()
     def send_updated(self) -> None:
-        """Sends the weights that the update of the latest `reduce` has changed; collective."""
+        """Sends the weights that the update of the latest `reduce` has changed; collective.
+
+        The step itself is taken: where a member is lost, the group is dropped, and no error raised.
+        """
         stepped_R, self._stepped_R = self._stepped_R, []
-        if stepped_R:
+        try:
             send_from_owners(stepped_R, self._group)
+        except PeerLost as lost:
+            self._group.drop(str(lost))
 
     @torch.no_grad()
     def send_all(self) -> None:

@@ -156,9 +156,11 @@ class SessionDriver(RecoveryDriver):
             return
         self._emit(Update(step_of(before)) if sums.is_finite else Skipped(step_of(before), sums.nonfinite_rank))
         self._update(after, sums)
+        if self._trains and sums.is_finite and self._state.owners.units:
+            self._emit(Gather(step_of(after)))
+            self._dense.send_updated()
         self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
-        self._send_weights(sums)
         self.taken += 1
         self._note_commit(before, after)
         self._heal_and_pace(step_of(after), sums)
@@ -188,14 +190,6 @@ class SessionDriver(RecoveryDriver):
             self._script.sampler.advance()
             self._save_progress()
         self._protection.committed(version, clip)
-
-    def _send_weights(self, sums: Ballot) -> None:
-        if self._trains and sums.is_finite and self._state.owners.units:
-            self._emit(Gather(self._step))
-            try:
-                self._dense.send_updated()
-            except PeerLost as lost:  # the step itself is taken; a recovery sends the weights again
-                self._group.drop(str(lost))
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)
