@@ -211,3 +211,17 @@ def test_presets_that_do_not_copy_each_step_are_refused(tmp_path, preset):
             dense="sharded",
             checkpoint_dir=tmp_path,
         )
+
+
+@pytest.mark.parametrize("point", ["vote", "update", "copy"])
+def test_a_module_with_buffers_is_copied_as_it_is(start_job, point):
+    """Its steps cannot be repeated from gradients, so that its state is copied after each; all may go back by a step."""
+    workers = start_job(dense="sharded", **FEWEST).start_all({"c": [at(point)]}, model="balance")
+    assert [each.join() for each in workers] == [0, 0, -9]
+    assert "first.router" in owned(workers[2].events("copy", step=1)[-1])
+    check_history(workers)
+    for survivor in workers[:2]:
+        recovered = check_recovered(workers, survivor)
+        assert FAULT - 1 <= recovered["step"] <= FAULT + 1
+        assert recovered["step"] >= committed_steps([workers[2]])
+    check_verified(workers[:2])
