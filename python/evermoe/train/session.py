@@ -55,7 +55,8 @@ class Session:
                 step.backward(model.loss(data[step.indices]))
 
     Args:
-        model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
+        model: any module on one device; its `evermoe.MoE` layers are spread over the members. The rest is
+            replicated; the optimizer's state of it as well, or on one member each (`dense="sharded"`).
         optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
         sampler: divides the global batches.
         scheduler: stepped by the session after each update.

@@ -75,6 +75,18 @@ def test_losses_are_those_of_a_replicated_optimizer(start_job, optimizer, schedu
     assert sum(map(len, held)) == 4, "each has one owner"
 
 
+def test_two_workers_compute_the_same_bits(start_job):
+    losses, weights = [], []
+    for dense in ("replicated", "sharded"):
+        workers = start_job(2, dense=dense).start_all({}, "ab")
+        assert [each.join() for each in workers] == [0, 0]
+        losses.append([event["loss"] for event in workers[0].events("commit")])
+        done = [each.events("done")[0]["digests"] for each in workers]
+        weights.append({unit: value for each in done for unit, value in each.items()})
+    assert losses[0] == losses[1]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize(
     ("point", "preset"),
     [
@@ -215,7 +227,7 @@ def test_presets_that_do_not_copy_each_step_are_refused(tmp_path, preset):
 
 @pytest.mark.parametrize("point", ["vote", "update", "copy"])
 def test_a_module_with_buffers_is_copied_as_it_is(start_job, point):
-    """Its steps cannot be repeated from gradients, so that its state is copied after each; all may go back by a step."""
+    """Its steps cannot be repeated from gradients: its state is copied after each, and all may go back by a step."""
     workers = start_job(dense="sharded", **FEWEST).start_all({"c": [at(point)]}, model="balance")
     assert [each.join() for each in workers] == [0, 0, -9]
     assert "first.router" in owned(workers[2].events("copy", step=1)[-1])
