@@ -2,7 +2,7 @@
 
     python benches/bench_dense.py [--workers 3] [--width 512] [--layers 12] [--rounds 3] [--json PATH]
 
-A model of dense blocks with one small MoE layer. Bytes are of tensors: the optimizer's state of all that is not an expert,
+A model of dense blocks with one small MoE layer. Bytes are of tensors: the state of the optimizer without the experts,
 on each worker. Seconds are of whole steps; by default without copies, so that they compare the exchanges alone.
 """
 

@@ -184,14 +184,18 @@ def reduce_to_owners(gradients_R: Sequence[Sequence[Tensor]], group: Group) -> N
         return
     flat_R = [[gradient.detach().reshape(-1) for gradient in gradients] for gradients in gradients_R]
     for pieces_R in _rounds(flat_R):
+        some = next(piece for pieces in pieces_R for piece in pieces)
+        mine, pieces_R[group.rank] = pieces_R[group.rank], []
+        own = torch.cat([some[:0], *mine])
         send = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
-        own = send[group.rank]
-        outgoing = torch.cat([piece for pieces in pieces_R for piece in pieces])
-        parts = group.all_to_all(outgoing, send, [own] * group.size).view(group.size, own)
-        total = parts[0].to(torch.promote_types(parts.dtype, torch.float32), copy=True)
+        receive = [len(own) * (rank != group.rank) for rank in range(group.size)]
+        outgoing = torch.cat([some[:0], *(piece for pieces in pieces_R for piece in pieces)])
+        parts = list(group.all_to_all(outgoing, send, receive).split(receive))
+        parts[group.rank] = own
+        total = parts[0].to(torch.promote_types(own.dtype, torch.float32), copy=True)
         for part in parts[1:]:
             total += part
-        _fill(pieces_R[group.rank], total)
+        _fill(mine, total)
     _write_back(gradients_R[group.rank], flat_R[group.rank])
 
 
@@ -206,13 +210,14 @@ def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> Non
         return
     flat_R = [[tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors] for tensors in tensors_R]
     for pieces_R in _rounds(flat_R):
-        receive = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
         some = next(piece for pieces in pieces_R for piece in pieces)
         mine = torch.cat([some[:0], *pieces_R[group.rank]])
-        incoming = group.all_to_all(mine.repeat(group.size), [len(mine)] * group.size, receive)
-        for rank, (pieces, part) in enumerate(zip(pieces_R, incoming.split(receive), strict=True)):
-            if rank != group.rank:  # its own stay untouched: replicas follow what only its steps have written
-                _fill(pieces, part)
+        pieces_R[group.rank] = []  # its own stay untouched: replicas follow what its steps alone have written
+        receive = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
+        send = [len(mine) * (rank != group.rank) for rank in range(group.size)]
+        incoming = group.all_to_all(mine.repeat(group.size - 1), send, receive)
+        for pieces, part in zip(pieces_R, incoming.split(receive), strict=True):
+            _fill(pieces, part)
     for rank, (tensors, flat) in enumerate(zip(tensors_R, flat_R, strict=True)):
         if rank != group.rank:
             _write_back(tensors, flat)
