@@ -10,7 +10,7 @@ from evermoe import environment
 from evermoe.comm.membership import MembershipOptions, Role
 from evermoe.options import checked, option
 from evermoe.placement import PlacementOptions
-from evermoe.planning import PlacementPolicy
+from evermoe.planning import PRESETS, PlacementPolicy
 from evermoe.protection import ProtectionOptions
 
 
@@ -27,6 +27,15 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
     of them, the state unchanged; `skip` makes all of them leave out that step's update."""
     seed: int | None = option(0, shared=True)
     """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dense == "sharded" and not self.choices.protects_every_unit:
+            fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_every_unit)
+            raise ValueError(
+                f"dense='sharded' leaves the optimizer's state of a module to one worker, and the preset {self.preset} "
+                f"makes no copies of each of its steps: use preset {fitting}, or dense='replicated'"
+            )
 
     @property
     def sends_gradients(self) -> bool:

@@ -85,6 +85,14 @@ class Skipped(Event):
 
 
 @dataclass(frozen=True)
+class Gather(Event):
+    """The owners of what is not an expert are about to send its new weights; with `dense="sharded"`."""
+
+    step: int
+    """Steps taken in them."""
+
+
+@dataclass(frozen=True)
 class Copy(Event):
     """The state has changed: snapshots of it begin; in a recovery: all copies are being made."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -18,6 +19,8 @@ LayerPlacements = dict[str, np.ndarray]
 
 REBALANCE_GAIN = 0.1
 """A new placement must lower the busiest rank of a layer by this part of the mean load."""
+OWNER_SLACK = 0.1
+"""Part by which a rank may have more bytes than if all had equally many, so that a unit stays where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,9 @@ class PlacementOptions(Options):
     placement_failures: int | None = option(None, shared=True, least=1)
     """Nodes that fail at once, for which the policy weighs survival: `failures` of `evermoe.planning.place`. Of fewer
     nodes all but one. None: as many as the fewest replicas of any expert; for `balanced` at least 2."""
+    dense: Literal["replicated", "sharded"] = option("replicated", shared=True)
+    """Where the optimizer's state of what is not an expert is: on all workers, or of each module on one of them alone,
+    which takes its steps and sends the new weights to all. Weights are on all in both."""
     rebalance_every: int = option(100, shared=True, least=0)
     """Steps between looks whether the load has shifted so far that experts should move; 0 for never."""
 
@@ -105,6 +111,46 @@ def keep_in_place(
             kept[path] = np.empty_like(matrix)
             kept[path][moves.node_map] = matrix
     return kept
+
+
+def place_owners(
+    nbytes: Sequence[int], active: Sequence[Collection[int]], copies: Sequence[Collection[int]], loads: Sequence[int]
+) -> list[int]:
+    """The owner of each unit that has one: few units move, and no rank has many more bytes than others.
+
+    A unit stays where it is trained, goes where a copy of it is, or where the fewest bytes are, in this order, as long
+    as a rank has room: the level up to which PEC's adaptive sharding (`planning.shard_modules`) would fill all ranks,
+    and a tenth more. Largest units first.
+
+        >>> place_owners([30, 20, 10], active=[[0], [0], [0]], copies=[[1], [], []], loads=[0, 0])
+        [0, 1, 1]
+
+    Args:
+        nbytes: bytes of each unit.
+        active: ranks that train it now.
+        copies: ranks that have a copy of it in memory.
+        loads: by rank, bytes of what it holds beside: its experts.
+    """
+    parts = planning.shard_modules(nbytes, len(loads), loads, alignment=1)
+    filled = [
+        load + sum(end - start for _, start, end in part) for load, part in zip(loads, parts, strict=True) if part
+    ]
+    limit = max(filled, default=0) * (1 + OWNER_SLACK)
+    owners, left = {}, list(loads)
+
+    def settle(units: Iterable[int], where: Sequence[Collection[int]], limit: float) -> None:
+        for unit in units:
+            ranks = [rank for rank in where[unit] if left[rank] + nbytes[unit] <= limit]
+            if unit not in owners and ranks:
+                owners[unit] = min(ranks, key=lambda rank: (left[rank], rank))
+                left[owners[unit]] += nbytes[unit]
+
+    largest_first = sorted(range(len(nbytes)), key=lambda unit: (-nbytes[unit], unit))
+    settle(largest_first, active, limit)
+    for unit in largest_first:
+        settle([unit], copies, limit)
+        settle([unit], [range(len(loads))] * len(nbytes), np.inf)
+    return [owners[unit] for unit in range(len(nbytes))]
 
 
 def _slots(experts: int, domains: Sequence[Sequence[int]], options: PlacementOptions) -> int:

@@ -30,6 +30,7 @@ from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan
 from evermoe.planning.recovery import Lagging
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.part import parts_of
 from evermoe.replay.replicas import Replicas
 from evermoe.selection import ExpertSelector, LossLedger
 from evermoe.snapshot.snapshots import Snapshots
@@ -37,6 +38,7 @@ from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.snapshot.window_plan import COPIES, WindowOptions, WindowPlanner
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import Unit
 from evermoe.state.version import step_of
 
 logger = logging.getLogger(__name__)
@@ -370,10 +372,16 @@ def _unit_infos(
         UnitInfo(
             unit.name,
             unit.nbytes,
-            unit.specs[0].nbytes if unit.layer is not None else unit.nbytes,
+            _gradient_bytes(unit),
             active[unit.name],
             tokens,
             is_replayable,
+            may_lag=unit.layer is not None,
         )
         for unit, (tokens, is_replayable) in zip(state.catalog.units, about, strict=True)
     ]
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    """Bytes of the gradients of a unit's parameters, at most: those of its tensors without the optimizer's."""
+    return sum(parameter.nbytes for parameter, *_ in parts_of(unit))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evermoe import SessionConfig, planning
-from evermoe.placement import place_layers
+from evermoe.placement import OWNER_SLACK, place_layers, place_owners
 
 LOAD = [18.0, 17.0, 13.0, 13.0, 8.0, 7.0, 7.0, 7.0]
 
@@ -47,3 +47,48 @@ def test_a_job_that_has_shrunk_is_placed_for_the_loss_of_all_nodes_but_one(nodes
     for placement in planning.POLICIES:
         shrunk = placed(nodes, placement=placement, placement_failures=100)
         assert (shrunk == placed(nodes, placement=placement, placement_failures=most)).all()
+
+
+def spread(nbytes, owners, ranks, loads=None):
+    return [
+        (loads or [0] * ranks)[rank] + sum(size for size, owner in zip(nbytes, owners, strict=True) if owner == rank)
+        for rank in range(ranks)
+    ]
+
+
+def moved(nbytes, before, after):
+    return sum(size for size, old, new in zip(nbytes, before, after, strict=True) if old != new)
+
+
+@pytest.fixture
+def sizes():
+    return np.random.default_rng(0).integers(1, 100, 60).tolist()
+
+
+@pytest.mark.parametrize("loads", [[0, 0, 0, 0], [500, 0, 100, 200]])
+def test_owners_fill_all_ranks_alike(sizes, loads):
+    owners = place_owners(sizes, [range(4)] * 60, [[]] * 60, loads)
+    even = (sum(sizes) + sum(loads)) / 4
+    assert max(spread(sizes, owners, 4, loads)) <= even + max(sizes) / 2
+
+
+def test_owners_stay_when_a_rank_is_lost_and_when_one_comes(sizes):
+    four = place_owners(sizes, [range(4)] * 60, [[]] * 60, [0] * 4)
+    lost = sum(size for size, owner in zip(sizes, four, strict=True) if owner == 3)
+    three = place_owners(sizes, [[o] if o < 3 else [] for o in four], [[]] * 60, [0] * 3)
+    assert moved(sizes, four, three) == lost, "what survives stays"
+    assert max(spread(sizes, three, 3)) <= (1 + OWNER_SLACK) * sum(sizes) / 3
+    again = place_owners(sizes, [[o] for o in three], [[]] * 60, [0] * 4)
+    assert moved(sizes, three, again) == spread(sizes, again, 4)[3], "the newcomer gets some, and nothing else moves"
+    assert max(spread(sizes, again, 4)) <= (1 + OWNER_SLACK) * sum(sizes) / 4
+    assert place_owners(sizes, [[o] for o in again], [[]] * 60, [0] * 4) == again
+
+
+def test_an_orphan_goes_where_a_copy_of_it_is_unless_that_rank_is_full():
+    assert place_owners([10, 10, 10, 10], [[0], [0], [], []], [[], [], [1], [1]], [0, 0]) == [0, 0, 1, 1]
+    assert place_owners([10, 10, 10, 10], [[0], [0], [], []], [[], [], [0], [0]], [0, 0]) == [0, 0, 1, 1]
+
+
+def test_a_unit_larger_than_an_even_share_has_an_owner_too():
+    assert place_owners([100, 1, 1], [[], [], []], [[], [], []], [0, 0]) == [0, 1, 1]
+    assert place_owners([], [], [], [3, 4]) == []

@@ -2,13 +2,15 @@
 
 There is no communicator per expert: expert gradients are reduced over the world group by two uneven all-to-alls.
 Each host of an expert owns a shard of its gradient; it receives that shard from all other hosts, sums in rank order
-and returns the sum, so that all replicas get the same bits. Other gradients use bucketed all-reduce.
+and returns the sum, so that all replicas get the same bits. Other gradients use bucketed all-reduce, or an all-to-all
+to the owner of each, in buckets to which the owners contribute alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -161,3 +163,105 @@ def _reduce_bucket(gradients: list[Tensor], group: Group) -> None:
     group.all_reduce(flat)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
+
+
+# ---- tensors that have an owner each
+
+
+def reduce_to_owners(gradients_R: Sequence[Sequence[Tensor]], group: Group) -> None:
+    """Sums each gradient over all ranks at its owner, in rank order and at least float32; the others' stay as they are.
+
+    Collective.
+
+    Args:
+        gradients_R: those that each rank owns; of the same shapes and types everywhere.
+        group: of these ranks.
+
+    Example: rank 0 owns a gradient [2], rank 1 one [1]. Rank 0 sends one element to rank 1, gets two, and adds them to
+    its own.
+    """
+    if group.size == 1:
+        return
+    flat_R = [[gradient.detach().reshape(-1) for gradient in gradients] for gradients in gradients_R]
+    for pieces_R in _rounds(flat_R):
+        some = next(piece for pieces in pieces_R for piece in pieces)
+        mine, pieces_R[group.rank] = pieces_R[group.rank], []
+        own = torch.cat([some[:0], *mine])
+        send = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
+        receive = [len(own) * (rank != group.rank) for rank in range(group.size)]
+        outgoing = torch.cat([some[:0], *(piece for pieces in pieces_R for piece in pieces)])
+        parts = list(group.all_to_all(outgoing, send, receive).split(receive))
+        parts[group.rank] = own
+        total = parts[0].to(torch.promote_types(own.dtype, torch.float32), copy=True)
+        for part in parts[1:]:
+            total += part
+        _fill(mine, total)
+    _write_back(gradients_R[group.rank], flat_R[group.rank])
+
+
+def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> None:
+    """Copies tensors of any types from the rank that owns each to all others, in place. Collective.
+
+    Args:
+        tensors_R: those that each rank owns; of the same shapes and types everywhere.
+        group: of these ranks.
+    """
+    if group.size == 1:
+        return
+    flat_R = [[tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors] for tensors in tensors_R]
+    for pieces_R in _rounds(flat_R):
+        some = next(piece for pieces in pieces_R for piece in pieces)
+        mine = torch.cat([some[:0], *pieces_R[group.rank]])
+        pieces_R[group.rank] = []  # its own stay untouched: replicas follow what its steps alone have written
+        receive = [sum(len(piece) for piece in pieces) for pieces in pieces_R]
+        send = [len(mine) * (rank != group.rank) for rank in range(group.size)]
+        incoming = group.all_to_all(mine.repeat(group.size - 1), send, receive)
+        for pieces, part in zip(pieces_R, incoming.split(receive), strict=True):
+            _fill(pieces, part)
+    for rank, (tensors, flat) in enumerate(zip(tensors_R, flat_R, strict=True)):
+        if rank != group.rank:
+            _write_back(tensors, flat)
+
+
+def _rounds(flat_R: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """Yields pieces `[n]` of one type that each rank owns, up to a bucket in all, and equally many while there are any.
+
+    Args:
+        flat_R: tensors `[n]` that each rank owns.
+
+    Example, with room for two elements of each rank: a tensor of 3 elements on rank 0 and one of 1 element on rank 1
+    give pieces of 2 and 1 elements, then of 1 on rank 0 alone.
+    """
+    for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for flat in flat_R for tensor in flat):
+        room = max(1, BUCKET_BYTES // dtype.itemsize // len(flat_R))
+        queues = (_pieces([t for t in flat if (t.dtype, t.device) == (dtype, device)], room) for flat in flat_R)
+        yield from map(list, zip_longest(*queues, fillvalue=[]))
+
+
+def _pieces(flat: Sequence[Tensor], room: int) -> Iterator[list[Tensor]]:
+    """Yields lists of pieces, each of `room` elements in all but the last."""
+    pieces: list[Tensor] = []
+    left = room
+    for tensor in flat:
+        start = 0
+        while start < len(tensor):
+            piece = tensor[start : start + left]
+            pieces.append(piece)
+            start, left = start + len(piece), left - len(piece)
+            if not left:
+                yield pieces
+                pieces, left = [], room
+    if pieces:
+        yield pieces
+
+
+def _fill(pieces: Sequence[Tensor], values: Tensor) -> None:
+    for piece, part in zip(pieces, values.split([len(piece) for piece in pieces]), strict=True):
+        piece.copy_(part)
+
+
+def _write_back(tensors: Sequence[Tensor], flat: Sequence[Tensor]) -> None:
+    """Writes what was copied, as it is not contiguous, to where it came from."""
+    for tensor, values in zip(tensors, flat, strict=True):
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))

@@ -67,6 +67,11 @@ class Preset(NamedTuple):
         return self.copy_placement == "previous"
 
     @property
+    def protects_every_unit(self) -> bool:
+        """Whether each unit that a single rank trains has copies on another node, of all its steps."""
+        return self.copy_placement != "none" and self.lagging != "always"
+
+    @property
     def may_lose_tokens(self) -> bool:
         """Whether a recovery may lose tokens although enough nodes survive."""
         return self.lagging == "always"

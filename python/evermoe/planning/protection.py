@@ -35,6 +35,8 @@ class UnitInfo:
     tokens: float = 0.0
     """Tokens that it gets in a step."""
     replayable: bool = False
+    may_lag: bool = True
+    """Whether the rest can go on with an older version of it, as with an expert's."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +253,23 @@ def _auto(request: _Request) -> ProtectionPlan:
         others = tuple(holder.node for holder in choice.holders)
         primary = choice.primary if kind != "active" else rank
         kept.append(UnitProtection(unit.name, kind, primary, others, choice.period))
-    return ProtectionPlan(kept, f"auto: {plan.summary}")
+    return _always_copied(ProtectionPlan(kept, f"auto: {plan.summary}"), request, domains)
+
+
+def _always_copied(plan: ProtectionPlan, request: _Request, domains: Sequence[int]) -> ProtectionPlan:
+    """Snapshots of each step, whatever they cost, of what one node alone has and the rest cannot go on without."""
+    nodes = [f"{domain:06d}" for domain in domains]
+    active = [unit.active for unit in request.units]
+    holders = planning.unit_copy_holders(request.primaries(), active, nodes, request.copies)
+    kept = []
+    for unit, each, ranks in zip(request.units, plan.units, holders, strict=True):
+        is_alone = not unit.may_lag and len({domains[rank] for rank in unit.active}) == 1
+        is_late = not each.holders or each.period > 1
+        primary, *others = ranks
+        kept.append(UnitProtection(unit.name, "snapshot", primary, tuple(others)) if is_alone and is_late else each)
+    number = sum(new is not old for new, old in zip(kept, plan.units, strict=True))
+    summary = f"; snapshots of {number} more beyond the budget, which nothing goes on without" if number else ""
+    return ProtectionPlan(kept, plan.summary + summary)
 
 
 def survival(

@@ -223,7 +223,7 @@ class Survey:
     def digests(self) -> list[tuple[str, int]]:
         """Digests of all bytes in memory that are of this member's version, computed now; by unit."""
         version = self.inventory.standing.version
-        found = []
+        found = self._state.owners.digests() if self.inventory.trains else []
         for unit, held, value, kind in self.inventory.holdings:
             if held == version and kind != PERSISTED:
                 bytes_now = None if kind == ACTIVE else self._stored[unit, value, kind].data.numpy()

@@ -8,15 +8,19 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evermoe import planning
 from evermoe.comm.group import Group
 from evermoe.options import count
-from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers
-from evermoe.recovery.survey import PERSISTED, Inventory
+from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers, place_owners
+from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
+
+OWNERS = "(owners)"
+"""Key of a placement under which are the owners of what is not an expert, [R, U]; no module has such a path."""
 
 
 class Target(Protocol):
@@ -58,7 +62,7 @@ class Target(Protocol):
 
 
 class ExpertTarget:
-    """Experts spread over the training ranks by their load, all other units on each of these ranks.
+    """Experts spread over the training ranks by their load, all other units on each of these ranks or on their owners.
 
     Args:
         state: this member's units.
@@ -96,18 +100,41 @@ class ExpertTarget:
             if self._group.rank > 0:  # one member says it for all
                 warnings.simplefilter("ignore", planning.FewerReplicas)
             placement = place_layers(experts, newest.load, previous, self._nodes, self._options, boosts)
-        return keep_in_place(placement, self._in_memory(version, inventories), self._sizes(), self._nodes)
-
-    def _in_memory(self, version: int, inventories: Sequence[Inventory]) -> dict[str, np.ndarray]:
-        """[R, E] of each layer: whether a training rank has an expert's bytes of this version, trained or as a copy."""
-        held = [
-            {each.unit for each in inventory.holdings if 0 < version == each.version and each.kind != PERSISTED}
-            for inventory in inventories[: len(self._nodes)]
-        ]
-        return {
-            path: np.array([[unit in units for unit in names] for units in held], np.int64)
+        in_memory = self._in_memory(version, inventories)
+        rows = {
+            path: np.array([[version > 0 and unit in units for unit in names] for units in in_memory], np.int64)
             for path, names in self._units().items()
         }
+        placement = keep_in_place(placement, rows, self._sizes(), self._nodes)
+        if self._state.owners.units:
+            placement[OWNERS] = self._place_owners(version, inventories, placement)
+        return placement
+
+    def _place_owners(
+        self, version: int, inventories: Sequence[Inventory], placement: LayerPlacements
+    ) -> NDArray[np.int64]:
+        """[R, U]: 1 where a rank owns a unit; what it trains already, or has a copy of, is its own if that is even."""
+        units, by_name = self._state.owners.units, self._state.catalog.by_name
+        trained, copied = (
+            [[rank for rank, held in enumerate(by_rank) if unit in held] for unit in units]
+            for by_rank in (self._in_memory(version, inventories, ACTIVE), self._in_memory(version, inventories))
+        )
+        loads = np.zeros(len(self._nodes), np.int64)
+        for path, sizes in self._sizes().items():
+            loads += placement[path].astype(bool) @ np.array(sizes)
+        owners = place_owners([by_name[unit].nbytes for unit in units], trained, copied, loads.tolist())
+        return np.eye(len(self._nodes), dtype=np.int64)[:, owners]
+
+    def _in_memory(self, version: int, inventories: Sequence[Inventory], only: str | None = None) -> list[set[str]]:
+        """Per training rank, the units whose bytes of a version it has, trained or as copies; or `only` of one kind."""
+        return [
+            {
+                each.unit
+                for each in inventory.holdings
+                if each.version == version and each.kind != PERSISTED and only in (None, each.kind)
+            }
+            for inventory in inventories[: len(self._nodes)]
+        ]
 
     def _sizes(self) -> dict[str, list[int]]:
         """Bytes of each expert of each layer."""
@@ -122,27 +149,35 @@ class ExpertTarget:
         }
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
-        """All units that are not experts, and the rank's experts; nothing on a replica node."""
+        """What the rank owns or all ranks hold, and the rank's experts; nothing on a replica node."""
         if rank >= len(self._nodes):
             return []
-        experts = [
-            expert_unit(path, int(e)) for path, matrix in placement.items() for e in np.flatnonzero(matrix[rank])
-        ]
-        return self._state.catalog.dense() + experts
+        owned = set(self._state.owners.units)
+        everywhere = [unit for unit in self._state.catalog.dense() if unit not in owned]
+        names = self._units() | {OWNERS: self._state.owners.units}
+        return everywhere + [names[path][i] for path, matrix in placement.items() for i in np.flatnonzero(matrix[rank])]
 
     def begin(self, placement: LayerPlacements) -> None:
         """Makes the rank's units; `adopt` follows."""
         if self.trains and self._state.deferral is not None:
-            self._state.begin(self._own(placement))
+            self._state.begin(self._own(self._note_owners(placement)), self._group.rank)
 
-    def _own(self, placement: LayerPlacements) -> dict[str, list[int]]:
-        return {path: np.flatnonzero(matrix[self._group.rank]).tolist() for path, matrix in placement.items()}
+    def _note_owners(self, placement: LayerPlacements) -> LayerPlacements:
+        """Tells the state who owns what; returns the placement of the layers."""
+        if OWNERS in placement:
+            owners = placement[OWNERS].argmax(0).tolist()
+            self._state.owners.place(dict(zip(self._state.owners.units, owners, strict=True)))
+        return {path: matrix for path, matrix in placement.items() if path != OWNERS}
+
+    def _own(self, layers: LayerPlacements) -> dict[str, list[int]]:
+        return {path: np.flatnonzero(matrix[self._group.rank]).tolist() for path, matrix in layers.items()}
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
-        """Replaces the layers' experts, and tells the layers where all experts are."""
+        """Replaces the layers' experts and what this rank owns, and tells the layers where all experts are."""
+        layers = self._note_owners(placement)
         if self.trains:
-            self._state.adopt(self._own(placement), fetched, leaving)
-        for path, matrix in placement.items():
+            self._state.adopt(self._own(layers), fetched, self._group.rank, leaving)
+        for path, matrix in layers.items():
             self._state.layers[path].matrix_RE = matrix
 
     def lost_message(self, lost: Sequence[str]) -> str:

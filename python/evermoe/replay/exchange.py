@@ -42,17 +42,22 @@ LOG_STEPS = 12
 
 
 def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
-    """Whether the steps of an expert can be repeated from its gradients, by an optimizer of this arithmetic."""
+    """Whether the steps of a unit that one rank trains can be repeated from its gradients, by this arithmetic.
+
+    Those of an expert, or of what has an owner and no buffers; of float32, and with all parameters in the optimizer.
+    """
     found = state.catalog.by_name[unit]
+    stepped = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
     if found.layer is None:
-        return False
+        is_owned = unit in state.owners.units and all(spec.dtype == torch.float32 for spec in found.specs)
+        return is_owned and all(id(p) in stepped for p in state.dense_tensors(unit).values())
     weights = state.layers[found.layer].weights
     if any(spec.dtype != torch.float32 for spec in found.specs[1:]):
         return False
     if weights.dtype != torch.float32 and f"{found.specs[0].name}/{MASTER}" not in {spec.name for spec in found.specs}:
         return False
     is_whole = arithmetic.variant != "torch_cpu_fused" or weights.shape[1] % FUSED_ROW == 0
-    return is_whole and any(p is weights for group in state.optimizer.param_groups for p in group["params"])
+    return is_whole and id(weights) in stepped
 
 
 @dataclass

@@ -127,7 +127,10 @@ class Replicas(Keeper):
             else:  # it never was: what was before it still is what there is
                 _close(self._now.copies, self._emit)
         self._is_whole, self.asked = False, set()
-        self.is_early = all(len(assignment.active[each.unit]) == 1 for each in kept if each.primary == rank)
+        experts = set(self._state.catalog.experts())
+        self.is_early = all(
+            each.unit in experts and len(assignment.active[each.unit]) == 1 for each in kept if each.primary == rank
+        )
         copies = ReplayExchange(
             self._state,
             kept,

@@ -249,7 +249,7 @@ def _two_steps(
         raise UnsupportedState(
             f"{type(optimizer).__name__} cannot step on a dense tensor with a gradient alone: {error}. {_ADVICE}"
         ) from None
-    state = {key: value for key, value in twin.state.get(scratch[0], {}).items() if isinstance(value, Tensor)}
+    state = {key: value for key, value in twin.state.get(scratch[0], {}).items() if is_plain(value)}
     return {"": torch.cat([part.detach() for part in scratch])} | state
 
 

@@ -16,6 +16,7 @@ from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
 from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
+from evermoe.state.sharded import DenseOwners
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit
 
@@ -32,6 +33,7 @@ class TrainingState:
         optimizer: over the model's parameters.
         has_session: whether there is the unit `session`, with the loop's state and the experts' load.
         deferral: of a model that has no values yet: until `begin` or `adopt`, nothing is held.
+        is_sharded: whether what is not an expert has owners; see `evermoe.state.sharded`.
 
     Raises:
         ValueError: the optimizer is of another model.
@@ -45,6 +47,7 @@ class TrainingState:
         *,
         has_session: bool = True,
         deferral: Deferral | None = None,
+        is_sharded: bool = False,
     ) -> None:
         self.deferral, self._is_made = deferral, deferral is None
         self.layers: dict[str, Experts] = expert_layers(model)
@@ -59,6 +62,8 @@ class TrainingState:
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
         self._dense = ({SESSION: own} if has_session else {}) | dense_tensors(model)
+        self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
+        """Owners of the units that are no experts; none has one if all ranks hold them."""
         self.catalog = UnitCatalog(self._list_units())
         self.retained = RetainedUnits()
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
@@ -66,14 +71,14 @@ class TrainingState:
     # ---- which units there are
 
     def _dense_state(self, name: str) -> dict[str, Tensor]:
-        """Weights and optimizer state of a unit that all ranks hold; looked up anew, as optimizers may rebind it."""
+        """Weights and optimizer state of a unit that is no expert; looked up anew, as optimizers may rebind it."""
         state: dict[str, Tensor] = {}
         for key, tensor in self._dense[name].items():
             state |= {key: tensor} | self._optimizer_tensors(key, tensor)
         return state
 
     def dense_tensors(self, name: str) -> dict[str, Tensor]:
-        """Parameters and buffers of a unit that all ranks hold, by name."""
+        """Parameters and buffers of a unit that is no expert, by name; all ranks that train have them."""
         return dict(self._dense[name])
 
     def _optimizer_tensors(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
@@ -105,18 +110,19 @@ class TrainingState:
     # ---- what this rank holds
 
     def active(self, ranks: int) -> dict[str, tuple[int, ...]]:
-        """Per unit, which of so many ranks train it: all of them, or those where its expert is placed."""
+        """Per unit, which of so many ranks train it: all, its owner, or those where its expert is placed."""
+        owners = {name: (rank,) for name, rank in self.owners.by_unit.items()}
         return {
-            unit.name: tuple(range(ranks))
+            unit.name: owners.get(unit.name, tuple(range(ranks)))
             if unit.layer is None
             else tuple(np.flatnonzero(self.layers[unit.layer].matrix_RE[:, unit.expert]).tolist())
             for unit in self.catalog.units
         }
 
     def held(self) -> list[str]:
-        """Names of the units that this rank trains on: all but the experts of other ranks."""
+        """Names of the units that this rank trains on: all but the experts of other ranks, and what others own."""
         experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.ids]
-        return [*(self._dense if self._is_made else ()), *experts]
+        return [*(filter(self.owners.holds, self._dense) if self._is_made else ()), *experts]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
         if unit.layer is None:
@@ -141,6 +147,7 @@ class TrainingState:
     def release(self) -> None:
         """Gives up the memory of the model and the optimizer: this process only keeps copies for others."""
         self.optimizer.state.clear()
+        self.owners.release()
         for name, tensors in self._dense.items():
             for tensor in tensors.values() if name != SESSION else ():
                 tensor.data = tensor.new_empty(0)
@@ -163,18 +170,19 @@ class TrainingState:
         }
 
     @torch.no_grad()
-    def begin(self, experts: dict[str, list[int]]) -> None:
+    def begin(self, experts: dict[str, list[int]], rank: int = 0) -> None:
         """Makes a deferred model's units and those of `experts` (layer path → ids) with their first values.
 
         What is there already stays.
         """
         assert self.deferral is not None
         if not self._is_made:
+            self._let_go(rank)
             self.deferral.make(self.dense, self.optimizer)
             for name in self._dense.keys() - {SESSION}:
                 self.deferral.fill_dense(name, self._dense[name])
             for parameter, names in zip(self.dense, self._masters_of(self.dense), strict=True):
-                for key in names:
+                for key in names if parameter in self.optimizer.state else ():
                     self.optimizer.state[parameter][key].copy_(parameter)
             self._is_made = True
         for path, ids in experts.items():
@@ -193,21 +201,30 @@ class TrainingState:
     def _masters_of(self, parameters: Sequence[Tensor]) -> list[Collection[str]]:
         return [()] * len(parameters) if self._masters is None else self._masters.of(parameters)
 
+    def _let_go(self, rank: int) -> None:
+        if self.owners.by_unit:
+            self.owners.hold(rank)
+
     @torch.no_grad()
     def adopt(
-        self, experts: dict[str, list[int]], fetched: dict[str, Tensor], leaving: Mapping[str, int] = _NOTHING
+        self,
+        experts: dict[str, list[int]],
+        fetched: dict[str, Tensor],
+        rank: int = 0,
+        leaving: Mapping[str, int] = _NOTHING,
     ) -> None:
-        """Makes this rank hold `experts` (layer path → ids) and takes over the bytes of all `fetched` units.
+        """Makes this rank hold `experts` (layer path → ids) and what it owns; takes over the bytes of `fetched` units.
 
         Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Only
         layers whose experts change get new memory, one layer after the other. What is taken over is removed from
         `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer.
         """
-        missing = set() if self._is_made else self._dense.keys() - fetched.keys()
-        for path, ids in experts.items():
-            missing |= {expert_unit(path, expert) for expert in set(ids) - set(self.layers[path].ids)} - fetched.keys()
-        if missing:
+        owned = {unit for unit, owner in self.owners.by_unit.items() if owner == rank}
+        needed = owned | (set() if self._is_made else self._dense.keys() - self.owners.by_unit.keys())
+        needed |= {expert_unit(path, expert) for path, ids in experts.items() for expert in ids}
+        if missing := needed - fetched.keys() - set(self.held()):
             raise KeyError(*sorted(missing))
+        self._let_go(rank)
         if self.deferral is not None and not self._is_made:
             self.deferral.make(self.dense, self.optimizer)
             self._is_made = True

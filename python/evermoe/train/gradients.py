@@ -23,8 +23,8 @@ def of_experts(state: TrainingState) -> list[Tensor]:
 class SquareSum:
     """This rank's part of the square of the global gradient's norm.
 
-    Those are the squares of the local experts' gradients, each divided by its number of hosts, and on rank 0 also of
-    all other gradients, which are the same everywhere.
+    Those are the squares of the local experts' gradients, each divided by its number of hosts; of the gradients that
+    this rank owns; and on rank 0 also of all others, which are the same everywhere.
 
     Args:
         state: whose gradients are reduced.
@@ -35,7 +35,8 @@ class SquareSum:
     """
 
     def __init__(self, state: TrainingState, rank: int) -> None:
-        parts = [p.grad for p in state.dense if p.grad is not None] if rank == 0 else []
+        dense = state.dense if rank == 0 else state.owners.tensors()
+        parts = [p.grad for p in dense if p.grad is not None]
         self._hosts = [1] * len(parts)
         for layer in state.layers.values():
             if layer.weights.grad is not None:

@@ -57,7 +57,8 @@ class Session:
                 step.backward(model.loss(data[step.indices]))
 
     Args:
-        model: any module on one device; its `evermoe.MoE` layers are spread over the members, the rest is replicated.
+        model: any module on one device; its `evermoe.MoE` layers are spread over the members. The rest is
+            replicated; the optimizer's state of it as well, or on one member each (`dense="sharded"`).
         optimizer: elementwise, over the model's parameters (torch.optim.AdamW with fused=True is a good choice).
         sampler: divides the global batches: an `ElasticSampler` or `ElasticLoader`, or one of yours.
         scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
@@ -97,7 +98,8 @@ class Session:
         script.check()
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)
-        self._state = TrainingState(model, optimizer, deferral=deferral)
+        is_sharded = self.config.dense == "sharded"
+        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded)
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node = node_name(self.config.node)

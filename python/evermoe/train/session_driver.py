@@ -8,10 +8,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from evermoe.comm.collectives import complete_gradients, reduce_dense
+from evermoe.comm.collectives import complete_gradients
 from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
-from evermoe.events import Begin, Checkpoint, Commit, Copy, Reduce, Skipped, Update, Verified, Vote
+from evermoe.events import Begin, Checkpoint, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import update_balance
 from evermoe.state import loop_state, same_everywhere
@@ -101,7 +101,7 @@ class SessionDriver(RecoveryDriver):
         has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
         complete_gradients([*self._state.dense, *weights], self._group)
         self._protection.begin_exchange(step.number + 1)
-        reduce_dense(self._state.dense, self._group)
+        self._dense.reduce()
         experts = gradients.of_experts(self._state)
         self._reducer.reduce(experts, self._group)
         is_whole, asked = self._protection.finish(step.number + 1)
@@ -170,6 +170,9 @@ class SessionDriver(RecoveryDriver):
             return
         self._emit(Update(step_of(before)) if sums.is_finite else Skipped(step_of(before), sums.nonfinite_rank))
         self._update(after, sums)
+        if self._trains and sums.is_finite and self._state.owners.units:
+            self._emit(Gather(step_of(after)))
+            self._dense.send_updated()
         self._emit(Copy(step_of(after)))
         self._protection.begin_copies(after)
         self.taken += 1

@@ -25,6 +25,7 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
+from evermoe.train.owners import DenseExchange
 from evermoe.train.protocol import Driver, Event
 from evermoe.train.script import Script
 from evermoe.train.step_calls import StepCalls
@@ -61,6 +62,7 @@ class RecoveryDriver(Driver):
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership)
         self._reducer = ExpertReducer([], [], 0)
+        self._dense = DenseExchange(self._state, self._group)
         self.reports: list[Recovered] = []
         self.committed = -1
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
@@ -193,8 +195,10 @@ class RecoveryDriver(Driver):
         return {"event": "counted"}
 
     def protect(self, version: int, generation: int) -> Event:
-        """Plans who keeps copies of what, and makes all of them."""
+        """Sends the owners' weights to all; plans who keeps copies of what, and makes all of them."""
         self._step = step_of(version)
+        if self._trains:
+            self._dense.send_all()
         self._checkpointer.restart(generation)
         self._protection.replan(generation, self._membership.id)
         self._emit(Copy(self._step))

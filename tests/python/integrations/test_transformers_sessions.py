@@ -41,10 +41,11 @@ def train_alone(name):
     return losses, model.state_dict()
 
 
+@pytest.mark.parametrize("dense", ["replicated", "sharded"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_trains_as_alone_through_a_kill(tmp_path, name):
+def test_a_model_trains_as_alone_through_a_kill(tmp_path, name, dense):
     folder = tmp_path / "checkpoints"
-    job = Job(tmp_path, 3, checkpoint_dir=str(folder), max_grad_norm=CLIP, join_every=1)
+    job = Job(tmp_path, 3, checkpoint_dir=str(folder), max_grad_norm=CLIP, join_every=1, dense=dense)
     try:
         workers = job.start_all({"c": [Fault("reduce", 4)]}, model=name, steps=STEPS, batch_size=BATCH)
         assert [each.join(80) for each in workers] == [0, 0, -9], "\n".join(each.log() for each in workers)

@@ -88,3 +88,24 @@ def test_auto_computes_with_the_slowest_measured_link():
     assert planned(fast, fast, fast) == planned(None, None, None)
     assert max(period for _, period in planned(fast, fast, fast)) == 1
     assert max(period for _, period in planned(fast, slow, None)) == 2
+
+
+@pytest.mark.parametrize("replayable", [False, True])
+def test_what_one_rank_has_and_nothing_goes_on_without_is_copied_whatever_it_costs(replayable):
+    """An owner's unit: an expert in its place would be left without a copy where there is no time for any."""
+    slow = {"step_seconds": 1e-3, "network_seconds": 1e-9, "link": (1e-3, 1e3)}
+    nbytes = 3 * GRADIENT_BYTES
+    units = [
+        UnitInfo("expert", nbytes, GRADIENT_BYTES, (0,), 10.0, replayable),
+        UnitInfo("owned", nbytes, GRADIENT_BYTES, (1,), 0.0, replayable, may_lag=False),
+        UnitInfo("everywhere", nbytes, GRADIENT_BYTES, (0, 1, 2), 0.0, may_lag=False),
+    ]
+    plan = plan_protection("auto", units, members(3, **slow), copies=2, budget=1e-6)
+    expert, owned, everywhere = (plan.by_unit[unit.name] for unit in units)
+    assert not expert.holders or expert.period > 1
+    assert (owned.kind, owned.primary, owned.period, len(owned.holders)) == ("snapshot", 1, 1, 1)
+    assert (everywhere.kind, everywhere.holders) == ("active", ())
+    assert "snapshots of 1 more beyond the budget" in plan.summary
+    plan = plan_protection("auto", units, members(3), copies=2, budget=0.01)
+    assert plan.by_unit["owned"].kind == ("replayed" if replayable else "snapshot")
+    assert "beyond the budget" not in plan.summary

@@ -67,7 +67,7 @@ class Options:
     metadata: str | None = None
     """Folder that is searched first for the versions of packages."""
     model: str = ""
-    """One of transformers' models, of `support.hub`; otherwise `Model`."""
+    """One of transformers' models, of `support.hub`; otherwise `Model`, with a `balance` of a router or as it is."""
     optimizer: str = "adamw"
     lr: float | None = None
     """Instead of the optimizer's own."""
@@ -111,11 +111,14 @@ class Options:
 class Model(nn.Module):
     """Two MoE layers of either kind between an embedding and a head, as small as they get."""
 
-    def __init__(self) -> None:
+    def __init__(self, balance_rate: float | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.first = evermoe.MoE(WIDTH, 16, 6, top_k=2)
+        if balance_rate:
+            router = evermoe.Router(WIDTH, 6, 2, balance_rate=balance_rate)
+            self.first = evermoe.MoE.of(router, evermoe.Experts(evermoe.Expert(WIDTH, 16), 6))
         self.second = evermoe.MoE(WIDTH, 16, 4, top_k=1, gated=True)
         self.norm = nn.BatchNorm1d(WIDTH, affine=False, momentum=0.0)  # a module with buffers alone
         self.head = nn.Linear(WIDTH, VOCABULARY)
@@ -134,6 +137,8 @@ def dataset() -> torch.Tensor:
 
 
 def make_model(name: str) -> nn.Module:
+    if name == "balance":
+        return Model(balance_rate=0.01)
     if name:
         from support.hub import elastic  # transformers takes seconds to import
 

@@ -1,0 +1,95 @@
+"""Tensors that have an owner each: gradients summed there, weights sent from there, on real gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from evermoe.comm import collectives
+from evermoe.comm.collectives import reduce_to_owners, send_from_owners
+from evermoe.comm.group import Group
+from support.ranks import run_ranks
+
+SIZE = 3
+SHAPES = [[(3, 5), (7,)], [], [(), (2, 3, 4), (0,), (40,)]]
+"""Of the tensors of each owner: ranks with several, with none, and with an empty one."""
+
+
+def drawn(rank, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    return [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for shapes in SHAPES]
+
+
+def reduced(group, bucket_bytes):
+    collectives.BUCKET_BYTES = bucket_bytes
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        tensors_R = drawn(group.rank, dtype)
+        reduce_to_owners(tensors_R, group)
+        found.append(tensors_R)
+    return found
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_gradients_are_summed_at_their_owners_in_rank_order(tmp_path, bucket_bytes):
+    for rank, by_dtype in enumerate(run_ranks(tmp_path, SIZE, reduced, bucket_bytes)):
+        for dtype, tensors_R in zip((torch.float32, torch.bfloat16, torch.float64), by_dtype, strict=True):
+            everyone = [drawn(r, dtype) for r in range(SIZE)]
+            for owner, tensors in enumerate(tensors_R):
+                for place, found in enumerate(tensors):
+                    wide = torch.promote_types(dtype, torch.float32)
+                    total = everyone[0][owner][place].to(wide)
+                    for r in range(1, SIZE):
+                        total = total + everyone[r][owner][place]
+                    expected = total.to(dtype) if owner == rank else everyone[rank][owner][place]
+                    assert torch.equal(found, expected)
+
+
+def sent(group, bucket_bytes):
+    """Weights of several types, one of them not contiguous."""
+    collectives.BUCKET_BYTES = bucket_bytes
+    numbers = drawn(group.rank, torch.float32)
+    tensors_R = [
+        [numbers[0][0].t(), numbers[0][1].bfloat16()],
+        [torch.full((5,), group.rank, dtype=torch.int64), torch.tensor([group.rank == 1])],
+        numbers[2],
+    ]
+    before = [tensor._version for tensor in tensors_R[group.rank]]
+    send_from_owners(tensors_R, group)
+    assert before == [tensor._version for tensor in tensors_R[group.rank]], (
+        "replicas follow what steps alone have written"
+    )
+    return tensors_R
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_weights_are_sent_bit_for_bit(tmp_path, bucket_bytes):
+    expected = [drawn(rank, torch.float32) for rank in range(SIZE)]
+    for found in run_ranks(tmp_path, SIZE, sent, bucket_bytes):
+        assert torch.equal(found[0][0], expected[0][0][0].t())
+        assert torch.equal(found[0][1], expected[0][0][1].bfloat16())
+        assert (found[1][0].tolist(), found[1][1].item()) == ([1] * 5, True)
+        assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2][2], strict=True))
+
+
+def kept(group):
+    tensors_R = [[torch.ones(2)]] if group.size == 1 else [[], []]
+    reduce_to_owners(tensors_R, group)
+    send_from_owners(tensors_R, group)
+    return tensors_R
+
+
+def test_one_rank_alone_and_nothing_at_all(tmp_path):
+    assert torch.equal(kept(Group())[0][0], torch.ones(2))
+    assert run_ranks(tmp_path, 2, kept) == [[[], []]] * 2
+
+
+def test_a_bucket_has_as_much_of_each_owner():
+    flat_R = [[torch.arange(3)], [torch.arange(1)]]
+    collectives_room = collectives.BUCKET_BYTES
+    try:
+        collectives.BUCKET_BYTES = 2 * 2 * 8
+        pieces = [[[piece.tolist() for piece in each] for each in pieces] for pieces in collectives._rounds(flat_R)]
+    finally:
+        collectives.BUCKET_BYTES = collectives_room
+    assert pieces == [[[[0, 1]], [[0]]], [[[2]], []]]
