@@ -23,9 +23,7 @@ _LARGEST_DIFFERENCE = 1e-3
 _ADVICE = "Use an elementwise optimizer such as torch.optim.AdamW(fused=True) or SGD."
 
 
-def create_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, experts: Collection[Tensor]
-) -> Masters | None:
+def create_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, experts: Collection[Tensor]) -> Masters:
     """Makes the optimizer create its state now, as its first step would, without changing any parameter.
 
     Each tensor of the state starts from zeros, or from the parameter itself, as float32 masters do: trials on small
@@ -37,7 +35,7 @@ def create_optimizer_state(
         experts: those of them that are stacks of experts, one in each row.
 
     Returns:
-        Which of the state starts from the parameters; None if there was state already.
+        Which of the state starts from the parameters; nothing if there was state already.
 
     Raises:
         ValueError: it steps a parameter of another model.
@@ -49,9 +47,8 @@ def create_optimizer_state(
     for group in optimizer.param_groups:
         if any(id(parameter) in stacks for parameter in group["params"]):
             _check_rows(optimizer, group)
-    masters = None
+    masters = Masters(optimizer, {} if any(optimizer.state.values()) else _find_masters(optimizer))
     if not any(optimizer.state.values()):
-        masters = Masters(optimizer, _find_masters(optimizer))
         _start(optimizer, masters)
     _check_optimizer_state(optimizer)
     return masters

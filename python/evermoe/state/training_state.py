@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -177,11 +177,11 @@ class TrainingState:
         """
         assert self.deferral is not None
         if not self._is_made:
-            self._let_go(rank)
+            self.owners.hold(rank)
             self.deferral.make(self.dense, self.optimizer)
             for name in self._dense.keys() - {SESSION}:
                 self.deferral.fill_dense(name, self._dense[name])
-            for parameter, names in zip(self.dense, self._masters_of(self.dense), strict=True):
+            for parameter, names in zip(self.dense, self._masters.of(self.dense), strict=True):
                 for key in names if parameter in self.optimizer.state else ():
                     self.optimizer.state[parameter][key].copy_(parameter)
             self._is_made = True
@@ -190,20 +190,13 @@ class TrainingState:
             added = [expert for expert in ids if expert not in layer.ids]
             if ids != layer.ids:
                 self._replace(layer, ids, self._restack(path, ids))
-            (names,) = self._masters_of([layer.weights])
+            (names,) = self._masters.of([layer.weights])
             for expert in added:
                 unit = self.catalog.by_name[expert_unit(path, expert)]
                 row, *state = self._tensors(unit)
                 self.deferral.fill_expert(path, layer, expert, row)
                 for spec, tensor in zip(unit.specs[1:], state, strict=True):
                     tensor.copy_(row) if spec.name.removeprefix("weights/") in names else tensor.zero_()
-
-    def _masters_of(self, parameters: Sequence[Tensor]) -> list[Collection[str]]:
-        return [()] * len(parameters) if self._masters is None else self._masters.of(parameters)
-
-    def _let_go(self, rank: int) -> None:
-        if self.owners.by_unit:
-            self.owners.hold(rank)
 
     @torch.no_grad()
     def adopt(
@@ -224,7 +217,7 @@ class TrainingState:
         needed |= {expert_unit(path, expert) for path, ids in experts.items() for expert in ids}
         if missing := needed - fetched.keys() - set(self.held()):
             raise KeyError(*sorted(missing))
-        self._let_go(rank)
+        self.owners.hold(rank)
         if self.deferral is not None and not self._is_made:
             self.deferral.make(self.dense, self.optimizer)
             self._is_made = True

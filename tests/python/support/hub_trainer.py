@@ -28,7 +28,8 @@ class Data(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = dataset()[index]
-        return {"input_ids": tokens, "labels": tokens}
+        labels = tokens.masked_fill(torch.arange(len(tokens)) < index % 5, -100)  # as many have none on no two workers
+        return {"input_ids": tokens, "labels": labels}
 
 
 class Kill(TrainerCallback):

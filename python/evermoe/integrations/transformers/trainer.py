@@ -171,15 +171,20 @@ class ElasticTrainer(Trainer):
         model.train()
         schedule: Any = self.lr_scheduler
         schedule.note()
+        items = num_items_in_batch  # tokens with a label, if the loss is their sum divided by this number
         while True:
             with self.current as step:
                 ready = self._prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
-                    loss: Any = self.compute_loss(model, ready)
-                step.backward(loss)
+                    loss: Any = self.compute_loss(model, ready, num_items_in_batch=items)
+                if items is None:
+                    step.backward(loss)
+                else:
+                    step.backward(loss * items, count=items)
             if self.current.committed or not self.next_step():
                 break
             inputs = self._batches.of_step()
+            items = self._get_num_items_in_batch([inputs], self.args.device)
         self.state.global_step = self.session.step - 1  # the trainer adds this one
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
         return torch.tensor(self.session.loss, device=self.args.device)
