@@ -101,7 +101,12 @@ class DenseOwners:
         self.by_unit = dict(owners)
 
     def hold(self, rank: int) -> None:
-        """Lets go of the optimizer's state of others' units, then makes room for that of this rank's, to be written."""
+        """Lets go of the optimizer's state of others' units, then makes room for that of this rank's, to be written.
+
+        Where no unit has an owner, nothing changes.
+        """
+        if not self.by_unit:
+            return
         mine = {unit for unit, owner in self.by_unit.items() if owner == rank}
         for unit in self._held - mine:
             for tensor in self._tensors[unit]:
