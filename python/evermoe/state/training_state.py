@@ -70,13 +70,6 @@ class TrainingState:
 
     # ---- which units there are
 
-    def _dense_state(self, name: str) -> dict[str, Tensor]:
-        """Weights and optimizer state of a unit that is no expert; looked up anew, as optimizers may rebind it."""
-        state: dict[str, Tensor] = {}
-        for key, tensor in self._dense[name].items():
-            state |= {key: tensor} | self._optimizer_tensors(key, tensor)
-        return state
-
     def dense_tensors(self, name: str) -> dict[str, Tensor]:
         """Parameters and buffers of a unit that is no expert, by name; all ranks that train have them."""
         return dict(self._dense[name])
@@ -125,8 +118,9 @@ class TrainingState:
         return [*(filter(self.owners.holds, self._dense) if self._is_made else ()), *experts]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
-        if unit.layer is None:
-            return self._dense_state(unit.name).values()
+        if unit.layer is None:  # looked up anew, as optimizers may rebind their state
+            dense = self._dense[unit.name].items()
+            return [t for key, tensor in dense for t in (tensor, *self._optimizer_tensors(key, tensor).values())]
         layer = self.layers[unit.layer]
         row = layer.ids.index(unit.expert)  # type: ignore[arg-type]
         return [stack[row] if stack.dim() == 2 else stack for stack in self._stacks(layer).values()]
@@ -217,6 +211,7 @@ class TrainingState:
         needed |= {expert_unit(path, expert) for path, ids in experts.items() for expert in ids}
         if missing := needed - fetched.keys() - set(self.held()):
             raise KeyError(*sorted(missing))
+        self._retain(self.owners.by_unit, leaving)
         self.owners.hold(rank)
         if self.deferral is not None and not self._is_made:
             self.deferral.make(self.dense, self.optimizer)
@@ -224,14 +219,17 @@ class TrainingState:
         self._take_over(self._dense, fetched)
         for path, ids in experts.items():
             if ids != self.layers[path].ids:
-                for name in (expert_unit(path, expert) for expert in self.layers[path].ids):
-                    if name in leaving:
-                        data = torch.empty(self.catalog.by_name[name].nbytes, dtype=torch.uint8)
-                        self.read(name, data)
-                        self.retained.add(name, leaving[name], data)
+                self._retain((expert_unit(path, expert) for expert in self.layers[path].ids), leaving)
                 self._replace(self.layers[path], ids, self._restack(path, ids))
             self._take_over([expert_unit(path, expert) for expert in ids], fetched)
         self._take_over(self.held(), fetched)
+
+    def _retain(self, names: Iterable[str], leaving: Mapping[str, int]) -> None:
+        for name in names:
+            if name in leaving:
+                data = torch.empty(self.catalog.by_name[name].nbytes, dtype=torch.uint8)
+                self.read(name, data)
+                self.retained.add(name, leaving[name], data)
 
     def _take_over(self, names: Iterable[str], fetched: dict[str, Tensor]) -> None:
         for name in names:

@@ -27,13 +27,19 @@ def join_and_die(job, *faults, names="c"):
     return a, [*workers, *joiners]
 
 
-@pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])
+@pytest.mark.parametrize(
+    ("preset", "dense"),
+    [(preset, "replicated") for preset in ("auto", "gemini", "moetion")] + [("auto", "sharded"), ("gemini", "sharded")],
+)
 @pytest.mark.parametrize("point", ["copy", "confirm"])
-def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, preset, point):
-    job = start_job(2, preset=preset, local_every=1000, **FEWEST)
+def test_joiner_dies_before_the_copies_of_its_experts_are_complete(start_job, preset, dense, point):
+    job = start_job(2, preset=preset, dense=dense, local_every=1000, **FEWEST)
     a, workers = join_and_die(job, Fault(point))
     given = workers[-1].events("copy")[0]["digests"].keys()
     assert any("experts" in unit for unit in given)
+    assert {"head", "embedding", "first.router", "second.router"} & given
+    if dense == "sharded":
+        assert not {"head", "embedding", "first.router", "second.router"} <= given, "some stay where they are"
     check_nothing_is_lost(a, workers)
 
 

@@ -120,3 +120,16 @@ def test_a_replica_node_knows_the_owners_and_holds_nothing():
     assert state.active(2)["embedding"] == (0,)
     assert state.active(2)["norm"] == (1,)
     assert not optimizer.state
+
+
+def test_what_goes_to_another_owner_is_retained():
+    """Until its copies are complete, nobody may have a second one."""
+    _, _, state = make("adamw", steps=2)
+    before, whole = digests(state), read(state)
+    place(state, {"embedding"})
+    leaving = {unit: before[unit] for unit in OWNED if unit != "embedding"}
+    state.retained.begin(7, set())
+    state.adopt(everyone(state), {}, 0, leaving)
+    kept = {each.unit: each for each in state.retained.stored(7)}
+    assert kept.keys() == leaving.keys()
+    assert all(torch.equal(each.data, whole[unit]) and each.digest == before[unit] for unit, each in kept.items())
