@@ -199,7 +199,9 @@ def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dic
     seen: set[int] = set()
     layer, piece = "", dict[str, Tensor]()
     for path, module in model.named_modules():
-        begun = ".".join(path.split(".")[:3]) if any(part.isdigit() for part in path.split(".")) else ""
+        parts = path.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        begun = "" if number is None else ".".join(parts[: number + 1])
         if begun != layer and piece:
             yield piece
             piece = {}
