@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -89,6 +90,19 @@ class SafetensorsFiles:
         return found
 
 
+def refuse_quantised(name: str, found: Tensor, folder: Path) -> None:
+    """Refuses weights of fewer than 16 bits, whose scales are other tensors.
+
+    Raises:
+        CorruptCopy: they are; says what to do.
+    """
+    if found.dtype.itemsize < 2 and found.dtype != torch.bool:
+        raise CorruptCopy(
+            f"{name} in {folder} is quantised, to {found.dtype}: expected weights of 16 bits or more; save the model "
+            "dequantised first"
+        )
+
+
 ExpertMatrices = Callable[[SafetensorsFiles, str, int], Iterable[Tensor]]
 """An expert's matrices in the order of its row, from the files, the path of its layer and its number."""
 
@@ -138,6 +152,7 @@ class FolderWeights:
             if found.shape != tensor.shape:
                 shapes = f"expected {list(tensor.shape)}, found {list(found.shape)}"
                 raise CorruptCopy(f"{key!r} in {self.files.folder} belongs to another model: {shapes}")
+            refuse_quantised(key, found, self.files.folder)
             tensor.copy_(found)
 
     def _fill_expert(self, path: str, row: Tensor, expert: int) -> None:
@@ -145,6 +160,7 @@ class FolderWeights:
             raise CorruptCopy(f"FolderWeights: expected `experts`, which finds the matrices of {path}, got none")
         start = 0
         for matrix in self._experts(self.files, path, expert):
+            refuse_quantised(f"expert {expert} of {path}", matrix, self.files.folder)
             part = row[start : start + matrix.numel()]
             if part.numel() < matrix.numel():
                 start += matrix.numel()

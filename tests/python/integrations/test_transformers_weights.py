@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import evermoe
 from evermoe.state.building import LARGE
@@ -46,6 +47,17 @@ def test_units_of_a_folder_and_back(tmp_path, name, monkeypatch):
     torch.testing.assert_close(again.state_dict(), expected.state_dict(), rtol=0, atol=0)
     with pytest.raises(OSError, match="expected an empty folder"):
         export(source, model, tmp_path / "out")
+
+
+def test_quantised_weights_are_refused(tmp_path):
+    build("mixtral").save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = load_file(path)
+    for key in ("model.layers.0.block_sparse_moe.experts.1.w2.weight", "model.embed_tokens.weight"):
+        save_file(tensors | {key: tensors[key].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
+        model, source = from_pretrained(tmp_path / "source")
+        with pytest.raises(evermoe.CorruptCopy, match=r"is quantised, to torch.float8_e4m3fn: expected weights of 16"):
+            export(source, model, tmp_path / key)
 
 
 def test_folders_of_other_models(tmp_path):

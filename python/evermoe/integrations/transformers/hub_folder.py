@@ -30,7 +30,7 @@ from evermoe._native import digest
 from evermoe.errors import CorruptCopy
 from evermoe.experts import Experts
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
-from evermoe.persist.folder_weights import SafetensorsFiles
+from evermoe.persist.folder_weights import SafetensorsFiles, refuse_quantised
 from evermoe.state.deferred import WeightSource, deferred
 
 SHARD_BYTES = 5_000_000_000
@@ -94,6 +94,7 @@ class HubWeights:
         if found.shape != target.shape:
             shapes = f"expected {list(target.shape)}, found {list(found.shape)}"
             raise CorruptCopy(f"{name} in {self._files.folder} belongs to another model: {shapes}")
+        refuse_quantised(name, found, self._files.folder)
         target.copy_(found)
 
     def _read(self, name: str, expert: int | None) -> Tensor:
