@@ -1,6 +1,9 @@
 """Peak memory at the start of a job, per worker, in multiples of what the worker holds: real processes on one machine.
 
-    python benches/bench_start.py [--workers 3] [--from deferred normal folder] [--json PATH]
+    python benches/bench_start.py [--workers 3] [--from deferred normal folder hub] [--json PATH]
+
+`hub` is a Qwen3-MoE of transformers, read from a folder that transformers has written; the others are a model of the
+bench's own.
 
 A worker's share is the bytes of its parameters, its gradients and its optimizer's state. Its peak is the largest PSS
 of its process until the first step begins, less that of a process that has imported torch and evermoe and built
@@ -86,8 +89,14 @@ def work(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     sizes = options.layers, options.hidden, options.intermediate, options.experts
     weights = None
+    model: nn.Module
     if options.how == "normal":
         model = Model(*sizes)
+    elif options.how == "hub":
+        from evermoe.integrations.transformers import from_pretrained
+
+        watch = Watch()  # transformers is imported before it is measured
+        model, weights = from_pretrained(options.folder)
     else:
         with evermoe.deferred():
             model = Model(*sizes)
@@ -108,7 +117,10 @@ def work(options: argparse.Namespace) -> None:
             said["parameters"] = held
         with step:
             tokens = data[step.indices]
-            loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            if options.how == "hub":
+                loss = model(input_ids=tokens, labels=tokens).loss
+            else:
+                loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             step.backward(loss)
     print("RESULT " + json.dumps(said | {"loss": session.loss}), flush=True)
 
@@ -137,6 +149,26 @@ def write_folder(folder: Path, options: argparse.Namespace) -> None:
     save_file(files["dense.safetensors"], folder / "dense.safetensors")
     index |= dict.fromkeys(files["dense.safetensors"], "dense.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def write_hub(folder: Path, options: argparse.Namespace) -> None:
+    """A folder that transformers has written."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        moe_intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=options.experts,
+        num_experts_per_tok=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 def run(options: argparse.Namespace, how: str, folder: str) -> list[dict[str, float]]:
@@ -180,8 +212,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if "folder" in options.kinds:
             write_folder(Path(folder), options)
+        if "hub" in options.kinds:
+            write_hub(Path(folder) / "hub", options)
         for how in options.kinds:
-            results[how] = run(options, how, folder)
+            results[how] = run(options, how, str(Path(folder) / "hub") if how == "hub" else folder)
             for said in sorted(results[how], key=lambda each: each["rank"]):
                 print(
                     f"{how:9} worker {said['rank']:.0f}: share {said['share'] / 2**20:6.0f} MiB, peak at start "

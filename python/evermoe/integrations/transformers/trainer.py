@@ -176,11 +176,9 @@ class ElasticTrainer(Trainer):
             with self.current as step:
                 ready = self._prepare_inputs(inputs)
                 with self.compute_loss_context_manager():
-                    loss: Any = self.compute_loss(model, ready, num_items_in_batch=items)
-                if items is None:
-                    step.backward(loss)
-                else:
-                    step.backward(loss * items, count=items)
+                    divisor = None if items is None else torch.as_tensor(items).clamp(min=1)  # also without any label
+                    loss: Any = self.compute_loss(model, ready, num_items_in_batch=divisor)
+                step.backward(loss if divisor is None else loss * divisor, count=items)
             if self.current.committed or not self.next_step():
                 break
             inputs = self._batches.of_step()
