@@ -130,7 +130,9 @@ def refuse_scaled(loss: Tensor) -> None:
         node = before[0] if len(before) == 1 else None
     if not factors:
         return
-    scales = (each._scale for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler))
+    scales = (
+        getattr(each, "_scale", None) for each in gc.get_objects() if issubclass(type(each), torch.amp.GradScaler)
+    )
     if any(scale is not None and scale.data_ptr() in factors for scale in scales):
         raise UnsupportedState(
             "step.backward: the loss is scaled by a torch.amp.GradScaler, but the session steps the optimizer itself "

@@ -94,9 +94,16 @@ def has_gpu(variables):
     return status == 0
 
 
+def _listen_to_interrupts():
+    """In the child: a job in the background of a shell ignores them, and its children would."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def limited(command, seconds, variables):
     """The exit code of a command, or "time-out": then it was interrupted, so that it can say how far it came."""
-    process = subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=variables, start_new_session=True, preexec_fn=_listen_to_interrupts
+    )
     for last_seconds, number in ((seconds, signal.SIGINT), (INTERRUPT_SECONDS, signal.SIGKILL)):
         try:
             status = process.wait(last_seconds)

@@ -89,6 +89,15 @@ def _is_there(each: Any) -> bool:
     return isinstance(each, Tensor) and each.is_cuda
 
 
+def _multiply_all(tensors: list[Tensor], factor: float) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+AS_ON_CUDA: dict[Any, Callable[..., Any]] = {torch.ops.aten._foreach_mul_.Scalar: _multiply_all}
+"""CUDA multiplies in float32 and rounds once; on the CPU this op rounds the factor to the tensors' type first."""
+
+
 def _stand_in(op: Any) -> Callable[..., Any]:
     """A kernel of `op` for CUDA tensors that runs on the CPU; what it writes is there when the stream comes to it."""
     names = [each.name for each in op._schema.arguments]
@@ -103,7 +112,9 @@ def _stand_in(op: Any) -> Callable[..., Any]:
         here = {name: _wrapped(tree_map(on_cpu, each), name in tensors) for name, each in given.items()}
         for name in written:
             here[name] = tree_map(_empty if name in outs else _copied, given[name])
-        found = op(*[here[name] for name in names[: len(args)]], **{name: here[name] for name in kwargs})
+        found = AS_ON_CUDA.get(op, op)(
+            *[here[name] for name in names[: len(args)]], **{name: here[name] for name in kwargs}
+        )
         for name in written:
             for to, value in zip(tree_leaves(given[name]), tree_leaves(here[name]), strict=True):
                 if _is_there(to):

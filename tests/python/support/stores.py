@@ -187,7 +187,7 @@ class Checkpoints:
         self._folder.sweep(self._generation)
 
     def write(self, version: int, units: Units) -> None:
-        self._state.adopt(everyone(self._state), units)
+        self._state.adopt(everyone(self._state), dict(units))
         checkpoint.write(self._folder, self._state, list(units), version, self._generation, Group())
 
     def close(self) -> None:
