@@ -102,7 +102,11 @@ def _listen_to_interrupts():
 def limited(command, seconds, variables):
     """The exit code of a command, or "time-out": then it was interrupted, so that it can say how far it came."""
     process = subprocess.Popen(
-        command, cwd=ROOT, env=variables, start_new_session=True, preexec_fn=_listen_to_interrupts
+        command,
+        cwd=ROOT,
+        env=variables,
+        start_new_session=True,
+        preexec_fn=_listen_to_interrupts,  # noqa: PLW1509  # the child forks in a process without threads
     )
     for last_seconds, number in ((seconds, signal.SIGINT), (INTERRUPT_SECONDS, signal.SIGKILL)):
         try:
