@@ -5,7 +5,7 @@ Shape suffixes: T tokens of this rank, H hidden width, K experts per token, E ex
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,8 +166,13 @@ def update_balance(model: nn.Module) -> None:
     A session does so in each step. Without one, call it after `optimizer.step()`, and then `experts.count.forget()` of
     each layer.
     """
-    layers = [experts for experts in expert_layers(model).values() if experts.on_load is not None]
-    for experts, load_E in zip(layers, TokenCount.totals(experts.count for experts in layers), strict=True):
+    tell_load(expert_layers(model).values())
+
+
+def tell_load(layers: Iterable[Experts]) -> None:
+    """Calls `on_load` of each of these layers that has one with its load."""
+    told = [experts for experts in layers if experts.on_load is not None]
+    for experts, load_E in zip(told, TokenCount.totals(experts.count for experts in told), strict=True):
         assert experts.on_load is not None
         experts.on_load(load_E)
 

@@ -227,8 +227,10 @@ class Router(nn.Linear):
         Args:
             load_E: tokens of each expert on all ranks in this step, as `Experts.load_E`.
         """
-        if self.balance is None:
-            return
-        assert self.balance_rate is not None
-        signs_E = torch.from_numpy(np.sign(load_E.mean() - load_E)).to(self.balance)
-        self.balance.add_(signs_E, alpha=self.balance_rate)
+        if self.balance is not None and self.balance_rate is not None:
+            follow_load(self.balance, load_E, self.balance_rate)
+
+
+def follow_load(balance_E: Tensor, load_E: NDArray[np.int64], rate: float) -> None:
+    """Adds `rate` for each expert with less than the mean load, and takes it from those with more, in place."""
+    balance_E.add_(torch.from_numpy(np.sign(load_E.mean() - load_E)).to(balance_E), alpha=rate)

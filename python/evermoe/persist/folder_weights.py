@@ -66,6 +66,11 @@ class SafetensorsFiles:
         """All keys, sorted."""
         return sorted(self._files)
 
+    def describe(self) -> str:
+        """The keys, by their digest."""
+        keys = self.keys()
+        return f"{len(keys)} tensors of {digest(np.frombuffer(repr(keys).encode(), np.uint8)):016x}"
+
     def __contains__(self, key: str) -> bool:
         return key in self._files
 
@@ -138,8 +143,7 @@ class FolderWeights:
 
     def describe(self) -> str:
         """The files' keys, by their digest."""
-        keys = self.files.keys()
-        return f"{len(keys)} tensors of {digest(np.frombuffer(repr(keys).encode(), np.uint8)):016x}"
+        return self.files.describe()
 
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
         """Writes the first values of one unit; see `evermoe.WeightSource`."""

@@ -93,7 +93,7 @@ def dense_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     seen = {id(layer.weights) for layer in expert_layers(model).values()}
     found: dict[str, dict[str, Tensor]] = {}
     for path, module in model.named_modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *_persistent_buffers(module)]:
+        for name, tensor in own_tensors(module):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 found.setdefault(path or "model", {})[name] = tensor
@@ -110,9 +110,11 @@ def weight_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:
     return dense_tensors(model) | experts
 
 
-def _persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and persistent buffers of a module alone, without those of its children, by name."""
     skipped = module._non_persistent_buffers_set
-    return [(name, b) for name, b in module.named_buffers(recurse=False) if name not in skipped]
+    buffers = [(name, b) for name, b in module.named_buffers(recurse=False) if name not in skipped]
+    return [*module.named_parameters(recurse=False), *buffers]
 
 
 def primary_units(units: Sequence[Unit], holders: Mapping[str, Sequence[int]], rank: int, ranks: int) -> list[str]:

@@ -13,7 +13,7 @@ from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Checkpoint, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
-from evermoe.moe import update_balance
+from evermoe.moe import tell_load
 from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
@@ -28,7 +28,6 @@ class SessionDriver(RecoveryDriver):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._balances = any(layer.on_load is not None for layer in self._state.layers.values())
         self.loss = float("nan")
         """Mean loss of the latest step's global batch."""
         self.skipped = 0
@@ -196,8 +195,7 @@ class SessionDriver(RecoveryDriver):
                 gradients.multiply(self._state, clip)
                 self._is_open = True
                 self._script.optimizer.step()
-                if self._balances:  # to look through a large model takes time in each step
-                    update_balance(self._script.model)
+                tell_load(self._state.layers.values())
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
             if isinstance(self._script.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

@@ -13,6 +13,7 @@ from transformers.integrations import moe as hub_moe
 from evermoe.errors import UnsupportedState
 from evermoe.expert import Expert, Layout
 from evermoe.experts import Experts, expert_layers
+from evermoe.router import follow_load
 
 BIASES = ("e_score_correction_bias", "expert_bias")
 """What models call the numbers that are added to the scores for the choice alone."""
@@ -178,7 +179,7 @@ class Balance:
     @torch.no_grad()
     def __call__(self, load_E: NDArray[np.int64]) -> None:
         """Moves them once: up where the load is less than the mean, down where it is more."""
-        self._bias.add_(torch.from_numpy(np.sign(load_E.mean() - load_E)).to(self._bias), alpha=self._rate)
+        follow_load(self._bias, load_E, self._rate)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -7,12 +7,11 @@ transformers' own conversions are used both ways, so that keys and shapes in the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,12 +25,12 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from evermoe._native import digest
 from evermoe.errors import CorruptCopy
 from evermoe.experts import Experts
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
 from evermoe.persist.folder_weights import SafetensorsFiles, refuse_quantised
 from evermoe.state.deferred import WeightSource, deferred
+from evermoe.state.unit import own_tensors
 
 SHARD_BYTES = 5_000_000_000
 """Size of an exported file at most, where a layer's tensors allow."""
@@ -73,8 +72,7 @@ class HubWeights:
 
     def describe(self) -> str:
         """The files' keys, by their digest."""
-        keys = self._files.keys()
-        return f"{len(keys)} tensors of {digest(np.frombuffer(repr(keys).encode(), np.uint8)):016x}"
+        return self._files.describe()
 
     @torch.no_grad()
     def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
@@ -207,7 +205,7 @@ def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dic
             yield piece
             piece = {}
         layer = begun
-        own = [(name, tensor) for name, tensor in _persistent(module) if id(tensor) not in seen]
+        own = [(name, tensor) for name, tensor in own_tensors(module) if id(tensor) not in seen]
         seen |= {id(tensor) for _, tensor in own}
         full = ".".join(part for part in (prefix, path) if part)
         if isinstance(module, Experts):
@@ -223,9 +221,3 @@ def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dic
             piece |= {name.replace(".post_norm.", ".post_expert_norm."): tensor for name, tensor in names}
     if piece:
         yield piece
-
-
-def _persistent(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    hidden = module._non_persistent_buffers_set
-    yield from ((name, tensor) for name, tensor in module.named_buffers(recurse=False) if name not in hidden)
