@@ -15,8 +15,24 @@ __all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
 torch.set_num_threads(1)
 
 
+JOBS = pytest.StashKey[list]()
+"""The jobs that a test has started."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A failed test shows what its workers have printed, and their last events."""
+    report = yield
+    if report.when == "call" and report.failed:
+        for job in item.stash.get(JOBS, []):
+            for each in job.workers:
+                last = "\n".join(str(event)[:500] for event in each.events()[-5:])
+                report.sections.append((f"worker {each.name}", f"{each.log()}\n{last}"))
+    return report
+
+
 @pytest.fixture
-def start_job(tmp_path):
+def start_job(request, tmp_path):
     """`start_job(members, **session_options)` makes a job; its processes and memory end with the test."""
     from support.harness import Job
 
@@ -27,6 +43,7 @@ def start_job(tmp_path):
             folder.mkdir()
             job = Job(folder, members, lighthouse, **session)
             stack.callback(job.close)
+            request.node.stash.setdefault(JOBS, []).append(job)
             return job
 
         yield start

@@ -12,6 +12,7 @@ import logging
 import os
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -104,6 +105,13 @@ def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0] or "the group was aborted"
 
 
+@dataclass
+class Begun:
+    """Counts collectives."""
+
+    count: int = 0
+
+
 class Group:
     """The members now and the collectives among them; `rank` and `size` change when the membership does.
 
@@ -131,8 +139,8 @@ class Group:
         self._waits: set[Wait] = set()
         """For messages that are under way."""
         self.broken: str | None = None
-        self.begun = 0
-        """Collectives that this member has begun since whoever reads it set it to 0."""
+        self.begun = Begun()
+        """Collectives that this member has begun since the group was connected, or since a reader put in a new one."""
         self.timed_out = False
         """Whether others did not come to a collective in time; who watches the group resets it."""
         self.on_wait: Callable[[bool], None] = _ignore_wait
@@ -207,7 +215,7 @@ class Group:
             return tensor
         failure = self.broken
         if failure is None:
-            self.begun += 1
+            self.begun.count += 1
             self.on_begin(name)
             self.on_wait(True)
             failure = self._wait(start, "cuda" if tensor.is_cuda else "cpu")
@@ -297,6 +305,7 @@ class Group:
             self._groups["cpu"] = _gloo(self._address, timeout)
         self.rank, self.size, self._timeout = rank, size, timeout
         self.is_alone = size == 1
+        self.begun = Begun()
         if size > 1:
             gloo = self._groups["cpu"]
             gloo.set_timeout(min(connect_limit(size), timeout))

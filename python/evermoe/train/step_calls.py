@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evermoe.comm.gather import gather_json
-from evermoe.comm.group import Group
+from evermoe.comm.group import Begun, Group
 from evermoe.errors import UnequalForwards
 from evermoe.experts import Experts
 
@@ -28,11 +28,14 @@ class StepCalls:
         self._layers, self._group, self._node = layers, group, node
         self._attempt: dict[str, Any] | None = None
         self._end: dict[str, Any] | None = None
+        self._begun = group.begun
+        """Of the attempt alone: the collectives by which members agree after a failure are not the script's."""
 
     def begin(self, step: int, generation: int) -> None:
         """The script begins to compute a step; the layers count from zero."""
         self._attempt = {"step": step, "generation": generation, "rank": self._group.rank, "node": self._node}
-        self._group.begun, self._end = 0, None
+        self._group.begun = self._begun = Begun()
+        self._end = None
 
     def end(self) -> None:
         """The script has computed the step."""
@@ -40,7 +43,7 @@ class StepCalls:
 
     def _counts(self) -> dict[str, Any]:
         forwards = {path: layer.count.begun for path, layer in self._layers.items()}
-        return {"forwards": forwards, "exchanges": self._group.begun}
+        return {"forwards": forwards, "exchanges": self._begun.count}
 
     def check(self, everyone: Group) -> None:
         """Compares what all members had begun when they were interrupted; collective.
