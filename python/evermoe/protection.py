@@ -24,7 +24,7 @@ from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Arranged, Confirm, Listener, Send
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
-from evermoe.persist.checkpoint import CheckpointOptions
+from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
 from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan_protection, survival
 from evermoe.planning.recovery import Lagging

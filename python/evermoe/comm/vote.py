@@ -40,6 +40,8 @@ class Ballot(NamedTuple):
     """1 from a member whose loss is a sum."""
     counted: float = 0.0
     """Over how many: tokens, for example."""
+    written: float = 0.0
+    """1 from a member that has done its part of the checkpoint that is under way."""
 
     @property
     def mean_loss(self) -> float:

@@ -2,7 +2,7 @@
 
     DIRECTORY/step-00000120                          complete; its manifest has the version and every unit's digest
     DIRECTORY/step-00000120-2                        the same step, written again after the job went back behind it
-    DIRECTORY/step-00000160.writing-0000000003-a-17  a draft of the members of generation 3, the first of them a-17
+    DIRECTORY/step-00000160.writing-0000000003-7f01  a draft of the members of generation 3, attempt 7f01
     DIRECTORY/step-00000080.removing-…               no checkpoint any more
     DIRECTORY/owner.json, owner.lock                 see `evermoe.persist.owner`
 
@@ -148,18 +148,19 @@ class CheckpointFolder:
         drafts = [int(match[1]) for entry in _entries(self.directory) if (match := _DRAFT.match(entry.name))]
         return max([*drafts, *(generation_of(found.version) for found in _scan(self.directory))], default=0)
 
-    def begin(self, version: int, generation: int) -> Path:
-        """Makes the draft of a version.
+    def draft(self, version: int, generation: int, attempt: str) -> Path:
+        """Where the members of a generation write a version, at an attempt that has a name of its own."""
+        return self.directory / f"{_name(version)}.writing-{generation:010d}-{attempt}"
+
+    def begin(self, draft: Path) -> None:
+        """Makes a draft, unless another member was quicker.
 
         Raises:
             PersistFailed: the folder belongs to another job now.
             OSError: it cannot be made.
         """
         self._check_owner()
-        draft = self.directory / f"{_name(version)}.writing-{generation:010d}-{self._member}"
-        self.discard(draft)  # of a failed attempt
         make_folder(draft)
-        return draft
 
     def _check_owner(self) -> None:
         if self._claim is None:
@@ -192,8 +193,8 @@ class CheckpointFolder:
         return path
 
     def discard(self, draft: Path) -> None:
-        """Removes a draft of this member."""
-        shutil.rmtree(draft, ignore_errors=True)
+        """Removes a draft, unless it has become a checkpoint meanwhile."""
+        _remove(draft)
 
     def _prune(self, version: int, written: Path) -> None:
         """Removes checkpoints that are older than `version`, but for the newest of them; what is newer stays."""
@@ -212,7 +213,9 @@ class CheckpointFolder:
         """
         for entry in _entries(self.directory):
             draft = _DRAFT.match(entry.name)
-            if (draft and int(draft[1]) < generation) or _REMOVING.match(entry.name):
+            if draft and int(draft[1]) < generation:
+                self.discard(Path(entry.path))
+            elif _REMOVING.match(entry.name):
                 shutil.rmtree(entry.path, ignore_errors=True)
             elif entry.name.startswith(PROBE):
                 with contextlib.suppress(OSError):
@@ -229,8 +232,8 @@ def _name(version: int) -> str:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint: first it ceases to be one."""
-    going = path.with_name(f"{path.name}.removing-{uuid.uuid4().hex[:8]}")
+    """Removes a checkpoint or draft: first it ceases to be one."""
+    going = path.with_name(f"{path.name.split('.')[0]}.removing-{uuid.uuid4().hex[:8]}")
     with contextlib.suppress(OSError):  # another member was quicker
         os.rename(path, going)
         shutil.rmtree(going, ignore_errors=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from evermoe.comm.collectives import complete_gradients
 from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
-from evermoe.events import Begin, Checkpoint, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
+from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
 from evermoe.memory_folder import BEGUN, FINISHED, mark
 from evermoe.moe import tell_load
 from evermoe.state import loop_state, same_everywhere
@@ -130,6 +130,7 @@ class SessionDriver(RecoveryDriver):
             scale=self._script.loss_scale.value,
             counting=float(step.count is not None),
             counted=count,
+            written=float(self._checkpointer.is_over),
         )
 
     def follow(self, number: int) -> Ballot:
@@ -187,6 +188,7 @@ class SessionDriver(RecoveryDriver):
         self.loss, self._version, self._step = sums.mean_loss, version, step_of(version)
         clip = gradients.factor_of(sums, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()
+        self._checkpointer.before_update()
         self.skipped += clip is None
         if self._trains:
             if clip is None:
@@ -213,6 +215,8 @@ class SessionDriver(RecoveryDriver):
                 self._protection.heal()
             if self._trains and step <= same_everywhere.LAST_STEP:
                 same_everywhere.compare_replicas(self._state, self._group)
+            if self._trains and sums.trainers == sums.written:
+                self._checkpointer.advance()
             self._protection.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._group.drop(str(lost))
@@ -229,24 +233,16 @@ class SessionDriver(RecoveryDriver):
 
     # ---- checkpoints and the end
 
-    def checkpoint_if_due(self, version: int, *, is_due: bool = False) -> None:
-        """Writes a checkpoint of `version` if its step is due, or the caller says so."""
-        if self._checkpointer.has(version) or not (is_due or self._checkpointer.is_due(step_of(version))):
-            return
+    def checkpoint_if_due(self, version: int) -> None:
+        """Begins a checkpoint of `version` if its step is due."""
         try:
-            self._checkpoint(version)
+            self._checkpointer.begin_if_due(version)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
-            warnings.warn(f"the checkpoint of step {step_of(version)} was not written: {lost}", stacklevel=5)
-        except PersistFailed as failed:
-            warnings.warn(
-                f"the checkpoint of step {step_of(version)} was not written: {failed}. Training continues, and the "
-                "next one is tried when it is due",
-                stacklevel=5,
-            )
+            self._warn_unwritten(version, lost)
 
-    def _checkpoint(self, version: int) -> None:
-        path = self._checkpointer.write(version)
-        self._emit(Checkpoint(step_of(version), str(path)))
+    @staticmethod
+    def _warn_unwritten(version: int, why: Exception) -> None:
+        warnings.warn(f"the checkpoint of step {step_of(version)} was not written: {why}", stacklevel=6)
 
     def settle(self) -> Event:
         """Waits for the copies of the last step, which no vote follows or after which members leave.
@@ -255,7 +251,10 @@ class SessionDriver(RecoveryDriver):
         """
         everyone = self._membership.everyone
         if self._trains and self._leaving and (self._leaving == everyone.size or self._leaving >= self._config.copies):
-            self.checkpoint_if_due(self._version, is_due=True)
+            try:
+                self._checkpointer.finish(self._version)
+            except (PeerLost, PersistFailed) as failed:
+                self._warn_unwritten(self._version, failed)
         whole = everyone.all_reduce(torch.tensor([int(self._protection.settle())]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
 
@@ -265,9 +264,9 @@ class SessionDriver(RecoveryDriver):
         Raises:
             PersistFailed: it could not be written. The state stays where a failure leaves it.
         """
-        if self._trains and not self._checkpointer.has(version):
+        if self._trains:
             try:
-                self._checkpoint(version)
+                self._checkpointer.finish(version)
             except PersistFailed as failed:
                 raise PersistFailed(
                     f"all steps are taken, but the last checkpoint, of step {step_of(version)}, was not written: "

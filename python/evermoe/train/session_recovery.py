@@ -15,7 +15,7 @@ from evermoe.config import SessionConfig
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
 from evermoe.events import Commit, Copy, Listener, Lost, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
-from evermoe.persist.checkpoint import Checkpointer
+from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
 from evermoe.protection import Protection
 from evermoe.recovery.recovery import Recovery
@@ -60,7 +60,7 @@ class RecoveryDriver(Driver):
         self._group = self._membership.trainer_group
         self._trains = self._config.role == "train"
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
-        self._checkpointer = Checkpointer(self._config, self._state, self._membership)
+        self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
         self._reducer = ExpertReducer([], [], 0)
         self._dense = DenseExchange(self._state, self._group)
         self.reports: list[Recovered] = []
@@ -137,6 +137,7 @@ class RecoveryDriver(Driver):
             UnequalForwards: members' scripts differ in what they do in a step.
         """
         self._calls.check(self._membership.everyone)
+        self._checkpointer.before_update()
         report = self._report_now()
         self._before = version if established and self._trains else None
         self._was_established = established

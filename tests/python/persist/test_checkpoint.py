@@ -15,17 +15,19 @@ from evermoe.comm.group import Group
 from evermoe.events import Checkpoint, Recovered
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.manifest import MANIFEST_BYTES, manifest_text, read_manifest
+from evermoe.persist.checkpointer import CheckpointWrite
+from evermoe.persist.manifest import MANIFEST_BYTES, read_manifest
 from evermoe.persist.owner import Owner
+from support.harness import wait_until
 from support.models import digests, everyone, make
-from support.worker import SAMPLES, Model, dataset
+from support.worker import SAMPLES, Model, dataset, wait_until_written
 
 
 def write(folder, state, step, generation=3):
     """As the only member of a job does from its start to its end."""
     opened = CheckpointFolder(folder, Owner("job", state.catalog.layout), "m")
     try:
-        return checkpoint.write(opened, state, names(state), generation << 40 | step, generation, Group())
+        return CheckpointWrite(opened, state, names(state), generation << 40 | step, generation, Group()).complete()
     finally:
         opened.close()
 
@@ -77,10 +79,10 @@ def test_a_stopped_writer_that_goes_on_replaces_and_removes_nothing(tmp_path):
     """Its members were left behind in generation 3; those of generation 4 have written the same step and later ones."""
     _, _, state = make("sgd")
     stopped = CheckpointFolder(tmp_path, Owner("job", state.catalog.layout), "stopped")
-    draft = stopped.begin(3 << 40 | 1, 3)
-    units = checkpoint._write_units(draft, "units-0.safetensors", state, names(state))
+    slow = CheckpointWrite(stopped, state, names(state), 3 << 40 | 1, 3, Group())
+    wait_until(lambda: slow.is_over, "all is written but the manifest")
     others = [write(tmp_path, state, step, generation=4) for step in (1, 2)]
-    late = stopped.publish(draft, 3 << 40 | 1, manifest_text(3 << 40 | 1, state.catalog.layout, units))
+    late = slow.complete()
     stopped.close()
     assert late.name == "step-00000001-2"
     assert find(tmp_path) == {3 << 40 | 1: late, 4 << 40 | 1: others[0], 4 << 40 | 2: others[1]}
@@ -93,7 +95,8 @@ def test_a_stopped_writer_that_goes_on_replaces_and_removes_nothing(tmp_path):
 def test_the_draft_of_a_stopped_writer_is_removed_by_its_successors(tmp_path):
     _, _, state = make("sgd")
     stopped, successor = (CheckpointFolder(tmp_path, Owner("job", state.catalog.layout), name) for name in "ab")
-    draft = stopped.begin(3 << 40 | 1, 3)
+    draft = stopped.draft(3 << 40 | 1, 3, "first")
+    stopped.begin(draft)
     assert successor.newest_generation() == 3
     stopped.sweep(3)
     assert draft.exists(), "its own members do not remove it"
@@ -288,6 +291,7 @@ def run(tmp_path, job, until, **options):
         **options,
     )
     for step in session.steps(until):
+        wait_until_written(session)
         with step:
             step.backward(model(dataset()[step.indices]))
     return session, events

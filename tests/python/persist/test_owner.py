@@ -98,9 +98,10 @@ def test_a_job_whose_folder_was_taken_over_writes_nothing_more(tmp_path):
     """As where the file system has no locks: the next job cannot know that this one runs."""
     layout = make("sgd")[2].catalog.layout
     with closing(CheckpointFolder(tmp_path, Owner("first", layout), "m")) as folder:
-        draft = folder.begin(1, 1)
+        draft = folder.draft(1, 1, "first")
+        folder.begin(draft)
         write_owner(tmp_path, Owner("second", layout))
-        for attempt in (lambda: folder.publish(draft, 1, "{}"), lambda: folder.begin(2, 1)):
+        for attempt in (lambda: folder.publish(draft, 1, "{}"), lambda: folder.begin(draft)):
             with pytest.raises(PersistFailed, match="belongs to job 'second' now, not to 'first'"):
                 attempt()
     assert find(tmp_path) == {}

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
+import threading
 
 import pytest
 import torch
 
-from evermoe import ElasticSampler, Session
+from evermoe import ElasticSampler, Session, load_weights
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
+from evermoe.persist import checkpointer
 from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
+from evermoe.persist.plain_files import write_tensors
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.disks import fill, free, shrink, small_memories
 from support.harness import FEWEST, wait_until
 from support.history import check_history
-from support.worker import SAMPLES, Model, dataset
+from support.worker import SAMPLES, WRITTEN_SECONDS, Fault, Model, dataset, wait_until_written
 
 
 def make():
@@ -26,10 +30,10 @@ def make():
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def run(tmp_path, folder, until, at=None, *, job="disk", sessions=None, **options):
+def run(tmp_path, folder, until, at=None, *, job="disk", sessions=None, waits=True, **options):
     """Trains alone in this process, and does `at[step]()` before a step; returns its events.
 
-    The session is added to `sessions` before the first step.
+    The session is added to `sessions` before the first step. Where it `waits`, no checkpoint is late.
     """
     (model, optimizer), events = make(), []
 
@@ -45,6 +49,8 @@ def run(tmp_path, folder, until, at=None, *, job="disk", sessions=None, **option
     if sessions is not None:
         sessions.append(session)
     for step in session.steps(until):
+        if waits:
+            wait_until_written(session)
         with step:
             step.backward(model(dataset()[step.indices]))
     return events
@@ -112,13 +118,13 @@ def test_training_continues_and_the_next_checkpoint_is_tried(tmp_path, request, 
         events = run(tmp_path, folder, 9, {3: spoil, 5: mend}, checkpoint_every=2)
     assert written(events) == [2, 6, 8, 9]
     assert sorted(path.name for path in find(folder).values()) == ["step-00000008", "step-00000009"]
-    assert leftovers(folder) == []
+    wait_until(lambda: not leftovers(folder), "failed drafts are removed")
 
 
 def test_a_full_disk_takes_no_good_checkpoint_away(tmp_path, small_disk):
     def check():
         assert len(find(small_disk)) == 2
-        assert leftovers(small_disk) == []
+        wait_until(lambda: not leftovers(small_disk), "failed drafts are removed")
         free(small_disk)
 
     with pytest.warns(UserWarning, match="was not written") as told:
@@ -136,30 +142,30 @@ def test_the_state_stays_in_memory_when_the_last_checkpoint_cannot_be_written(tm
         events = run(tmp_path, small_disk, 7, {5: lambda: free(small_disk)})
     assert [event.step for event in events if isinstance(event, Recovered)] == [5]
     assert written(events) == [7]
-    assert leftovers(small_disk) == []
+    wait_until(lambda: not leftovers(small_disk), "failed drafts are removed")
 
 
 def test_one_member_that_cannot_write_is_named_and_all_continue(start_job, tmp_path):
     saved = tmp_path / "saved"
-    job = start_job(2, checkpoint_dir=str(saved), checkpoint_every=2)
-    job.open_gate(3)
-    workers = job.start_all({}, "ab", gated=True)
+    job = start_job(2, checkpoint_dir=str(saved), checkpoint_every=4)
+    job.open_gate(7)
+    workers = job.start_all({}, "ab", gated=True, steps=14)
     for each in workers:
-        each.wait_for("gate", step=3)
+        each.wait_for("gate", step=7)
     os.rename(saved, tmp_path / "moved")
     saved.touch()
-    job.open_gate(5)
+    job.open_gate(9)
     for each in workers:
-        each.wait_for("gate", step=5)
+        each.wait_for("gate", step=9)
     saved.unlink()
     os.rename(tmp_path / "moved", saved)
     job.open_gate(1 << 60)
     assert [each.join() for each in workers] == [0, 0]
     check_history(workers)
     for each in workers:
-        assert [event["step"] for event in each.events("checkpoint")] == [2, 6, 8, 10]
-        assert "the checkpoint of step 4 was not written: rank 0: " in each.log()
-    assert leftovers(saved) == []
+        assert [event["step"] for event in each.events("checkpoint")] == [4, 12, 14]
+        assert "the checkpoint of step 8 was not written: rank 0: " in each.log()
+    wait_until(lambda: not leftovers(saved), "failed drafts are removed")
 
 
 def test_pec_continues_without_its_folder(tmp_path, small_disk):
@@ -202,6 +208,46 @@ def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, sma
         run(tmp_path, small_disk, 12, at, sessions=sessions, preset="pec", experts_per_copy=1)
 
 
+# ---- beside training
+
+
+def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
+    """The checkpoint is of its step, whatever training does until it is on disk; those due meanwhile are left out."""
+    saved, weights, sessions, may_write = tmp_path / "saved", {}, [], threading.Event()
+
+    def write_late(path, tensors):
+        assert may_write.wait(WRITTEN_SECONDS)
+        write_tensors(path, tensors)
+
+    def note():
+        weights.update(copy.deepcopy(sessions[0].model.state_dict()))
+
+    def let_write():
+        assert find(saved) == {}
+        may_write.set()
+        wait_until_written(sessions[0])
+
+    def check():
+        model, _ = make()
+        load_weights(model, saved / "step-00000003")
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+    monkeypatch.setattr(checkpointer, "write_tensors", write_late)
+    at = {3: note, 7: let_write, 8: lambda: wait_until_written(sessions[0]), 9: check}
+    with pytest.warns(UserWarning, match="checkpoint of step 6 is left out: that of step 3 is still being written"):
+        events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, checkpoint_every=3)
+    assert written(events) == [3, 9, 11]
+
+
+def test_a_checkpoint_that_a_death_interrupts_is_begun_again(start_job, tmp_path):
+    job = start_job(checkpoint_dir=str(tmp_path / "saved"), checkpoint_every=5)
+    workers = job.start_all({"b": [Fault("reduce", 5)]}, steps=9)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for each in workers[::2]:
+        assert [event["step"] for event in each.events("checkpoint")] == [6, 9]
+
+
 # ---- what is read again
 
 
@@ -214,8 +260,11 @@ def test_pec_takes_experts_from_a_checkpoint_where_it_has_newer_ones(tmp_path, e
         wait_until(lambda: newest_saved(saved) >= ends_at, "what is saved of the step is durable")
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path, saved, 9, {ends_at: end}, **options)
+    if ends_at == 4:  # a job that ends waits for its checkpoint
+        run(tmp_path, saved, 4, **options)
+    else:
+        with pytest.raises(ZeroDivisionError):
+            run(tmp_path, saved, 9, {ends_at: end}, **options)
     (recovered,) = (event for event in run(tmp_path, saved, 7, **options) if isinstance(event, Recovered))
     assert recovered.step == ends_at
     assert bool(recovered.stale) == (ends_at > 4)

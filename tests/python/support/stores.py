@@ -18,6 +18,7 @@ from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_folder import CheckpointFolder, find
+from evermoe.persist.checkpointer import CheckpointWrite
 from evermoe.persist.folder import find_persisted, read_persisted, sweep
 from evermoe.persist.manifest import read_manifest
 from evermoe.persist.owner import Owner
@@ -188,7 +189,7 @@ class Checkpoints:
 
     def write(self, version: int, units: Units) -> None:
         self._state.adopt(everyone(self._state), dict(units))
-        checkpoint.write(self._folder, self._state, list(units), version, self._generation, Group())
+        CheckpointWrite(self._folder, self._state, list(units), version, self._generation, Group()).complete()
 
     def close(self) -> None:
         self._folder.close()

@@ -31,6 +31,8 @@ WIDTH = 16
 SAMPLES = 100
 EVERYTHING = 1 << 60
 """A gate that lets every step pass."""
+WRITTEN_SECONDS = 40.0
+"""Until a part of a checkpoint is on disk."""
 
 
 @dataclass
@@ -300,6 +302,13 @@ def train(options: Options) -> None:
         raise
 
 
+def wait_until_written(session: evermoe.Session) -> None:
+    """Waits until this member has done its part of a checkpoint: all publish it at the next votes, and none is late."""
+    write = session._driver._checkpointer._write
+    if write is not None:
+        assert write._task.is_over_within(WRITTEN_SECONDS)
+
+
 def _train(options: Options, record: Recorder) -> None:
     torch.set_num_threads(1)
     if options.secret is not None:
@@ -329,6 +338,7 @@ def _train(options: Options, record: Recorder) -> None:
         profiler.attach()
     for step in profiler.steps(session.steps(options.steps)):
         record.wait_at_gate(step.number)
+        wait_until_written(session)
         if step.number == 0:
             record.watch()
         generation, indices = session.generation, step.indices.tolist() if step.weight else []
