@@ -86,11 +86,16 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
     trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
     export = commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
+    checkpoints = commands.add_parser("checkpoints", help="list, show, verify or prune the checkpoints of a folder")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
     if command == "demo":
         from evermoe.demo.flags import add_arguments
 
         add_arguments(demo)
+    if command == "checkpoints":
+        from evermoe.cli.checkpoints import add_arguments as add_checkpoints_arguments
+
+        add_checkpoints_arguments(checkpoints)
     if command == "export":
         from evermoe.cli.export import add_arguments as add_export_arguments
 
@@ -108,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser(given[0] if given else None).parse_args(given)
         actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace}
-        actions |= {"export": _export, "info": _info}
+        actions |= {"checkpoints": _checkpoints, "export": _export, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
         extra = {"rich": "cli,plot", "matplotlib": "cli,plot", "transformers": "transformers"}
@@ -195,6 +200,12 @@ def _trace(options: argparse.Namespace) -> int:
 
         plot_trace(json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.plot))
     return 0
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from evermoe.cli.checkpoints import main as checkpoints
+
+    return checkpoints(options)
 
 
 def _export(options: argparse.Namespace) -> int:

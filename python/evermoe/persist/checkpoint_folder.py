@@ -21,6 +21,7 @@ import re
 import shutil
 import uuid
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +32,6 @@ from evermoe.persist.owner import Claim, Owner, read_owner
 from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_text
 from evermoe.state.version import generation_of, step_of
 
-KEPT = 2
-"""How many of the newest checkpoints stay on disk."""
 PERSISTED = "persisted"
 """Folder beside the checkpoints for units that are saved one by one."""
 _COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
@@ -108,6 +107,79 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
         return []
 
 
+class Stored(NamedTuple):
+    """A complete checkpoint, as a list shows it."""
+
+    path: Path
+    step: int
+    """Steps taken in it."""
+    version: int
+    nbytes: int
+    """Of all its files."""
+    units: int
+
+
+def stored(directory: Path) -> list[Stored]:
+    """The complete checkpoints, older versions first; what cannot be used is passed over with a warning.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+    """
+    if not directory.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
+    return [
+        Stored(
+            found.path,
+            step_of(found.version),
+            found.version,
+            sum(file.stat().st_size for file in found.path.iterdir()),
+            len(found.manifest.units),
+        )
+        for found in _scan(directory, tells=True)
+    ]
+
+
+class Retention(NamedTuple):
+    """Which checkpoints stay: the newest ones, and those of some steps for ever.
+
+    Of the steps 10, 20, ..., 100 `Retention(2, 40)` keeps 40, 80, 90 and 100.
+    """
+
+    newest: int = 2
+    """How many of the newest; at least 1."""
+    every: int = 0
+    """Steps between those that stay for ever; 0: none do."""
+
+    def superseded(self, versions: Collection[int]) -> set[int]:
+        """Those of some versions that need not stay. Of a step that was taken again the newest version stays."""
+        newest = sorted(versions)[-self.newest :]
+        by_step = {step_of(version): version for version in sorted(versions)}
+        for_ever = {version for step, version in by_step.items() if self.every and step % self.every == 0}
+        return set(versions) - {*newest} - for_ever
+
+
+NEWEST = Retention()
+"""The newest two."""
+
+
+def superseded(
+    directory: Path, retention: Retention, *, before: int | None = None, written: Path | None = None
+) -> list[Path]:
+    """The checkpoints that a retention does not keep, older ones first.
+
+    Args:
+        directory: of the checkpoints.
+        retention: what stays.
+        before: a version; what is newer stays, and does not count. None for none.
+        written: a folder that stays, whatever its version; others of the same version go.
+    """
+    found = [each for each in _scan(directory) if before is None or each.version <= before]
+    going = retention.superseded({each.version for each in found})
+    if written is not None and before is not None:
+        going.add(before)
+    return [each.path for each in found if each.version in going and each.path != written]
+
+
 class CheckpointFolder:
     """The folder, as one member of a job writes to it.
 
@@ -115,14 +187,16 @@ class CheckpointFolder:
         directory: on a file system that all members share; made if it is missing.
         owner: the member's job, and the layout of its model.
         member: its name, unique among all processes of the job.
+        retention: which checkpoints stay when a new one is complete.
 
     Raises:
         ValueError: another job runs in the folder, or its checkpoints are of another model.
         OSError: files cannot be written there, and the job has not written there before.
     """
 
-    def __init__(self, directory: Path, owner: Owner, member: str) -> None:
+    def __init__(self, directory: Path, owner: Owner, member: str, retention: Retention = NEWEST) -> None:
         self.directory = directory
+        self._retention = retention
         self._owner, self._member = owner, member
         self._claim: Claim | None = None
         try:
@@ -189,20 +263,13 @@ class CheckpointFolder:
                 if error.errno not in _TAKEN:
                     raise
         flush(self.directory)
-        self._prune(version, path)
+        for each in superseded(self.directory, self._retention, before=version, written=path):
+            remove(each)
         return path
 
     def discard(self, draft: Path) -> None:
         """Removes a draft, unless it has become a checkpoint meanwhile."""
-        _remove(draft)
-
-    def _prune(self, version: int, written: Path) -> None:
-        """Removes checkpoints that are older than `version`, but for the newest of them; what is newer stays."""
-        older = {found.version: found.path for found in _scan(self.directory) if found.version < version}
-        spared = {path for _, path in sorted(older.items())[len(older) - (KEPT - 1) :]}
-        for found in _scan(self.directory):
-            if found.version <= version and found.path not in {written, *spared}:
-                _remove(found.path)
+        remove(draft)
 
     def sweep(self, generation: int) -> None:
         """Removes what processes have left that died while they wrote or removed a checkpoint.
@@ -231,7 +298,7 @@ def _name(version: int) -> str:
     return f"step-{step_of(version):08d}"
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Removes a checkpoint or draft: first it ceases to be one."""
     going = path.with_name(f"{path.name.split('.')[0]}.removing-{uuid.uuid4().hex[:8]}")
     with contextlib.suppress(OSError):  # another member was quicker

@@ -27,7 +27,7 @@ from evermoe.comm.task import Task
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint, Listener
 from evermoe.options import Options, option
-from evermoe.persist.checkpoint_folder import CheckpointFolder, find
+from evermoe.persist.checkpoint_folder import CheckpointFolder, Retention, find
 from evermoe.persist.manifest import manifest_text
 from evermoe.persist.owner import Owner
 from evermoe.persist.plain_files import write_tensors
@@ -47,6 +47,10 @@ class CheckpointOptions(Options):
     """Folder for checkpoints on a file system that all members share; None for none."""
     checkpoint_every: int = option(0, shared=True, least=0)
     """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
+    keep_checkpoints: int = option(2, least=1)
+    """How many of the newest checkpoints stay on disk."""
+    keep_checkpoint_every: int = option(0, least=0)
+    """Checkpoints of the steps that are multiples of it stay for ever; 0: none do."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,7 +211,8 @@ class Checkpointer:
         self._folder: CheckpointFolder | None = None
         if options.checkpoint_dir is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
-            self._folder = CheckpointFolder(Path(options.checkpoint_dir), owner, membership.id)
+            retention = Retention(options.keep_checkpoints, options.keep_checkpoint_every)
+            self._folder = CheckpointFolder(Path(options.checkpoint_dir), owner, membership.id, retention)
 
     def newest_generation(self) -> int:
         """The newest generation that wrote to the folder; 0 if there is none."""

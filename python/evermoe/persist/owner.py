@@ -10,11 +10,13 @@ name in `owner.json` before it publishes anything.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,6 +66,23 @@ def write_owner(folder: Path, owner: Owner) -> None:
     write_text(draft, json.dumps(_fields(owner)))
     os.replace(draft, folder / OWNER)
     flush(folder)
+
+
+@contextlib.contextmanager
+def no_job(folder: Path) -> Iterator[None]:
+    """Keeps jobs from starting in a folder.
+
+    Raises:
+        ValueError: a job runs in it.
+        OSError: it cannot be locked.
+    """
+    with open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = read_owner(folder)
+            raise ValueError(f"job {owner.job if owner else ''!r} runs in {folder}: wait until it has ended") from None
+        yield
 
 
 class Claim:
