@@ -41,6 +41,7 @@ ROOMS = [
     "protection",
     "recovery",
     "environment",
+    "observe",
     "config",
     "train",
     "evermoe",

@@ -63,6 +63,12 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         type=_processes,
         help="number of this machine, from 0, for the RANK of its workers where a job has several machines",
     )
+    run.add_argument(
+        "--metrics",
+        type=_port,
+        metavar="PORT",
+        help="serve Prometheus metrics: of the first worker at this port, of the others at the next ones",
+    )
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -116,7 +122,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         actions |= {"checkpoints": _checkpoints, "export": _export, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
-        extra = {"rich": "cli,plot", "matplotlib": "cli,plot", "transformers": "transformers"}
+        extra = {
+            "rich": "cli,plot",
+            "matplotlib": "cli,plot",
+            "prometheus_client": "observe",
+            "transformers": "transformers",
+        }
         package = (error.name or "").partition(".")[0]
         if package not in extra:
             raise
@@ -137,6 +148,13 @@ def _processes(text: str) -> int:
         return checked("it", int(text), int, least=0, most=MOST_PROCESSES)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected 0 to {MOST_PROCESSES}, got {text!r}") from None
+
+
+def _port(text: str) -> int:
+    try:
+        return checked("it", int(text), int, least=1, most=65535)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535, got {text!r}") from None
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -173,7 +191,8 @@ def _run(options: argparse.Namespace) -> int:
         )
     members = options.members or options.workers
     name = Path(options.program[0]).stem if options.job is None else options.job
-    job = LocalJob(command, name, members, lighthouse=address, memory_dir=options.memory_dir)
+    variables = {"EVERMOE_METRICS": str(options.metrics)} if options.metrics else {}
+    job = LocalJob(command, name, members, lighthouse=address, memory_dir=options.memory_dir, environment=variables)
     if options.host_lighthouse:
         if address is None:
             raise ValueError("--host-lighthouse: expected --lighthouse, too, with an address of this machine")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from evermoe.config import SessionConfig, with_environment
 from evermoe.errors import LEFT_CODE, JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
+from evermoe.observe import combined, from_environment
 from evermoe.options import check_known
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
@@ -63,8 +64,8 @@ class Session:
         sampler: divides the global batches: an `ElasticSampler` or `ElasticLoader`, or one of yours.
         scheduler: stepped by the session after each update, `ReduceLROnPlateau` with the step's loss.
         scaler: its settings scale the losses of training in float16. The session scales, scales back and updates.
-        on_event: called with each event, a dataclass of `evermoe.events`, for progress displays and tests. It must not
-            block or raise. `Chunk`, `Published`, `Held` and `Damaged` come from other threads.
+        on_event: called with each event, a dataclass of `evermoe.events`: a function, or several (`evermoe.observe` has
+            some). It must not block or raise. `Chunk`, `Published`, `Held` and `Damaged` come from other threads.
         weights: of a model built in `evermoe.deferred`, where its first weights come from: an `evermoe.WeightSource`,
             or what initialises a module. None: what its constructors do.
         device: where such a model is made; None for the device given to `deferred`.
@@ -84,12 +85,13 @@ class Session:
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        on_event: Listener = lambda event: None,
+        on_event: Listener | Sequence[Listener] = (),
         weights: WeightSource | Initializer | None = None,
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
         check_known(options, SessionConfig.names())
+        emit = combined(on_event, from_environment())
         self.config = with_environment(SessionConfig(**options))
         self.model, self.optimizer, self.sampler, self.scheduler = model, optimizer, sampler, scheduler
         self.has_left = True
@@ -115,8 +117,8 @@ class Session:
         """The members that train: its `rank` and `size` change with them."""
         for layer in self._state.layers.values():
             layer.group = self.group
-        self._protection = Protection(self._state, self._store, self._membership, self.config, arithmetic, on_event)
-        parts = Parts(script, self._state, self._membership, self._protection, self.config, on_event)
+        self._protection = Protection(self._state, self._store, self._membership, self.config, arithmetic, emit)
+        parts = Parts(script, self._state, self._membership, self._protection, self.config, emit)
         self._driver = SessionDriver(parts)
         self._protocol = CommitProtocol(
             self._driver,
@@ -125,7 +127,7 @@ class Session:
             join_every=self.config.join_every,
             rebalance_every=self.config.rebalance_every,
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
-            on_record=lambda said, commands: on_event(Protocol(said, commands)),
+            on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
         self._notice = Notice(self.leave, self.config.leave_limit, lambda: self._driver.committed >= 0)
         self.has_left = False
