@@ -26,18 +26,25 @@ class HeldInPart(nn.Module):
     _name: Tensor
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy belongs to no job, and has the experts that this rank holds.
+        """A copy belongs to no job.
 
         Raises:
-            UnsupportedState: an `AveragedModel` would average other experts' rows than it has copied.
+            UnsupportedState: this rank has a part of the experts, and a copy could not reach the others; or an
+                `AveragedModel` would average other experts' rows than it has copied.
         """
         if self.group.is_elastic and _is_called_from(AveragedModel.__init__):
             raise UnsupportedState(
                 "torch.optim.swa_utils.AveragedModel copies the experts of this rank, which a session moves: make an "
                 "evermoe.EMA(optimizer) before the session, whose averages move with them"
             )
-        held_1E = np.isin(np.arange(self.num_experts), self.ids).astype(np.int64)[None]
-        return self.__dict__ | {"group": Group(), "matrix_RE": held_1E, "_padding": None}
+        if len(self.ids) < self.num_experts:
+            raise UnsupportedState(
+                f"expected a layer with all its {self.num_experts} experts to copy or pickle, got one with "
+                f"{len(self.ids)}, those that this rank holds: copy the model before its session begins, or load what "
+                "session.full_state_dict() gives into a model of your own"
+            )
+        every_1E = np.ones((1, self.num_experts), np.int64)
+        return self.__dict__ | {"group": Group(), "matrix_RE": every_1E, "_padding": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a layer of its own, also to compiled graphs."""
@@ -49,8 +56,9 @@ class HeldInPart(nn.Module):
         if len(self.ids) < self.num_experts:
             warnings.warn(
                 f"state_dict() has {len(self.ids)} of the {self.num_experts} experts of layer "
-                f"{prefix.removesuffix('.') or 'Experts'}: those that this rank holds. All of them are in a checkpoint "
-                "of the session (checkpoint_dir=), which evermoe.load_weights reads",
+                f"{prefix.removesuffix('.') or 'Experts'}: those that this rank holds. All of them are in "
+                "session.full_state_dict(), called by all members, and in a checkpoint (checkpoint_dir=), which "
+                "evermoe.load_weights and `evermoe export` read",
                 stacklevel=4,
             )
 

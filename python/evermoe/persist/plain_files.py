@@ -43,11 +43,11 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Writes a safetensors file and waits until its content is on disk."""
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(dict(tensors), path)  # replaces the file by one for the owner alone
+    save_file(dict(tensors), path, metadata)  # replaces the file by one for the owner alone
     path.chmod(mode)
     flush(path)
 

@@ -31,6 +31,7 @@ from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.observe import combined, from_environment
 from evermoe.options import check_known
+from evermoe.persist import full_state
 from evermoe.planning.windows import Windows
 from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
@@ -112,7 +113,17 @@ class Session:
         common = self.config.shared() | script.common()
         common["first weights"] = deferral.describe() if deferral is not None else "the model's own"
         rounding = arithmetic.variant if arithmetic else "none" if self.config.sends_gradients else ""
-        self._membership = self._new_membership(Identity(job, self._state.catalog.layout, common, rounding), node)
+        if self.config.lighthouse is None:
+            self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
+        else:
+            lighthouse = self.config.lighthouse
+        self._membership = Membership(
+            self.config,
+            lighthouse=lighthouse,
+            identity=Identity(job, self._state.catalog.layout, common, rounding),
+            node=node,
+            device=next(model.parameters()).device,
+        )
         self.group = self._membership.trainer_group
         """The members that train: its `rank` and `size` change with them."""
         for layer in self._state.layers.values():
@@ -131,18 +142,6 @@ class Session:
         )
         self._notice = Notice(self.leave, self.config.leave_limit, lambda: self._driver.committed >= 0)
         self.has_left = False
-
-    def _new_membership(self, identity: Identity, node: str) -> Membership:
-        lighthouse = self.config.lighthouse
-        if lighthouse is None:
-            self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
-        return Membership(
-            self.config,
-            lighthouse=lighthouse,
-            identity=identity,
-            node=node,
-            device=next(self.model.parameters()).device,
-        )
 
     @property
     def step(self) -> int:
@@ -288,6 +287,38 @@ class Session:
         finally:
             self.model.train(training)
 
+    def full_state_dict(self, folder: str | Path | None = None) -> dict[str, Any]:
+        """The whole model on rank 0: what `model.state_dict()` has, with all experts wherever they are; collective.
+
+            if step.committed and session.step % 1000 == 0:
+                with session.evaluation():
+                    state = session.full_state_dict()
+
+        For all members that train, between steps, inside the loop of `steps`; replica nodes wait for the next step.
+        Experts travel one at a time. When a member is lost, the folder has a whole model or is not there; the session
+        recovers before the next step, and the call can be repeated after it. For a transformers model,
+        `evermoe.integrations.transformers.export` writes the files that `from_pretrained` loads.
+
+        Args:
+            folder: None, or where rank 0 writes safetensors files with an index, one layer in memory at a time: empty,
+                or not there yet. It appears when all is on disk. `hang_limit` must allow for writing a file of 5 GB, or
+                where there are replica nodes for all.
+
+        Returns:
+            By the model's keys tensors on the CPU, which no step changes. Empty on the other ranks, and with `folder`.
+
+        Raises:
+            PeerLost: a member is gone; inside `evaluation` the block ends instead.
+            PersistFailed: rank 0 could not write; the same on all members.
+            UnsupportedState: a module around MoE layers changes its state dict; or, with `folder`, not all are tensors.
+            RuntimeError: not inside the loop of `steps`.
+        """
+        check_trains(self)
+        if folder is None:
+            return full_state.gather(self.model, self.group)
+        full_state.write(full_state.pieces(self.model), Path(folder), self.group)
+        return {}
+
     def write_trace(self, path: str | Path) -> None:
         """Writes what this member did in its latest profiled steps, its windows and its copies, for Perfetto.
 
@@ -325,3 +356,14 @@ def _check_open(session: Session) -> None:
         raise RuntimeError(
             "this session has left its job: its steps are done, or its loop was left. Make a new session to resume."
         )
+
+
+def check_trains(session: Session) -> None:
+    """Checks that the members of a session can be asked for their weights.
+
+    Raises:
+        RuntimeError: its script is not inside the loop of `steps`.
+    """
+    _check_open(session)
+    if not session.reports:
+        raise RuntimeError("this session has no weights yet: its members meet in `for step in session.steps(n)`")

@@ -8,12 +8,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import evermoe
+from evermoe.persist import weight_folder
+from evermoe.persist.folder_weights import INDEX
 from evermoe.state.building import LARGE
 from evermoe.state.unit import expert_unit
 from support.hub import MODELS, build, config
 
 transformers = pytest.importorskip("transformers")
-from evermoe.integrations.transformers import HubWeights, export, from_pretrained, hub_folder, make_elastic  # noqa: E402
+from evermoe.integrations.transformers import HubWeights, export, from_pretrained, make_elastic  # noqa: E402
 
 
 def keys(folder):
@@ -38,10 +40,10 @@ def test_units_of_a_folder_and_back(tmp_path, name, monkeypatch):
             row = torch.full_like(layer.weights[expert], 7.0)
             source.fill(path, experts[path], {"weights": row}, expert)
             assert torch.equal(row, layer.weights[expert]), expert_unit(path, expert)
-    monkeypatch.setattr(hub_folder, "SHARD_BYTES", 40_000)
+    monkeypatch.setattr(weight_folder, "SHARD_BYTES", 40_000)
     export(source, model, tmp_path / "out")
     torch.testing.assert_close(keys(tmp_path / "out"), keys(tmp_path / "source"), rtol=0, atol=0)
-    index = json.loads((tmp_path / "out" / hub_folder.INDEX).read_text())
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["weight_map"].keys() == keys(tmp_path / "source").keys()
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(again.state_dict(), expected.state_dict(), rtol=0, atol=0)

@@ -464,9 +464,8 @@ def own_buffer(write, node, options):
                 warnings.simplefilter("always")
                 model.state_dict()
             write("warned", warnings=[str(each.message) for each in caught])
-            try:
-                torch.optim.swa_utils.AveragedModel(model)
-            except evermoe.UnsupportedState as error:
-                write("refused", message=str(error))
-            twin = copy.deepcopy(model)
-            write("copied", ids=twin.first.experts.ids, size=twin.first.experts.group.size)
+            for duplicate in (torch.optim.swa_utils.AveragedModel, copy.deepcopy):
+                try:
+                    duplicate(model)
+                except evermoe.UnsupportedState as error:
+                    write("refused", message=str(error))

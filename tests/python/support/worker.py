@@ -25,6 +25,7 @@ import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler
+from evermoe.state.unit import weight_tensors
 
 VOCABULARY = 32
 WIDTH = 16
@@ -98,6 +99,8 @@ class Options:
     """Its model is built without memory."""
     dtype: str = "float32"
     """Of the model's parameters."""
+    whole: dict[int, str] = field(default_factory=dict)
+    """By the steps that are taken, the name of a folder to which it writes the whole model then."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -292,6 +295,23 @@ def write_traces(options: Options, session: evermoe.Session, profiler: Profiler)
     profiler.write_trace(path.with_suffix(".user.json"), windows=pacing.windows, sent=session._protection.sent())
 
 
+def write_whole(options: Options, session: evermoe.Session, record: Recorder) -> None:
+    """Writes the whole model: what it gets as a file, the model's folder, and that of transformers."""
+    place = Path(options.folder) / options.whole[session.step]
+    before, session.group.on_begin = session.group.on_begin, lambda name: record.fault(f"whole {name}", session.step)
+    with session.evaluation():
+        torch.save(weight_tensors(session.model), place.with_suffix(f".{session.group.rank}.held"))
+        state = session.full_state_dict()
+        torch.save(state, place.with_suffix(f".{session.group.rank}.pt"))
+        session.full_state_dict(place)
+        if options.model:
+            from evermoe.integrations.transformers import export  # takes seconds to import
+
+            export(session, session.model.model, place.with_suffix(".hub"))  # type: ignore[arg-type]
+        record.write("whole", step=session.step)
+    session.group.on_begin = before
+
+
 def train(options: Options) -> None:
     record = Recorder(options)
     record.write("started", parent=os.getppid())
@@ -317,7 +337,8 @@ def _train(options: Options, record: Recorder) -> None:
         sys.path.insert(0, options.metadata)
     with evermoe.deferred(device=options.device) if options.deferred else contextlib.nullcontext():
         model = make_model(options.model)
-    model = model.to(options.device, getattr(torch, options.dtype))
+    if not any(parameter.is_meta for parameter in model.parameters()):  # else deferred, and large
+        model = model.to(options.device, getattr(torch, options.dtype))
     data = dataset().to(options.device)
     optimizer = make_optimizer(options.optimizer, model)
     if options.lr is not None:
@@ -351,6 +372,8 @@ def _train(options: Options, record: Recorder) -> None:
             compute(options, model, tokens, step.number)
             record.fault("forward", step.number)
             step.backward(poisoned(loss, model, options.poison.get(step.number)))
+        if step.committed and session.step in options.whole:
+            write_whole(options, session, record)
         time.sleep(options.late)
         pacing = session._protection.window_planner
         record.write("paced", step=step.number, plans=pacing.plans, summary=pacing.summary, seconds=pacing.step_seconds)

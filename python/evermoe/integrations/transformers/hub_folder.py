@@ -6,14 +6,12 @@ transformers' own conversions are used both ways, so that keys and shapes in the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -28,13 +26,13 @@ from transformers.core_model_loading import (
 from evermoe.errors import CorruptCopy
 from evermoe.experts import Experts
 from evermoe.integrations.transformers.elastic import hub_name, make_elastic
+from evermoe.persist import full_state
 from evermoe.persist.folder_weights import SafetensorsFiles, refuse_quantised
+from evermoe.persist.full_state import LiveWeights
+from evermoe.persist.weight_folder import WeightFolder
 from evermoe.state.deferred import WeightSource, deferred
 from evermoe.state.unit import own_tensors
-
-SHARD_BYTES = 5_000_000_000
-"""Size of an exported file at most, where a layer's tensors allow."""
-INDEX = "model.safetensors.index.json"
+from evermoe.train.session import Session, check_trains
 
 
 class HubWeights:
@@ -143,54 +141,49 @@ def from_pretrained(
     return model, HubWeights(folder, model)
 
 
-def export(source: WeightSource, model: PreTrainedModel, folder: str | Path, *, prefix: str = "") -> None:
+def export(source: WeightSource | Session, model: PreTrainedModel, folder: str | Path, *, prefix: str = "") -> None:
     """Writes a folder that transformers' `from_pretrained` loads, one layer in memory at a time.
 
+    It appears when all of it is on disk. From a session, all members that train call this between steps, and rank 0
+    writes what the others send: `evermoe.Session.full_state_dict` says when, and what follows when a member is lost.
+
     Args:
-        source: of the weights, such as `evermoe.CheckpointWeights`.
-        model: of transformers, elastic, deferred or on `meta`.
+        source: of the weights, such as `evermoe.CheckpointWeights`; or the session that trains `model`.
+        model: of transformers, elastic; deferred or on `meta` where the source is no session.
         folder: must be empty, or not be there.
         prefix: path of `model` in the model that was trained, where that is not the same.
 
     Raises:
         OSError: the folder is not empty, or cannot be written to.
         CorruptCopy: the source belongs to another model.
+        ValueError: the source is a session that trains another model.
+        PersistFailed, PeerLost, RuntimeError: as of `full_state_dict`, from a session.
     """
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    if any(place.iterdir()):
-        raise FileExistsError(17, "expected an empty folder", str(place))
-    shards, sizes, total = list[dict[str, str]](), 0, 0
-    state: dict[str, Tensor] = {}
 
-    def write() -> None:
-        name = f"model-{len(shards) + 1:05d}.safetensors"
-        save_file(state, place / name, metadata={"format": "pt"})
-        shards.append(dict.fromkeys(state, name))
-        state.clear()
+    def write_config(draft: Path) -> None:
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(draft)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(draft)
 
-    for piece in _pieces(source, model, prefix):
-        for key, tensor in revert_weight_conversion(model, piece).items():
-            if state and sizes + tensor.nbytes > SHARD_BYTES:
-                write()
-                sizes = 0
-            state[key] = tensor.contiguous()
-            sizes, total = sizes + tensor.nbytes, total + tensor.nbytes
-    write()
-    names = {
-        f"model-{i + 1:05d}.safetensors": f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        for i in range(len(shards))
-    }
-    for name, final in names.items():
-        (place / name).rename(place / (final if len(shards) > 1 else "model.safetensors"))
-    if len(shards) > 1:
-        files = {key: names[name] for shard in shards for key, name in shard.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-        (place / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(place)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(place)
+    if isinstance(source, Session):
+        if not any(module is model for module in source.model.modules()):
+            raise ValueError("export: expected the model that the session trains, or a part of it, got another")
+        check_trains(source)
+        pieces = _pieces(LiveWeights(), model, prefix)
+        parts = _as_saved(model, pieces) if source.group.rank == 0 else pieces
+        full_state.write(parts, Path(folder), source.group, write_config)
+        return
+    with WeightFolder(Path(folder)) as draft:
+        for piece in _as_saved(model, _pieces(source, model, prefix)):
+            draft.add(piece)
+        draft.publish(write_config)
+
+
+def _as_saved(model: PreTrainedModel, pieces: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """The pieces by the keys of transformers' files."""
+    for piece in pieces:
+        yield revert_weight_conversion(model, piece)
 
 
 def _pieces(source: WeightSource, model: nn.Module, prefix: str) -> Iterator[dict[str, Tensor]]:

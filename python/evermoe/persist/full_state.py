@@ -1,0 +1,190 @@
+"""The weights of a model whose experts are spread over ranks: gathered by rank 0, one module or layer at a time.
+
+All ranks go through the model in the same order. An expert's first holder sends it to rank 0; what is not an expert is
+on all ranks. Only rank 0 uses what the others go through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.errors import PersistFailed, UnsupportedState
+from evermoe.experts import Experts, expert_layers
+from evermoe.persist.weight_folder import WeightFolder
+from evermoe.state.unit import own_tensors
+
+T = TypeVar("T")
+Piece = dict[str, Any]
+"""A part of a state dict."""
+
+
+class LiveWeights:
+    """Brings rank 0 the weights of a model that ranks train, as an `evermoe.WeightSource`; collective.
+
+    All ranks ask for the same units in the same order; on those but 0 nothing is written.
+    """
+
+    def describe(self) -> str:
+        """What the weights are."""
+        return "the model that is trained"
+
+    @torch.no_grad()
+    def fill(self, path: str, module: nn.Module, tensors: Mapping[str, Tensor], expert: int | None) -> None:
+        """Writes the values of one unit; see `evermoe.WeightSource`. An expert's tensors are on the CPU.
+
+        Raises:
+            PeerLost: a member is gone.
+        """
+        if expert is not None and isinstance(module, Experts):
+            _fill_expert(module, expert, tensors["weights"])
+            return
+        own = dict(own_tensors(module))
+        for name, tensor in tensors.items():
+            tensor.copy_(own[name])
+
+
+def _fill_expert(layer: Experts, expert: int, row: Tensor) -> None:
+    group, holder = layer.group, int(np.flatnonzero(layer.matrix_RE[:, expert])[0])
+    mine = layer.weights[layer.ids.index(expert)].detach() if group.rank == holder else row
+    if holder == 0 and group.rank == 0:
+        row.copy_(mine)
+    elif group.rank == holder:
+        group.exchange([(mine.cpu().view(torch.uint8), 0)], [])
+    elif group.rank == 0:
+        group.exchange([], [(row.view(torch.uint8), holder)])
+
+
+@torch.no_grad()
+def pieces(module: nn.Module, prefix: str = "") -> Iterator[Piece]:
+    """The state dict of a model with all its experts, in parts and in its order; collective.
+
+    What is not an expert is the model's own memory. Ranks but 0 get the keys alone of experts.
+
+    Raises:
+        UnsupportedState: a module around expert layers changes its state dict by hooks.
+        PeerLost: a member is gone.
+    """
+    if isinstance(module, Experts):
+        yield _whole(module).state_dict(prefix=prefix)
+    elif not expert_layers(module):
+        yield module.state_dict(prefix=prefix)
+    else:
+        if module._state_dict_hooks or type(module).state_dict is not nn.Module.state_dict:
+            raise UnsupportedState(
+                f"{prefix.removesuffix('.') or 'the model'} ({type(module).__name__}) has MoE layers and changes its "
+                "state dict by a hook or a method of its own, which would need all of it in memory: use a checkpoint "
+                "of the session (checkpoint_dir=), which evermoe.load_weights reads"
+            )
+        own: Piece = {}
+        module._save_to_state_dict(own, prefix, keep_vars=False)
+        yield own
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from pieces(child, f"{prefix}{name}.")
+
+
+def _whole(layer: Experts) -> Experts:
+    """A stand-in with all experts on rank 0, and none on the others, for its state dict alone."""
+    is_first = layer.group.rank == 0
+    weights = torch.empty(layer.num_experts * is_first, layer.expert.row_size, dtype=layer.weights.dtype)
+    for expert in range(layer.num_experts):
+        _fill_expert(layer, expert, weights[expert] if is_first else weights)
+    whole: Experts = object.__new__(type(layer))
+    parameters = layer._parameters | {"weights": nn.Parameter(weights, requires_grad=False)}
+    whole.__dict__ = layer.__dict__ | {"_parameters": parameters, "ids": list(range(layer.num_experts))}
+    return whole
+
+
+def gather(model: nn.Module, group: Group) -> Piece:
+    """The state dict of a model with all its experts on the CPU of rank 0; empty on the others. Collective.
+
+    Raises:
+        UnsupportedState, PeerLost: as of `pieces`.
+    """
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    copies: dict[Any, Tensor] = {}
+
+    def apart(value: Any) -> Any:
+        """What the model's next steps do not change; tensors that are tied stay so."""
+        if not isinstance(value, Tensor) or value.untyped_storage().data_ptr() not in own:
+            return value
+        key = value.data_ptr(), value.dtype, value.shape, value.stride()
+        if key not in copies:
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+
+    state: Piece = {}
+    for piece in pieces(model):
+        if group.rank == 0:
+            state |= {key: apart(value) for key, value in piece.items()}
+    group.all_reduce(torch.ones(1))  # all members know that it is complete, or none goes on as if it were
+    return state
+
+
+def write(
+    parts: Iterable[Mapping[str, Any]],
+    folder: Path,
+    group: Group,
+    add_more: Callable[[Path], None] = lambda draft: None,
+) -> None:
+    """Writes parts of a state dict to a folder as rank 0, one after the other; collective.
+
+    Args:
+        parts: of which rank 0 writes; the others only go through theirs.
+        folder: must be empty, or not be there; it appears when all of it is on disk.
+        group: of the ranks.
+        add_more: as of `WeightFolder.publish`.
+
+    Raises:
+        PersistFailed: rank 0 could not write; the same on all ranks, and no folder is there.
+        UnsupportedState: a part has something else than tensors.
+        PeerLost: a member is gone. The folder is complete or not there.
+    """
+    draft: WeightFolder | None = None
+    problem = ""
+    try:
+        if group.rank == 0:
+            draft, problem = _attempt(lambda: WeightFolder(folder))
+        _agree(group, problem)
+        for part in parts:
+            _check_tensors(part)
+            if draft is not None and not problem:  # after one, it goes on to receive what the others send
+                _, problem = _attempt(lambda part=part: draft.add(part))  # type: ignore[misc]
+        if draft is not None and not problem:
+            _, problem = _attempt(lambda: draft.publish(add_more))
+        _agree(group, problem)
+    finally:
+        if draft is not None:
+            draft.__exit__(None, None, None)
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
+    """What an action returns, and why it could not be done."""
+    try:
+        return action(), ""
+    except (OSError, SafetensorError) as error:
+        return None, str(error) or type(error).__name__
+
+
+def _agree(group: Group, problem: str) -> None:
+    problem = gather_json(group, problem)[0]
+    if problem:
+        raise PersistFailed(f"the weights were not written: rank 0: {problem}")
+
+
+def _check_tensors(part: Mapping[str, Any]) -> None:
+    for key, value in part.items():
+        if not isinstance(value, Tensor):
+            raise UnsupportedState(
+                f"{key} of the state dict is a {type(value).__name__}, and files hold tensors alone: leave `folder` "
+                "out, and save what rank 0 gets"
+            )
