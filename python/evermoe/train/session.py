@@ -300,9 +300,9 @@ class Session:
         `evermoe.integrations.transformers.export` writes the files that `from_pretrained` loads.
 
         Args:
-            folder: None, or where rank 0 writes safetensors files with an index, one layer in memory at a time: empty,
-                or not there yet. It appears when all is on disk. `hang_limit` must allow for writing a file of 5 GB, or
-                where there are replica nodes for all.
+            folder: None, or where rank 0 writes safetensors files with an index: empty, or not there yet. It appears
+                when all is on disk. Rank 0 has a layer and a file, of 5 GB at most, in memory. `hang_limit` must allow
+                for writing a file, or where there are replica nodes for all of it.
 
         Returns:
             By the model's keys tensors on the CPU, which no step changes. Empty on the other ranks, and with `folder`.

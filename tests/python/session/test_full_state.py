@@ -132,8 +132,9 @@ def test_tied_weights_files_of_a_size_and_folders_that_are_taken(tmp_path, monke
         assert state["scale"].any(), "of its own memory"
         with pytest.raises(PersistFailed, match="expected an empty folder"):
             session.full_state_dict(folder)
+        (tmp_path / "file").touch()
         with pytest.raises(PersistFailed, match="rank 0: "):
-            session.full_state_dict(folder / "model-00001-of-00002.safetensors" / "x")
+            session.full_state_dict(tmp_path / "file" / "whole")
 
     alone(model, visit, tmp_path)
 
