@@ -1,8 +1,8 @@
 # One command a need. `make` alone lists them.
 SHELL := /bin/bash
 PYTHON ?= python3
-# Tests that run side by side: as many as there are processors, but no more than 8.
-TEST_PROCESSES ?= $(shell nproc | awk '{ print $$1 < 8 ? $$1 : 8 }')
+# Tests that run side by side: three for two processors, as most of them wait for others, but no more than 12.
+TEST_PROCESSES ?= $(shell nproc | awk '{ n = int($$1 * 3 / 2); print n < 12 ? n : 12 }')
 VENV := .venv
 # The Python of the machine with a GPU, which `make wheel` packs for.
 GPU_PYTHON ?= 3.12
