@@ -139,7 +139,8 @@ class Session:
             lighthouse=lighthouse,
             identity=identity,
             node=node,
-            device=next(self.model.parameters()).device,
+            device=(device := next(self.model.parameters()).device),
+            has_side_group=self.config.dense == "sharded" and device.type == "cpu",
         )
 
     @property

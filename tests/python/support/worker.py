@@ -25,6 +25,7 @@ import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler
+from evermoe.train import early_sums
 
 VOCABULARY = 32
 WIDTH = 16
@@ -98,6 +99,10 @@ class Options:
     """Its model is built without memory."""
     dtype: str = "float32"
     """Of the model's parameters."""
+    bucket_bytes: int | None = None
+    """Of gradients that are summed together beside backward, instead of the session's own; 0: none are."""
+    parts: int = 1
+    """Parts of a share, whose gradients add up."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -184,6 +189,8 @@ class Recorder:
         self._copied_step = -1
         self._has_copied = threading.Condition()
         self.session: evermoe.Session | None = None
+        self.computing = 0
+        """The step that the script computes."""
         self._flips: Any = None
 
     def __call__(self, event: Event) -> None:
@@ -243,6 +250,10 @@ class Recorder:
                 continue
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
+    def bucket(self, _: str) -> None:
+        """A bucket of gradients is about to be summed beside the backward pass, in a thread of its own."""
+        self.fault("bucket", self.computing)
+
     def _flipper(self) -> Any:
         if self._flips is None:
             from support.flips import Flipper  # this file also runs by itself, without the others
@@ -293,6 +304,10 @@ def write_traces(options: Options, session: evermoe.Session, profiler: Profiler)
 
 
 def train(options: Options) -> None:
+    if options.bucket_bytes is not None:
+        early_sums.BUCKET_BYTES = options.bucket_bytes
+    if options.bucket_bytes == 0:
+        early_sums.EarlySums.plan = lambda self, parameters_R: None  # type: ignore[method-assign]
     record = Recorder(options)
     record.write("started", parent=os.getppid())
     try:
@@ -331,6 +346,7 @@ def _train(options: Options, record: Recorder) -> None:
         lighthouse=options.lighthouse,
         **options.session,
     )
+    session._membership.side_group.on_begin = record.bucket
     if options.compiled:
         model.compile(fullgraph=True, backend="aot_eager")
     profiler = Profiler(model, keep=options.steps)
@@ -343,14 +359,16 @@ def _train(options: Options, record: Recorder) -> None:
             record.watch()
         generation, indices = session.generation, step.indices.tolist() if step.weight else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
-        tokens = data[step.indices]
-        if options.narrow and step.number // options.narrow % 2:
-            tokens = tokens % 3
+        record.computing = step.number
         with step:
-            loss = model(tokens)
-            compute(options, model, tokens, step.number)
-            record.fault("forward", step.number)
-            step.backward(poisoned(loss, model, options.poison.get(step.number)))
+            for batch in step.micro_batches(options.parts):
+                tokens = data[batch.indices]
+                if options.narrow and step.number // options.narrow % 2:
+                    tokens = tokens % 3
+                loss = model(tokens)
+                compute(options, model, tokens, step.number)
+                record.fault("forward", step.number)
+                batch.backward(poisoned(loss, model, options.poison.get(step.number)))
         time.sleep(options.late)
         pacing = session._protection.window_planner
         record.write("paced", step=step.number, plans=pacing.plans, summary=pacing.summary, seconds=pacing.step_seconds)
