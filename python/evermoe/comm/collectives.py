@@ -132,16 +132,26 @@ class ExpertReducer:
         return torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
 
 
-def complete_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
+def complete_gradients(parameters: Sequence[nn.Parameter], group: Group, flags: Sequence[bool] = ()) -> list[bool]:
     """Makes all ranks agree on which parameters have a gradient: missing on some ranks means zeros there.
 
     One that has none on any rank keeps `grad = None`, so that the optimizer skips it. Collective.
+
+    Args:
+        parameters: of the model.
+        group: of all that have them.
+        flags: as many on all ranks.
+
+    Returns:
+        per flag, whether it is set on any rank.
     """
-    counts = torch.tensor([float(p.grad is not None) for p in parameters])
+    counts = torch.tensor([*(float(p.grad is not None) for p in parameters), *map(float, flags)])
     group.all_reduce(counts)
-    for parameter, count in zip(parameters, counts.tolist(), strict=True):
-        if count > 0 and parameter.grad is None:
+    found = [count > 0 for count in counts.tolist()]
+    for parameter, has_gradient in zip(parameters, found, strict=False):
+        if has_gradient and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+    return found[len(parameters) :]
 
 
 def reduce_dense(parameters: Sequence[nn.Parameter], group: Group) -> None:

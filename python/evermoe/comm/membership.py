@@ -93,6 +93,7 @@ class Membership:
         node: the machine whose memory dies as one.
         device: device of the tensors that `trainer_group` takes.
         rank_key: ranks follow the order of these, then of the members' ids.
+        has_side_group: whether those that train need `side_group`.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Membership:
         node: str,
         device: torch.device,
         rank_key: str = "",
+        has_side_group: bool = False,
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
         secret = job_secret()
@@ -120,8 +122,9 @@ class Membership:
         self.transport = Transport(place.host, place.address, secret)
         """Messages between all members, replica nodes included, of threads beside training."""
         self._with_replicas = Group(interface)
-        self.trainer_group.linked, self._with_replicas.linked = [self._with_replicas], [self.trainer_group]
-        self.trainer_group.transport = self._with_replicas.transport = self.transport
+        self.side_group, self._has_side_group = Group(interface), has_side_group
+        """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; else of one."""
+        self._link()
         self.rank_key = rank_key
         self.steps = 0
         """Steps after which the script ends the job; 0 where no script does."""
@@ -161,6 +164,12 @@ class Membership:
         """Watches the other members of the group."""
         self._meeting: str | None = None
         """Address of the store in which groups are being connected."""
+
+    def _link(self) -> None:
+        """Makes each group be dropped with the others."""
+        groups = [self.trainer_group, self._with_replicas, self.side_group]
+        for group in groups:
+            group.linked, group.transport = [other for other in groups if other is not group], self.transport
 
     @property
     def everyone(self) -> Group:
@@ -341,6 +350,8 @@ class Membership:
             self._with_replicas.rebuild(dist.PrefixStore("everyone", store), rank, size, cpu, limit)
         if self.role == "train":
             self.trainer_group.rebuild(store, rank, self.num_trainers, self.device, limit)
+            if self._has_side_group:
+                self.side_group.rebuild(dist.PrefixStore("side", store), rank, self.num_trainers, cpu, limit)
         else:
             self.trainer_group.rebuild(store, 0, 1, cpu, limit)
 

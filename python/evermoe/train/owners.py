@@ -2,6 +2,7 @@
 
     replicated   backward ─ all-reduce ─ VOTE ─ update everywhere
     sharded      backward ─ reduce to owners ─ VOTE ─ update at owners ─ weights to all
+                   └ in buckets, on CPUs, as soon as their gradients are there: see `evermoe.train.early_sums`
 
 An owner that is lost while it sends weights takes nothing with it: its units are protected as experts are, and in the
 recovery that follows all get the weights again.
@@ -9,13 +10,16 @@ recovery that follows all get the weights again.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
-from evermoe.comm.collectives import reduce_dense, reduce_to_owners, send_from_owners
-from evermoe.comm.group import Group
+import torch
+from torch import Tensor, nn
+
+from evermoe.comm.collectives import complete_gradients, reduce_dense, reduce_to_owners, send_from_owners
+from evermoe.comm.membership import Membership
 from evermoe.errors import PeerLost
 from evermoe.state.training_state import TrainingState
+from evermoe.train.early_sums import EarlySums
 
 
 class DenseExchange:
@@ -23,24 +27,38 @@ class DenseExchange:
 
     Args:
         state: whose parameters they are, and who owns them.
-        group: all that train.
+        membership: has the groups of all that train.
     """
 
-    def __init__(self, state: TrainingState, group: Group) -> None:
-        self._state, self._group = state, group
+    def __init__(self, state: TrainingState, membership: Membership) -> None:
+        self._state, self._group = state, membership.trainer_group
+        self.early = EarlySums(membership.side_group, membership.trainer_group)
+        """Sums that are under way while the script computes."""
+        self._is_changed: list[bool] = []
+        """Per sum, whether a member has other gradients now."""
         self._stepped_R: list[list[Tensor]] = []
         """Parameters with a gradient that each rank owns: those that the update changes."""
 
+    def complete(self, weights: Sequence[nn.Parameter]) -> None:
+        """Makes all ranks agree on which parameters have a gradient, also of `weights`, the experts'; collective."""
+        changed = self.early.send_rest()
+        self._is_changed = complete_gradients([*self._state.dense, *weights], self._group, changed)
+
     def reduce(self) -> None:
-        """Sums the gradients over all ranks, which have gradients of the same parameters; collective.
+        """Sums the gradients over all ranks, which `complete` has brought to an agreement; collective.
 
         Those that have an owner are left to it: the others have none any more, and their optimizers skip them.
         """
         every_R = self._state.owners.tensors_R(self._group.size)
         owned = {id(tensor) for tensors in every_R for tensor in tensors}
         reduce_dense([parameter for parameter in self._state.dense if id(parameter) not in owned], self._group)
-        reduce_to_owners([[t.grad for t in tensors if t.grad is not None] for tensors in every_R], self._group)
         self._stepped_R = [[tensor for tensor in tensors if tensor.grad is not None] for tensors in every_R]
+        summed = self.early.finish(self._is_changed)
+        rest_R = [
+            [t.grad for t in tensors if t.grad is not None and id(t) not in summed] for tensors in self._stepped_R
+        ]
+        reduce_to_owners(rest_R, self._group)
+        self.early.plan(self._stepped_R)
         for rank, tensors in enumerate(self._stepped_R):
             for tensor in tensors if rank != self._group.rank else ():
                 tensor.grad = None
@@ -59,5 +77,6 @@ class DenseExchange:
 
     @torch.no_grad()
     def send_all(self) -> None:
-        """Sends the weights and buffers of all units that have owners; collective."""
+        """Sends the weights and buffers of all units that have owners, as after each change of them; collective."""
+        self.early.forget()
         send_from_owners(self._state.owners.tensors_R(self._group.size), self._group)

@@ -122,7 +122,8 @@ class Session:
             lighthouse=lighthouse,
             identity=Identity(job, self._state.catalog.layout, common, rounding),
             node=node,
-            device=next(model.parameters()).device,
+            device=(on := next(model.parameters()).device),
+            has_side_group=is_sharded and on.type == "cpu",
         )
         self.group = self._membership.trainer_group
         """The members that train: its `rank` and `size` change with them."""

@@ -8,7 +8,6 @@ import warnings
 import torch
 from torch import Tensor
 
-from evermoe.comm.collectives import complete_gradients
 from evermoe.comm.vote import Ballot
 from evermoe.errors import PeerLost, PersistFailed, UnsupportedState
 from evermoe.events import Begin, Commit, Copy, Gather, Reduce, Skipped, Update, Verified, Vote
@@ -66,10 +65,11 @@ class SessionDriver(RecoveryDriver):
         self._is_open = False
         self._calls.begin(step.number, self._membership.generation)
         self._protection.begin_step()
+        self._dense.early.begin_step()
         self._emit(Begin(step.number))
 
     def check_loss(self, loss: Tensor) -> float:
-        """Checks a loss of the session's first step; what each is multiplied by before it is backpropagated.
+        """A loss is about to be backpropagated: checks that of the session's first step; what to multiply it by.
 
         Raises:
             UnsupportedState: the script has scaled it by a `torch.amp.GradScaler`.
@@ -77,6 +77,7 @@ class SessionDriver(RecoveryDriver):
         if not self._has_seen_loss:
             self._has_seen_loss = True
             refuse_scaled(loss)
+        self._dense.early.begin_backward()
         return self._script.loss_scale.value
 
     def _refuse_step(self, *_: object) -> None:
@@ -98,7 +99,7 @@ class SessionDriver(RecoveryDriver):
         self._emit(Reduce(step.number))
         weights = [layer.weights for layer in self._state.layers.values()]
         has_finite = gradients.are_finite([p.grad for p in self._state.dense if p.grad is not None])
-        complete_gradients([*self._state.dense, *weights], self._group)
+        self._dense.complete(weights)
         self._protection.begin_exchange(step.number + 1)
         self._dense.reduce()
         experts = gradients.of_experts(self._state)

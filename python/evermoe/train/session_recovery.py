@@ -62,7 +62,7 @@ class RecoveryDriver(Driver):
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
         self._reducer = ExpertReducer([], [], 0)
-        self._dense = DenseExchange(self._state, self._group)
+        self._dense = DenseExchange(self._state, self._membership)
         self.reports: list[Recovered] = []
         self.committed = -1
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
@@ -86,7 +86,8 @@ class RecoveryDriver(Driver):
         return self._checkpointer.newest_generation()
 
     def leave(self) -> None:
-        """Lets other jobs have the checkpoint folder."""
+        """Lets other jobs have the checkpoint folder, and leaves gradients to the script."""
+        self._dense.early.forget()
         self._checkpointer.close()
 
     # ---- membership
@@ -112,6 +113,7 @@ class RecoveryDriver(Driver):
 
     def interrupt(self) -> None:
         """Ends what is under way in the group."""
+        self._dense.early.end()
         self._protection.settle()
 
     def connecting(self) -> None:

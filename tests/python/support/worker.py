@@ -26,6 +26,7 @@ from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler
 from evermoe.state.unit import weight_tensors
+from evermoe.train import early_sums
 
 VOCABULARY = 32
 WIDTH = 16
@@ -101,6 +102,10 @@ class Options:
     """Of the model's parameters."""
     whole: dict[int, str] = field(default_factory=dict)
     """By the steps that are taken, the name of a folder to which it writes the whole model then."""
+    bucket_bytes: int | None = None
+    """Of gradients that are summed together beside backward, instead of the session's own; 0: none are."""
+    parts: int = 1
+    """Parts of a share, whose gradients add up."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -187,6 +192,8 @@ class Recorder:
         self._copied_step = -1
         self._has_copied = threading.Condition()
         self.session: evermoe.Session | None = None
+        self.computing = 0
+        """The step that the script computes."""
         self._flips: Any = None
 
     def __call__(self, event: Event) -> None:
@@ -245,6 +252,10 @@ class Recorder:
                 self.write("flipped", units=self._flipper().flip(fault.where), at=step)
                 continue
             os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
+
+    def bucket(self, _: str) -> None:
+        """A bucket of gradients is about to be summed beside the backward pass, in a thread of its own."""
+        self.fault("bucket", self.computing)
 
     def _flipper(self) -> Any:
         if self._flips is None:
@@ -313,6 +324,10 @@ def write_whole(options: Options, session: evermoe.Session, record: Recorder) ->
 
 
 def train(options: Options) -> None:
+    if options.bucket_bytes is not None:
+        early_sums.BUCKET_BYTES = options.bucket_bytes
+    if options.bucket_bytes == 0:
+        early_sums.EarlySums.plan = lambda self, parameters_R: None  # type: ignore[method-assign]
     record = Recorder(options)
     record.write("started", parent=os.getppid())
     try:
@@ -352,6 +367,7 @@ def _train(options: Options, record: Recorder) -> None:
         lighthouse=options.lighthouse,
         **options.session,
     )
+    session._membership.side_group.on_begin = record.bucket
     if options.compiled:
         model.compile(fullgraph=True, backend="aot_eager")
     profiler = Profiler(model, keep=options.steps)
@@ -364,14 +380,16 @@ def _train(options: Options, record: Recorder) -> None:
             record.watch()
         generation, indices = session.generation, step.indices.tolist() if step.weight else []
         record.write("share", step=step.number, generation=generation, indices=indices, rank=session.group.rank)
-        tokens = data[step.indices]
-        if options.narrow and step.number // options.narrow % 2:
-            tokens = tokens % 3
+        record.computing = step.number
         with step:
-            loss = model(tokens)
-            compute(options, model, tokens, step.number)
-            record.fault("forward", step.number)
-            step.backward(poisoned(loss, model, options.poison.get(step.number)))
+            for batch in step.micro_batches(options.parts):
+                tokens = data[batch.indices]
+                if options.narrow and step.number // options.narrow % 2:
+                    tokens = tokens % 3
+                loss = model(tokens)
+                compute(options, model, tokens, step.number)
+                record.fault("forward", step.number)
+                batch.backward(poisoned(loss, model, options.poison.get(step.number)))
         if step.committed and session.step in options.whole:
             write_whole(options, session, record)
         time.sleep(options.late)

@@ -1,0 +1,189 @@
+"""Gradients that are summed at their owners while backward still computes others.
+
+    backward         ──head──second──first──embedding──┐
+    beside it           └ bucket 0 ── bucket 1 ────────┴ bucket 2 ── VOTE
+
+Sums are begun before it is known that the gradients are final: a script may backpropagate again, or change them. So a
+bucket's sum counts only if no member has changed a gradient of it since; otherwise all members reduce it again.
+
+Members begin the same buckets in the same order, in a group of their own: the exchanges of the MoE layers, which go on
+meanwhile, have another. What is in a bucket follows from the gradients of the latest step, on which all have agreed.
+A gradient that does not come is sent as zeros once backward is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.collectives import BUCKET_BYTES, reduce_to_owners
+from evermoe.comm.group import Group
+from evermoe.comm.task import Task
+from evermoe.errors import PeerLost
+
+
+class _Sent:
+    """The gradients `[owner][n]` of a bucket that were sent, and whether they have changed since.
+
+    Args:
+        parameters_R: of the bucket, by owner.
+        rank: of this member, whose own gradients are copied: their sums are written to the copies.
+    """
+
+    def __init__(self, parameters_R: Sequence[Sequence[Tensor]], rank: int) -> None:
+        self._seen = [(p, p.grad, None if p.grad is None else p.grad._version) for ps in parameters_R for p in ps]
+        self.gradients_R = [[torch.zeros_like(p) if p.grad is None else p.grad for p in ps] for ps in parameters_R]
+        self.gradients_R[rank] = [gradient.clone() for gradient in self.gradients_R[rank]]
+
+    def is_changed(self) -> bool:
+        """Whether a gradient is another one now; writing to `gradient.data` is not seen."""
+        return any(p.grad is not g or (g is not None and g._version != version) for p, g, version in self._seen)
+
+
+class EarlySums:
+    """Sums gradients at their owners in buckets, in a thread beside backward.
+
+    Args:
+        group: of those that train, in which nothing else is exchanged; of one member where nothing is summed early.
+        trainers: those members' group for all else.
+    """
+
+    def __init__(self, group: Group, trainers: Group) -> None:
+        self._group, self._trainers = group, trainers
+        self._buckets: list[list[list[Tensor]]] = []
+        """Parameters of each bucket, by owner."""
+        self._planned: list[list[int]] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._backwards = self._backwards_before = 0
+        """Backpropagations of this step, and of the one before: as many are waited for before a bucket is sent."""
+        self._missing: list[int] = []
+        """Per bucket, gradients that this backpropagation has not brought."""
+        self._sent: list[_Sent] = []
+        self._tasks: list[Task[None]] = []
+        self._queue: SimpleQueue[Task[None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def plan(self, parameters_R: Sequence[Sequence[Tensor]]) -> None:
+        """Notes which gradients the next step will probably have, by owner; the same on all members.
+
+        A bucket has about as many bytes of each owner, the last parameters first, as backward has them first.
+        """
+        planned = [[id(parameter) for parameter in parameters] for parameters in parameters_R]
+        if self._group.size == 1 or planned == self._planned:
+            return
+        self.forget()
+        self._planned = planned
+        room = BUCKET_BYTES // len(parameters_R)
+        queues = [list(parameters) for parameters in parameters_R]
+        while any(queues):
+            self._buckets.append([_take_last(queue, room) for queue in queues])
+        for number, bucket in enumerate(self._buckets):
+            for parameter in (parameter for parameters in bucket for parameter in parameters):
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(number)))
+
+    def forget(self) -> None:
+        """Sums nothing early until it is planned again."""
+        self.end()
+        for hook in self._hooks:
+            hook.remove()
+        self._buckets, self._planned, self._hooks = [], [], []
+
+    def begin_step(self) -> None:
+        """The script begins to compute a step."""
+        self.end()
+        self._backwards_before, self._backwards = self._backwards, 0
+
+    def begin_backward(self) -> None:
+        """The script begins to backpropagate a loss."""
+        self._backwards += 1
+        self._missing = [sum(map(len, bucket)) for bucket in self._buckets]
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        return partial(self._arrived, number)
+
+    def _arrived(self, number: int, _: Tensor) -> None:
+        if self._backwards == 0 or self._backwards != self._backwards_before:
+            return
+        self._missing[number] -= 1
+        while len(self._sent) < len(self._buckets) and self._missing[len(self._sent)] <= 0:
+            self._send_next()
+
+    @torch.no_grad()
+    def _send_next(self) -> None:
+        sent = _Sent(self._buckets[len(self._sent)], self._group.rank)
+        task = Task(partial(self._sum, sent.gradients_R))
+        self._sent.append(sent)
+        self._tasks.append(task)
+        self._queue.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=_work, args=[self._queue], name="evermoe-sums", daemon=True)
+            self._thread.start()
+
+    def _sum(self, gradients_R: Sequence[Sequence[Tensor]]) -> None:
+        try:
+            reduce_to_owners(gradients_R, self._group)
+        except PeerLost:
+            self._trainers.timed_out = self._trainers.timed_out or self._group.timed_out
+            raise
+
+    def send_rest(self) -> list[bool]:
+        """Backward is over: begins the other buckets. Per bucket, whether this member's gradients have changed."""
+        changed = [sent.is_changed() for sent in self._sent]
+        while len(self._sent) < len(self._buckets):
+            self._send_next()
+        return changed + [False] * (len(self._sent) - len(changed))
+
+    def finish(self, is_changed: Sequence[bool]) -> set[int]:
+        """Waits for all sums and puts those of unchanged buckets in place at their owners; the ids of their parameters.
+
+        Args:
+            is_changed: per bucket, whether any member's gradients have changed.
+
+        Raises:
+            PeerLost: a member is gone.
+        """
+        if not self._sent:
+            return set()
+        self._trainers.on_wait(True)
+        done = [task.wait() for task in self._tasks]
+        self._trainers.on_wait(False)
+        if not all(done):
+            raise PeerLost(next(task.lost for task in self._tasks if task.lost is not None))
+        summed = set()
+        rank = self._group.rank
+        for bucket, sent, changed in zip(self._buckets, self._sent, is_changed, strict=True):
+            if changed:
+                continue
+            for parameter, gradient in zip(bucket[rank], sent.gradients_R[rank], strict=True):
+                if parameter.grad is not None:  # it has one somewhere
+                    parameter.grad = gradient
+            summed |= {id(parameter) for parameters in bucket for parameter in parameters}
+        self.end()
+        return summed
+
+    def end(self) -> None:
+        """Waits until the thread has ended; where sums are under way, the group has been dropped before."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+        self._sent, self._tasks = [], []
+
+
+def _take_last(parameters: list[Tensor], room: int) -> list[Tensor]:
+    """Takes so many bytes of parameters off a list's end, at least one if there is any."""
+    taken: list[Tensor] = []
+    while parameters and sum(parameter.nbytes for parameter in taken) < room:
+        taken.append(parameters.pop())
+    return taken or [parameters.pop() for _ in parameters[:1]]
+
+
+@torch.no_grad()
+def _work(queue: SimpleQueue[Task[None] | None]) -> None:
+    while (task := queue.get()) is not None:
+        task.run()
