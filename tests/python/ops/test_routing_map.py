@@ -80,7 +80,7 @@ def test_a_layer_of_a_map_compiles_whole_with_dynamic_shapes(device):
 @pytest.mark.filterwarnings("ignore:.*double precision")
 def test_a_plain_sum_has_the_gradient_of_a_copy(device):
     ids = make_ids(7, 3, 5).to(device)
-    row_ids, positions = ops.dispatch_plan(ids, ops.expert_histogram(ids, 5)[:, None])
+    _, positions = ops.dispatch_plan(ids, ops.expert_histogram(ids, 5)[:, None])
     rows = torch.randn(21, 4, device=device, requires_grad=True)
     # It is linear, so that large steps lose nothing to float32.
     assert torch.autograd.gradcheck(lambda r: ops.unpermute(r, positions), rows, eps=1.0, atol=1e-5)
