@@ -39,6 +39,7 @@ from evermoe.ops.dispatch import (
 )
 from evermoe.ops.fp8 import dequantize_rows, quantize_rows
 from evermoe.ops.optim import adamw_, adamw_all_, adamw_step, sgd_, sgd_all_, sgd_step
+from evermoe.ops.routing_map import routing_map_to_ids
 
 __all__ = [
     "BLOCK_BYTES",
@@ -61,6 +62,7 @@ __all__ = [
     "quantize_rows",
     "regroup",
     "regroup_out",
+    "routing_map_to_ids",
     "set_cpu_cache_limit",
     "sgd_",
     "sgd_all_",

@@ -175,14 +175,12 @@ class Rendezvous:
         if why == "training":
             self._membership.expect_members()
         if self._membership.is_out_of_time():
-            reason = "some members are absent"
+            reason = self._lacking(found, size) if why == "minority" else "some members are absent"
             if why == "members":
                 reason = (
                     f"{found} of {needed} members have come: start {needed - found} more, or give the number that "
                     "there is (--members, EVERMOE_MEMBERS)"
                 )
-            if why == "minority":
-                reason = self._lacking(found, size)
             silent = self._membership.lighthouses.silent
             if silent and not self._membership.established:
                 reason = f"a new job begins once all its Lighthouses have answered, and {silent[0]} has not"
@@ -348,6 +346,8 @@ class CommitProtocol:
         self._membership.established = self._machine.is_established
 
     def _carry_out(self, name: str, fields: dict[str, Any]) -> Event | None:
+        if name == "stop":
+            self._stop(**fields)  # whatever it raises ends the job, PeerLost too
         own = getattr(self, f"_{name}", None) or getattr(self._rendezvous, name, None) or getattr(self._driver, name)
         try:
             return own(**fields)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import evermoe
+from evermoe.errors import PeerLost
 from support import worker
 from support.harness import PATIENCE, as_json
 from support.history import check_history, check_recovered
@@ -248,3 +249,15 @@ def test_step_without_with(session):
     with pytest.raises(RuntimeError, match="must be used as `with step:`"):
         for _ in session.steps(3):
             pass
+
+
+def test_a_job_without_progress_ends_with_the_last_failure(tmp_path):
+    model = torch.nn.Sequential(evermoe.MoE(8, 16, 4), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(64, 8), memory_dir=str(tmp_path))
+    with pytest.raises(PeerLost, match=r"20 recoveries in a row without a committed step at step 0.*no luck"):
+        for step in session.steps(5):
+            with step:
+                session.group.drop("no luck")
+                raise PeerLost("no luck")
+    assert session.has_left
