@@ -42,7 +42,7 @@ def test_import_of_the_package_loads_nothing_else():
 
 def test_import_of_the_ops_loads_neither_torchft_nor_the_session():
     told = fresh("import evermoe.ops" + TOLD)
-    parts = ["_fakes", "_load", "cache", "chunks", "dispatch", "fp8", "optim"]
+    parts = ["_fakes", "_load", "cache", "chunks", "dispatch", "fp8", "optim", "routing_map"]
     assert told["ours"] == ["evermoe", "evermoe._native", "evermoe.ops", *(f"evermoe.ops.{part}" for part in parts)]
     assert not {"torchft", "opentelemetry", "matplotlib", "safetensors"} & set(told["foreign"])
     assert told["environment"] == {}
