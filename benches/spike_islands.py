@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -38,12 +39,17 @@ from evermoe.comm.group import Group, end_waits
 from evermoe.comm.lighthouse import start_lighthouse
 from evermoe.comm.torch_groups import end_torch_groups, quick_groups
 from evermoe.errors import PeerLost
+from evermoe.events import Update
 
 BATCH = 32
 LIMIT_SECONDS = 120
 """For the processes of a run."""
 SKIPPED = 3
 """Steps that are not measured."""
+POINTS = ("forward", "reduce", "vote", "update")
+"""Where processes die: before the second layer, before the dense sums, after them, and once the step is decided."""
+ENDED = ("gloo/", "Application timeout caused pair closure")
+"""Parts of gloo's messages where a wait was ended, here or by a peer; torch has no type for them."""
 DIED, LEFT = -signal.SIGKILL, 3
 """Exit codes of a process that was killed, and of one whose island is not whole any more."""
 
@@ -56,6 +62,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3, help="dense blocks of 8 width² parameters, each with experts")
     parser.add_argument("--steps", type=int, default=14, help="of each run")
     parser.add_argument("--kill-at", type=int, default=7, help="the step in which processes die (%(default)s)")
+    parser.add_argument(
+        "--kill-in", choices=POINTS, default=POINTS[0], help="where in that step: %(choices)s (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="pairs of timed runs; 0 for none (%(default)s)")
     parser.add_argument("--json", help="where to write the figures")
     return parser.parse_args()
@@ -215,12 +224,20 @@ def work(options: argparse.Namespace, kind: str, victims: list[int], session: di
     if kind == "islands":
         store = dist.FileStore(str(folder / f"store-{number}"), -1)
         island = Island(number, position, options.ranks, store, model, options)
+
+    def die(point: str, number: int) -> None:
+        """Kills all that are to die, of which this may be one."""
+        if me in victims and (point, number) == (options.kill_in, options.kill_at):
+            for each in victims:
+                os.kill(int((folder / f"{each}.pid").read_text()), signal.SIGKILL)
+
     own = model if island is None else model.experts
     trained = evermoe.Session(
         own,
         evermoe.optim.AdamW(own.parameters(), lr=1e-3),
         evermoe.ElasticSampler(len(data), batch_size=BATCH),
         node=f"island{number}",
+        on_event=lambda event: die("update", event.step) if isinstance(event, Update) else None,
         **session,
     )
     if island is not None:
@@ -231,16 +248,15 @@ def work(options: argparse.Namespace, kind: str, victims: list[int], session: di
         now = time.perf_counter()
         found["seconds"] += [now - began] if step.number > SKIPPED else []
         began = now
-        dying = [folder / f"{each}.pid" for each in victims] if step.number == options.kill_at else []
         if step.number == options.kill_at and not killed_at:
             killed_at = now
         with step:
             try:
-                train(trained, step, model, island, data, dying if me in victims else [])
+                train(trained, step, model, island, data, lambda point, number=step.number: die(point, number))
             except (NotWhole, PeerLost):
                 raise
             except RuntimeError as error:
-                if "gloo/" not in str(error):
+                if not any(words in str(error) for words in ENDED):
                     raise  # not of a wait in the island's group
                 trained.group.drop(str(error))
                 raise PeerLost(f"the island's group has failed: {error}") from None
@@ -250,32 +266,39 @@ def work(options: argparse.Namespace, kind: str, victims: list[int], session: di
             found["losses"][step.number] = trained.loss
             if step.number == options.kill_at:
                 found["repeated_after"] = time.perf_counter() - killed_at
-    dense = list(model.blocks.parameters()) if island is None else island.shards
     if island is not None:
-        found["rebuilds"] = island.rebuilds
-    found["bytes"] = 3 * sum(parameter.nbytes for parameter in dense)  # two moments have the size of the weights
+        island.follow(trained.step)
     found["recoveries"] = [
         [report.members, sum(report.seconds.values()), report.seconds["agree"]] for report in trained.reports
     ]
+    write(folder / f"{me}", found, model, island)
+
+
+def write(path: Path, found: dict[str, Any], model: Model, island: Island | None) -> None:
+    """Writes what a process has found, and the parameters that it has."""
+    dense = list(model.blocks.parameters()) if island is None else island.shards
+    found["rebuilds"] = [] if island is None else island.rebuilds
+    found["bytes"] = 3 * sum(parameter.nbytes for parameter in dense)  # two moments have the size of the weights
     experts = {f"{i} {e}": x.weights[row].detach() for i, x in enumerate(model.experts) for row, e in enumerate(x.ids)}
-    torch.save({"dense": [each.detach() for each in dense], "experts": experts}, folder / f"{me}.pt")
-    Path(folder, f"{me}.json").write_text(json.dumps(found))
+    torch.save({"dense": [each.detach() for each in dense], "experts": experts}, path.with_suffix(".pt"))
+    path.with_suffix(".json").write_text(json.dumps(found))
 
 
-def train(session: Any, step: Any, model: Model, island: Island | None, data: Tensor, dying: list[Path]) -> None:
-    """Computes a step up to the vote; one of those that are to die kills all of them before the second layer."""
+def train(session: Any, step: Any, model: Model, island: Island | None, data: Tensor, pass_point: Any) -> None:
+    """Computes a step up to the vote, and says at which point it is."""
 
     def between(layer: int) -> None:
         if layer == 1:
-            for each in dying:
-                os.kill(int(each.read_text()), signal.SIGKILL)
+            pass_point("forward")
 
     if island is not None:
         island.follow(session.step)
         island.connect(session)
     step.backward(model.loss(data[step.indices], between))
+    pass_point("reduce")
     if island is not None:
         island.reduce(session.group)
+    pass_point("vote")
 
 
 def run_process(*arguments: Any) -> None:
@@ -350,7 +373,7 @@ def compare(options: argparse.Namespace, found: dict[int, Any], alone: Model, lo
             is_same &= torch.equal(seen.setdefault(f"expert {name}", row), row)
     assert len(seen) == len(dense) + 8 * options.layers, "the survivors have all parameters"
     own = next(iter(found.values()))["losses"]
-    loss = max(abs(own[str(step)] - value) for step, value in enumerate(losses))
+    loss = max(abs(own[str(step)] - value) for step, value in enumerate(losses) if str(step) in own)
     return {"parameters": worst, "loss": loss, "same_bits": is_same, "moved": moved(options, alone)}
 
 
@@ -376,7 +399,7 @@ def main() -> None:
                 raise SystemExit(f"{name}: expected exit codes {expected}, got {codes}")
             once = result["correct"][name] = compare(options, found, alone, losses)
             first = found[0]
-            once |= {"recoveries": first["recoveries"][1:], "repeated_after": first["repeated_after"]}
+            once |= {"recoveries": first["recoveries"][1:], "repeated_after": first.get("repeated_after", math.nan)}
             print(
                 f"{name}: greatest difference to one process: parameters {once['parameters']:.1e} (the training moved "
                 f"one by {once['moved']:.1e}), loss {once['loss']:.1e} of {losses[0]:.1f} to {losses[-1]:.1f}; same "
@@ -384,7 +407,7 @@ def main() -> None:
             )
             for size, seconds, agreeing in once["recoveries"]:
                 print(f"  recovery to {size} members: {seconds:.2f} s, {agreeing:.2f} s of it to agree")
-            if victims:
+            if victims and options.kill_in != "update":
                 print(f"  from the start of the step that failed until it is taken: {once['repeated_after']:.2f} s")
         if options.rounds:
             result |= measure(options, lighthouse.address())
@@ -406,9 +429,9 @@ def measure(options: argparse.Namespace, address: str) -> dict[str, Any]:
             found, _ = run(options, kind, [], address)
             medians.append(statistics.median(s for each in found.values() for s in each["seconds"]))
             held[kind] = max(each["bytes"] for each in found.values())
-            rebuilds += [s for each in found.values() for s in each.get("rebuilds", [])]
+            rebuilds += [s for each in found.values() for s in each["rebuilds"]]
             found, _ = run(options, kind, last, address)
-            repeated[kind].append(found[0]["repeated_after"])
+            repeated[kind].append(found[0].get("repeated_after", math.nan))
     for name, values, unit in (("step", steps, 1e3), ("step in which the island dies", repeated, 1.0)):
         ratios = [b / a for a, b in zip(values["replicated"], values["islands"], strict=True)]
         usual = [statistics.median(each) * unit for each in values.values()]
