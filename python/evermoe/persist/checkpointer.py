@@ -47,9 +47,9 @@ class CheckpointOptions(Options):
     """Folder for checkpoints on a file system that all members share; None for none."""
     checkpoint_every: int = option(0, shared=True, least=0)
     """Steps between checkpoints; 0 for none. With a checkpoint_dir one is also written at the end."""
-    keep_checkpoints: int = option(2, least=1)
+    keep_checkpoints: int = option(2, shared=True, least=1)
     """How many of the newest checkpoints stay on disk."""
-    keep_checkpoint_every: int = option(0, least=0)
+    keep_checkpoint_every: int = option(0, shared=True, least=0)
     """Checkpoints of the steps that are multiples of it stay for ever; 0: none do."""
 
     def __post_init__(self) -> None:

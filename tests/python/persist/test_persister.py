@@ -24,10 +24,10 @@ class Slow:
         self.entered, self.go, self.save_file = threading.Event(), threading.Event(), plain_files.save_file
         monkeypatch.setattr(plain_files, "save_file", self)
 
-    def __call__(self, tensors, path):
+    def __call__(self, tensors, path, metadata=None):
         self.entered.set()
         assert self.go.wait(PATIENCE)
-        self.save_file(tensors, path)
+        self.save_file(tensors, path, metadata)
 
 
 @pytest.fixture
