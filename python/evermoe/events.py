@@ -94,7 +94,7 @@ class Gather(Event):
 
 @dataclass(frozen=True)
 class Copy(Event):
-    """The state has changed: snapshots of it begin; in a recovery: all copies are being made."""
+    """The state has changed: snapshots of it begin; in a recovery: the copies that are missing."""
 
     step: int
     """Steps taken in it."""
@@ -174,6 +174,8 @@ class Arranged(Event):
     """The same when two nodes fail at once."""
     locked_bytes: int = 0
     """Shared memory of this member that is page-locked, so that its GPU writes its snapshots there itself."""
+    missing_bytes: int = 0
+    """Bytes of all copies that their holders do not have yet, over all members: these alone are sent."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Recovered(Event):
     started_at: float
     """Time on this machine's clock, seconds since 1970."""
     seconds: dict[str, float]
-    """By phase: `agree`, `rebuild`, `fetch`, `verify`, which includes making all copies."""
+    """By phase: `agree`, `rebuild`, `fetch`, `verify`, which includes making the copies that are missing."""
     step: int
     """Steps taken in the state from which all resume."""
     steps_lost: int

@@ -17,7 +17,7 @@ from evermoe import ops
 from evermoe.options import Options, option
 from evermoe.planning.presets import PRESETS, Preset, PresetName
 from evermoe.planning.protection import ProtectionPlan
-from evermoe.state.stored import StoredUnit
+from evermoe.state.stored import NO_COPIES, KeptCopies, StoredUnit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,8 @@ class Assignment:
     """Name of this one."""
     copies_late: bool
     """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
+    copies: KeptCopies = NO_COPIES
+    """Copies that members have already of the state that is protected."""
 
 
 class Keeper(Protocol):
@@ -93,7 +95,7 @@ class Keeper(Protocol):
         """Follows a new plan from now on; `protect_all` and `restart` must follow."""
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Begins to copy everything that it keeps, as of `version`; collective. `wait` tells whether it got through.
+        """Begins to copy all it keeps, as of `version`, to where no copy is yet; `wait` says if all came. Collective.
 
         Returns:
             The units of which there are new copies at once.
@@ -107,7 +109,7 @@ class Keeper(Protocol):
         """Why what was begun will not be whole: a member is gone."""
 
     def restart(self, step: int) -> None:
-        """All copies of the latest plan are complete on all members, after so many steps."""
+        """All copies of the latest plan are complete on all members, after so many steps: earlier ones are dropped."""
         return
 
     def before_vote(self, step: int) -> bool:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -26,19 +26,17 @@ from evermoe.events import Arranged, Confirm, Listener, Send
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
 from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
-from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, plan_protection, survival
+from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection, survival
 from evermoe.planning.recovery import Lagging
-from evermoe.profile.memory import share_of_host_bytes
+from evermoe.protection_inputs import about_member, about_units, missing_bytes, unit_infos, without
 from evermoe.replay.calibrate import Arithmetic
-from evermoe.replay.part import parts_of
 from evermoe.replay.replicas import Replicas
 from evermoe.selection import ExpertSelector, LossLedger
 from evermoe.snapshot.snapshots import Snapshots
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
-from evermoe.snapshot.window_plan import COPIES, WindowOptions, WindowPlanner
-from evermoe.state.stored import StoredUnit
+from evermoe.snapshot.window_plan import COPIES, WindowOptions
+from evermoe.state.stored import NO_COPIES, KeptCopies, StoredUnit
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import Unit
 from evermoe.state.version import step_of
 
 logger = logging.getLogger(__name__)
@@ -108,26 +106,30 @@ class Protection:
         """Units whose replicas are a step behind, as they get the state alone."""
         self._skipped: list[tuple[str, int]] = []
         """Units whose copies never came to be, and their steps, of which the others do not know yet."""
+        self._copies = NO_COPIES
+        """Copies of before that the latest plan began with."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
         """Time of the last step."""
 
     # ---- who keeps what
 
-    def replan(self, generation: int, member: str) -> None:
+    def replan(self, generation: int, member: str, copies: KeptCopies) -> None:
         """Decides with all members who keeps what from now on; collective. `protect` must follow.
 
         Args:
             generation: of the members.
             member: this one's name.
+            copies: those that members have of the state now.
         """
         self.settle()
+        self._copies.forget()  # where the recovery before was interrupted
         group = self._membership.everyone
-        about_units = _about_units(self.state, self.replicas) if group.rank == 0 else None
-        mine = _about_member(self._membership, self.window_planner, self.options)
-        everyone = gather_json(group, {"member": asdict(mine), "units": about_units})
+        units = about_units(self.state, self.replicas) if group.rank == 0 else None
+        mine = about_member(self._membership, self.window_planner, self.options)
+        everyone = gather_json(group, {"member": asdict(mine), "units": units})
         self.active = self.state.active(self._membership.num_trainers)
-        infos = _unit_infos(self.state, self.active, everyone[0]["units"])
+        infos = unit_infos(self.state, self.active, everyone[0]["units"])
         ranks = [RankInfo(**each["member"]) for each in everyone]
         self.plan = plan_protection(
             self.options.preset,
@@ -141,41 +143,48 @@ class Protection:
         self._behind = self._followed - {info.name for info in infos if info.replayable}
         is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in kept)
         self.copies_late = self.options.copies > 0 and (self.preset.copies_late or is_followed_late)
-        assignment = Assignment(self.plan, self.active, generation, member, self.copies_late)
+        assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies)
         for keeper in self.keepers:
             keeper.replan(assignment)
         if self.snapshots.missing:
-            self.plan = _without(self.plan, self.snapshots.missing)
+            self.plan = without(self.plan, self.snapshots.missing)
         survives_one, survives_two = survival(self.plan, self.active, ranks)
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
             logger.info(f"%s; {odds}", self.plan.summary, survives_one, survives_two)
-        self._emit(Arranged(self.plan.summary, survives_one, survives_two, self.snapshots.locked_bytes))
+        sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
+        self._emit(Arranged(self.plan.summary, survives_one, survives_two, self.snapshots.locked_bytes, sent))
+        self._copies = copies
 
     def protect(self, version: int) -> None:
-        """Makes all copies of the plan as of `version`; returns when they are complete everywhere. Collective.
+        """Makes the copies of the plan that are missing as of `version`; returns when all are complete everywhere.
+
+        Collective.
 
         Raises:
             PeerLost: a member was lost meanwhile.
             CorruptCopy: copies did not match their digests several times in a row.
         """
+        step = step_of(version)
         self.snapshots.pacer.hurry()
         for _ in range(MOST_TRIES):
             is_whole = self._protect_once(version) if self.options.copies else True
-            self._emit(Confirm(step_of(version)))
+            self._emit(Confirm(step))
             if self._membership.everyone.all_reduce(torch.tensor([int(is_whole)])) == self._membership.everyone.size:
                 break
+            self._copies.forget()  # those of before may be what is damaged
         else:
             raise CorruptCopy(
                 f"copies arrive with other bytes than were sent, {MOST_TRIES} times in a row: check the network"
             )
-        step, kept = step_of(version), [kept.unit for kept in self.plan.units if kept.holders]
+        kept = [each.unit for each in self.plan.units if each.holders]
         if kept:
             self.ledger.copied(kept, step)
         if self.options.copies:
             self.ledger.copied_locally(self.snapshots.local_units, step)
         for keeper in self.keepers:
             keeper.restart(step)
+        self._copies.forget()
 
     def _protect_once(self, version: int) -> bool:
         for keeper in self.keepers:
@@ -294,30 +303,11 @@ class Protection:
         """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
         return all([keeper.settle() for keeper in self.keepers])
 
-    def count_losses(self, stale: dict[str, int], step: int, before: int | None) -> dict[str, int]:
-        """Tokens that each stale expert has lost, as the member counts them that knows most; collective.
-
-        All resume with its ledger: some may have counted in a recovery that failed, and others not.
-
-        Args:
-            stale: experts that were taken at older versions.
-            step: from which all resume.
-            before: version of this member's state before the recovery; None where that was of no running job.
-        """
+    def count_losses(self, stale: Mapping[str, int], step: int, before: int | None) -> dict[str, int]:
+        """Tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""
         if self.lagging == "never" or not self.state.layers:
             return {}
-        steps = {unit: step_of(version) for unit, version in stale.items()}
-        mine = None
-        if before is not None:
-            lost, ledger = self.ledger.count_lost(steps), self.ledger.to_bytes().decode()
-            mine = {"version": before, "lost": lost, "ledger": ledger}
-        everyone = gather_json(self._membership.everyone, mine)
-        known = max(filter(None, everyone), key=lambda found: found["version"], default=None)
-        if known is None:
-            return {}
-        self.ledger.load_bytes(known["ledger"].encode())
-        self.ledger.resume(step, steps, known["lost"])
-        return known["lost"]
+        return self.ledger.agree_on_lost(self._membership.everyone, stale, step, before)
 
     def stored(self) -> Iterator[tuple[StoredUnit, str]]:
         """Every whole version of every unit that this member has a copy of, and the copy's kind."""
@@ -329,59 +319,3 @@ class Protection:
         self.settle()
         for keeper in self.keepers:
             keeper.close()
-
-
-def _without(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> ProtectionPlan:
-    """The plan when some ranks have no room for the snapshots of some units."""
-    kept = [
-        replace(each, holders=tuple(rank for rank in each.holders if rank not in missing.get(each.unit, ())))
-        if each.kind == "snapshot"
-        else each
-        for each in plan.units
-    ]
-    return ProtectionPlan(kept, f"{plan.summary}; fewer copies of {len(missing)}, as memory_dir is full")
-
-
-# ---- what members tell each other for a plan
-
-
-def _about_member(membership: Membership, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
-    nodes, rank = membership.nodes, membership.everyone.rank
-    share = share_of_host_bytes(nodes, rank)
-    return RankInfo(
-        nodes[rank],
-        1 << 62 if share is None else share,
-        membership.role == "train",
-        planner.step_seconds,
-        planner.network_seconds,
-        options.replay_log_bytes,
-        planner.link,
-    )
-
-
-def _about_units(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
-    """What only training members know of each unit: its tokens in a step, and whether its steps can be repeated."""
-    tokens = state.expert_load.by_unit()
-    return [(tokens.get(unit.name, 0.0), replicas.is_replayable(unit.name)) for unit in state.catalog.units]
-
-
-def _unit_infos(
-    state: TrainingState, active: Mapping[str, tuple[int, ...]], about: Sequence[tuple[float, bool]]
-) -> list[UnitInfo]:
-    return [
-        UnitInfo(
-            unit.name,
-            unit.nbytes,
-            _gradient_bytes(unit),
-            active[unit.name],
-            tokens,
-            is_replayable,
-            may_lag=unit.layer is not None,
-        )
-        for unit, (tokens, is_replayable) in zip(state.catalog.units, about, strict=True)
-    ]
-
-
-def _gradient_bytes(unit: Unit) -> int:
-    """Bytes of the gradients of a unit's parameters, at most: those of its tensors without the optimizer's."""
-    return sum(parameter.nbytes for parameter, *_ in parts_of(unit))

@@ -13,11 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evermoe import planning
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
 from evermoe.keeper import CopyOptions
 from evermoe.moe_load import TokenCount
 from evermoe.planning import TokenLedger, presets
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
+from evermoe.state.version import step_of
 
 LATEST_STEPS = 16
 """Steps of which all totals are remembered."""
@@ -149,6 +152,28 @@ class LossLedger:
             before = max([before, *(int(total_LE[self._places[unit]]) for at, total_LE in self._latest if at <= step)])
             lost[unit] = int(self.total_LE[self._places[unit]]) - before
         return lost
+
+    def agree_on_lost(self, group: Group, stale: Mapping[str, int], step: int, before: int | None) -> dict[str, int]:
+        """Tokens that each stale expert has lost, as the member counts them that knows most; collective.
+
+        All resume with its ledger: some may have counted in a recovery that failed, and others not.
+
+        Args:
+            group: of all members.
+            stale: experts that were taken at older versions.
+            step: from which all resume.
+            before: version of this member's state before the recovery; None where that was of no running job.
+        """
+        steps = {unit: step_of(version) for unit, version in stale.items()}
+        mine = None
+        if before is not None:
+            mine = {"version": before, "lost": self.count_lost(steps), "ledger": self.to_bytes().decode()}
+        known = max(filter(None, gather_json(group, mine)), key=lambda found: found["version"], default=None)
+        if known is None:
+            return {}
+        self.load_bytes(known["ledger"].encode())
+        self.resume(step, steps, known["lost"])
+        return known["lost"]
 
     def resume(self, step: int, since: Mapping[str, int], lost: Mapping[str, int]) -> None:
         """A recovery: all resume after so many steps, some experts from copies of older ones, with so many tokens lost.

@@ -38,6 +38,7 @@ ROOMS = [
     "replay",
     "persist",
     "snapshot",
+    "protection_inputs",
     "protection",
     "recovery",
     "environment",

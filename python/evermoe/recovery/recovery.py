@@ -23,10 +23,11 @@ from evermoe.persist.checkpoint_folder import find
 from evermoe.persist.manifest import read_manifest
 from evermoe.recovery.fetch import Fetch, Transfer
 from evermoe.recovery.report import Outcome
-from evermoe.recovery.survey import ACTIVE, Holding, Inventory, Standing, Survey, newest_checkpoint, usable
+from evermoe.recovery.survey import ACTIVE, PERSISTED, Holding, Inventory, Standing, Survey, newest_checkpoint, usable
 from evermoe.recovery.target import Target
-from evermoe.state.stored import StoredUnit
+from evermoe.state.stored import KeptCopies, StoredUnit, TrainedUnit
 from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import SESSION
 from evermoe.state.version import step_of
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -118,6 +119,7 @@ class Recovery:
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
                 self._adopt(plan.version, fetched, self._leaving(plan.version, holdings[self.group.rank]))
+                self._note_copies(plan.version, holdings)
                 return self._outcome
 
     def _begin(self, version: int, inventories: Sequence[Inventory]) -> list[Inventory]:
@@ -136,6 +138,28 @@ class Recovery:
             except CorruptCopy as error:
                 raise PeerLost(f"what member {rank} told is damaged, so all agree anew: {error}") from None
         return found
+
+    def _note_copies(self, version: int, holdings: Sequence[Sequence[Holding]]) -> None:
+        """Notes which copies of this version need not be made again: where all that members have of a unit is alike."""
+        if self._outcome.stale:
+            return  # the state is another one than the version's
+        digests: dict[str, set[int]] = {}
+        copies_R = [[each for each in held if each.version == version and each.kind != PERSISTED] for held in holdings]
+        for each in (each for held in copies_R for each in held):
+            digests.setdefault(each.unit, set()).add(each.digest)
+        alike = {unit: next(iter(found)) for unit, found in digests.items() if len(found) == 1 and unit != SESSION}
+        needs = [self.target.needs(self._outcome.placement, rank) for rank in range(self.group.size)]
+        units_R = [
+            {*(each.unit for each in held), *trained} & alike.keys()
+            for held, trained in zip(copies_R, needs, strict=True)
+        ]
+        own: dict[str, StoredUnit] = {}
+        for unit in needs[self.group.rank]:
+            if unit in alike:
+                nbytes = self.state.catalog.by_name[unit].nbytes
+                own[unit] = TrainedUnit(unit, version, alike[unit], nbytes, self.state.read)
+        own |= {each.unit: each for each in self.state.retained.stored(version)} | self._survey.copies(version)
+        self._outcome.copies = KeptCopies(units_R, self.group.rank, own)
 
     # ---- plan
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from evermoe.events import Listener, Phase, Recovered
 from evermoe.placement import LayerPlacements
+from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of
 
 
@@ -32,6 +33,8 @@ class Outcome:
     """Units of which no copy was left in memory, when the job went back to a checkpoint."""
     stale: dict[str, int] = field(default_factory=dict)
     """Experts that were taken at an older version than the others: what they had learnt since is lost."""
+    copies: KeptCopies = NO_COPIES
+    """Copies that members have of the state that all now hold."""
 
 
 @dataclass

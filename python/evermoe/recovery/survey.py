@@ -220,6 +220,14 @@ class Survey:
         data = self._stored[holding.unit, holding.digest, holding.kind].data
         out[: len(data)] = data
 
+    def copies(self, version: int) -> dict[str, StoredUnit]:
+        """The copies in memory of a version, by unit."""
+        return {
+            unit: found
+            for (unit, _, kind), found in self._stored.items()
+            if found.version == version and kind != PERSISTED
+        }
+
     def digests(self) -> list[tuple[str, int]]:
         """Digests of all bytes in memory that are of this member's version, computed now; by unit."""
         version = self.inventory.standing.version

@@ -7,6 +7,7 @@ known to all from the vote itself: they need no message.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,9 +24,12 @@ from evermoe.errors import PeerLost, ReplicaBehind
 from evermoe.optim import MASTER
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.part import part_name, parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replica import CaughtUp, Replica
 from evermoe.replay.sender import FUSED_ROW, GradientSender, Row
+from evermoe.replay.source import state_record
+from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import TensorSpec
 
@@ -136,16 +140,75 @@ class ReplayExchange:
         """Reads some of the state that is trained here, for replicas to compare. Nothing may write it meanwhile."""
         self.sender.take_digests(PROOF_STEPS)
 
-    def exchange(
-        self, courier: Courier, step: int, selected: Collection[str] | None = None, *, only_states: bool = False
-    ) -> ExchangeResult:
+    def begin_with(self, courier: Courier, step: int, copies: KeptCopies) -> ExchangeResult:
+        """Brings all replicas to the state after a step; in a thread of the courier.
+
+        A replica begins with the bytes that its member has already, or with those that the trainer sends.
+
+        Args:
+            courier: whose connections are used.
+            step: number of steps taken.
+            copies: what members have of this state.
+
+        Raises:
+            PeerLost: another member is gone.
+        """
+        result = ExchangeResult()
+        mine = copies.here
+        arriving = deque(
+            (data, courier.receive(Message(data, peer, REPLAY_TAIL)))
+            for peer, units in self._from.items()
+            for unit in units
+            if unit not in mine
+            for data in self._room_for(unit)
+        )
+        for unit in {unit for units in self._to.values() for unit in units}:
+            self.sender.follow(unit)
+        result.sent_bytes = courier.send(
+            Message(torch.from_numpy(record), peer, REPLAY_TAIL)
+            for peer, units in self._to.items()
+            for unit in units
+            if unit not in copies.at(peer)
+            for _, record in self.sender.full_state_messages(step, [unit])
+        )
+        for unit in self.units:
+            if unit in mine:
+                self._begin_here(unit, step, copies.data(unit), result)
+        while arriving:
+            data, transfer = arriving.popleft()
+            transfer.wait()
+            self._take(data, result)
+        return result
+
+    def _room_for(self, unit: str) -> Iterator[Tensor]:
+        """Memory for the records with a unit's full state; pages that nothing has come to yet take none."""
+        for specs in parts_of(self.state.catalog.by_name[unit]):
+            yield torch.empty(RECORD_HEADER_BYTES + sum(spec.nbytes for spec in specs), dtype=torch.uint8)
+
+    def _begin_here(self, unit: str, step: int, data: Tensor, result: ExchangeResult) -> None:
+        found = self.state.catalog.by_name[unit]
+        if len(data) != found.nbytes:
+            result.needs_full_state.add(unit)
+            result.problem = result.problem or f"{unit}: the copy that was here cannot be read any more"
+            return
+        tensors = found.tensors(data)
+        for specs in parts_of(found):
+            count = tensors.get(f"{specs[0].name}/step")
+            record = state_record(
+                part_name(unit, specs[0].name),
+                [tensors[spec.name] for spec in specs],
+                step,
+                0 if count is None else int(count),
+            )
+            self._take(torch.from_numpy(record), result)
+
+    def exchange(self, courier: Courier, step: int, selected: Collection[str] | None = None) -> ExchangeResult:
         """Sends the step's messages and takes over those of the others; in a thread of the courier.
 
         Args:
             courier: whose connections are used.
             step: number of the next step.
             selected: units that take part; None for all.
-            only_states: full states as they are now, after this step, and no gradients.
 
         Raises:
             PeerLost: another member is gone, or the sizes of its messages are damaged.
@@ -154,7 +217,7 @@ class ReplayExchange:
         heads = [
             courier.receive(Message(frame.data, peer, REPLAY_HEAD)) for peer, frame in self._incoming_frames.items()
         ]
-        make = self.sender.full_state_messages if only_states else self.sender.next_step_messages
+        make = self.sender.next_step_messages
         outgoing = self._outgoing(selected, lambda unit: [message for _, message in make(step, [unit])])
         tails: list[Message] = []
         result.sent_bytes = courier.send(self._head(peer, messages, tails) for peer, messages in outgoing)

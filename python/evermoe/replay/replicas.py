@@ -26,6 +26,7 @@ from evermoe.keeper import Assignment, CopyOptions, Keeper
 from evermoe.replay.calibrate import Arithmetic, calibrate
 from evermoe.replay.exchange import ExchangeResult, ReplayExchange, can_replay
 from evermoe.replay.repeater import Damage
+from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of, version_of
 
@@ -97,9 +98,13 @@ class Replicas(Keeper):
         self.courier = Courier(membership.transport, None, "evermoe-gradients", device=membership.device)
         self._arithmetic = arithmetic
         self._now: _ReplicaSet | None = None
+        self._copies = NO_COPIES
+        """Copies of before, with which replicas of the latest plan begin."""
         self._older: _ReplicaSet | None = None
         self._is_whole = False
         """Whether all copies of the latest plan were complete once."""
+        self._states: Task[ExchangeResult] | None = None
+        """Sends the states with which the replicas of a plan begin; all else comes after it."""
         self._exchange: Task[ExchangeResult] | None = None
         self._digests: Task[None] | None = None
         """Reads the state of some units; the exchange comes after it."""
@@ -140,7 +145,7 @@ class Replicas(Keeper):
             keeps_previous=assignment.copies_late,
             device=self._options.replica_device,
         )
-        self._now = _ReplicaSet(copies, assignment.generation)
+        self._now, self._copies = _ReplicaSet(copies, assignment.generation), assignment.copies
 
     def restart(self, step: int) -> None:
         """Drops the copies of the previous plan: those of the latest one are complete on all members."""
@@ -166,23 +171,25 @@ class Replicas(Keeper):
         return self._exchange is not None
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Begins to send the state of all units, which is that of `version`."""
+        """Begins to send the states, which are those of `version`, to replicas that do not have them."""
         assert self._now is not None
         self._now.base = version
-        self.begin(step_of(version), None, only_states=True)
+        replicas, copies = self._now.copies, self._copies
+        if replicas.has_peers:
+            self._states = self.courier.submit(lambda: replicas.begin_with(self.courier, step_of(version), copies))
         return ()
 
-    def begin(self, step: int, selected: Collection[str] | None, *, only_states: bool = False) -> None:
-        """Begins to send the gradients of the next step, or the states: of these units, None for all."""
+    def begin(self, step: int, selected: Collection[str] | None) -> None:
+        """Begins to send the gradients of the next step: of these units, None for all."""
         assert self._now is not None
         copies = self._now.copies
         if not copies.has_peers:
             return
 
         def exchange() -> ExchangeResult:
-            exchanged = copies.exchange(self.courier, step, selected, only_states=only_states)
+            exchanged = copies.exchange(self.courier, step, selected)
             _tell(self._emit, exchanged.damages)
-            if exchanged.held and not only_states:
+            if exchanged.held:
                 self._emit(Held(step))
             return exchanged
 
@@ -190,11 +197,12 @@ class Replicas(Keeper):
 
     def wait(self) -> bool:
         """Waits until all messages that were begun are through; False if a member was `lost`."""
-        if self._exchange is None:
-            return True
-        is_done = (self._digests is None or self._digests.wait()) and self._exchange.wait()
-        if self._exchange.result is not None:
-            self._note(self._exchange.result)
+        is_done = all(task is None or task.wait() for task in (self._states, self._digests, self._exchange))
+        for task in (self._states, self._exchange):
+            if task is not None and task.result is not None:
+                self._note(task.result)
+        if is_done:
+            self._states = None
         return is_done
 
     def before_vote(self, step: int) -> bool:
@@ -214,7 +222,7 @@ class Replicas(Keeper):
     @property
     def lost(self) -> str | None:
         """Why the messages did not get through."""
-        return None if self._exchange is None else self._exchange.lost
+        return next((task.lost for task in (self._states, self._exchange) if task is not None and task.lost), None)
 
     def after_update(self, version: int, clip: float | None) -> None:
         """Replicas may take the step, with gradients multiplied by `clip`; None: they leave it out, too."""
@@ -239,8 +247,8 @@ class Replicas(Keeper):
 
     def settle(self) -> bool:
         """Waits until nothing is under way; whether all that was is through."""
-        is_whole = all([task is None or task.wait() for task in (self._digests, self._exchange)])
-        self._digests = self._exchange = None
+        is_whole = all([task is None or task.wait() for task in (self._states, self._digests, self._exchange)])
+        self._states = self._digests = self._exchange = None
         return is_whole
 
     def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:

@@ -181,6 +181,15 @@ class GradientSender:
             for source in self._units[unit]:
                 yield unit, source.full_state(self._optimizer, step)
 
+    def follow(self, unit: str) -> None:
+        """Notes that replicas have a unit's state as it is now, from elsewhere.
+
+        Raises:
+            KeyError: there is no such unit.
+        """
+        for source in self._units[unit]:
+            source.sent = source.stamp(self._optimizer)
+
     def on_step(self, *, was_skipped: bool = False) -> None:
         """The optimizer has taken, or all have skipped, the step of the last `next_step_messages`.
 

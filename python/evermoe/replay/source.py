@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,11 +208,22 @@ class Source:
         """Everything, as of after a step."""
         self.sent = self.stamp(optimizer)
         tensors = list(self._tensors(optimizer).values())
-        sizes = [tensor.nbytes for tensor in tensors]
-        record = np.empty(RECORD_HEADER_BYTES + sum(sizes), np.uint8)
-        parts = torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes)
-        for part, tensor in zip(parts, tensors, strict=True):
-            part.copy_(tensor.reshape(-1).view(torch.uint8))
-        about: dict[str, Any] = {"name": self.record_name, "step": step, "elements": self.elements}
-        seal_record(record, kind="full_state", t=self.count(optimizer), numbers=[], payload=None, **about)
-        return record
+        return state_record(self.record_name, tensors, step, self.count(optimizer))
+
+
+def state_record(name: str, tensors: Sequence[Tensor], step: int, count: int) -> Bytes:
+    """The record with a full state.
+
+    Args:
+        name: of unit and parameter, as `part_name` makes it.
+        tensors: the parameter and the optimizer's state of it, in the order of their names.
+        step: after which of the trainer's steps it is.
+        count: steps that the parameter has taken.
+    """
+    sizes = [tensor.nbytes for tensor in tensors]
+    record = np.empty(RECORD_HEADER_BYTES + sum(sizes), np.uint8)
+    for part, tensor in zip(torch.from_numpy(record[RECORD_HEADER_BYTES:]).split(sizes), tensors, strict=True):
+        part.copy_(tensor.reshape(-1).view(torch.uint8))
+    about: dict[str, Any] = {"name": name, "step": step, "elements": tensors[0].numel()}
+    seal_record(record, kind="full_state", t=count, numbers=[], payload=None, **about)
+    return record

@@ -15,6 +15,7 @@ from evermoe.errors import CorruptCopy
 from evermoe.events import Chunk, Listener, Published
 from evermoe.snapshot.segments import Segment
 from evermoe.snapshot.store import BundleArena, SnapshotStore
+from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.version import step_of
 
 
@@ -28,6 +29,7 @@ class SnapshotRound:
         version: of the state now.
         courier: sends and receives.
         due: numbers of the bundles that are copied; None for all.
+        copies: units that members have already: holders copy these from their own memory.
         emit: told of `chunk` and `published`, in the courier's thread: see `evermoe.Session`.
     """
 
@@ -38,6 +40,7 @@ class SnapshotRound:
         courier: Courier,
         due: Collection[int] | None = None,
         emit: Listener = lambda event: None,
+        copies: KeptCopies = NO_COPIES,
     ) -> None:
         self.version = version
         self._emit = emit
@@ -46,7 +49,8 @@ class SnapshotRound:
         self._store, self._courier = store, courier
         self._own = [kept for kept in store.own if due is None or kept.number in due]
         self._peers = [kept for kept in store.peers if due is None or kept.number in due]
-        segments = store.segments or store.even_segments()
+        self._copies = copies
+        segments = store.segments or store.even_segments(copies)
         self._sends, self._receives = (
             [segment for segment in both if due is None or segment.bundle in due] for both in segments
         )
@@ -91,6 +95,8 @@ class SnapshotRound:
         for kept in self._peers:
             kept.index = kept.arena.begin(self.version)
         arriving = [self._courier.receive(message) for message in self._messages(self._receives, self._peers)]
+        for kept in self._peers:
+            self._copy_here(kept)
         self._courier.send(self._captured(), self._note_sent)
         for capture in self._captures:
             if capture is not None:
@@ -98,6 +104,15 @@ class SnapshotRound:
         for transfer in arriving:
             self._courier.wait_received(transfer)
         return all([self._is_whole(kept) for kept in self._peers])
+
+    def _copy_here(self, kept: BundleArena) -> None:
+        """Copies what this member has already; bytes that cannot be read any more do not match their digest."""
+        data = torch.from_numpy(kept.arena.buffer(kept.index))
+        for name, offset, nbytes in kept.arena.units():
+            if name in self._copies.here:
+                found = self._copies.data(name)
+                data[offset : offset + len(found)] = found[:nbytes]
+                self._courier.progress += 1
 
     def _note_sent(self, nbytes: int) -> None:
         self._sent_bytes += nbytes

@@ -6,7 +6,7 @@ Peers' copies follow the windows that `window_plan` finds; local copies are made
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
@@ -19,6 +19,8 @@ from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import Bundle, SnapshotStore, SnapshotUnit, bundles
 from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
+from evermoe.state.catalog import UnitCatalog
+from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
@@ -105,11 +107,13 @@ class Snapshots(StateKeeper):
         self._page_locks = PageLocks()
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
+        self._copies = NO_COPIES
+        """Copies of before, which need not be sent again."""
 
     # ---- which bundles there are
 
     def replan(self, assignment: Assignment) -> None:
-        """Makes the arenas of a plan; `protect_all` and `restart` must follow.
+        """Makes the arenas of a plan beside those of before; `protect_all` and `restart` must follow.
 
         Where a running job has no room for all of them, `missing` says which holders have none.
 
@@ -118,6 +122,7 @@ class Snapshots(StateKeeper):
         """
         self.missing, self.locked_bytes = {}, 0
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
+        self._copies = assignment.copies
         self._local_steps = self._options.local_every or 1
         if not self._options.copies:
             return
@@ -130,7 +135,7 @@ class Snapshots(StateKeeper):
         nodes, rank = self._membership.nodes, self._membership.everyone.rank
         planned = [*found, *local_bundles(assignment, nodes, self._options)]
         share = share_of_host_bytes(nodes, rank)
-        kept = self._store.replace_arenas(planned, assignment.generation, self._membership)
+        kept = self._store.replace_arenas(planned, assignment.generation, self._membership, assignment.copies)
         self.locked_bytes = self._page_locks.lock(self._store, share)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
@@ -147,13 +152,15 @@ class Snapshots(StateKeeper):
     # ---- everything once
 
     def protect_all(self, version: int) -> Collection[str]:
-        """Begins to copy all bundles as of `version`."""
+        """Begins to copy all bundles as of `version`; to other members what they do not have already."""
         if self._sent or self._local:
-            self._round = SnapshotRound(self._store, version, self.courier, emit=self._emit).start()
+            self._round = SnapshotRound(
+                self._store, version, self.courier, emit=self._emit, copies=self._copies
+            ).start()
         return ()
 
     def restart(self, step: int) -> None:
-        """Begins the next step: all copies are complete."""
+        """Begins the next step: all copies are complete, and the arenas of earlier plans are removed."""
         self._is_settled, self._newest_local = False, step
         self.window_planner.restart(step, self.copies_late)
         self.pacer.begin_step()
@@ -228,7 +235,7 @@ class Snapshots(StateKeeper):
             return Due()  # the round takes several steps; local snapshots can wait for it
         local = set(self._local) if self._is_local_due(step) else set()
         if self._options.choices.per_expert_versions and choose is not None:
-            local = self._only_chosen(choose(), local)
+            local = _only_chosen(self._local, self._state.catalog, choose(), local)
         return Due(
             frozenset(sent | local),
             remote=[unit for number in sent for unit in self._sent[number][0]],
@@ -240,14 +247,6 @@ class Snapshots(StateKeeper):
 
     def _is_local_due(self, step: int) -> bool:
         return step >= self._newest_local + self._local_steps
-
-    def _only_chosen(self, experts: Collection[str], due: set[int]) -> set[int]:
-        """MoEtion: of the experts, those that its local budget chooses; the rest at its own pace."""
-        return {
-            number
-            for number, units in self._local.items()
-            if (units[0] in experts if self._state.catalog.by_name[units[0]].layer is not None else number in due)
-        }
 
     def start(self, version: int, due: Due) -> None:
         """Begins a round of what is due of the state, which is that of `version`."""
@@ -266,3 +265,14 @@ class Snapshots(StateKeeper):
     def close(self) -> None:
         """Ends all threads. Nothing may be under way."""
         self.courier.close()
+
+
+def _only_chosen(
+    units: Mapping[int, Sequence[str]], catalog: UnitCatalog, experts: Collection[str], due: Collection[int]
+) -> set[int]:
+    """MoEtion: of the bundles with experts, those that its local budget chooses; of the others, those that are due."""
+    return {
+        number
+        for number, (first, *_) in units.items()
+        if (first in experts if catalog.by_name[first].layer is not None else number in due)
+    }

@@ -26,6 +26,7 @@ from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.snapshot.segments import Segment, Segments
+from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import SESSION
 
@@ -114,16 +115,32 @@ class SnapshotStore:
     segments: Segments | None = None
     """Segments of the bundles, as planned; None for even ones."""
 
-    def even_segments(self) -> Segments:
-        """Messages of `chunk_bytes`, one bundle after the other, to any window."""
-        sends = [segment for kept in self.own for peer in kept.bundle.holders[1:] for segment in self._even(kept, peer)]
-        return Segments(sends, [segment for kept in self.peers for segment in self._even(kept, kept.bundle.holders[0])])
+    def even_segments(self, copies: KeptCopies = NO_COPIES) -> Segments:
+        """Messages of `chunk_bytes`, one bundle after the other, to any window; without what the holders have."""
+        sends = [
+            segment
+            for kept in self.own
+            for peer in kept.bundle.holders[1:]
+            for segment in self._even(kept, peer, copies.at(peer))
+        ]
+        receives = [segment for kept in self.peers for segment in self._even(kept, kept.bundle.holders[0], copies.here)]
+        return Segments(sends, receives)
 
-    def _even(self, kept: BundleArena, peer: int) -> Iterator[Segment]:
-        total = kept.arena.payload_bytes
-        starts = range(0, total, self.chunk_bytes)
-        for place, start in enumerate([*starts[1:], 0]):  # the digests last: they are known when all is captured
-            yield Segment(kept.number, peer, place, start, min(self.chunk_bytes, total - start))
+    def _even(self, kept: BundleArena, peer: int, left_out: Collection[str]) -> Iterator[Segment]:
+        units = kept.arena.units()
+        ends = [*(offset for _, offset, _ in units[1:]), kept.arena.payload_bytes]
+        runs: list[tuple[int, int]] = []
+        for (name, start, _), end in zip(units, ends, strict=True):
+            if name not in left_out and runs and runs[-1][1] == start:
+                runs[-1] = runs[-1][0], end
+            elif name not in left_out:
+                runs.append((start, end))
+        parts = [
+            (start, min(self.chunk_bytes, end - start)) for a, end in runs for start in range(a, end, self.chunk_bytes)
+        ]
+        # The digests last: they are known when all is captured.
+        for place, (start, nbytes) in enumerate([*parts, (0, units[0][1])]):
+            yield Segment(kept.number, peer, place, start, nbytes)
 
     def newest_generation(self) -> int:
         """The newest generation of the arenas found in the directory, drafts included; 0 when there is none."""
@@ -154,11 +171,23 @@ class SnapshotStore:
             if match and not path.is_dir():
                 yield int(match[1]), path
 
-    def replace_arenas(self, planned: Sequence[Bundle], generation: int, membership: Membership) -> list[Bundle]:
+    def replace_arenas(
+        self,
+        planned: Sequence[Bundle],
+        generation: int,
+        membership: Membership,
+        copies: KeptCopies = NO_COPIES,
+    ) -> list[Bundle]:
         """Makes new arenas beside those of earlier generations; in their place, if there is no room for both.
 
         Collective. In place of them, nothing but the members' own state survives a failure until the copies are made.
         A running job keeps what has room even then.
+
+        Args:
+            planned: all bundles.
+            generation: of the members.
+            membership: all members.
+            copies: of before, which are forgotten where earlier arenas make room.
 
         Returns:
             The bundles with the holders that have room for them; without any where the primary has none.
@@ -173,6 +202,7 @@ class SnapshotStore:
             problem = str(error)  # the error itself would keep arenas mapped
         if everyone.all_reduce(torch.tensor([int(not problem)])) == everyone.size:
             return list(planned)
+        copies.forget()
         if problem:
             warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
             self.prune(generation)

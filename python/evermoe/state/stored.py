@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from evermoe.state.version import step_of
@@ -29,6 +31,67 @@ class StoredUnit(Protocol):
     @property
     def data(self) -> Tensor:
         """uint8 `[nbytes]` on the CPU, read when it is asked for; empty if it cannot be read any more."""
+
+
+class KeptCopies:
+    """Units whose bytes members have in memory, as copies or trained, as of the version of all members.
+
+    After a change of members these are not sent again: who is to keep a unit and has it already reads it here.
+
+    Args:
+        units_R: names of such units, by rank.
+        rank: this one.
+        own: those of this rank.
+    """
+
+    def __init__(
+        self,
+        units_R: Sequence[Collection[str]] = (),
+        rank: int = 0,
+        own: Mapping[str, StoredUnit] = MappingProxyType({}),
+    ) -> None:
+        self._units_R, self._rank, self._own = units_R, rank, own
+
+    def at(self, rank: int) -> Collection[str]:
+        """Names of the units that a rank has."""
+        return self._units_R[rank] if self._units_R else ()
+
+    @property
+    def here(self) -> Collection[str]:
+        """Names of the units that this rank has."""
+        return self.at(self._rank)
+
+    def data(self, unit: str) -> Tensor:
+        """The bytes of a unit that this rank has, uint8 `[nbytes]`; empty if they cannot be read any more."""
+        found = self._own.get(unit)
+        return torch.empty(0, dtype=torch.uint8) if found is None else found.data
+
+    def forget(self) -> None:
+        """No member has any, from now on: their memory is needed."""
+        self._units_R, self._own = (), MappingProxyType({})
+
+
+NO_COPIES = KeptCopies()
+"""No member has any."""
+
+
+@dataclass(frozen=True)
+class TrainedUnit:
+    """A unit that this member trains, as it is until the next update."""
+
+    unit: str
+    version: int
+    digest: int
+    nbytes: int
+    read: Callable[[str, Tensor], None]
+    """Copies a unit's bytes now."""
+
+    @property
+    def data(self) -> Tensor:
+        """Its bytes, uint8 `[nbytes]` on the CPU."""
+        data = torch.empty(self.nbytes, dtype=torch.uint8)
+        self.read(self.unit, data)
+        return data
 
 
 @dataclass(frozen=True)

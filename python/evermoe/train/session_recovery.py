@@ -198,12 +198,12 @@ class RecoveryDriver(Driver):
         return {"event": "counted"}
 
     def protect(self, version: int, generation: int) -> Event:
-        """Sends the owners' weights to all; plans who keeps copies of what, and makes all of them."""
+        """Sends the owners' weights to all; plans who keeps copies of what, and makes those that are missing."""
         self._step = step_of(version)
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
-        self._protection.replan(generation, self._membership.id)
+        self._protection.replan(generation, self._membership.id, self._report_now().outcome.copies)
         self._emit(Copy(self._step))
         self._protection.protect(version)
         self._state.retained.release()

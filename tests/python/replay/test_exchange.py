@@ -11,6 +11,7 @@ from evermoe.errors import PeerLost
 from evermoe.planning.protection import UnitProtection
 from evermoe.replay import exchange
 from evermoe.replay.calibrate import calibrate
+from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from support.harness import PATIENCE
@@ -40,7 +41,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
     copies = exchange.ReplayExchange(
         state, kept, group.rank, calibrate(optimizer), device=device, keeps_previous=keeps_previous
     )
-    sent = [send(courier, copies, 0, only_states=True)]
+    sent = [begin(courier, copies)]
     for step in range(1, STEPS + 1):
         layer.experts.weights.grad = torch.randn_like(layer.experts.weights)
         if step == HEALED:
@@ -71,7 +72,7 @@ def train_some(group, skipped):
     kept = [UnitProtection(expert_unit(path, e), "replayed", r, (1 - r,)) for r, each in experts.items() for e in each]
     courier = Courier(connected(group, PATIENCE), None, "courier")
     copies = exchange.ReplayExchange(state, kept, group.rank, calibrate(optimizer))
-    send(courier, copies, 0, only_states=True)
+    begin(courier, copies)
     for step in range(1, STEPS + 1):
         layer.experts.weights.grad = torch.randn_like(layer.experts.weights)
         if step == skipped:
@@ -99,9 +100,19 @@ def test_units_that_were_left_out_of_a_step_follow_again(tmp_path, skipped):
         assert all(torch.equal(theirs[unit], trained[unit]) for unit in trained)
 
 
+def begin(courier, copies, kept=None):
+    """Bytes that were sent for replicas to begin with the state before the first step."""
+    return complete(courier, lambda: copies.begin_with(courier, 0, kept or KeptCopies()))
+
+
 def send(courier, copies, step, **options):
+    """Bytes that were sent in a step."""
+    return complete(courier, lambda: copies.exchange(courier, step, **options))
+
+
+def complete(courier, work):
     """Bytes that were sent; nothing may be damaged."""
-    task = courier.submit(lambda: copies.exchange(courier, step, **options))
+    task = courier.submit(work)
     assert task.wait()
     assert not task.result.needs_full_state
     return task.result.sent_bytes

@@ -1,0 +1,79 @@
+"""What members tell each other for a plan of protection, and the plan where some have no room."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from evermoe.comm.membership import Membership
+from evermoe.keeper import CopyOptions
+from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo
+from evermoe.profile.memory import share_of_host_bytes
+from evermoe.replay.part import parts_of
+from evermoe.replay.replicas import Replicas
+from evermoe.snapshot.window_plan import WindowPlanner
+from evermoe.state.stored import KeptCopies
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import Unit
+
+
+def about_member(membership: Membership, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
+    """Memory, role and measured times of this member."""
+    nodes, rank = membership.nodes, membership.everyone.rank
+    share = share_of_host_bytes(nodes, rank)
+    return RankInfo(
+        nodes[rank],
+        1 << 62 if share is None else share,
+        membership.role == "train",
+        planner.step_seconds,
+        planner.network_seconds,
+        options.replay_log_bytes,
+        planner.link,
+    )
+
+
+def about_units(state: TrainingState, replicas: Replicas) -> list[tuple[float, bool]]:
+    """What only training members know of each unit: its tokens in a step, and whether its steps can be repeated."""
+    tokens = state.expert_load.by_unit()
+    return [(tokens.get(unit.name, 0.0), replicas.is_replayable(unit.name)) for unit in state.catalog.units]
+
+
+def unit_infos(
+    state: TrainingState, active: Mapping[str, tuple[int, ...]], about: Sequence[tuple[float, bool]]
+) -> list[UnitInfo]:
+    """All units in the catalog's order: sizes, ranks that train them, and what a training member has told of them."""
+    return [
+        UnitInfo(
+            unit.name,
+            unit.nbytes,
+            _gradient_bytes(unit),
+            active[unit.name],
+            tokens,
+            is_replayable,
+            may_lag=unit.layer is not None,
+        )
+        for unit, (tokens, is_replayable) in zip(state.catalog.units, about, strict=True)
+    ]
+
+
+def _gradient_bytes(unit: Unit) -> int:
+    """Bytes of the gradients of a unit's parameters, at most: those of its tensors without the optimizer's."""
+    return sum(parameter.nbytes for parameter, *_ in parts_of(unit))
+
+
+def without(plan: ProtectionPlan, missing: Mapping[str, Collection[int]]) -> ProtectionPlan:
+    """The plan when some ranks have no room for the snapshots of some units."""
+    kept = [
+        replace(each, holders=tuple(rank for rank in each.holders if rank not in missing.get(each.unit, ())))
+        if each.kind == "snapshot"
+        else each
+        for each in plan.units
+    ]
+    return ProtectionPlan(kept, f"{plan.summary}; fewer copies of {len(missing)}, as memory_dir is full")
+
+
+def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptCopies) -> int:
+    """Bytes of the copies of a plan that their holders do not have; `nbytes` are the sizes of all units."""
+    return sum(
+        nbytes[each.unit] for each in plan.units for holder in each.holders if each.unit not in copies.at(holder)
+    )

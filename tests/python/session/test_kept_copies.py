@@ -1,0 +1,53 @@
+"""After a change of members only copies that their holders lack are made again."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+FAULT = 5
+
+
+def arrangements(worker):
+    """Of each arrangement: bytes that were missing on all members, and that this one sent in snapshots."""
+    found, is_arranging = [], False
+    for event in worker.events():
+        if event["event"] == "arranged":
+            found.append([event["missing_bytes"], 0])
+            is_arranging = True
+        elif event["event"] == "chunk" and is_arranging:
+            found[-1][1] = event["total"]
+        elif event["event"] == "recovered":
+            is_arranging = False
+    return found
+
+
+@pytest.mark.parametrize("fault", ["vote", "confirm"])
+def test_after_a_death_only_missing_copies_are_sent(start_job, fault):
+    job = start_job(4, preset="gemini", join_every=50)
+    workers = job.start_all({"b": [Fault(fault, FAULT)]}, "abcd")
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    check_history(workers)
+    survivors = [each for each in workers if each.name != "b"]
+    for each in survivors:
+        assert check_recovered(workers, each)["steps_lost"] == 0
+    missing_R, sent_R = zip(*(arrangements(each)[-1] for each in survivors), strict=True)
+    assert len(set(missing_R)) == 1
+    assert 0.9 * missing_R[0] < sum(sent_R) < 1.1 * missing_R[0], "digests and padding are sent, too"
+
+
+def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
+    job = start_job(2, preset="gemini", join_every=1)
+    job.open_gate(4)
+    workers = job.start_all({}, "ab", gated=True, steps=30)
+    for each in workers:
+        each.wait_for("gate", step=4)
+    workers.append(job.start("c", gated=True, steps=30))
+    job.open_gate(30)
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    missing_R, sent_R = zip(*(arrangements(each)[-1] for each in workers), strict=True)
+    assert missing_R == missing_R[:1] * 3
+    assert 0.9 * missing_R[0] < sum(sent_R) < 1.1 * missing_R[0]
