@@ -223,9 +223,9 @@ class Survey:
     def copies(self, version: int) -> dict[str, StoredUnit]:
         """The copies in memory of a version, by unit."""
         return {
-            unit: found
-            for (unit, _, kind), found in self._stored.items()
-            if found.version == version and kind != PERSISTED
+            each.unit: self._stored[each.unit, each.digest, each.kind]  # its bytes may be those of another version, too
+            for each in self.inventory.holdings
+            if each.version == version and each.kind not in (ACTIVE, PERSISTED)
         }
 
     def digests(self) -> list[tuple[str, int]]:

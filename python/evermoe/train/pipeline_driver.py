@@ -157,6 +157,7 @@ class PipelineDriver(Driver):
         self._meet()
         try:
             self.outcome = self.recovery(version, established=established).run()
+            self.outcome.copies.forget()  # all are made anew here, and arenas of before may have to make room
         except LostExperts as lost:
             self._lost = lost
             return {"event": "unrecoverable"}
