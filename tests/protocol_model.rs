@@ -189,6 +189,8 @@ fn three_members_at_random_for_long() {
 #[test]
 fn mistakes_are_found() {
     let mistakes = [
+        (Mistake::GivenUpEarly, Keeper::Replicas),
+        (Mistake::GivenUpEarly, Keeper::Snapshots),
         (Mistake::VoteSkipped, Keeper::Snapshots),
         (Mistake::GenerationNotRaised, Keeper::Replicas),
         (Mistake::ReportedEarly, Keeper::Replicas),
@@ -201,11 +203,18 @@ fn mistakes_are_found() {
         let of_two = matches!(mistake, Mistake::MinorityGoesOn | Mistake::LeaverCounts);
         let (lighthouses, silences) = (1 + usize::from(of_two), u8::from(of_two));
         let leaves = u8::from(mistake == Mistake::LeaverCounts);
-        let more = Setting { lighthouses, silences, leaves, ..setting(2, 3, 2, keeper) };
+        let more = match mistake {
+            // Who keeps what changes with a newcomer.
+            Mistake::GivenUpEarly => Setting { joiners: 1, inquiries: 2, ..setting(2, 3, 1, keeper) },
+            _ => Setting { lighthouses, silences, leaves, ..setting(2, 3, 2, keeper) },
+        };
         let setting = Setting { mistake: Some(mistake), ..more };
-        let checker = Job(setting).checker().threads(2).timeout(Duration::from_secs(120)).spawn_bfs().join();
-        let (rule, path) =
-            broken(&checker).unwrap_or_else(|| panic!("{mistake:?} with {keeper:?} was not found"));
+        let checker = Job(setting).checker().threads(2).timeout(Duration::from_secs(120));
+        let found = match mistake {
+            Mistake::GivenUpEarly => broken(&checker.spawn_dfs().join()), // late in a run
+            _ => broken(&checker.spawn_bfs().join()),
+        };
+        let (rule, path) = found.unwrap_or_else(|| panic!("{mistake:?} with {keeper:?} was not found"));
         println!("{mistake:?} with {keeper:?}: {rule} after {} actions: {path:?}", path.len());
     }
 }

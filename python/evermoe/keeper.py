@@ -1,6 +1,9 @@
 """Keepers: each keeps copies of some units, in its own way, and all are driven alike.
 
-    replan ─ protect_all ─ wait ─ restart ─ [ before_vote ─ VOTE ─ before_update ─ update ─ after_update ] ─ settle
+    replan ─ protect_all ─ wait ─ release ─ restart ─ [ before_vote ─ VOTE ─ before_update ─ update ─ after_update ]
+
+Where training does not wait for the copies, `wait` is in the step that follows, and `release` after its vote. `settle`
+may come at any time.
 
 `Protection` drives them, on all members in the same order.
 """
@@ -92,7 +95,7 @@ class Keeper(Protocol):
     """Keeps copies of some units. One that has nothing to do at some point inherits the method that does nothing."""
 
     def replan(self, assignment: Assignment) -> None:
-        """Follows a new plan from now on; `protect_all` and `restart` must follow."""
+        """Follows a new plan from now on; `protect_all`, `release` and `restart` must follow."""
 
     def protect_all(self, version: int) -> Collection[str]:
         """Begins to copy all it keeps, as of `version`, to where no copy is yet; `wait` says if all came. Collective.
@@ -108,8 +111,12 @@ class Keeper(Protocol):
     def lost(self) -> str | None:
         """Why what was begun will not be whole: a member is gone."""
 
+    def release(self) -> None:
+        """All copies of the latest plan are complete on all members: earlier ones are dropped."""
+        return
+
     def restart(self, step: int) -> None:
-        """All copies of the latest plan are complete on all members, after so many steps: earlier ones are dropped."""
+        """Training goes on with the latest plan, after so many steps; its first copies may still be on their way."""
         return
 
     def before_vote(self, step: int) -> bool:

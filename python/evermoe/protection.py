@@ -108,6 +108,12 @@ class Protection:
         """Units whose copies never came to be, and their steps, of which the others do not know yet."""
         self._copies = NO_COPIES
         """Copies of before that the latest plan began with."""
+        self._arriving: int | None = None
+        """Version of the copies that a recovery has asked for, while they are on their way."""
+        self._waits = False
+        """Whether training waits for the copies of the latest plan: some came damaged."""
+        self._was_damaged = False
+        """Whether copies that this member should keep came damaged, and not whole since."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
         """Time of the last step."""
@@ -124,10 +130,12 @@ class Protection:
         """
         self.settle()
         self._copies.forget()  # where the recovery before was interrupted
+        self._arriving = None
         group = self._membership.everyone
         units = about_units(self.state, self.replicas) if group.rank == 0 else None
         mine = about_member(self._membership, self.window_planner, self.options)
-        everyone = gather_json(group, {"member": asdict(mine), "units": units})
+        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": self._was_damaged})
+        self._waits = any(each["damaged"] for each in everyone)
         self.active = self.state.active(self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, everyone[0]["units"])
         ranks = [RankInfo(**each["member"]) for each in everyone]
@@ -156,15 +164,40 @@ class Protection:
         self._emit(Arranged(self.plan.summary, survives_one, survives_two, self.snapshots.locked_bytes, sent))
         self._copies = copies
 
-    def protect(self, version: int) -> None:
-        """Makes the copies of the plan that are missing as of `version`; returns when all are complete everywhere.
+    def protect(self, version: int, *, waits: bool) -> bool:
+        """Makes the copies of the plan that are missing as of `version`; collective.
 
-        Collective.
+        They are sent while the next step computes, and `finish` waits for them; those of before stay until its vote has
+        passed. Where they would have to make room, or copies came damaged, they are complete everywhere on return.
+
+        Args:
+            version: of the state now.
+            waits: whether they must be complete on return in any case.
+
+        Returns:
+            Whether they are complete; the same on all members.
 
         Raises:
             PeerLost: a member was lost meanwhile.
             CorruptCopy: copies did not match their digests several times in a row.
         """
+        step = step_of(version)
+        if self.options.copies and not waits and not self._waits and self._copies:
+            self._begin_protecting(version)
+            self._arriving = version
+        else:
+            self._protect_now(version)
+            self._release(step)
+        for keeper in self.keepers:
+            keeper.restart(step)
+        return not self.is_arriving
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether copies that a recovery has asked for are on their way."""
+        return self._arriving is not None
+
+    def _protect_now(self, version: int) -> None:
         step = step_of(version)
         self.snapshots.pacer.hurry()
         for _ in range(MOST_TRIES):
@@ -177,25 +210,40 @@ class Protection:
             raise CorruptCopy(
                 f"copies arrive with other bytes than were sent, {MOST_TRIES} times in a row: check the network"
             )
+
+    def _release(self, step: int) -> None:
+        """The copies of the plan are complete on all members, as of so many steps: those of before are dropped."""
         kept = [each.unit for each in self.plan.units if each.holders]
         if kept:
             self.ledger.copied(kept, step)
         if self.options.copies:
             self.ledger.copied_locally(self.snapshots.local_units, step)
         for keeper in self.keepers:
-            keeper.restart(step)
+            keeper.release()
+        self.state.retained.release()
         self._copies.forget()
+        self._arriving, self._was_damaged = None, False
 
-    def _protect_once(self, version: int) -> bool:
+    def _begin_protecting(self, version: int) -> None:
         for keeper in self.keepers:
             copied = keeper.protect_all(version)
             if copied:
                 self.ledger.copied(copied, step_of(version))
+
+    def _protect_once(self, version: int) -> bool:
+        self._begin_protecting(version)
         is_whole = all([keeper.wait() for keeper in self.keepers])
         lost = next(filter(None, (keeper.lost for keeper in self.keepers)), None)
         if lost is not None:
             raise PeerLost(lost)
         return not self.replicas.take_requests() and is_whole
+
+    def _has_arrived(self) -> bool:
+        """Waits for the copies that a recovery has asked for; whether they are whole, as far as this member knows."""
+        is_whole = all([keeper.wait() for keeper in self.keepers]) and not self.replicas.lacks_states
+        is_lost = self._membership.trainer_group.broken is not None or any(keeper.lost for keeper in self.keepers)
+        self._was_damaged = not is_whole and not is_lost
+        return is_whole
 
     # ---- a step
 
@@ -217,12 +265,14 @@ class Protection:
             Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
         """
         self._emit(Send(step))
-        if self.copies_late:
+        if self.copies_late or self.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             if not self.replicas.has_begun:
                 self.replicas.begin(step, self._select())
             is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
+            if self.is_arriving:
+                is_whole = self._has_arrived() and is_whole
         self._emit(Confirm(step))
         for keeper in self._state_keepers:
             self._skipped += keeper.take_skipped()
@@ -240,6 +290,8 @@ class Protection:
 
     def committed(self, version: int, clip: float | None) -> None:
         """Records that the agreed step was taken: `version` is the state now. `clip` is None for a skipped update."""
+        if self._arriving is not None:  # all have said in the vote that they have theirs
+            self._release(step_of(self._arriving))
         for keeper in self.keepers:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began

@@ -170,8 +170,12 @@ pub enum Event {
     Unrecoverable,
     /// Answers `CountLosses`.
     Counted,
-    /// Answers `Protect`: the copies that the preset promises are whole on all members.
-    Protected,
+    /// Answers `Protect`.
+    Protected {
+        /// Whether the copies that the preset promises are whole on all members; else they are by the next vote. The same
+        /// on all.
+        is_whole: bool,
+    },
     /// Answers `Step` or `Follow`: the ballot of this member.
     Gradients {
         /// Whether its gradients, and the copies that must be safe before the step, are whole.
@@ -332,12 +336,15 @@ pub enum Command {
         /// Version of the state now.
         version: u64,
     },
-    /// Plan who keeps copies of what, and make all of them. Answer: `Protected` or `Lost`.
+    /// Plan who keeps copies of what, and make those that are missing. Answer: `Protected` or `Lost`.
     Protect {
         /// Version of the state now.
         version: u64,
         /// Generation that the copies belong to.
         generation: u64,
+        /// Whether the copies must be whole before training goes on. Else they may be made beside the next step: its ballot
+        /// says that they are whole, and copies of before stay until its vote has passed.
+        waits: bool,
     },
     /// The recovery is over: training goes on.
     Resume {

@@ -78,7 +78,7 @@ enum Phase {
 /// member.handle(Event::Recalled { votes: vec![None] })?;
 /// member.handle(Event::Restored { version: 0, is_stale: false })?;
 /// member.handle(Event::Counted)?;
-/// let commands = member.handle(Event::Protected)?;
+/// let commands = member.handle(Event::Protected { is_whole: true })?;
 /// assert!(matches!(commands[..], [Command::Resume { .. }, Command::Inquire { .. }, Command::Step { number: 0 }]));
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
@@ -112,6 +112,8 @@ pub struct Protocol {
     /// taken them, and that the copies are whole.
     unconfirmed: Option<u64>,
     is_stale: bool,
+    /// Whether the recovery has given the state a version that copies of before do not have.
+    is_renumbered: bool,
     /// What an intact group's member has heard: the number of the set, and who is in it.
     heard: Option<(u64, Vec<Participant>)>,
     /// Whether it has asked beside training since it was last answered otherwise.
@@ -151,6 +153,7 @@ impl Protocol {
             last: None,
             unconfirmed: None,
             is_stale: false,
+            is_renumbered: false,
             heard: None,
             inquires: false,
             calls: false,
@@ -226,7 +229,7 @@ impl Protocol {
             (Phase::Restoring, Event::Missing) => self.pause(),
             (Phase::Restoring, Event::Unrecoverable) => self.stop(Stop::UnitsLost),
             (Phase::Counting, Event::Counted) => self.protect(),
-            (Phase::Protecting, Event::Protected) => self.resume(),
+            (Phase::Protecting, Event::Protected { is_whole }) => self.resume(is_whole),
             (Phase::Stepping, Event::Gradients { is_whole, leaves }) => self.vote(is_whole, leaves),
             (Phase::Voting, Event::Tally { votes, leaving, calling, sums }) => {
                 self.count(votes, leaving, calling, sums)
@@ -309,6 +312,7 @@ impl Protocol {
         }
         self.is_stale = is_stale;
         self.distinguish();
+        self.is_renumbered = self.version != version;
         self.phase = Phase::Counting;
         vec![Command::CountLosses { version: self.version }]
     }
@@ -326,11 +330,13 @@ impl Protocol {
         self.distinguish(); // what was lost is part of the state
         self.is_stale = false;
         self.phase = Phase::Protecting;
-        vec![Command::Protect { version: self.version, generation: self.generation }]
+        // Who is lost before the next vote leaves its units in the copies of before; these must be of the state's version.
+        let waits = self.is_renumbered || step_of(self.version) >= self.until;
+        vec![Command::Protect { version: self.version, generation: self.generation, waits }]
     }
 
-    fn resume(&mut self) -> Vec<Command> {
-        let mut commands = self.confirm();
+    fn resume(&mut self, is_whole: bool) -> Vec<Command> {
+        let mut commands = if is_whole { self.confirm() } else { vec![] };
         self.established = true;
         self.last = None; // all go on from the same version: how they got there does not matter any more
         commands.push(Command::Resume { version: self.version });

@@ -22,6 +22,10 @@
 //! doubt, repeat it. So a step is reported as committed when the next vote passes: all members have voted, so all have
 //! taken the step, and the copies of its state are whole. The last step has a round of its own.
 //!
+//! **Copies beside the next step.** After a recovery the copies that are missing may be made while the next step
+//! computes. Its vote says that they are whole; until then all copies of before stay, and no step is reported. Where the
+//! recovery gave the state another version than those copies have, training waits.
+//!
 //! **Nobody goes on beside others.** Members that cannot reach each other tell so when they ask. All compute from that
 //! the same set that reaches itself and has the newest state; the others withdraw until they reach it, and it waits until the Lighthouse
 //! names it alone: nothing ever happens under a set without all of its members.

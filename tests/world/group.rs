@@ -14,7 +14,7 @@ pub(crate) enum Part {
     Recall(Option<Passed>),
     Survey { knowledge: Knowledge, holdings: Holdings },
     Fetch,
-    Copies(Snapshot),
+    Copies { snapshot: Snapshot, waits: bool },
     Protect,
     Vote { is_whole: bool, leaves: bool, calls: bool },
     Settle { is_whole: bool },

@@ -4,6 +4,7 @@
 //! A collective completes on a member once all members of its group have entered it; it may fail as soon as one of
 //! them has left, is frozen or is dead, also when that one had entered. Each member completes or fails by itself.
 
+mod arranged;
 mod copies;
 mod group;
 mod lighthouse;
@@ -59,6 +60,8 @@ pub(crate) enum Mistake {
     SleepForgotten,
     /// Members go on without a majority although there are several Lighthouses.
     MinorityGoesOn,
+    /// Copies of before are given up when a recovery is over, not when those that it makes are whole.
+    GivenUpEarly,
     /// A leaver counts as any other member where nobody knows whether it has left.
     LeaverCounts,
 }

@@ -1,5 +1,6 @@
 //! One member: the product's protocol, and a driver of it that is as thin as the product's.
 
+use super::arranged::Arranged;
 use super::copies::{Content, Copies, Holdings, Keeper, Snapshot, expand, kept, trained};
 use super::group::Part;
 use super::{Mistake, Setting, World};
@@ -71,6 +72,8 @@ pub(crate) struct Node {
     pub overheard: Option<(u64, Vec<Participant>)>,
     /// Whether it has been told to leave: it says so in each vote.
     pub leaves: bool,
+    /// The copies that it makes beside its step.
+    pub arranged: Option<Arranged>,
     /// What a recovery brings it to.
     target: Option<(u64, Content)>,
 }
@@ -104,6 +107,7 @@ impl Node {
             group: None,
             overheard: None,
             leaves: false,
+            arranged: None,
             target: None,
         }
     }
@@ -174,10 +178,10 @@ impl World {
                 self.enter_now(number, Part::Survey { knowledge, holdings });
             }
             Command::CountLosses { .. } => self.feed(number, Event::Counted, setting),
-            Command::Protect { version, .. } => {
+            Command::Protect { version, waits, .. } => {
                 let node = &self.nodes[number];
                 let snapshot = Snapshot { units: node.active, version, content: node.content };
-                self.enter_now(number, Part::Copies(snapshot));
+                self.enter_now(number, Part::Copies { snapshot, waits });
             }
             Command::Resume { .. } => {}
             Command::Step { .. } => self.copy(number, false),
@@ -241,7 +245,7 @@ impl World {
         node.task = Task::Copying { epoch, is_last };
     }
 
-    fn enter_now(&mut self, number: usize, part: Part) {
+    pub(crate) fn enter_now(&mut self, number: usize, part: Part) {
         self.enter(number, Vec::new(), part);
     }
 
@@ -266,6 +270,9 @@ impl World {
         let Task::Copying { epoch, .. } = self.nodes[number].task else { return false };
         let group = self.groups.get(epoch);
         let before = group.members[(group.rank(number) + group.members.len() - 1) % group.members.len()];
+        if self.nodes[number].arranged.is_some() {
+            return self.nodes[before].arranged.as_ref().is_some_and(|arranged| arranged.epoch == epoch);
+        }
         keeper == Keeper::Replicas
             || self.nodes[before].protocol.version() == self.nodes[number].protocol.version()
     }
@@ -274,7 +281,9 @@ impl World {
         let Task::Copying { epoch, is_last } = self.nodes[number].task else {
             unreachable!("it has gradients")
         };
-        if is_whole && setting.keeper == Keeper::Snapshots {
+        if is_whole && self.nodes[number].arranged.is_some() {
+            self.receive_copies(number, setting);
+        } else if is_whole && setting.keeper == Keeper::Snapshots {
             let group = self.groups.get(epoch);
             let (rank, size) = (group.rank(number), group.members.len());
             let node = &mut self.nodes[number];
@@ -298,6 +307,7 @@ impl World {
     }
 
     fn take(&mut self, number: usize, vote: &Passed, _is_recalled: bool, setting: &Setting) {
+        self.settle_copies(number, setting);
         let node = &mut self.nodes[number];
         let tag = u8::try_from(vote.sums[0]).expect("a tag");
         node.content = node.content.after(tag);
@@ -361,7 +371,7 @@ impl World {
             }
             Part::Survey { .. } => self.restore(number, &parts, setting),
             Part::Fetch => self.adopt(number, setting),
-            Part::Copies(_) => self.copied(number, &parts, setting),
+            Part::Copies { .. } => self.copied(number, &parts, setting),
             Part::Protect => self.protected(number, setting),
             Part::Vote { .. } => {
                 let is_for = |part: &&Part| matches!(part, Part::Vote { is_whole: true, .. });
@@ -371,6 +381,9 @@ impl World {
                 let calling = parts.iter().filter(is_calling).count();
                 let is_skipped = setting.mistake == Some(Mistake::VoteSkipped);
                 let votes = if is_skipped { parts.len() } else { parts.iter().filter(is_for).count() };
+                if votes == parts.len() {
+                    self.settle_copies(number, setting);
+                }
                 let tag = i64::from(self.groups.get(epoch).tag);
                 self.feed(number, Event::Tally { votes, leaving, calling, sums: vec![tag] }, setting);
             }
@@ -429,60 +442,10 @@ impl World {
         (node.content, node.active) = (content, active);
         self.feed(number, Event::Restored { version, is_stale: false }, setting);
     }
-
-    /// Copies as of the version now are there; what was there before stays until they are whole everywhere.
-    fn copied(&mut self, number: usize, parts: &[Part], setting: &Setting) {
-        let group = self.groups.get(self.nodes[number].group.expect("in a group"));
-        let (rank, size, count) = (group.rank(number), group.members.len(), units(setting));
-        let Part::Copies(own) = parts[rank] else { unreachable!("all parts are of one kind") };
-        let Part::Copies(neighbour) = parts[(rank + size - 1) % size] else { unreachable!("of one kind") };
-        if own.version != neighbour.version {
-            self.break_rule("members protect different versions");
-        }
-        let node = &mut self.nodes[number];
-        node.copies.push(kept(rank, size, count), neighbour.version, neighbour.content, usize::MAX);
-        if setting.keeper == Keeper::Snapshots {
-            node.copies.push(own.units, own.version, own.content, usize::MAX);
-        }
-        self.enter_now(number, Part::Protect);
-    }
-
-    fn protected(&mut self, number: usize, setting: &Setting) {
-        let group = self.groups.get(self.nodes[number].group.expect("in a group")).clone();
-        let (rank, size, count) = (group.rank(number), group.members.len(), units(setting));
-        let node = &mut self.nodes[number];
-        let (active, version) = (node.active, node.protocol.version());
-        let is_new = |units: &u8, versions: &[(u64, Content)]| {
-            let is_kept = *units == kept(rank, size, count)
-                || (*units == active && setting.keeper == Keeper::Snapshots);
-            is_kept && versions.iter().any(|&(known, _)| known == version)
-        };
-        node.copies.0.retain(|units, versions| is_new(units, versions));
-        node.copies.0.values_mut().for_each(|versions| versions.retain(|&(known, _)| known == version));
-        self.promise_again(number, &group.members);
-        self.feed(number, Event::Protected, setting);
-    }
-
-    /// All copies of a group are whole: from now on, fewer losses than copies undo nothing.
-    ///
-    /// A member that was frozen may learn this of a group that the others have left long since.
-    fn promise_again(&mut self, number: usize, members: &[usize]) {
-        let (generation, content) = (self.nodes[number].protocol.generation(), self.nodes[number].content);
-        if generation < self.promise.generation {
-            return;
-        }
-        if !self.promise.holds() {
-            self.promise.committed = self.promise.committed.common(content);
-        }
-        let is_gone = |&&number: &&usize| self.nodes[number].life != Life::Up;
-        self.promise.lost = members.iter().filter(is_gone).count();
-        self.promise.members = members.to_vec();
-        self.promise.generation = generation;
-    }
 }
 
 /// Experts, one for each member that begins, and the rest of the model.
-fn units(setting: &Setting) -> usize {
+pub(crate) fn units(setting: &Setting) -> usize {
     setting.members + 1
 }
 

@@ -1,6 +1,6 @@
 """What replicas get before each vote: the gradients of the next step.
 
-    replan ─ protect_all ─ wait ─ restart ─ [ begin ─ before_vote ─ after_update ] at each step
+    replan ─ protect_all ─ wait ─ release ─ [ begin ─ before_vote ─ after_update ] at each step
                                                 heal, where a replica asked for states
 
 The replicas of the previous plan are kept until all of the latest one are complete.
@@ -112,6 +112,8 @@ class Replicas(Keeper):
         """True if no other rank contributes to these gradients, so they can be sent before reduction."""
         self.asked: set[str] = set()
         """Units of which this member needs the full state anew."""
+        self.lacks_states = False
+        """Whether a state with which a replica of the latest plan should begin did not come as it was sent."""
         self._has_told = False
         """Whether the first message that could not be used was reported."""
 
@@ -122,7 +124,7 @@ class Replicas(Keeper):
         return self._arithmetic is not None and can_replay(self._state, unit, self._arithmetic)
 
     def replan(self, assignment: Assignment) -> None:
-        """Follows a new plan from now on; `protect_all` and `restart` must follow."""
+        """Follows a new plan from now on; `protect_all` and `release` must follow."""
         kept = [each for each in assignment.plan.units if each.kind == "replayed"]
         rank = self._membership.everyone.rank
         if self._now is not None:
@@ -147,7 +149,7 @@ class Replicas(Keeper):
         )
         self._now, self._copies = _ReplicaSet(copies, assignment.generation), assignment.copies
 
-    def restart(self, step: int) -> None:
+    def release(self) -> None:
         """Drops the copies of the previous plan: those of the latest one are complete on all members."""
         self._is_whole = True
         self._drop_older()
@@ -174,6 +176,7 @@ class Replicas(Keeper):
         """Begins to send the states, which are those of `version`, to replicas that do not have them."""
         assert self._now is not None
         self._now.base = version
+        self.lacks_states = False
         replicas, copies = self._now.copies, self._copies
         if replicas.has_peers:
             self._states = self.courier.submit(lambda: replicas.begin_with(self.courier, step_of(version), copies))
@@ -201,6 +204,7 @@ class Replicas(Keeper):
         for task in (self._states, self._exchange):
             if task is not None and task.result is not None:
                 self._note(task.result)
+                self.lacks_states |= task is self._states and bool(task.result.needs_full_state)
         if is_done:
             self._states = None
         return is_done

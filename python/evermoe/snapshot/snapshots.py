@@ -113,7 +113,7 @@ class Snapshots(StateKeeper):
     # ---- which bundles there are
 
     def replan(self, assignment: Assignment) -> None:
-        """Makes the arenas of a plan beside those of before; `protect_all` and `restart` must follow.
+        """Makes the arenas of a plan beside those of before; `protect_all`, `release` and `restart` must follow.
 
         Where a running job has no room for all of them, `missing` says which holders have none.
 
@@ -159,13 +159,16 @@ class Snapshots(StateKeeper):
             ).start()
         return ()
 
+    def release(self) -> None:
+        """Removes the arenas of earlier plans."""
+        if self._options.copies:
+            self._store.prune(self._generation)
+
     def restart(self, step: int) -> None:
-        """Begins the next step: all copies are complete, and the arenas of earlier plans are removed."""
+        """Begins the next step, whose windows are not known yet."""
         self._is_settled, self._newest_local = False, step
         self.window_planner.restart(step, self.copies_late)
         self.pacer.begin_step()
-        if self._options.copies:
-            self._store.prune(self._generation)
 
     # ---- a step
 

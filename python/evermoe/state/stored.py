@@ -52,6 +52,10 @@ class KeptCopies:
     ) -> None:
         self._units_R, self._rank, self._own = units_R, rank, own
 
+    def __bool__(self) -> bool:
+        """Whether it is known what members have."""
+        return bool(self._units_R)
+
     def at(self, rank: int) -> Collection[str]:
         """Names of the units that a rank has."""
         return self._units_R[rank] if self._units_R else ()

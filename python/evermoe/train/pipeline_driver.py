@@ -174,8 +174,8 @@ class PipelineDriver(Driver):
         standing = Standing(version, established)
         return Recovery(self._state, stored, self._group, StageTarget(self._state, self.seats), standing)
 
-    def protect(self, version: int, generation: int) -> Event:
-        """Copies all units as of `version`; returns when the copies are whole everywhere.
+    def protect(self, version: int, generation: int, *, waits: bool) -> Event:
+        """Copies all units as of `version`; returns when the copies are whole everywhere, also where none waits for it.
 
         Ranks of a running job that have too little memory keep what has room, and warn.
         """
@@ -193,7 +193,7 @@ class PipelineDriver(Driver):
         self._round = None
         self._store.prune(generation)
         self._restart_profile(step_of(version))
-        return {"event": "protected"}
+        return {"event": "protected", "is_whole": True}
 
     # ---- profiles
 

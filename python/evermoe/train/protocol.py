@@ -81,8 +81,14 @@ class Driver(ABC):
         return {"event": "counted"}
 
     @abstractmethod
-    def protect(self, version: int, generation: int) -> Event:
-        """Plans who keeps copies of what, and makes all of them: `protected`."""
+    def protect(self, version: int, generation: int, *, waits: bool) -> Event:
+        """Plans who keeps copies of what, and makes those that are missing, perhaps beside the next step: `protected`.
+
+        Args:
+            version: of the state now.
+            generation: of the members.
+            waits: whether the copies must be whole before training goes on.
+        """
 
     def resume(self, version: int) -> None:
         """Ends a recovery."""

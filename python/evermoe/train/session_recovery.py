@@ -197,24 +197,29 @@ class RecoveryDriver(Driver):
         report.plt = self._protection.ledger.plt
         return {"event": "counted"}
 
-    def protect(self, version: int, generation: int) -> Event:
-        """Sends the owners' weights to all; plans who keeps copies of what, and makes those that are missing."""
+    def protect(self, version: int, generation: int, *, waits: bool) -> Event:
+        """Sends the owners' weights to all; plans who keeps copies of what, and makes those that are missing.
+
+        Where nobody `waits`, they are made while the next step computes, and are whole at its vote.
+        """
         self._step = step_of(version)
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
         self._protection.replan(generation, self._membership.id, self._report_now().outcome.copies)
         self._emit(Copy(self._step))
-        self._protection.protect(version)
-        self._state.retained.release()
-        return {"event": "protected"}
+        is_whole = self._protection.protect(version, waits=waits)
+        return {"event": "protected", "is_whole": is_whole}
 
     def resume(self, version: int) -> None:
         """Ends a recovery: reports it."""
         report, self._missing_since = self._report_now(), math.inf
-        self._commit_events.clear()
         step = step_of(version)
-        self.committed = step
+        if self._protection.is_arriving:  # the next vote says that these steps are committed
+            self._commit_events = {taken: event for taken, event in self._commit_events.items() if taken < step}
+        else:
+            self._commit_events.clear()
+            self.committed = step
         self._clock.stop()
         report.step, report.members = step, self._membership.num_trainers
         if step and not self._was_established and self._group.rank == 0:

@@ -12,16 +12,29 @@ FAULT = 5
 
 def arrangements(worker):
     """Of each arrangement: bytes that were missing on all members, and that this one sent in snapshots."""
-    found, is_arranging = [], False
+    found, step = [], None
     for event in worker.events():
         if event["event"] == "arranged":
             found.append([event["missing_bytes"], 0])
-            is_arranging = True
-        elif event["event"] == "chunk" and is_arranging:
+            step = None
+        elif event["event"] == "copy" and step is None:
+            step = event["step"]
+        elif event["event"] == "chunk" and event["step"] == step:
             found[-1][1] = event["total"]
-        elif event["event"] == "recovered":
-            is_arranging = False
     return found
+
+
+def test_training_waits_for_copies_at_the_start_alone(start_job):
+    job = start_job(4, preset="gemini", join_every=50)
+    workers = job.start_all({"b": [Fault("vote", FAULT)]}, "abcd")
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    for each in workers[::2]:
+        events = [event["event"] for event in each.events()]
+        recoveries = [at for at, event in enumerate(events) if event == "recovered"]
+        arranged = [at for at, event in enumerate(events) if event == "arranged"]
+        waited = ["confirm" in events[begin:end] for begin, end in zip(arranged, recoveries, strict=True)]
+        assert waited == [True, False]
+    check_history(workers)
 
 
 @pytest.mark.parametrize("fault", ["vote", "confirm"])

@@ -79,8 +79,9 @@ def test_two_of_five_killed_at_once(start_job):
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_every=50)
-    # copying after step 4 is the first time that these events name step 5, the recovery's copying the second
-    second = Fault(point, nth=2, step=FAULT if point in ("copy", "confirm") else None)
+    # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
+    # are whole in the repeated step.
+    second = Fault(point, nth=2, step={"copy": FAULT, "confirm": FAULT + 1}.get(point))
     workers = job.start_all({"b": [at("vote")], "c": [second]}, "abcd")
     assert [each.join() for each in workers] == [0, -9, -9, 0]
     check_history(workers)
