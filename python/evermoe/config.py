@@ -28,8 +28,18 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
     seed: int | None = option(0, shared=True)
     """Seeds torch's generator from (seed, step, rank) at each step: a repeated step draws the same. None: not."""
 
+    overlap_param_gather: bool = option(False, shared=True)
+    """With `dense="sharded"` on CPUs: owners send updated weights while the next step's forward computes, and a module
+    waits for its own parameters before its forward or `state_dict`. Between an update and the next backward, weights
+    must then be read in no other way. False: training waits for the weights after each update."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.overlap_param_gather and self.dense != "sharded":
+            raise ValueError(
+                "overlap_param_gather is about the weights that owners send, and there are no owners with "
+                f"dense={self.dense!r}: use dense='sharded', or leave the option out"
+            )
         if self.dense == "sharded" and not self.choices.protects_every_unit:
             fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_every_unit)
             raise ValueError(

@@ -2,7 +2,8 @@
 
     replicated   backward ─ all-reduce ─ VOTE ─ update everywhere
     sharded      backward ─ reduce to owners ─ VOTE ─ update at owners ─ weights to all
-                   └ in buckets, on CPUs, as soon as their gradients are there: see `evermoe.train.early_sums`
+                   │ in buckets, on CPUs, as soon as their gradients are there: see `evermoe.train.early_sums`
+                   └ with `overlap_param_gather` the weights come beside the next forward: `evermoe.train.late_weights`
 
 An owner that is lost while it sends weights takes nothing with it: its units are protected as experts are, and in the
 recovery that follows all get the weights again.
@@ -20,6 +21,7 @@ from evermoe.comm.membership import Membership
 from evermoe.errors import PeerLost
 from evermoe.state.training_state import TrainingState
 from evermoe.train.early_sums import EarlySums
+from evermoe.train.late_weights import LateWeights
 
 
 class DenseExchange:
@@ -28,12 +30,17 @@ class DenseExchange:
     Args:
         state: whose parameters they are, and who owns them.
         membership: has the groups of all that train.
+        overlaps_gather: whether updated weights are sent beside the next forward.
     """
 
-    def __init__(self, state: TrainingState, membership: Membership) -> None:
+    def __init__(self, state: TrainingState, membership: Membership, *, overlaps_gather: bool = False) -> None:
         self._state, self._group = state, membership.trainer_group
         self.early = EarlySums(membership.side_group, membership.trainer_group)
         """Sums that are under way while the script computes."""
+        self.late: LateWeights | None = None
+        """Sends weights while the script computes; None where training waits for them."""
+        if overlaps_gather:
+            self.late = LateWeights(membership.side_group, membership.trainer_group)
         self._is_changed: list[bool] = []
         """Per sum, whether a member has other gradients now."""
         self._stepped_R: list[list[Tensor]] = []
@@ -70,6 +77,9 @@ class DenseExchange:
         The step itself is taken: where a member is lost, the group is dropped, and no error raised.
         """
         stepped_R, self._stepped_R = self._stepped_R, []
+        if self.late is not None:
+            self.late.begin(stepped_R)
+            return
         try:
             send_from_owners(stepped_R, self._group)
         except PeerLost as lost:
@@ -79,4 +89,35 @@ class DenseExchange:
     def send_all(self) -> None:
         """Sends the weights and buffers of all units that have owners, as after each change of them; collective."""
         self.early.forget()
+        self.end()
         send_from_owners(self._state.owners.tensors_R(self._group.size), self._group)
+
+    def await_weights(self) -> None:
+        """Waits for the weights that are still on their way; where a member is lost, the group is dropped."""
+        if self.late is not None:
+            try:
+                self.late.wait()
+            except PeerLost as lost:
+                self._group.drop(str(lost))
+
+    def begin_backward(self) -> None:
+        """The script begins to backpropagate a loss.
+
+        Raises:
+            PeerLost: a member is gone.
+        """
+        if self.late is not None:
+            self.late.wait()
+        self.early.begin_backward()
+
+    def end(self) -> None:
+        """Waits until nothing is under way; where something is, the group has been dropped before."""
+        self.early.end()
+        if self.late is not None:
+            self.late.end()
+
+    def close(self) -> None:
+        """Ends all threads and removes all hooks."""
+        self.early.forget()
+        if self.late is not None:
+            self.late.close()

@@ -23,14 +23,14 @@ from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.snapshot.window_plan import COPIES
 from evermoe.state.version import step_of
+from evermoe.train.commands import Driver, Event
 from evermoe.train.gradients import are_finite, refuse_nonfinite
 from evermoe.train.pipeline_config import PipelineConfig
-from evermoe.train.protocol import Driver, Event
 from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
 
 
 class PipelineDriver(Driver):
-    """Carries out the commands of the protocol for one rank. See `train.protocol.Driver` for each.
+    """Carries out the commands of the protocol for one rank. See `train.commands.Driver` for each.
 
     Args:
         options: of the pipeline.

@@ -16,14 +16,14 @@ from evermoe.moe import tell_load
 from evermoe.state import loop_state, same_everywhere
 from evermoe.state.version import generation_of, step_of
 from evermoe.train import gradients
-from evermoe.train.protocol import Event
+from evermoe.train.commands import Event
 from evermoe.train.script import refuse_scaled
 from evermoe.train.session_recovery import Parts, RecoveryDriver
 from evermoe.train.step import Step
 
 
 class SessionDriver(RecoveryDriver):
-    """Carries out the commands of the protocol. See `train.protocol.Driver` for each."""
+    """Carries out the commands of the protocol. See `train.commands.Driver` for each."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
@@ -68,6 +68,10 @@ class SessionDriver(RecoveryDriver):
         self._dense.early.begin_step()
         self._emit(Begin(step.number))
 
+    def await_weights(self) -> None:
+        """Waits for weights that owners still send; where a member is lost, the group is dropped."""
+        self._dense.await_weights()
+
     def check_loss(self, loss: Tensor) -> float:
         """A loss is about to be backpropagated: checks that of the session's first step; what to multiply it by.
 
@@ -77,7 +81,7 @@ class SessionDriver(RecoveryDriver):
         if not self._has_seen_loss:
             self._has_seen_loss = True
             refuse_scaled(loss)
-        self._dense.early.begin_backward()
+        self._dense.begin_backward()
         return self._script.loss_scale.value
 
     def _refuse_step(self, *_: object) -> None:
@@ -256,6 +260,7 @@ class SessionDriver(RecoveryDriver):
                 self._checkpointer.finish(self._version)
             except (PeerLost, PersistFailed) as failed:
                 self._warn_unwritten(self._version, failed)
+        self._dense.await_weights()
         whole = everyone.all_reduce(torch.tensor([int(self._protection.settle())]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
 

@@ -25,8 +25,8 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
+from evermoe.train.commands import Driver, Event
 from evermoe.train.owners import DenseExchange
-from evermoe.train.protocol import Driver, Event
 from evermoe.train.script import Script
 from evermoe.train.step_calls import StepCalls
 
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
 
 
 class RecoveryDriver(Driver):
-    """Carries out the commands of the protocol that lead from one group to the next. See `train.protocol.Driver`."""
+    """Carries out the commands of the protocol that lead from one group to the next. See `train.commands.Driver`."""
 
     def __init__(self, parts: Parts) -> None:
         self._script, self._state, self._membership, self._protection, self._config, self._emit = parts
@@ -62,7 +62,9 @@ class RecoveryDriver(Driver):
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
         self._reducer = ExpertReducer([], [], 0)
-        self._dense = DenseExchange(self._state, self._membership)
+        self._dense = DenseExchange(self._state, self._membership, overlaps_gather=self._config.overlap_param_gather)
+        if self._dense.late is not None:
+            self._dense.late.attach(self._script.model)
         self.reports: list[Recovered] = []
         self.committed = -1
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
@@ -87,7 +89,7 @@ class RecoveryDriver(Driver):
 
     def leave(self) -> None:
         """Lets other jobs have the checkpoint folder, and leaves gradients to the script."""
-        self._dense.early.forget()
+        self._dense.close()
         self._checkpointer.close()
 
     # ---- membership
@@ -113,7 +115,7 @@ class RecoveryDriver(Driver):
 
     def interrupt(self) -> None:
         """Ends what is under way in the group."""
-        self._dense.early.end()
+        self._dense.end()
         self._protection.settle()
 
     def connecting(self) -> None:

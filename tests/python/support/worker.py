@@ -26,7 +26,7 @@ from evermoe._native import digest
 from evermoe.events import Event
 from evermoe.profile import Profiler
 from evermoe.state.unit import weight_tensors
-from evermoe.train import early_sums
+from evermoe.train import early_sums, late_weights
 
 VOCABULARY = 32
 WIDTH = 16
@@ -325,7 +325,7 @@ def write_whole(options: Options, session: evermoe.Session, record: Recorder) ->
 
 def train(options: Options) -> None:
     if options.bucket_bytes is not None:
-        early_sums.BUCKET_BYTES = options.bucket_bytes
+        early_sums.BUCKET_BYTES = late_weights.BUCKET_BYTES = options.bucket_bytes
     if options.bucket_bytes == 0:
         early_sums.EarlySums.plan = lambda self, parameters_R: None  # type: ignore[method-assign]
     record = Recorder(options)

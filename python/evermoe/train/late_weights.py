@@ -1,0 +1,139 @@
+"""Weights that owners send while the next step's forward computes, each bucket before the modules that need it.
+
+    update ─ VOTE's step is over ──embedding──first──second──head── backward
+    beside it └ bucket 0 ─── bucket 1 ─── bucket 2 ┘
+
+A module's forward, and its `state_dict`, wait for the buckets of its own parameters. Whoever reads a weight in another
+way between an update and the next step's backward may find an older one; so this is only done where a session's options
+ask for it.
+
+Buckets have the parameters in the order in which the model registers them, which is that of most forwards. All are
+through before the backward begins, whose sums use the same group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from evermoe.comm.collectives import BUCKET_BYTES, send_from_owners
+from evermoe.comm.group import Group
+from evermoe.comm.task import Task
+from evermoe.errors import PeerLost, UnsupportedState
+
+
+class LateWeights:
+    """Sends updated weights in buckets, in a thread beside the forward.
+
+    Args:
+        group: of those that train, in which nothing else is exchanged meanwhile.
+        trainers: those members' group for all else.
+    """
+
+    def __init__(self, group: Group, trainers: Group) -> None:
+        self._group, self._trainers = group, trainers
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evermoe-weights")
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._tasks: list[Task[None]] = []
+        self._waited = 0
+        """Buckets that have been waited for."""
+        self._bucket: dict[int, int] = {}
+        """Number of each parameter's bucket, by its id, while some are under way."""
+
+    def attach(self, model: nn.Module) -> None:
+        """Makes the modules of a model wait for their parameters before they compute or tell their state."""
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+                self._hooks.append(module.register_state_dict_pre_hook(self._before_state))
+
+    def begin(self, updated_R: Sequence[Sequence[Tensor]]) -> None:
+        """Begins to send the weights `[rank][n]` that each rank owns and has updated; the same on all members."""
+        for number, bucket in enumerate(buckets(updated_R, BUCKET_BYTES)):
+            self._bucket |= {id(parameter): number for parameters in bucket for parameter in parameters}
+            task = Task(partial(self._send, bucket))
+            self._tasks.append(task)
+            self._thread.submit(task.run)
+
+    @torch.no_grad()
+    def _send(self, bucket: Sequence[Sequence[Tensor]]) -> None:
+        try:
+            send_from_owners(bucket, self._group)
+        except PeerLost:
+            self._trainers.timed_out = self._trainers.timed_out or self._group.timed_out
+            raise
+
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedState(
+                "overlap_param_gather makes modules wait for their weights before they compute, which a compiled graph "
+                "leaves out: leave out the option, or torch.compile"
+            )
+        self._wait_for(module.parameters(recurse=False))
+
+    def _before_state(self, module: nn.Module, *_: object) -> None:
+        self._wait_for(module.parameters(recurse=False))
+
+    def _wait_for(self, parameters: Iterable[Tensor]) -> None:
+        if self._bucket:
+            self._wait(1 + max((self._bucket.get(id(parameter), -1) for parameter in parameters), default=-1))
+
+    def wait(self) -> None:
+        """Waits until all weights have come.
+
+        Raises:
+            PeerLost: a member is gone. The weights are mixed until a recovery has sent all anew.
+        """
+        self._wait(len(self._tasks))
+
+    def _wait(self, number: int) -> None:
+        if number > self._waited:
+            self._trainers.on_wait(True)
+            done = [task.wait() for task in self._tasks[self._waited : number]]
+            self._trainers.on_wait(False)
+            if not all(done):
+                raise PeerLost(next(task.lost for task in self._tasks if task.lost is not None))
+            self._waited = number
+        if self._waited == len(self._tasks):
+            self._clear()
+
+    def end(self) -> None:
+        """Waits until the thread does nothing more; where weights are under way, the group has been dropped before."""
+        for task in self._tasks:
+            task.wait()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tasks, self._bucket, self._waited = [], {}, 0
+
+    def close(self) -> None:
+        """Ends the thread, and the waits of the modules."""
+        self.end()
+        self._thread.shutdown()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def buckets(tensors_R: Sequence[Sequence[Tensor]], nbytes: int) -> list[list[list[Tensor]]]:
+    """Divides tensors `[rank][n]` into buckets `[bucket][rank][m]` of about so many bytes, each rank's in their order.
+
+    Example, with room for 8 bytes: tensors of 4, 4 and 4 bytes of rank 0, and of 8 bytes of rank 1, give a bucket with
+    the first of each, one with the second of rank 0, and one with its third.
+    """
+    room = max(1, nbytes // max(1, len(tensors_R)))
+    queues = [list(reversed(tensors)) for tensors in tensors_R]
+    found = []
+    while any(queues):
+        bucket: list[list[Tensor]] = []
+        for queue in queues:
+            taken: list[Tensor] = []
+            while queue and sum(tensor.nbytes for tensor in taken) < room:
+                taken.append(queue.pop())
+            bucket.append(taken)
+        found.append(bucket)
+    return found

@@ -1,0 +1,163 @@
+"""With overlap_param_gather weights come beside the next forward: each module waits for its own, and no bit differs."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from evermoe import ElasticSampler, Session
+from evermoe.comm.collectives import send_from_owners
+from evermoe.comm.group import Group
+from evermoe.errors import PeerLost, UnsupportedState
+from evermoe.train import late_weights
+from evermoe.train.late_weights import LateWeights, buckets
+from support.harness import PATIENCE
+from support.history import check_history, check_recovered, committed_steps
+from support.ranks import run_ranks
+from support.worker import Fault
+
+FAULT = 5
+NBYTES = 64
+"""Of a bucket: each layer has more."""
+
+
+def side_group(group, folder):
+    side = Group()
+    store = dist.FileStore(f"{folder}/side", group.size)
+    side.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=PATIENCE / 2))
+    return side
+
+
+class Held:
+    """Sends the second bucket once somebody says so."""
+
+    def __init__(self, store):
+        self.store, self.count = store, 0
+
+    def __call__(self, tensors_R, group):
+        self.count += 1
+        if self.count == 2:
+            self.store.wait(["first is used"])
+        send_from_owners(tensors_R, group)
+
+
+def used(group, folder, way):
+    """What rank 1 reads of two layers of rank 0: of the first while the second has not been sent, and then of that."""
+    store = dist.FileStore(f"{folder}/events", group.size)
+    late_weights.BUCKET_BYTES = NBYTES
+    late_weights.send_from_owners = Held(store) if group.rank == 0 else send_from_owners
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        for number, layer in enumerate(model):
+            layer.weight.fill_(number + 1 if group.rank == 0 else -1)
+    late = LateWeights(side_group(group, folder), group)
+    late.attach(model)
+    late.begin([[layer.weight for layer in model], []])
+    read = {
+        "forward": lambda layer: layer(torch.ones(1, 8)).detach(),
+        "state": lambda layer: layer.state_dict()["weight"].sum(1),
+    }[way]
+    first = read(model[0]).clone() if group.rank == 1 else None
+    if group.rank == 1:
+        store.set("first is used", "")
+    second = read(model[1]).clone()
+    late.wait()
+    is_idle = not late._tasks
+    late.close()
+    hooks = [hook for layer in model for hook in (*layer._forward_pre_hooks, *layer._state_dict_pre_hooks)]
+    return [first, second, is_idle, len(hooks)]
+
+
+@pytest.mark.parametrize("way", ["forward", "state"])
+def test_a_module_waits_for_its_own_weights_and_no_others(tmp_path, way):
+    _, (first, second, is_idle, hooks) = run_ranks(tmp_path, 2, used, str(tmp_path), way)
+    assert torch.equal(first.flatten(), torch.full((8,), 8.0))
+    assert torch.equal(second.flatten(), torch.full((8,), 16.0))
+    assert is_idle and not hooks
+
+
+def lost(group, folder):
+    """What a module says that waits for weights of a member that is gone."""
+    late = LateWeights(side_group(group, folder), group)
+    model = nn.Linear(8, 8)
+    late.attach(model)
+    if group.rank == 0:
+        late._group.drop("it leaves")
+        return "left"
+    late.begin([list(model.parameters()), []])
+    try:
+        model(torch.ones(1, 8))
+    except PeerLost:
+        late.end()
+        return "lost"
+    finally:
+        late.close()
+
+
+def test_a_module_whose_weights_do_not_come_says_that_a_member_is_lost(tmp_path):
+    assert run_ranks(tmp_path, 2, lost, str(tmp_path)) == ["left", "lost"]
+
+
+def test_buckets_have_all_tensors_once_and_each_owners_in_their_order():
+    tensors_R = [[torch.zeros(n) for n in sizes] for sizes in ([5, 1, 300, 2], [], [40, 40])]
+    for nbytes in (1, 64, 500, 1 << 20):
+        found = buckets(tensors_R, nbytes)
+        for rank, tensors in enumerate(tensors_R):
+            assert [id(t) for bucket in found for t in bucket[rank]] == [id(t) for t in tensors]
+        assert all(any(bucket) for bucket in found)
+        assert len(found) == {1: 4, 64: 3, 500: 2, 1 << 20: 1}[nbytes]
+
+
+def trained(start_job, faults, **session):
+    job = start_job(dense="sharded", **session)
+    workers = job.start_all(faults, bucket_bytes=NBYTES)
+    assert [each.join() for each in workers] == [0, -9 if faults else 0, 0]
+    check_history(workers)
+    left = workers[::2] if faults else workers
+    for each in left:
+        [verified] = each.events("verified")
+        assert verified["digests_mismatched"] == 0, verified["units"]
+    return workers
+
+
+def test_losses_and_states_are_those_of_training_that_waits(start_job):
+    found = []
+    for overlaps in (False, True):
+        workers = trained(start_job, {}, overlap_param_gather=overlaps)
+        done = [each.events("done")[0]["digests"] for each in workers]
+        found.append(([event["loss"] for event in workers[0].events("commit")], done))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("point", ["gather", "copy", "begin", "forward", "vote"])
+def test_an_owner_is_killed_while_weights_are_on_their_way(start_job, point):
+    step = FAULT + (point in ("copy", "gather"))
+    a, b, c = workers = trained(start_job, {"b": [Fault(point, step)]}, overlap_param_gather=True)
+    for survivor in (a, c):
+        recovered = survivor.events("recovered")[-1]
+        if point != "gather":  # its replicas alone have seen what becomes of its units
+            check_recovered(workers, survivor)
+        assert recovered["step"] >= committed_steps([b])
+        assert (recovered["members"], recovered["steps_lost"], recovered["digests_mismatched"]) == (2, 0, 0)
+
+
+def make(**options):
+    model = nn.Linear(4, 4)
+    return Session(model, torch.optim.SGD(model.parameters(), lr=0.1), ElasticSampler(8, 4), **options)
+
+
+def test_without_owners_there_is_nothing_to_overlap():
+    with pytest.raises(ValueError, match="no owners with dense='replicated': use dense='sharded'"):
+        make(overlap_param_gather=True)
+
+
+def test_compiled_graphs_are_refused(tmp_path):
+    late = LateWeights(Group(), Group())
+    model = nn.Linear(4, 4)
+    late.attach(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises((UnsupportedState, torch._dynamo.exc.Unsupported), match="overlap_param_gather"):
+        compiled(torch.ones(1, 4))
+    late.close()
