@@ -111,8 +111,8 @@ class Keeper(Protocol):
     def lost(self) -> str | None:
         """Why what was begun will not be whole: a member is gone."""
 
-    def release(self) -> None:
-        """All copies of the latest plan are complete on all members: earlier ones are dropped."""
+    def release(self, step: int) -> None:
+        """All copies of the latest plan are complete on all members, after so many steps: earlier ones are dropped."""
         return
 
     def restart(self, step: int) -> None:

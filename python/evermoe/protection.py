@@ -16,13 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
-from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Arranged, Confirm, Listener, Send
+from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
 from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
@@ -33,9 +31,9 @@ from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
 from evermoe.selection import ExpertSelector, LossLedger
 from evermoe.snapshot.snapshots import Snapshots
-from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.store import SnapshotStore
 from evermoe.snapshot.window_plan import COPIES, WindowOptions
-from evermoe.state.stored import NO_COPIES, KeptCopies, StoredUnit
+from evermoe.state.stored import KeptCopies, StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
@@ -106,14 +104,8 @@ class Protection:
         """Units whose replicas are a step behind, as they get the state alone."""
         self._skipped: list[tuple[str, int]] = []
         """Units whose copies never came to be, and their steps, of which the others do not know yet."""
-        self._copies = NO_COPIES
-        """Copies of before that the latest plan began with."""
-        self._arriving: int | None = None
-        """Version of the copies that a recovery has asked for, while they are on their way."""
-        self._waits = False
-        """Whether training waits for the copies of the latest plan: some came damaged."""
-        self._was_damaged = False
-        """Whether copies that this member should keep came damaged, and not whole since."""
+        self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
+        """Those with which a plan begins."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
         """Time of the last step."""
@@ -129,13 +121,11 @@ class Protection:
             copies: those that members have of the state now.
         """
         self.settle()
-        self._copies.forget()  # where the recovery before was interrupted
-        self._arriving = None
         group = self._membership.everyone
         units = about_units(self.state, self.replicas) if group.rank == 0 else None
         mine = about_member(self._membership, self.window_planner, self.options)
-        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": self._was_damaged})
-        self._waits = any(each["damaged"] for each in everyone)
+        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": self.first.was_damaged})
+        self.first.plan(copies, waits=any(each["damaged"] for each in everyone))
         self.active = self.state.active(self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, everyone[0]["units"])
         ranks = [RankInfo(**each["member"]) for each in everyone]
@@ -162,7 +152,6 @@ class Protection:
             logger.info(f"%s; {odds}", self.plan.summary, survives_one, survives_two)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
         self._emit(Arranged(self.plan.summary, survives_one, survives_two, self.snapshots.locked_bytes, sent))
-        self._copies = copies
 
     def protect(self, version: int, *, waits: bool) -> bool:
         """Makes the copies of the plan that are missing as of `version`; collective.
@@ -182,34 +171,15 @@ class Protection:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         step = step_of(version)
-        if self.options.copies and not waits and not self._waits and self._copies:
-            self._begin_protecting(version)
-            self._arriving = version
+        if self.options.copies and not waits and self.first.may_arrive_later:
+            self.first.begin(version)
         else:
-            self._protect_now(version)
+            self.snapshots.pacer.hurry()
+            self.first.make(version, self.options.copies > 0)
             self._release(step)
         for keeper in self.keepers:
             keeper.restart(step)
-        return not self.is_arriving
-
-    @property
-    def is_arriving(self) -> bool:
-        """Whether copies that a recovery has asked for are on their way."""
-        return self._arriving is not None
-
-    def _protect_now(self, version: int) -> None:
-        step = step_of(version)
-        self.snapshots.pacer.hurry()
-        for _ in range(MOST_TRIES):
-            is_whole = self._protect_once(version) if self.options.copies else True
-            self._emit(Confirm(step))
-            if self._membership.everyone.all_reduce(torch.tensor([int(is_whole)])) == self._membership.everyone.size:
-                break
-            self._copies.forget()  # those of before may be what is damaged
-        else:
-            raise CorruptCopy(
-                f"copies arrive with other bytes than were sent, {MOST_TRIES} times in a row: check the network"
-            )
+        return not self.first.is_arriving
 
     def _release(self, step: int) -> None:
         """The copies of the plan are complete on all members, as of so many steps: those of before are dropped."""
@@ -219,31 +189,9 @@ class Protection:
         if self.options.copies:
             self.ledger.copied_locally(self.snapshots.local_units, step)
         for keeper in self.keepers:
-            keeper.release()
+            keeper.release(step)
         self.state.retained.release()
-        self._copies.forget()
-        self._arriving, self._was_damaged = None, False
-
-    def _begin_protecting(self, version: int) -> None:
-        for keeper in self.keepers:
-            copied = keeper.protect_all(version)
-            if copied:
-                self.ledger.copied(copied, step_of(version))
-
-    def _protect_once(self, version: int) -> bool:
-        self._begin_protecting(version)
-        is_whole = all([keeper.wait() for keeper in self.keepers])
-        lost = next(filter(None, (keeper.lost for keeper in self.keepers)), None)
-        if lost is not None:
-            raise PeerLost(lost)
-        return not self.replicas.take_requests() and is_whole
-
-    def _has_arrived(self) -> bool:
-        """Waits for the copies that a recovery has asked for; whether they are whole, as far as this member knows."""
-        is_whole = all([keeper.wait() for keeper in self.keepers]) and not self.replicas.lacks_states
-        is_lost = self._membership.trainer_group.broken is not None or any(keeper.lost for keeper in self.keepers)
-        self._was_damaged = not is_whole and not is_lost
-        return is_whole
+        self.first.end()
 
     # ---- a step
 
@@ -265,14 +213,14 @@ class Protection:
             Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
         """
         self._emit(Send(step))
-        if self.copies_late or self.is_arriving:
+        if self.copies_late or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             if not self.replicas.has_begun:
                 self.replicas.begin(step, self._select())
             is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
-            if self.is_arriving:
-                is_whole = self._has_arrived() and is_whole
+            if self.first.is_arriving:
+                is_whole = self.first.have_arrived() and is_whole
         self._emit(Confirm(step))
         for keeper in self._state_keepers:
             self._skipped += keeper.take_skipped()
@@ -290,8 +238,8 @@ class Protection:
 
     def committed(self, version: int, clip: float | None) -> None:
         """Records that the agreed step was taken: `version` is the state now. `clip` is None for a skipped update."""
-        if self._arriving is not None:  # all have said in the vote that they have theirs
-            self._release(step_of(self._arriving))
+        if self.first.version is not None:  # all have said in the vote that they have theirs
+            self._release(step_of(self.first.version))
         for keeper in self.keepers:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began

@@ -39,6 +39,7 @@ ROOMS = [
     "persist",
     "snapshot",
     "protection_inputs",
+    "first_copies",
     "protection",
     "recovery",
     "environment",

@@ -149,7 +149,7 @@ class Replicas(Keeper):
         )
         self._now, self._copies = _ReplicaSet(copies, assignment.generation), assignment.copies
 
-    def release(self) -> None:
+    def release(self, step: int) -> None:
         """Drops the copies of the previous plan: those of the latest one are complete on all members."""
         self._is_whole = True
         self._drop_older()

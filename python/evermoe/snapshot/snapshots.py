@@ -159,7 +159,7 @@ class Snapshots(StateKeeper):
             ).start()
         return ()
 
-    def release(self) -> None:
+    def release(self, step: int) -> None:
         """Removes the arenas of earlier plans."""
         if self._options.copies:
             self._store.prune(self._generation)

@@ -68,10 +68,6 @@ class SessionDriver(RecoveryDriver):
         self._dense.early.begin_step()
         self._emit(Begin(step.number))
 
-    def await_weights(self) -> None:
-        """Waits for weights that owners still send; where a member is lost, the group is dropped."""
-        self._dense.await_weights()
-
     def check_loss(self, loss: Tensor) -> float:
         """A loss is about to be backpropagated: checks that of the session's first step; what to multiply it by.
 

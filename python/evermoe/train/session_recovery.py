@@ -92,6 +92,10 @@ class RecoveryDriver(Driver):
         self._dense.close()
         self._checkpointer.close()
 
+    def await_weights(self) -> None:
+        """Waits for weights that owners still send; where a member is lost, the group is dropped."""
+        self._dense.await_weights()
+
     # ---- membership
 
     def agreeing(self) -> None:
@@ -217,7 +221,7 @@ class RecoveryDriver(Driver):
         """Ends a recovery: reports it."""
         report, self._missing_since = self._report_now(), math.inf
         step = step_of(version)
-        if self._protection.is_arriving:  # the next vote says that these steps are committed
+        if self._protection.first.is_arriving:  # the next vote says that these steps are committed
             self._commit_events = {taken: event for taken, event in self._commit_events.items() if taken < step}
         else:
             self._commit_events.clear()

@@ -1,0 +1,120 @@
+"""The copies with which a plan of protection begins: all at once while training waits, or beside the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from evermoe.comm.membership import Membership
+from evermoe.errors import CorruptCopy, PeerLost
+from evermoe.events import Confirm, Listener
+from evermoe.keeper import Keeper
+from evermoe.replay.replicas import Replicas
+from evermoe.selection import LossLedger
+from evermoe.snapshot.store import MOST_TRIES
+from evermoe.state.stored import NO_COPIES, KeptCopies
+from evermoe.state.version import step_of
+
+
+class FirstCopies:
+    """Has the keepers make the first copies of a plan.
+
+    Args:
+        keepers: in the order in which they are driven.
+        replicas: the one of them that repeats steps.
+        membership: all members.
+        ledger: is told of copies that are there at once.
+        emit: of the session.
+    """
+
+    def __init__(
+        self,
+        keepers: Sequence[Keeper],
+        replicas: Replicas,
+        membership: Membership,
+        ledger: LossLedger,
+        emit: Listener,
+    ) -> None:
+        self._keepers, self._replicas, self._membership = keepers, replicas, membership
+        self._ledger, self._emit = ledger, emit
+        self._copies = NO_COPIES
+        """Copies of before, which need not be sent."""
+        self._waits = False
+        self.version: int | None = None
+        """Version of the copies that are on their way beside training; None if none are."""
+        self.was_damaged = False
+        """Whether copies that this member should keep came damaged beside training, and not whole since."""
+
+    def plan(self, copies: KeptCopies, *, waits: bool) -> None:
+        """Begins with a new plan; what was under way is over.
+
+        Args:
+            copies: those that members have already.
+            waits: whether training waits for the copies of this plan; the same on all members.
+        """
+        self._copies.forget()  # where the recovery before was interrupted
+        self._copies, self._waits, self.version = copies, waits, None
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether copies are on their way beside training."""
+        return self.version is not None
+
+    @property
+    def may_arrive_later(self) -> bool:
+        """Whether the copies of before stay until those of the plan are whole, so that training need not wait."""
+        return bool(self._copies) and not self._waits
+
+    def begin(self, version: int) -> None:
+        """Begins to make all copies as of `version` beside training; collective. `have_arrived` must follow."""
+        self._begin(version)
+        self.version = version
+
+    def _begin(self, version: int) -> None:
+        for keeper in self._keepers:
+            copied = keeper.protect_all(version)
+            if copied:
+                self._ledger.copied(copied, step_of(version))
+
+    def have_arrived(self) -> bool:
+        """Waits for the copies that were begun; whether they are whole, as far as this member knows."""
+        is_whole = all([keeper.wait() for keeper in self._keepers]) and not self._replicas.lacks_states
+        is_lost = self._membership.trainer_group.broken is not None or any(keeper.lost for keeper in self._keepers)
+        self.was_damaged = not is_whole and not is_lost
+        return is_whole
+
+    def make(self, version: int, makes_any: bool) -> None:
+        """Makes all copies as of `version`, and waits until they are whole on all members; collective.
+
+        Args:
+            version: of the state now.
+            makes_any: False where no copies are kept: members only wait for each other.
+
+        Raises:
+            PeerLost: a member was lost meanwhile.
+            CorruptCopy: copies did not match their digests several times in a row.
+        """
+        everyone = self._membership.everyone
+        for _ in range(MOST_TRIES):
+            is_whole = self._make_once(version) if makes_any else True
+            self._emit(Confirm(step_of(version)))
+            if everyone.all_reduce(torch.tensor([int(is_whole)])) == everyone.size:
+                return
+            self._copies.forget()  # those of before may be what is damaged
+        raise CorruptCopy(
+            f"copies arrive with other bytes than were sent, {MOST_TRIES} times in a row: check the network"
+        )
+
+    def _make_once(self, version: int) -> bool:
+        self._begin(version)
+        is_whole = all([keeper.wait() for keeper in self._keepers])
+        lost = next(filter(None, (keeper.lost for keeper in self._keepers)), None)
+        if lost is not None:
+            raise PeerLost(lost)
+        return not self._replicas.take_requests() and is_whole
+
+    def end(self) -> None:
+        """All copies of the plan are whole on all members: those of before are not needed."""
+        self._copies.forget()
+        self.version, self.was_damaged = None, False
