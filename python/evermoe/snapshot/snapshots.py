@@ -104,6 +104,8 @@ class Snapshots(StateKeeper):
         """Per unit, the ranks that should keep a snapshot of it and have no room; empty if all have."""
         self.locked_bytes = 0
         """Bytes of this member's arenas that are page-locked, for its GPU to write there itself."""
+        self._whole: dict[int, int] = {}
+        """Steps taken in the newest whole version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
@@ -162,6 +164,7 @@ class Snapshots(StateKeeper):
     def restart(self, step: int) -> None:
         """Begins the next step: all copies are complete, and the arenas of earlier plans are removed."""
         self._is_settled, self._newest_local = False, step
+        self._whole = {kept.number: step for kept in self._store.own}
         self.window_planner.restart(step, self.copies_late)
         self.pacer.begin_step()
         if self._options.copies:
@@ -255,7 +258,16 @@ class Snapshots(StateKeeper):
         if due.bundles is not None and self._is_local_due(step_of(version)):
             self._newest_local = step_of(version)
         if not self._is_settled:  # where the members change, no peer would receive it
+            self._whole |= {} if self._round is None else self._round.whole
             self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
+
+    def lag(self, step: int) -> dict[str, int]:
+        """Of the `snapshot` on other nodes and the `local` ones, the oldest whole one."""
+        if self._round is not None:
+            self._whole |= self._round.whole
+        kinds: dict[str, Mapping[int, object]] = {"snapshot": self._sent, "local": self._local}
+        found = {kind: [at for number, at in self._whole.items() if number in some] for kind, some in kinds.items()}
+        return {kind: step - min(steps) for kind, steps in found.items() if steps}
 
     def stored(self) -> Iterator[tuple[SnapshotUnit, str]]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""

@@ -13,7 +13,7 @@ from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import Membership
 from evermoe.config import SessionConfig
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
-from evermoe.events import Commit, Copy, Listener, Lost, Recovered
+from evermoe.events import Commit, Copy, Joined, Listener, Lost, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
@@ -25,6 +25,7 @@ from evermoe.recovery.target import ExpertTarget
 from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
+from evermoe.train.measures import StepMeasures
 from evermoe.train.owners import DenseExchange
 from evermoe.train.protocol import Driver, Event
 from evermoe.train.script import Script
@@ -61,6 +62,7 @@ class RecoveryDriver(Driver):
         self._trains = self._config.role == "train"
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
+        self._measures = StepMeasures(self._state, self._protection, self._checkpointer, self._emit)
         self._reducer = ExpertReducer([], [], 0)
         self._dense = DenseExchange(self._state, self._membership)
         self.reports: list[Recovered] = []
@@ -200,6 +202,8 @@ class RecoveryDriver(Driver):
     def protect(self, version: int, generation: int) -> Event:
         """Sends the owners' weights to all; plans who keeps copies of what, and makes those that are missing."""
         self._step = step_of(version)
+        at, rank = self._membership, self._membership.everyone.rank
+        self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, at.role, generation, list(at.nodes)))
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
@@ -223,6 +227,7 @@ class RecoveryDriver(Driver):
         self.reports.append(report.event())
         self._report = None
         self._emit(self.reports[-1])
+        self._measures.restart()
 
     def _recovery(self, version: int, *, established: bool, saw_progress: bool) -> Recovery:
         membership, limit = self._membership, self._config.rejoin_limit
