@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from evermoe import planning
 from evermoe.events import Listener, Measured
+from evermoe.experts import Experts
 from evermoe.persist.checkpointer import Checkpointer
 from evermoe.protection import Protection
 from evermoe.state.training_state import TrainingState
@@ -42,7 +45,7 @@ class StepMeasures:
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         if self._imbalances is None or step % IMBALANCE_EVERY == 0:
-            self._imbalances = self._measure_imbalances()
+            self._imbalances = imbalances(self._state.expert_load.latest_LE, self._state.layers.values())
         imbalance, of_experts = self._imbalances or (None, None)
         protection, lag = self._protection, self._checkpointer.lag(step + 1)
         for keeper in protection.keepers:
@@ -57,12 +60,24 @@ class StepMeasures:
                 return round(load_E.sum() / layer.top_k)
         return 0
 
-    def _measure_imbalances(self) -> tuple[float, float] | None:
-        """Largest over all layers: tokens of the busiest member, and of the busiest expert, over the mean of all."""
-        found = []
-        for row_E, layer in zip(self._state.expert_load.latest_LE, self._state.layers.values(), strict=True):
-            load_E = row_E[: layer.num_experts]
-            if load_E.any():
-                of_members = planning.imbalance(layer.matrix_RE, load_E, layer.token_split)
-                found.append((of_members, float(load_E.max() / np.mean(load_E))))
-        return (max(each for each, _ in found), max(each for _, each in found)) if found else None
+
+def imbalances(load_LE: NDArray[np.int64], layers: Iterable[Experts]) -> tuple[float, float] | None:
+    """Tokens of the busiest member, and of the busiest expert, over the mean of all; each of the worst layer.
+
+    Example: experts 0 and 1, each on a member of its own, got 3 tokens and 1: 1.5 and 1.5. Both on both members: 1.0
+    and 1.5.
+
+    Args:
+        load_LE: `[L, E]` tokens of each expert; more columns than a layer has experts are not read.
+        layers: L of them.
+
+    Returns:
+        None where no layer has got a token.
+    """
+    found = []
+    for row_E, layer in zip(load_LE, layers, strict=True):
+        load_E = row_E[: layer.num_experts]
+        if load_E.any():
+            of_members = planning.imbalance(layer.matrix_RE, load_E, layer.token_split)
+            found.append((of_members, float(load_E.max() / load_E.mean())))
+    return (max(each for each, _ in found), max(each for _, each in found)) if found else None
