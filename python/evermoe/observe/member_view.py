@@ -233,7 +233,7 @@ class _EventFile:
         ]
         newest = max((view.generation or 0 for view in views), default=0)
         return [
-            replace(view, problem=f"no member since generation {view.generation}")
+            replace(view, problem=f"no member since generation {view.generation + 1}")
             if view.generation and view.generation < newest and view.state != "agree"
             else view
             for view in views
