@@ -16,7 +16,7 @@ from evermoe.protection import Protection
 from evermoe.state.training_state import TrainingState
 
 IMBALANCE_EVERY = 10
-"""Steps between two looks at the imbalance: with hundreds of members and experts one takes some 10 ms."""
+"""Steps between two looks at the imbalance, which takes milliseconds with hundreds of members and experts."""
 
 
 class StepMeasures:
