@@ -8,8 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import prometheus_client
 import pytest
@@ -132,24 +130,11 @@ def test_several_jobs_have_a_table_each(capsys, wide):
     assert out.count("no answer") == 1
 
 
-class Stranger(BaseHTTPRequestHandler):
-    """Serves something else."""
-
-    def do_GET(self):
-        """Answers."""
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b"# TYPE other gauge\nother 1\n")
-
-    def log_message(self, *arguments):
-        """Says nothing."""
-
-
 def test_strangers_and_silence_are_said(capsys, wide):
-    with HTTPServer(("127.0.0.1", 0), Stranger) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        code, out, _ = top(capsys, f"127.0.0.1:{server.server_port}", "--once")
-        server.shutdown()
+    port, registry = free_port(), prometheus_client.CollectorRegistry()
+    prometheus_client.Gauge("other", "of another program", registry=registry)
+    prometheus_client.start_http_server(port, registry=registry)
+    code, out, _ = top(capsys, port, "--once")
     assert code == 1
     assert "no member answers" in out
     assert "no answer: it has no metrics of evermoe" in out
@@ -190,6 +175,20 @@ def test_what_is_no_source_is_said(capsys, text, expected):
     assert code == 2
     assert err.startswith("evermoe top: ")
     assert expected in err
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [
+        ("prometheus_client", ["top", "9400", "--once"]),
+        ("prometheus_client", ["run", "--metrics", "9400", "none.py"]),
+        ("tensorboard", ["run", "--tensorboard", "curves", "none.py"]),
+    ],
+)
+def test_a_missing_package_is_said_before_anything_starts(monkeypatch, capsys, package, arguments):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == (f"evermoe {arguments[0]} needs {package}: pip install 'evermoe[observe]'\n")
 
 
 def test_sources_are_ports_hosts_and_ranges():
