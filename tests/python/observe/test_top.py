@@ -216,9 +216,13 @@ def test_files_of_events_show_the_same(tmp_path, capsys, wide):
         file.write('{"event": "commit", "time": 1, "pid":')  # is being written
     (view,) = members.look()
     assert (view.step, view.loss) == (9, 0.0625)
+    with path.open("a") as file:
+        file.write(f'{os.getpid()}, "step": 9, "loss": 0.25, "members": 3, "generation": 4}}\n')
+    (view,) = members.look()
+    assert (view.step, view.loss) == (10, 0.25)
     code, out, _ = top(capsys, path, "--once")
     assert code == 0
-    assert "step 9" in out
+    assert "step 10" in out
     assert f"process {os.getpid()}" in out
 
 
