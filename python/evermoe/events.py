@@ -114,6 +114,28 @@ class Commit(Event):
 
 
 @dataclass(frozen=True)
+class Measured(Event):
+    """A step was taken: what it took, and how far its copies are behind. Its vote may still turn out to be undone."""
+
+    step: int
+    seconds: float
+    """From the end of the step before, or of a recovery, to its own end: with what the script does between steps."""
+    tokens: int
+    """Tokens of the global batch, as the MoE layers count them; 0 where there are none, and on a replica node."""
+    imbalance: float | None
+    """Tokens that the busiest member computes over the mean of all, in the layer where that is largest; as of the
+    latest step that is a multiple of 10, or the first after a recovery. None without a MoE layer."""
+    expert_imbalance: float | None
+    """Tokens of the busiest expert over the mean of all, likewise: what the router makes of it."""
+    lag: dict[str, int]
+    """By kind of copy, steps by which this member's are behind training: the oldest complete copy of `replayed`,
+    `snapshot` (on other nodes) and `local` ones; the newest on disk of `persisted` and `checkpoint`. Kinds that the
+    session has none of are left out."""
+    sent_bytes: dict[str, int]
+    """By kind, `replayed` and `snapshot`, bytes of copies that this process has sent to other members so far."""
+
+
+@dataclass(frozen=True)
 class Protocol(Event):
     """The commit protocol was told an event and gave commands; tests replay them."""
 
@@ -179,13 +201,46 @@ class Arranged(Event):
 
 
 @dataclass(frozen=True)
+class Joined(Event):
+    """This member is connected with all others: its place among them, until members change again."""
+
+    job: str
+    member: str
+    """Its name, unlike that of any other."""
+    node: str
+    """The machine whose memory is lost as one."""
+    rank: int
+    role: str
+    """`train` or `replica`."""
+    generation: int
+    nodes: list[str]
+    """Node of each member, by rank."""
+
+
+@dataclass(frozen=True)
+class Covered(Event):
+    """Which losses the copies that are complete would survive now: before a recovery makes those that are missing, and
+    once all are complete."""
+
+    survives_one: float
+    """Probability that every unit is left, in some version, when one node fails."""
+    survives_two: float
+    """The same when two nodes fail at once."""
+    fatal: dict[str, int]
+    """Losses that it would not survive: the nodes, joined by ` + `, and how many units would be lost with them. Of one
+    node and of two; a pair of which one alone is fatal is left out. At most 32, those of most units."""
+    is_whole: bool
+    """Whether all copies of the plan are complete."""
+
+
+@dataclass(frozen=True)
 class Recovered(Event):
     """All members resume: after a failure, a join, a move of experts, or at the start of a job."""
 
     started_at: float
     """Time on this machine's clock, seconds since 1970."""
     seconds: dict[str, float]
-    """By phase: `agree`, `rebuild`, `fetch`, `verify`, which includes making the copies that are missing."""
+    """By phase: `agree`, `rebuild`, `fetch`, `verify`; where training waits for copies, `verify` includes making them."""
     step: int
     """Steps taken in the state from which all resume."""
     steps_lost: int

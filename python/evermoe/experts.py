@@ -64,6 +64,7 @@ class Experts(HeldInPart):
         share_E: after a forward, float `[E]`: parts of all ranks' choices that went to each expert, on the layer's
             device.
         count: tokens routed to each expert on all ranks together.
+        top_k: K, as the router has it or the latest forward outside `torch.compile`; 0 before.
         on_load: called after each step of a session with `load_E`, for what follows the load, such as
             `Router.update_balance`; None for nothing. The same on all members.
 
@@ -103,6 +104,7 @@ class Experts(HeldInPart):
         self.matrix_RE = np.ones((1, num_experts), np.int64)
         self.share_E: Tensor = torch.zeros(num_experts, device=device)
         self.count = TokenCount(num_experts)
+        self.top_k = 0
         self.on_load: Callable[[NDArray[np.int64]], None] | None = None
         self._padding: tuple[np.ndarray, torch.device, int, Padding] | None = None
         self._name = moe_ops.register(self)
@@ -163,7 +165,7 @@ class Experts(HeldInPart):
         if torch.compiler.is_compiling():
             return self._forward_in_graph(sent_TH, ids_TK, weights_TK, counts_E).to(x_TH.dtype)
         exchange = self._plan(ids_TK, counts_E, sent_TH.dtype)
-        self.share_E = exchange.share_E
+        self.share_E, self.top_k = exchange.share_E, ids_TK.shape[1]
         row_ids, positions_TK = ops.dispatch_plan(ids_TK, exchange.send_ER)
         if exchange.starts_R is not None:
             row_ids, positions_TK = exchange.pad(positions_TK)

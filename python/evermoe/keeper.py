@@ -134,6 +134,10 @@ class Keeper(Protocol):
         """
         return
 
+    def lag(self, step: int) -> dict[str, int]:
+        """By kind, steps by which this member's copies are behind training, of which so many steps are taken."""
+        return {}
+
     def settle(self) -> bool:
         """Waits until nothing is under way, and begins nothing more; whether all that was is whole."""
 

@@ -112,6 +112,7 @@ class MoE(nn.Module):
     def _compose(self, router: Router, experts: Experts, shared: nn.Module | None) -> None:
         self.router, self.experts, self.shared = router, experts, shared
         self.hidden, self.num_experts, self.top_k = experts.hidden, experts.num_experts, router.top_k
+        experts.top_k = router.top_k
         self.balance_loss: Tensor = torch.zeros((), device=experts.weights.device)
         if router.balance is not None:
             experts.on_load = router.update_balance

@@ -19,14 +19,22 @@ from pathlib import Path
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
-from evermoe.events import Arranged, Confirm, Listener, Send
+from evermoe.events import Arranged, Confirm, Covered, Listener, Send
 from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
 from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
-from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection, survival
+from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection
 from evermoe.planning.recovery import Lagging
-from evermoe.protection_inputs import about_member, about_units, missing_bytes, unit_infos, without
+from evermoe.protection_inputs import (
+    about_member,
+    about_units,
+    covered,
+    covered_now,
+    missing_bytes,
+    unit_infos,
+    without,
+)
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
 from evermoe.selection import ExpertSelector, LossLedger
@@ -106,6 +114,8 @@ class Protection:
         """Units whose copies never came to be, and their steps, of which the others do not know yet."""
         self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
         """Those with which a plan begins."""
+        self._covered: Covered | None = None
+        """What the latest plan survives once its copies are complete."""
         self._step_began = time.monotonic()
         self.step_seconds = 0.0
         """Time of the last step."""
@@ -146,12 +156,14 @@ class Protection:
             keeper.replan(assignment)
         if self.snapshots.missing:
             self.plan = without(self.plan, self.snapshots.missing)
-        survives_one, survives_two = survival(self.plan, self.active, ranks)
+        whole = self._covered = covered(self.plan, self.active, ranks)
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
-            logger.info(f"%s; {odds}", self.plan.summary, survives_one, survives_two)
+            logger.info(f"%s; {odds}", self.plan.summary, whole.survives_one, whole.survives_two)
         sent = missing_bytes(self.plan, dict(self.state.catalog.sizes()), copies)
-        self._emit(Arranged(self.plan.summary, survives_one, survives_two, self.snapshots.locked_bytes, sent))
+        locked = self.snapshots.locked_bytes
+        self._emit(Arranged(self.plan.summary, whole.survives_one, whole.survives_two, locked, sent))
+        self._emit(covered_now(self.plan, self.active, ranks, copies))
 
     def protect(self, version: int, *, waits: bool) -> bool:
         """Makes the copies of the plan that are missing as of `version`; collective.
@@ -192,6 +204,8 @@ class Protection:
             keeper.release(step)
         self.state.retained.release()
         self.first.end()
+        if self._covered is not None:
+            self._emit(self._covered)
 
     # ---- a step
 

@@ -1,4 +1,4 @@
-"""What members tell each other for a plan of protection, and the plan where some have no room."""
+"""What members tell each other for a plan of protection, the plan where some have no room, and what it survives."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from evermoe.comm.membership import Membership
+from evermoe.events import Covered
 from evermoe.keeper import CopyOptions
-from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo
+from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, fatal_losses, survival
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.part import parts_of
 from evermoe.replay.replicas import Replicas
@@ -77,3 +78,22 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
     return sum(
         nbytes[each.unit] for each in plan.units for holder in each.holders if each.unit not in copies.at(holder)
     )
+
+
+def covered_now(
+    plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo], copies: KeptCopies
+) -> Covered:
+    """Which losses would be survived with the copies that members have, before those of the plan that are missing."""
+    kept = [
+        replace(each, holders=tuple(rank for rank in range(len(ranks)) if each.unit in copies.at(rank)))
+        for each in plan.units
+    ]
+    is_whole = all(set(each.holders) <= {*now.holders} for each, now in zip(plan.units, kept, strict=True))
+    return replace(covered(ProtectionPlan(kept, ""), active, ranks), is_whole=is_whole)
+
+
+def covered(plan: ProtectionPlan, active: Mapping[str, tuple[int, ...]], ranks: Sequence[RankInfo]) -> Covered:
+    """Which losses would be survived once all copies of the plan are complete."""
+    holders = {each.unit: {*active[each.unit], *each.holders} for each in plan.units}
+    fatal = fatal_losses(holders, [info.node for info in ranks])
+    return Covered(*survival(plan, active, ranks), fatal, is_whole=True)

@@ -1,4 +1,4 @@
-"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe lighthouse`, `evermoe trace`, …"""
+"""The command line: `evermoe demo`, `evermoe plan`, `evermoe run`, `evermoe top`, …"""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from evermoe.errors import CorruptCopy
@@ -69,9 +70,15 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         metavar="PORT",
         help="serve Prometheus metrics: of the first worker at this port, of the others at the next ones",
     )
+    run.add_argument(
+        "--tensorboard",
+        metavar="FOLDER",
+        help="write curves for TensorBoard, of each worker in a folder of its own in this one",
+    )
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    top_command = commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
     lighthouse = commands.add_parser("lighthouse", help="let the members of a job go on that wait for a majority")
     actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
     promote = actions.add_parser(
@@ -106,6 +113,10 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         from evermoe.cli.export import add_arguments as add_export_arguments
 
         add_export_arguments(export)
+    if command == "top":
+        from evermoe.cli.top import add_arguments as add_top_arguments
+
+        add_top_arguments(top_command)
     if command == "plan":
         from evermoe.cli.plan.command import add_arguments as add_plan_arguments
 
@@ -118,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = parser(given[0] if given else None).parse_args(given)
-        actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace}
+        actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "top": _top}
         actions |= {"checkpoints": _checkpoints, "export": _export, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
@@ -126,6 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rich": "cli,plot",
             "matplotlib": "cli,plot",
             "prometheus_client": "observe",
+            "tensorboard": "observe",
             "transformers": "transformers",
         }
         package = (error.name or "").partition(".")[0]
@@ -191,7 +203,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     members = options.members or options.workers
     name = Path(options.program[0]).stem if options.job is None else options.job
-    variables = {"EVERMOE_METRICS": str(options.metrics)} if options.metrics else {}
+    variables = _listeners(options)
     job = LocalJob(command, name, members, lighthouse=address, memory_dir=options.memory_dir, environment=variables)
     if options.host_lighthouse:
         if address is None:
@@ -199,6 +211,30 @@ def _run(options: argparse.Namespace) -> int:
         job.host_lighthouse()
     number = node_rank() if options.node_rank is None else options.node_rank
     return run(job, options.workers, options.restarts, options.replicas, number)
+
+
+def _listeners(options: argparse.Namespace) -> dict[str, str]:
+    """Variables that ask workers for listeners of their events.
+
+    Raises:
+        ModuleNotFoundError: these need a package that is not there, which the workers would find later.
+    """
+    variables = {}
+    if options.metrics:
+        variables["EVERMOE_METRICS"] = str(options.metrics)
+    if options.tensorboard:
+        variables["EVERMOE_TENSORBOARD"] = str(Path(options.tensorboard).absolute())
+    needed = {"prometheus_client": options.metrics, "tensorboard": options.tensorboard}
+    for package, is_needed in needed.items():
+        if is_needed and find_spec(package) is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    return variables
+
+
+def _top(options: argparse.Namespace) -> int:
+    from evermoe.cli.top import main as top
+
+    return top(options)
 
 
 def _lighthouse(options: argparse.Namespace) -> int:

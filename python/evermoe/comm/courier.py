@@ -95,6 +95,8 @@ class Courier:
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
         """The latest messages."""
+        self.sent_bytes = 0
+        """Bytes of all messages so far."""
         self.progress = 0
         """Counter of everything that is done for tasks: while it grows, no peer is silent."""
         self._tasks: queue.SimpleQueue[Task[object] | None] = queue.SimpleQueue()
@@ -196,6 +198,7 @@ class Courier:
         each.transfer.wait()
         self.progress += 1
         end, nbytes = time.perf_counter_ns(), each.message.data.nbytes
+        self.sent_bytes += nbytes
         self.sent.append(Sent(each.opening.at, end, nbytes, each.message.peer, each.opening.window))
         each.on_sent(nbytes)
 

@@ -208,11 +208,16 @@ class Checkpointer:
         """The checkpoint that is under way, on all members or none."""
         self._is_owed = False
         """Whether the one that was under way when members changed was given up."""
+        self._published = 0
+        """Steps taken in the newest checkpoint on disk."""
         self._folder: CheckpointFolder | None = None
         if options.checkpoint_dir is not None and membership.role == "train":
             owner = Owner(membership.identity.job, state.catalog.layout)
             retention = Retention(options.keep_checkpoints, options.keep_checkpoint_every)
             self._folder = CheckpointFolder(Path(options.checkpoint_dir), owner, membership.id, retention)
+            if options.checkpoint_every:
+                found = find(self._folder.directory, state.catalog.layout)
+                self._published = max(map(step_of, found), default=0)
 
     def newest_generation(self) -> int:
         """The newest generation that wrote to the folder; 0 if there is none."""
@@ -292,8 +297,13 @@ class Checkpointer:
             self._note(version, path)
 
     def _note(self, version: int, path: Path) -> None:
-        self._newest = version
+        self._newest, self._published = version, step_of(version)
         self._emit(Checkpoint(step_of(version), str(path)))
+
+    def lag(self, step: int) -> dict[str, int]:
+        """Steps since the newest checkpoint, after so many; empty where none are due."""
+        is_due = self._folder is not None and self._options.checkpoint_every
+        return {"checkpoint": max(0, step - self._published)} if is_due else {}
 
     # ---- the end
 

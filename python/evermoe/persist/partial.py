@@ -23,6 +23,7 @@ from evermoe.keeper import Assignment, Due, StateKeeper
 from evermoe.persist.checkpoint_folder import PERSISTED
 from evermoe.persist.folder import PersistedUnit, find_persisted, sweep
 from evermoe.persist.persister import Persister
+from evermoe.state.catalog import UnitCatalog
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units
 from evermoe.state.version import step_of
@@ -81,6 +82,10 @@ class PartialCheckpoints(StateKeeper):
         self._persister: Persister | None = None
         self._assignment: Assignment | None = None
         self._latest: PartialCheckpoint | None = None
+        self._durable = 0
+        """Steps taken in the newest version of which this member's part is on disk."""
+        self._is_saving = False
+        """Whether this member has had a part to save."""
         self._skipped: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         """Experts whose saves were overtaken by newer ones, and their steps; from the persister's thread."""
 
@@ -100,7 +105,7 @@ class PartialCheckpoints(StateKeeper):
         # What an earlier start has saved before its first step is not of this one.
         self._open(member, members, version if is_running or step_of(version) else 0)
         group.all_reduce(torch.zeros(1))  # no member writes a newer version while another still removes those
-        if group.all_reduce(torch.tensor([int(self._has_all())])) == group.size:
+        if group.all_reduce(torch.tensor([int(_has_all(self.folder, self._state.catalog))])) == group.size:
             return ()
         every = self._state.catalog.experts()
         self._save(version, every)
@@ -144,11 +149,6 @@ class PartialCheckpoints(StateKeeper):
             return False
         return True
 
-    def _has_all(self) -> bool:
-        """Whether there is a durable version of every unit."""
-        catalog = self._state.catalog
-        return {found.unit for found in find_persisted(self.folder, catalog.layout)} == set(catalog.by_name)
-
     def _save(self, version: int, experts: Collection[str]) -> None:
         """Begins to save this rank's part of the experts and of all other units, if it has one.
 
@@ -160,6 +160,7 @@ class PartialCheckpoints(StateKeeper):
         chosen, group = set(experts), self._membership.everyone
         units = [unit for unit in self._state.catalog.units if unit.layer is None or unit.name in chosen]
         mine = primary_units(units, self._assignment.active, group.rank, group.size)
+        self._is_saving |= bool(mine)
         if self._persister is None:
             self._note_skipped(version, mine)
         elif mine:
@@ -208,6 +209,12 @@ class PartialCheckpoints(StateKeeper):
         if due.remote is not None:
             self._save(version, due.remote)
 
+    def lag(self, step: int) -> dict[str, int]:
+        """Of what is `persisted`, the newest version."""
+        if self._persister is not None:
+            self._durable = step_of(self._persister.durable_version or 0)
+        return {"persisted": step - self._durable} if self._is_saving else {}
+
     def settle(self) -> bool:
         """Waits until nothing is under way; whether all that was is with the persister."""
         self.before_update()
@@ -225,6 +232,11 @@ class PartialCheckpoints(StateKeeper):
         if self._persister is not None:
             self._persister.close()
             self._persister = None
+
+
+def _has_all(folder: Path, catalog: UnitCatalog) -> bool:
+    """Whether there is a durable version of every unit."""
+    return {found.unit for found in find_persisted(folder, catalog.layout)} == set(catalog.by_name)
 
 
 def _warn(folder: Path, error: Exception) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +22,8 @@ FAILURE = 1e-4
 """Probability that a node fails in a step; the same for all, it only weighs units against each other."""
 UNKNOWN_SECONDS = 1e6
 """Seconds of a step that was not profiled yet."""
+MOST_FATAL = 32
+"""Fatal losses that are named."""
 
 
 @dataclass(frozen=True)
@@ -294,6 +297,30 @@ def survival(
         for failures in (1, 2)
     ]
     return found[0], found[1]
+
+
+def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -> dict[str, int]:
+    """Losses of one node, or of two at once, with which units are lost; and of how many units.
+
+        >>> fatal_losses({"a": [0], "b": [0, 1], "c": [1, 2]}, ["x", "y", "z"])
+        {'x': 1, 'y + z': 1}
+
+    Args:
+        holders: by unit, the ranks that have it.
+        nodes: node of each rank; where all are on one, each rank is one of its own (`planning.failure_domains`).
+
+    Returns:
+        By the nodes' names, joined by ` + `; one that is lost with a part of the nodes is counted there alone. At most
+        `MOST_FATAL`, single nodes first, then those of most units.
+    """
+    domains = planning.failure_domains(nodes)
+    is_alone = len(set(nodes)) == 1
+    name = {rank: f"rank {rank}" if is_alone else nodes[rank] for ranks in domains for rank in ranks}
+    lost = Counter(frozenset(name[rank] for rank in ranks) for ranks in holders.values())
+    single = {node for each in lost if len(each) == 1 for node in each}
+    found = [each for each in lost if len(each) == 1 or (len(each) == 2 and not each & single)]
+    found.sort(key=lambda each: (len(each), -lost[each], sorted(each)))
+    return {" + ".join(sorted(each)): lost[each] for each in found[:MOST_FATAL]}
 
 
 def _network(ranks: Sequence[RankInfo]) -> Link:

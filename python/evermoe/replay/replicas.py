@@ -110,6 +110,12 @@ class Replicas(Keeper):
         """Reads the state of some units; the exchange comes after it."""
         self.is_early = False
         """True if no other rank contributes to these gradients, so they can be sent before reduction."""
+        self._copied: dict[str, int] = {}
+        """By unit that this member sends, after how many steps its replicas are."""
+        self._under_way: set[str] = set()
+        """Of these, the ones whose gradients are sent in the step that runs."""
+        self._behind: set[str] = set()
+        """Of these, the ones whose replicas get the state of before each step, as it cannot be repeated."""
         self.asked: set[str] = set()
         """Units of which this member needs the full state anew."""
         self.lacks_states = False
@@ -148,10 +154,13 @@ class Replicas(Keeper):
             device=self._options.replica_device,
         )
         self._now, self._copies = _ReplicaSet(copies, assignment.generation), assignment.copies
+        self._copied = {each.unit: 0 for each in kept if each.primary == rank and each.holders}
+        self._behind = {unit for unit in self._copied if not self.is_replayable(unit)}
 
     def release(self, step: int) -> None:
         """Drops the copies of the previous plan: those of the latest one are complete on all members."""
         self._is_whole = True
+        self._copied = dict.fromkeys(self._copied, step)
         self._drop_older()
 
     def _drop_older(self) -> None:
@@ -188,6 +197,7 @@ class Replicas(Keeper):
         copies = self._now.copies
         if not copies.has_peers:
             return
+        self._under_way = {unit for unit in self._copied if selected is None or unit in selected}
 
         def exchange() -> ExchangeResult:
             exchanged = copies.exchange(self.courier, step, selected)
@@ -232,6 +242,11 @@ class Replicas(Keeper):
         """Replicas may take the step, with gradients multiplied by `clip`; None: they leave it out, too."""
         assert self._now is not None
         self._now.copies.committed(clip)
+        self._copied |= {unit: step_of(version) - (unit in self._behind) for unit in self._under_way}
+
+    def lag(self, step: int) -> dict[str, int]:
+        """Of `replayed` copies, the oldest."""
+        return {"replayed": step - min(self._copied.values())} if self._copied else {}
 
     def take_requests(self) -> set[str]:
         """Units of which this member needs the full state anew; they count as requested from now on."""

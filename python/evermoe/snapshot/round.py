@@ -69,6 +69,12 @@ class SnapshotRound:
         return self
 
     @property
+    def whole(self) -> dict[int, int]:
+        """By number of this member's own bundles that are copied, the steps taken in them; empty until all are."""
+        is_whole = self.task.is_over_within(0) and self.task.result
+        return {kept.number: step_of(self.version) for kept in self._own} if is_whole else {}
+
+    @property
     def capture_seconds(self) -> float:
         """Seconds that this member took so far to capture its units."""
         return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)

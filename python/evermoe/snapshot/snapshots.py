@@ -104,6 +104,8 @@ class Snapshots(StateKeeper):
         """Per unit, the ranks that should keep a snapshot of it and have no room; empty if all have."""
         self.locked_bytes = 0
         """Bytes of this member's arenas that are page-locked, for its GPU to write there itself."""
+        self._whole: dict[int, int] = {}
+        """Steps taken in the newest whole version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
@@ -161,6 +163,7 @@ class Snapshots(StateKeeper):
 
     def release(self, step: int) -> None:
         """Removes the arenas of earlier plans."""
+        self._whole = {kept.number: step for kept in self._store.own}
         if self._options.copies:
             self._store.prune(self._generation)
 
@@ -236,7 +239,7 @@ class Snapshots(StateKeeper):
         sent = self._due_for_peers(step)
         if not sent and self._round is not None and not self._round.task.is_over_within(0):
             return Due()  # the round takes several steps; local snapshots can wait for it
-        local = set(self._local) if self._is_local_due(step) else set()
+        local = set(self._local) if step >= self._newest_local + self._local_steps else set()
         if self._options.choices.per_expert_versions and choose is not None:
             local = _only_chosen(self._local, self._state.catalog, choose(), local)
         return Due(
@@ -248,17 +251,23 @@ class Snapshots(StateKeeper):
     def _due_for_peers(self, step: int) -> set[int]:
         return {number for number, (_, period) in self._sent.items() if step % period == 0}
 
-    def _is_local_due(self, step: int) -> bool:
-        return step >= self._newest_local + self._local_steps
-
     def start(self, version: int, due: Due) -> None:
         """Begins a round of what is due of the state, which is that of `version`."""
         if due.bundles == frozenset():
             return
-        if due.bundles is not None and self._is_local_due(step_of(version)):
+        if due.bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
             self._newest_local = step_of(version)
         if not self._is_settled:  # where the members change, no peer would receive it
+            self._whole |= {} if self._round is None else self._round.whole
             self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
+
+    def lag(self, step: int) -> dict[str, int]:
+        """Of the `snapshot` on other nodes and the `local` ones, the oldest whole one."""
+        if self._round is not None:
+            self._whole |= self._round.whole
+        kinds: dict[str, Mapping[int, object]] = {"snapshot": self._sent, "local": self._local}
+        found = {kind: [at for number, at in self._whole.items() if number in some] for kind, some in kinds.items()}
+        return {kind: step - min(steps) for kind, steps in found.items() if steps}
 
     def stored(self) -> Iterator[tuple[SnapshotUnit, str]]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""

@@ -36,6 +36,8 @@ class ExpertLoad:
         """[L, E + 1] state of the `planning.LoadAverage` of all layers."""
         self.tokens = torch.zeros(3, len(layers), self._most_experts, dtype=torch.int64)
         """[3, L, E] tokens of each expert: all, those lost, and the total at which it has got as many again."""
+        self.latest_LE = np.zeros((len(layers), self._most_experts), np.int64)
+        """[L, E] tokens of each expert in the latest step; zeros if its update was left out."""
 
     @property
     def mean_LE(self) -> NDArray[np.float64]:
@@ -56,6 +58,7 @@ class ExpertLoad:
         totals = TokenCount.totals(layer.count for layer in self._layers.values())
         for row, load_E in zip(tokens_LE, totals, strict=True):
             row[: len(load_E)] = load_E
+        self.latest_LE = tokens_LE
         average = self._load_average()
         average.add(tokens_LE)
         self.average.copy_(torch.from_numpy(average.state))
@@ -64,6 +67,7 @@ class ExpertLoad:
         """Forgets the tokens that the layers have counted since the last step."""
         for layer in self._layers.values():
             layer.count.forget()
+        self.latest_LE = np.zeros_like(self.latest_LE)
 
     def _load_average(self) -> LoadAverage:
         state = self.average.numpy()

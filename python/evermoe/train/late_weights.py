@@ -45,7 +45,14 @@ class LateWeights:
         """Number of each parameter's bucket, by its id, while some are under way."""
 
     def attach(self, model: nn.Module) -> None:
-        """Makes the modules of a model wait for their parameters before they compute or tell their state."""
+        """Makes the modules of a model wait for their parameters before they compute or tell their state.
+
+        Raises:
+            UnsupportedState: a parameter is not on the CPU.
+        """
+        device = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
+        if device is not None:
+            raise UnsupportedState(f"overlap_param_gather is for models on CPUs, and this one is on {device}")
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 self._hooks.append(module.register_forward_pre_hook(self._before_forward))

@@ -26,7 +26,7 @@ from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import Membership
 from evermoe.comm.messages import Identity
 from evermoe.config import SessionConfig, with_environment
-from evermoe.errors import LEFT_CODE, JobFinished, PeerLost, UnsupportedState
+from evermoe.errors import LEFT_CODE, JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.observe import combined, from_environment
@@ -102,8 +102,6 @@ class Session:
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)
         is_sharded = self.config.dense == "sharded"
-        if self.config.overlap_param_gather and next(model.parameters()).device.type != "cpu":
-            raise UnsupportedState("overlap_param_gather is for models on CPUs: leave it out")
         self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded)
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -280,7 +278,6 @@ class Session:
         without an exception, and the session recovers before the next step. Inside the loop of `steps` only.
         """
         _check_open(self)
-        self._driver.await_weights()
         training = self.model.training
         self.model.eval()
         try:
@@ -318,7 +315,6 @@ class Session:
             RuntimeError: not inside the loop of `steps`.
         """
         check_trains(self)
-        self._driver.await_weights()
         if folder is None:
             return full_state.gather(self.model, self.group)
         full_state.write(full_state.pieces(self.model), Path(folder), self.group)
@@ -364,7 +360,7 @@ def _check_open(session: Session) -> None:
 
 
 def check_trains(session: Session) -> None:
-    """Checks that the members of a session can be asked for their weights.
+    """Checks that the members of a session can be asked for their weights, and waits for those on their way.
 
     Raises:
         RuntimeError: its script is not inside the loop of `steps`.
@@ -372,3 +368,4 @@ def check_trains(session: Session) -> None:
     _check_open(session)
     if not session.reports:
         raise RuntimeError("this session has no weights yet: its members meet in `for step in session.steps(n)`")
+    session._driver.await_weights()

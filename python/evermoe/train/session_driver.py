@@ -179,6 +179,7 @@ class SessionDriver(RecoveryDriver):
         self.taken += 1
         self._note_commit(before, after)
         self._heal_and_pace(step_of(after), sums)
+        self._measures.tell(step_of(before))
 
     def _note_commit(self, before: int, after: int) -> None:
         """Keeps what is reported of a step until it is committed."""

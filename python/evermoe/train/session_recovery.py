@@ -13,7 +13,7 @@ from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import Membership
 from evermoe.config import SessionConfig
 from evermoe.errors import JobFinished, LostExperts, UnitsMissing
-from evermoe.events import Commit, Copy, Listener, Lost, Recovered
+from evermoe.events import Commit, Copy, Joined, Listener, Lost, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
@@ -26,6 +26,7 @@ from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from evermoe.train.commands import Driver, Event
+from evermoe.train.measures import StepMeasures
 from evermoe.train.owners import DenseExchange
 from evermoe.train.script import Script
 from evermoe.train.step_calls import StepCalls
@@ -61,6 +62,7 @@ class RecoveryDriver(Driver):
         self._trains = self._config.role == "train"
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
+        self._measures = StepMeasures(self._state, self._protection, self._checkpointer, self._emit)
         self._reducer = ExpertReducer([], [], 0)
         self._dense = DenseExchange(self._state, self._membership, overlaps_gather=self._config.overlap_param_gather)
         if self._dense.late is not None:
@@ -209,6 +211,8 @@ class RecoveryDriver(Driver):
         Where nobody `waits`, they are made while the next step computes, and are whole at its vote.
         """
         self._step = step_of(version)
+        at, rank = self._membership, self._membership.everyone.rank
+        self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, at.role, generation, list(at.nodes)))
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
@@ -234,6 +238,7 @@ class RecoveryDriver(Driver):
         self.reports.append(report.event())
         self._report = None
         self._emit(self.reports[-1])
+        self._measures.restart()
 
     def _recovery(self, version: int, *, established: bool, saw_progress: bool) -> Recovery:
         membership, limit = self._membership, self._config.rejoin_limit

@@ -1,0 +1,72 @@
+"""Events as lines of JSON, and lines as events."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Collection
+from dataclasses import fields
+from pathlib import Path
+
+from evermoe import events
+from evermoe.events import Chunk, Event, Held, Protocol, Published
+
+INNER = (Protocol, Chunk, Published, Held)
+"""Events of a session's insides, of which there are many in each step."""
+_KINDS = {kind.__name__.lower(): kind for kind in vars(events).values() if isinstance(kind, type)}
+
+
+class JsonLines:
+    """Appends each event to a file: its kind, the time, the process and the event's fields, as JSON in a line.
+
+        {"event": "commit", "time": 1700000000.1, "pid": 4711, "step": 3, "loss": 2.1, "members": 4, "generation": 1}
+
+    A line is written whole, so several processes may share a file. If it cannot be written to later, for example as
+    the disk is full, a warning says so once, and training continues.
+
+    Args:
+        path: of the file; made if it is missing, with the folders above it.
+        without: kinds of events that are left out; by default those of a session's insides.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str | Path, *, without: Collection[type[Event]] = INNER) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._without = tuple(without)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self._has_warned = False
+
+    def __call__(self, event: Event) -> None:
+        """Writes a line."""
+        if isinstance(event, self._without):
+            return
+        head = {"event": event.name, "time": time.time(), "pid": os.getpid()}
+        try:
+            os.write(self._file, json.dumps(head | event.fields()).encode() + b"\n")
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"events cannot be written to {self.path}: {error}. Training continues", stacklevel=3)
+
+
+def read_line(line: str) -> tuple[int, float, Event] | None:
+    """Process, time and event of a line that `JsonLines` has written; None for what is no line of its kind.
+
+    >>> read_line('{"event": "begin", "time": 1.5, "pid": 7, "step": 3}')
+    (7, 1.5, Begin(step=3))
+    """
+    try:
+        found = json.loads(line)
+        kind = _KINDS.get(found["event"])
+        if kind is None or not issubclass(kind, Event):
+            return None
+        names = {field.name for field in fields(kind)}
+        event = kind(**{name: value for name, value in found.items() if name in names})
+        return int(found["pid"]), float(found["time"]), event
+    except (ValueError, TypeError, KeyError):
+        return None

@@ -1,0 +1,60 @@
+"""Several listeners as one, and those that the environment asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from evermoe import environment
+from evermoe.events import Event, Listener
+from evermoe.memory_folder import node_name
+from evermoe.observe.metrics import Metrics
+from evermoe.observe.tensorboard import TensorBoard
+from evermoe.options import checked
+
+MOST_PORT = 65535
+
+
+def combined(given: Listener | Sequence[Listener], more: Sequence[Listener] = ()) -> Listener:
+    """One listener that tells all of those given, and some more, in their order."""
+    listeners = (*([given] if callable(given) else given), *more)
+    for each in listeners:
+        if not callable(each):
+            raise TypeError(f"on_event: expected functions of an event, got {type(each).__name__}")
+
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell
+
+
+def from_environment() -> list[Listener]:
+    """What EVERMOE_METRICS and EVERMOE_TENSORBOARD ask for.
+
+    The port is that of the first process here; others have the next ones. In the folder each process has one of its
+    own, named after its node and its number there.
+
+    Raises:
+        ValueError: it is no port.
+        OSError: the port is taken, or the folder cannot be written to; the message names it.
+        ModuleNotFoundError: a package is missing: `pip install 'evermoe[observe]'`.
+    """
+    listeners: list[Listener] = []
+    text, number = os.environ.get("EVERMOE_METRICS"), environment.local_rank()
+    if text:
+        port = checked("EVERMOE_METRICS", int(text) if text.isdecimal() else text, int, least=1, most=MOST_PORT)
+        port += number
+        try:
+            listeners.append(Metrics(port))
+        except OSError as error:
+            raise OSError(error.errno, f"port {port} (EVERMOE_METRICS): {error.strerror}") from None
+    folder = os.environ.get("EVERMOE_TENSORBOARD")
+    if folder:
+        node = node_name(os.environ.get("EVERMOE_NODE") or None)
+        try:
+            listeners.append(TensorBoard(Path(folder) / f"{node}-{number}"))
+        except OSError as error:
+            raise OSError(error.errno, f"{folder} (EVERMOE_TENSORBOARD): {error.strerror}") from None
+    return listeners

@@ -1,0 +1,240 @@
+"""What members of a running job say of themselves: at their Prometheus endpoints, or in files of JSON lines."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from http.client import HTTPException
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.request import urlopen
+
+from evermoe.observe.json_lines import read_line
+from evermoe.observe.metrics import Metrics
+from evermoe.options import checked
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+ANSWER_SECONDS = 3.0
+"""That a member has to answer."""
+MOST_THREADS = 64
+"""That ask members at a time."""
+MOST_PORT = 65535
+MOST_ENDPOINTS = 4096
+_ENDPOINT = re.compile(r"(?:(?P<host>\[[^]]+\]|[^:\[\]/]*):)?(?P<first>\d+)(?:-(?P<last>\d+))?")
+
+
+@dataclass(frozen=True)
+class MemberView:
+    """A member, as it says itself. Numbers that it does not say are None."""
+
+    source: str
+    """Its endpoint, or its process and file."""
+    problem: str = ""
+    """Why nothing is known of it now; empty if it answers."""
+    seconds_since_event: float | None = None
+    """Of a file: since its last line."""
+    job: str = ""
+    member: str = ""
+    node: str = ""
+    rank: int | None = None
+    role: str = ""
+    generation: int | None = None
+    state: str = ""
+    """See `metrics.STATES`."""
+    step: int | None = None
+    """Steps that no failure which the preset covers undoes."""
+    loss: float | None = None
+    members: int | None = None
+    step_seconds: float | None = None
+    """Mean of the latest steps."""
+    tokens_per_second: float | None = None
+    imbalance: float | None = None
+    expert_imbalance: float | None = None
+    lag: dict[str, int] = field(default_factory=dict)
+    """By kind of copy, steps behind training."""
+    copied_bytes: dict[str, int] = field(default_factory=dict)
+    """By kind, copies sent so far."""
+    checkpoint_step: int | None = None
+    recoveries: int | None = None
+    recovery_reason: str = ""
+    recovery_began: float | None = None
+    """Seconds since 1970."""
+    recovery_seconds: dict[str, float] = field(default_factory=dict)
+    """By phase, of the last one."""
+    survives_one: float | None = None
+    survives_two: float | None = None
+    is_covered: bool | None = None
+    """Whether all copies of the plan are complete."""
+    fatal: dict[str, int] = field(default_factory=dict)
+    """Losses of nodes that would not be survived now, and of how many units."""
+
+
+def view_of(source: str, families: Iterable[Metric]) -> MemberView:
+    """What a member's metrics say.
+
+    Raises:
+        ValueError: they are not of a member of evermoe.
+    """
+    values: dict[str, float] = {}
+    by_label: dict[str, dict[str, float]] = defaultdict(dict)
+    labels: dict[str, Mapping[str, str]] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        name = sample.name.removeprefix("evermoe_")
+        if sample.value == 1 or not name.endswith(("_info", "state")):
+            labels[name] = sample.labels
+        if len(sample.labels) == 1:
+            by_label[name][next(iter(sample.labels.values()))] = sample.value
+        elif not sample.labels:
+            values[name] = sample.value
+    if "recoveries_total" not in values:
+        raise ValueError("it has no metrics of evermoe")
+    about = labels.get("member_info", {})
+    states = by_label["state"]
+
+    def number(name: str, begun: bool = True) -> float | None:
+        return values.get(name) if begun else None
+
+    def whole(text: float | str | None) -> int | None:
+        return None if text in (None, "") else int(text)
+
+    has_recovered, has_stepped = bool(values["recoveries_total"]), bool(values.get("step_seconds_count"))
+    survives = by_label["survives_losses"]
+    return MemberView(
+        source,
+        job=about.get("job", ""),
+        member=about.get("member", ""),
+        node=about.get("node", ""),
+        rank=whole(about.get("rank")),
+        role=about.get("role", ""),
+        generation=whole(about.get("generation")),
+        state=next((state for state, is_on in states.items() if is_on), ""),
+        step=whole(number("step", has_recovered)),
+        loss=number("loss", has_stepped),
+        members=whole(number("members", has_recovered)),
+        step_seconds=number("recent_step_seconds", has_stepped),
+        tokens_per_second=number("recent_tokens_per_second", bool(values.get("recent_tokens_per_second"))),
+        imbalance=number("imbalance", bool(values.get("imbalance"))),
+        expert_imbalance=number("expert_imbalance", bool(values.get("expert_imbalance"))),
+        lag={kind: int(steps) for kind, steps in by_label["copy_lag_steps"].items()},
+        copied_bytes={kind: int(nbytes) for kind, nbytes in by_label["copied_bytes_total"].items()},
+        checkpoint_step=whole(number("checkpoint_step", bool(values.get("checkpoint_step")))),
+        recoveries=int(values["recoveries_total"]),
+        recovery_reason=labels.get("last_recovery_info", {}).get("reason", ""),
+        recovery_began=number("last_recovery_begin_seconds", has_recovered),
+        recovery_seconds=dict(by_label["last_recovery_seconds"]),
+        survives_one=survives.get("1"),
+        survives_two=survives.get("2"),
+        is_covered=bool(values["covered"]) if survives else None,
+        fatal={nodes: int(units) for nodes, units in by_label["fatal_loss_units"].items()},
+    )
+
+
+def endpoints(text: str) -> list[str]:
+    """Addresses `host:port`, of `PORT`, `HOST:PORT`, or several ports in a row, `HOST:FIRST-LAST`.
+
+    >>> endpoints("9400-9401"), endpoints("gpu1:9400")
+    (['localhost:9400', 'localhost:9401'], ['gpu1:9400'])
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    found = _ENDPOINT.fullmatch(text)
+    if found is None:
+        raise ValueError(f"expected PORT, HOST:PORT, HOST:FIRST-LAST or a file of JSON lines, got {text!r}")
+    first, host = int(found["first"]), found["host"] or "localhost"
+    last = int(found["last"] or first)
+    for port in (first, last):
+        checked(f"port of {text!r}", port, int, least=1, most=MOST_PORT)
+    if not first <= last < first + MOST_ENDPOINTS:
+        raise ValueError(f"expected the first port, then the last, of at most {MOST_ENDPOINTS}, got {text!r}")
+    return [f"{host}:{port}" for port in range(first, last + 1)]
+
+
+def fetch(address: str) -> MemberView:
+    """The member whose metrics are served at `host:port`; one that does not answer has a `problem`."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        with urlopen(f"http://{address}/metrics", timeout=ANSWER_SECONDS) as answer:
+            return view_of(address, text_string_to_metric_families(answer.read().decode()))
+    except (OSError, HTTPException, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return MemberView(address, problem=str(getattr(reason, "strerror", None) or reason) or type(reason).__name__)
+
+
+class Members:
+    """Looks at all members of a job again and again.
+
+    Args:
+        sources: endpoints as `endpoints` takes them, and files that `JsonLines` writes.
+
+    Raises:
+        ValueError: one is neither.
+    """
+
+    def __init__(self, sources: Sequence[str]) -> None:
+        files = [source for source in sources if Path(source).is_file()]
+        self._addresses = [each for source in sources if source not in files for each in endpoints(source)]
+        self._files = [_EventFile(Path(source)) for source in files]
+        self._known: dict[str, MemberView] = {}
+        """The latest view of each that has answered."""
+
+    def look(self) -> list[MemberView]:
+        """All members now, by rank; those that do not answer last, with what they were when they did."""
+        views = [view for file in self._files for view in file.read()]
+        if self._addresses:
+            with ThreadPoolExecutor(min(MOST_THREADS, len(self._addresses))) as pool:
+                views += map(self._remember, pool.map(fetch, self._addresses))
+        return sorted(views, key=lambda view: (bool(view.problem), view.rank is None, view.rank or 0, view.source))
+
+    def _remember(self, view: MemberView) -> MemberView:
+        """What is known of a member that does not answer: who it was."""
+        if not view.problem:
+            self._known[view.source] = view
+        known = self._known.get(view.source, view)
+        return replace(view, job=known.job, member=known.member, node=known.node, role=known.role)
+
+
+class _EventFile:
+    """A file of JSON lines, read from where the last look at it has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._metrics: dict[int, Metrics] = {}
+        """What the lines of each process say, by its id."""
+        self._times: dict[int, float] = {}
+
+    def read(self) -> list[MemberView]:
+        """Its processes; those of a generation that is over have a `problem`."""
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        end = data.rfind(b"\n") + 1  # what comes after it is being written
+        self._offset += end
+        for line in data[:end].decode(errors="replace").splitlines():
+            found = read_line(line)
+            if found is not None:
+                pid, at, event = found
+                self._metrics.setdefault(pid, Metrics())(event)
+                self._times[pid] = at
+        views = [
+            replace(
+                view_of(f"{self._path}, process {pid}", metrics.registry.collect()),
+                seconds_since_event=max(0.0, time.time() - self._times[pid]),
+            )
+            for pid, metrics in self._metrics.items()
+        ]
+        newest = max((view.generation or 0 for view in views), default=0)
+        return [
+            replace(view, problem=f"no member since generation {view.generation + 1}")
+            if view.generation and view.generation < newest and view.state != "agree"
+            else view
+            for view in views
+        ]

@@ -1,0 +1,216 @@
+"""Metrics of a member for Prometheus."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from evermoe.events import (
+    Begin,
+    Checkpoint,
+    Chunk,
+    Commit,
+    Covered,
+    Damaged,
+    Event,
+    Joined,
+    Measured,
+    Phase,
+    Recovered,
+    Skipped,
+    Verified,
+    Vote,
+)
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+STEP_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
+"""Bounds of the histogram of steps, seconds."""
+RECENT_STEPS = 16
+"""Steps over which what is `recent` is averaged."""
+STATES = ("starting", "agree", "rebuild", "fetch", "verify", "training", "finished")
+"""What a member does: it starts, is in a phase of a recovery, trains, or has taken all steps."""
+
+
+class _Metric(NamedTuple):
+    kind: str
+    """Class of `prometheus_client`."""
+    name: str
+    """Without `evermoe_`."""
+    what: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS = (
+    _Metric("Info", "member", "Job, name, node, rank, role and generation of this member"),
+    _Metric("Gauge", "step", "Steps taken that no failure which the preset covers undoes"),
+    _Metric("Gauge", "loss", "Mean loss of the last committed step"),
+    _Metric("Gauge", "members", "Members that train"),
+    _Metric("Histogram", "step_seconds", "From the end of the step before to that of a step"),
+    _Metric("Gauge", "recent_step_seconds", f"Mean of the latest {RECENT_STEPS} steps"),
+    _Metric("Counter", "tokens", "Tokens in the steps taken, of all members together"),
+    _Metric("Gauge", "recent_tokens_per_second", f"Tokens of the latest {RECENT_STEPS} steps over their time"),
+    _Metric("Gauge", "imbalance", "Tokens of the busiest member over the mean of all, in the worst layer"),
+    _Metric("Gauge", "expert_imbalance", "Tokens of the busiest expert over the mean of all, in the worst layer"),
+    _Metric("Gauge", "copy_lag_steps", "Steps by which copies are behind training", ("kind",)),
+    _Metric("Counter", "copied_bytes", "Copies that this member sent", ("kind",)),
+    _Metric("Gauge", "copy_waiting_bytes", "What is not sent yet of the snapshot that is under way"),
+    _Metric("Gauge", "checkpoint_step", "Steps in the newest checkpoint"),
+    _Metric("Counter", "damaged", "Copies that were not what they should have been"),
+    _Metric("Gauge", "survives_losses", "Probability that a loss of so many nodes is survived now", ("nodes",)),
+    _Metric("Gauge", "fatal_loss_units", "Units that would be lost with these nodes now", ("nodes",)),
+    _Metric("Gauge", "covered", "1 if all copies of the plan are complete, 0 while some are missing"),
+    _Metric("Counter", "recoveries", "Recoveries and other changes of members"),
+    _Metric("Counter", "recovery_seconds", "Time that they took", ("phase",)),
+    _Metric("Info", "last_recovery", "Why members agreed last"),
+    _Metric("Gauge", "last_recovery_seconds", "What the last of them took", ("phase",)),
+    _Metric("Gauge", "last_recovery_begin_seconds", "When it began, since 1970"),
+    _Metric("Counter", "steps_lost", "Committed steps that were undone"),
+    _Metric("Counter", "tokens_lost", "Tokens whose updates experts have lost"),
+    _Metric("Counter", "skipped", "Updates left out, as a loss or a gradient was not finite"),
+    _Metric("Counter", "fetched_bytes", "What this member got in recoveries"),
+)
+"""All but `evermoe_state`."""
+
+
+class Metrics:
+    """Metrics of this member for Prometheus, by its official client.
+
+    | metric | kind | what |
+    |---|---|---|
+    | `evermoe_member_info` | info | labels `job`, `member`, `node`, `rank`, `role`, `generation` |
+    | `evermoe_state` | states | `starting`, `training`, `finished`, or the phase of a recovery |
+    | `evermoe_step` | gauge | steps taken that no failure which the preset covers undoes |
+    | `evermoe_loss` | gauge | mean loss of the last of them |
+    | `evermoe_members` | gauge | members that train |
+    | `evermoe_step_seconds` | histogram | from the end of the step before, or of a recovery, to that of a step |
+    | `evermoe_recent_step_seconds` | gauge | mean of the latest 16 steps |
+    | `evermoe_tokens_total` | counter | tokens in the steps taken, of all members together |
+    | `evermoe_recent_tokens_per_second` | gauge | tokens of the latest 16 steps over their time |
+    | `evermoe_imbalance` | gauge | tokens of the busiest member over the mean of all, in the worst layer |
+    | `evermoe_expert_imbalance` | gauge | the same of experts |
+    | `evermoe_copy_lag_steps` | gauge, by `kind` | steps by which this member's copies are behind: `Measured.lag` |
+    | `evermoe_copied_bytes_total` | counter, by `kind` | copies that this member sent, `replayed` and `snapshot` |
+    | `evermoe_copy_waiting_bytes` | gauge | what is not sent yet of the snapshot that is under way |
+    | `evermoe_checkpoint_step` | gauge | steps in the newest checkpoint |
+    | `evermoe_damaged_total` | counter | copies that were not what they should have been |
+    | `evermoe_survives_losses` | gauge, by `nodes` | probability that a loss of one, or two at once, is survived now |
+    | `evermoe_fatal_loss_units` | gauge, by `nodes` | units that would be lost with these nodes now: `Covered.fatal` |
+    | `evermoe_covered` | gauge | 1 if all copies of the plan are complete, 0 while some are missing |
+    | `evermoe_recoveries_total` | counter | recoveries and other changes of members, the start included |
+    | `evermoe_recovery_seconds_total` | counter, by `phase` | what they took |
+    | `evermoe_last_recovery_info` | info | label `reason` |
+    | `evermoe_last_recovery_seconds` | gauge, by `phase` | what the last of them took |
+    | `evermoe_last_recovery_begin_seconds` | gauge | when it began, since 1970 |
+    | `evermoe_steps_lost_total` | counter | committed steps that were undone |
+    | `evermoe_tokens_lost_total` | counter | tokens whose updates experts have lost |
+    | `evermoe_skipped_total` | counter | updates left out, as a loss or a gradient was not finite |
+    | `evermoe_fetched_bytes_total` | counter | what this member got in recoveries |
+
+    Args:
+        port: serves them at `http://…:port/metrics`, on all interfaces; None: does not serve them, as where `registry`
+            is served already.
+        registry: where the metrics are registered; None for one of its own.
+
+    Raises:
+        ModuleNotFoundError: there is no `prometheus_client`: `pip install 'evermoe[observe]'`.
+        OSError: the port is taken.
+    """
+
+    def __init__(self, port: int | None = None, *, registry: CollectorRegistry | None = None) -> None:
+        import prometheus_client as prometheus
+
+        self.registry = prometheus.CollectorRegistry() if registry is None else registry
+        self._of: dict[str, Any] = {}
+        """All metrics by name."""
+        for each in METRICS:
+            options: dict[str, Any] = {"buckets": STEP_BUCKETS} if each.kind == "Histogram" else {}
+            make = getattr(prometheus, each.kind)
+            self._of[each.name] = make(
+                f"evermoe_{each.name}", each.what, each.labels, registry=self.registry, **options
+            )
+        self._state = prometheus.Enum("evermoe_state", "What this member does", registry=self.registry, states=STATES)
+        self._notes: dict[type[Event], Callable[[Any], None]] = {
+            Joined: self._note_joined,
+            Phase: lambda event: self._state.state(event.phase),
+            Begin: lambda event: self._state.state("training"),
+            Vote: lambda event: self._state.state("training"),  # a replica node has no Begin
+            Verified: lambda event: self._state.state("finished"),
+            Commit: self._note_commit,
+            Measured: self._note_measured,
+            Skipped: lambda event: self._of["skipped"].inc(),
+            Covered: self._note_covered,
+            Recovered: self._note_recovered,
+            Chunk: lambda event: self._of["copy_waiting_bytes"].set(event.total - event.sent),
+            Damaged: lambda event: self._of["damaged"].inc(),
+            Checkpoint: lambda event: self._of["checkpoint_step"].set(event.step),
+        }
+        self._recent: deque[Measured] = deque(maxlen=RECENT_STEPS)
+        self._sent: dict[str, int] = {}
+        """What `copied_bytes` has counted."""
+        self._lock = threading.Lock()
+        """Events come from several threads."""
+        if port is not None:
+            prometheus.start_http_server(port, registry=self.registry)
+
+    def __call__(self, event: Event) -> None:
+        """Counts an event."""
+        note = self._notes.get(type(event))
+        if note is not None:
+            with self._lock:
+                note(event)
+
+    def _note_joined(self, event: Joined) -> None:
+        names = ("job", "member", "node", "rank", "role", "generation")
+        self._of["member"].info({name: str(getattr(event, name)) for name in names})
+
+    def _note_commit(self, event: Commit) -> None:
+        self._of["step"].set(event.step + 1)
+        self._of["loss"].set(event.loss)
+        self._of["members"].set(event.members)
+
+    def _note_measured(self, event: Measured) -> None:
+        self._recent.append(event)
+        seconds, tokens = sum(each.seconds for each in self._recent), sum(each.tokens for each in self._recent)
+        self._of["step_seconds"].observe(event.seconds)
+        self._of["recent_step_seconds"].set(seconds / len(self._recent))
+        self._of["tokens"].inc(event.tokens)
+        self._of["recent_tokens_per_second"].set(tokens / seconds if seconds else 0.0)
+        if event.imbalance is not None:
+            self._of["imbalance"].set(event.imbalance)
+        if event.expert_imbalance is not None:
+            self._of["expert_imbalance"].set(event.expert_imbalance)
+        self._of["copy_lag_steps"].clear()
+        for kind, steps in event.lag.items():
+            self._of["copy_lag_steps"].labels(kind=kind).set(steps)
+        for kind, nbytes in event.sent_bytes.items():
+            self._of["copied_bytes"].labels(kind=kind).inc(nbytes - self._sent.get(kind, 0))
+        self._sent = dict(event.sent_bytes)
+
+    def _note_covered(self, event: Covered) -> None:
+        self._of["survives_losses"].labels(nodes="1").set(event.survives_one)
+        self._of["survives_losses"].labels(nodes="2").set(event.survives_two)
+        self._of["fatal_loss_units"].clear()
+        for nodes, units in event.fatal.items():
+            self._of["fatal_loss_units"].labels(nodes=nodes).set(units)
+        self._of["covered"].set(event.is_whole)
+
+    def _note_recovered(self, event: Recovered) -> None:
+        self._state.state("training")
+        self._recent.clear()
+        self._of["recoveries"].inc()
+        self._of["last_recovery"].info({"reason": event.reason})
+        self._of["last_recovery_begin_seconds"].set(event.started_at)
+        self._of["last_recovery_seconds"].clear()
+        for phase, seconds in event.seconds.items():
+            self._of["recovery_seconds"].labels(phase=phase).inc(seconds)
+            self._of["last_recovery_seconds"].labels(phase=phase).set(seconds)
+        self._of["steps_lost"].inc(event.steps_lost)
+        self._of["tokens_lost"].inc(sum(event.lost_tokens.values()))
+        self._of["fetched_bytes"].inc(event.fetched_bytes)
+        self._of["step"].set(event.step)
+        self._of["members"].set(event.members)
+        self._of["copy_waiting_bytes"].set(0)

@@ -1,0 +1,145 @@
+"""Curves of a member for TensorBoard."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evermoe.events import Commit, Covered, Damaged, Event, Measured, Recovered, Skipped, Verified
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FLUSH_SECONDS = 5
+"""Until what was told is in the file."""
+CLOSE_SECONDS = 10.0
+"""That the end of a process waits for a disk."""
+UNBOUNDED = 0
+"""Length of the writer's queue: told otherwise, a disk that hangs would stop training once the queue is full."""
+
+
+class TensorBoard:
+    """Writes curves of this member to a folder, by `torch.utils.tensorboard`; a thread of its own writes them.
+
+    | curve | over | what |
+    |---|---|---|
+    | `loss`, `members` | steps committed | of `Commit` |
+    | `step/seconds`, `step/tokens_per_second` | steps taken | of `Measured` |
+    | `load/imbalance`, `load/expert_imbalance` | steps taken | of `Measured` |
+    | `copies/lag/KIND`, `copies/sent_bytes/KIND` | steps taken | of `Measured`: steps behind training; bytes so far |
+    | `survives/one_node`, `survives/two_nodes`, `survives/fatal_losses` | steps taken | of `Covered` |
+    | `recovery/PHASE`, `recovery/total` | step from which all resume | seconds, of `Recovered` |
+    | `recovery/steps_lost`, `recovery/tokens_lost`, `recovery/fetched_bytes` | likewise | of `Recovered` |
+    | `skipped`, `damaged` | steps taken | updates left out, damaged copies found, so far |
+
+    TensorBoard shows each folder as a run: give every member one of its own, below one that they share. Where a
+    failure undoes a step, its curves have two points there. If the disk is full, a warning says so once, and training
+    continues; while it hangs, about 2 kB a step wait in memory.
+
+    Args:
+        folder: of this member; made if it is missing.
+
+    Raises:
+        ModuleNotFoundError: there is no `tensorboard`: `pip install 'evermoe[observe]'`.
+        OSError: the folder cannot be written to.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.folder = Path(folder)
+        self._writer: SummaryWriter | None = SummaryWriter(str(folder), max_queue=UNBOUNDED, flush_secs=FLUSH_SECONDS)
+        self._end = weakref.finalize(self, _close, self._writer)
+        """Closes the file, at the end of the process at the latest."""
+        self._notes: dict[type[Event], Callable[[Any], dict[str, float]]] = {
+            Commit: lambda event: {"loss": event.loss, "members": event.members},
+            Measured: self._note_measured,
+            Covered: _note_covered,
+            Recovered: self._note_recovered,
+            Skipped: lambda event: self._count("skipped"),
+            Damaged: lambda event: self._count("damaged"),
+        }
+        self._step = 0
+        """Steps taken."""
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        """Events come from several threads."""
+
+    def __call__(self, event: Event) -> None:
+        """Adds a point to the curves that an event is about."""
+        note = self._notes.get(type(event))
+        with self._lock:
+            if note is not None and self._writer is not None:
+                values = note(event)
+                step = event.step + 1 if isinstance(event, Commit) else self._step
+                try:
+                    for name, value in values.items():
+                        self._writer.add_scalar(name, value, step)
+                except OSError as error:
+                    self._writer = None
+                    warnings.warn(
+                        f"curves cannot be written to {self.folder}: {error}. Training continues", stacklevel=3
+                    )
+        if isinstance(event, Verified):
+            self.close()
+
+    def close(self) -> None:
+        """Writes what is left, and closes the file; what comes later is ignored."""
+        with self._lock:
+            self._writer = None
+        self._end()
+
+    def _count(self, name: str) -> dict[str, float]:
+        self._counts[name] = self._counts.get(name, 0) + 1
+        return {name: self._counts[name]}
+
+    def _note_measured(self, event: Measured) -> dict[str, float]:
+        self._step = event.step + 1
+        found = {
+            "step/seconds": event.seconds,
+            "step/tokens_per_second": event.tokens / event.seconds if event.seconds else 0.0,
+            "load/imbalance": event.imbalance,
+            "load/expert_imbalance": event.expert_imbalance,
+        }
+        found |= {f"copies/lag/{kind}": steps for kind, steps in event.lag.items()}
+        found |= {f"copies/sent_bytes/{kind}": nbytes for kind, nbytes in event.sent_bytes.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _note_recovered(self, event: Recovered) -> dict[str, float]:
+        self._step = event.step
+        found: dict[str, float] = {f"recovery/{phase}": seconds for phase, seconds in event.seconds.items()}
+        return found | {
+            "recovery/total": sum(event.seconds.values()),
+            "recovery/steps_lost": event.steps_lost,
+            "recovery/tokens_lost": sum(event.lost_tokens.values()),
+            "recovery/fetched_bytes": event.fetched_bytes,
+        }
+
+
+def _note_covered(event: Covered) -> dict[str, float]:
+    return {
+        "survives/one_node": event.survives_one,
+        "survives/two_nodes": event.survives_two,
+        "survives/fatal_losses": len(event.fatal),
+    }
+
+
+def _close(writer: SummaryWriter) -> None:
+    """Closes a writer, but does not wait long for a disk that hangs."""
+
+    def close() -> None:
+        with suppress(OSError):
+            writer.close()
+
+    thread = threading.Thread(target=close, name="evermoe-tensorboard", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends
+        close()
+    else:
+        thread.join(CLOSE_SECONDS)

@@ -1,0 +1,83 @@
+"""What the steps of a session take, how evenly they are spread, and how far its copies are behind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evermoe import planning
+from evermoe.events import Listener, Measured
+from evermoe.experts import Experts
+from evermoe.persist.checkpointer import Checkpointer
+from evermoe.protection import Protection
+from evermoe.state.training_state import TrainingState
+
+IMBALANCE_EVERY = 10
+"""Steps between two looks at the imbalance, which takes milliseconds with hundreds of members and experts."""
+
+
+class StepMeasures:
+    """Measures each step, and tells it as `events.Measured`.
+
+    Args:
+        state: this member's units, and the load of the experts.
+        protection: keeps the copies.
+        checkpointer: writes the checkpoints.
+        emit: of the session.
+    """
+
+    def __init__(
+        self, state: TrainingState, protection: Protection, checkpointer: Checkpointer, emit: Listener
+    ) -> None:
+        self._state, self._protection, self._checkpointer, self._emit = state, protection, checkpointer, emit
+        self._since = time.monotonic()
+        self._imbalances: tuple[float, float] | None = None
+
+    def restart(self) -> None:
+        """All members resume: the next step begins now, and experts may be elsewhere."""
+        self._since, self._imbalances = time.monotonic(), None
+
+    def tell(self, step: int) -> None:
+        """Step `step` was taken, and its copies are begun."""
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
+        if self._imbalances is None or step % IMBALANCE_EVERY == 0:
+            self._imbalances = imbalances(self._state.expert_load.latest_LE, self._state.layers.values())
+        imbalance, of_experts = self._imbalances or (None, None)
+        protection, lag = self._protection, self._checkpointer.lag(step + 1)
+        for keeper in protection.keepers:
+            lag |= keeper.lag(step + 1)
+        sent = dict(zip(("replayed", "snapshot"), (courier.sent_bytes for courier in protection.couriers), strict=True))
+        self._emit(Measured(step, seconds, self._count_tokens(), imbalance, of_experts, lag, sent))
+
+    def _count_tokens(self) -> int:
+        """Tokens of the global batch: the choices in a layer by those of each token."""
+        for load_E, layer in zip(self._state.expert_load.latest_LE, self._state.layers.values(), strict=True):
+            if layer.top_k:
+                return round(load_E.sum() / layer.top_k)
+        return 0
+
+
+def imbalances(load_LE: NDArray[np.int64], layers: Iterable[Experts]) -> tuple[float, float] | None:
+    """Tokens of the busiest member, and of the busiest expert, over the mean of all; each of the worst layer.
+
+    Example: experts 0 and 1, each on a member of its own, got 3 tokens and 1: 1.5 and 1.5. Both on both members: 1.0
+    and 1.5.
+
+    Args:
+        load_LE: `[L, E]` tokens of each expert; more columns than a layer has experts are not read.
+        layers: L of them.
+
+    Returns:
+        None where no layer has got a token.
+    """
+    found = []
+    for row_E, layer in zip(load_LE, layers, strict=True):
+        load_E = row_E[: layer.num_experts]
+        if load_E.any():
+            of_members = planning.imbalance(layer.matrix_RE, load_E, layer.token_split)
+            found.append((of_members, float(load_E.max() / load_E.mean())))
+    return (max(each for each, _ in found), max(each for _, each in found)) if found else None
