@@ -240,7 +240,7 @@ class Recovered(Event):
     started_at: float
     """Time on this machine's clock, seconds since 1970."""
     seconds: dict[str, float]
-    """By phase: `agree`, `rebuild`, `fetch`, `verify`; where training waits for copies, `verify` includes making them."""
+    """By phase: `agree`, `rebuild`, `fetch`, `verify`; copies for which training waits are made in `verify`."""
     step: int
     """Steps taken in the state from which all resume."""
     steps_lost: int
