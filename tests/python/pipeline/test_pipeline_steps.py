@@ -68,27 +68,24 @@ def test_a_step_is_that_of_one_process_through_two_deaths(start_job, way):
 
 
 MISTAKES = {
-    "schedule.step": (3, "UnsupportedState: a loss of session.loss_function was computed outside of step.run"),
-    "no loss function": (
-        0,
-        "UnsupportedState: step 0: 0 ranks have computed a loss that the session knows, expected 2",
-    ),
-    "no reduce": (0, r"UnsupportedState: step.reduce(group) was not called, but a stage has 2 data-parallel ranks"),
-    "count without loss": (0, "ValueError: step.run: count was given on a rank that has computed no loss"),
-    "some counts": (0, "ValueError: 1 of 2 members gave count, the others did not"),
-    "optimizer.step": (0, "UnsupportedState: optimizer.step() was called inside `with session.begin():`"),
-    "unequal runs": (3, "UnequalForwards: step 0: rank 0 of the pipeline ran 2 schedules, rank 2 ran 1"),
+    "schedule.step": "UnsupportedState: a loss of session.loss_function was computed outside of step.run",
+    "no loss function": "UnsupportedState: step 0: 0 ranks have computed a loss that the session knows, expected 2",
+    "no reduce": "UnsupportedState: step.reduce(group) was not called, but a stage has 2 data-parallel ranks",
+    "count without loss": "ValueError: step.run: count was given on a rank that has computed no loss",
+    "some counts": "ValueError: 1 of 2 members gave count, the others did not",
+    "optimizer.step": "UnsupportedState: optimizer.step() was called inside `with session.begin():`",
+    "unequal runs": "UnequalForwards: step 0: rank 0 of the pipeline ran 2 schedules, rank 2 ran 1",
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_step_is_named(start_job, mistake):
-    rank, message = MISTAKES[mistake]
+    """By the ranks that make it; those that have lost them before they came to it wait for others, and end."""
     pipeline = Pipeline(start_job(RANKS), attempts=mistake, steps=2, copies={"hang_limit": 3.0, "agree_limit": 5.0})
     for each in range(RANKS):
         pipeline.start(each)
-    assert pipeline.ranks[rank].join() == 1
-    assert message in pipeline.ranks[rank].log()
+    assert [each.join() for each in pipeline.ranks] == [1] * RANKS
+    assert any(MISTAKES[mistake] in each.log() for each in pipeline.ranks)
 
 
 def test_a_scaler_on_some_ranks_alone_is_refused(start_job):
