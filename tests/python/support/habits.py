@@ -105,6 +105,10 @@ class Habit:
 # ---- how the step's loss is computed
 
 
+def plain_step(model, step):
+    step.backward(cross_entropy(model, DATA[step.indices]))
+
+
 def two_losses(model, step):
     tokens = DATA[step.indices]
     step.backward(0.5 * mean_loss(model, tokens))
@@ -224,6 +228,42 @@ def with_frozen_parts():
     return model
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained product of two thin matrices beside it (LoRA)."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def with_adapters():
+    """Experts, routers and the embedding are frozen, too."""
+    model = Model().requires_grad_(False)
+    model.head = Adapted(model.head)
+    return model
+
+
+def with_balance():
+    """The first layer's router chooses by scores and numbers that follow the load (DeepSeek-V3)."""
+    model = Model()
+    torch.manual_seed(1)
+    router = evermoe.Router(WIDTH, 6, 2, scores="sigmoid", groups=3, top_groups=2, scale=2.0, balance_rate=0.05)
+    model.first = evermoe.MoE.of(router, evermoe.Experts(evermoe.Expert(WIDTH, 8), 6))
+    return model
+
+
+def balanced(model, tokens):
+    """The loss after the balance of the step before; the session does that by itself."""
+    evermoe.update_balance(model)
+    model.first.experts.count.forget()
+    return cross_entropy(model, tokens)
+
+
 def groups(model):
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -261,6 +301,8 @@ HABITS = {
         step=lambda model, step: step.backward(autocast(model, DATA[step.indices])),
         tolerance=2e-3,
     ),
+    "LoRA": Habit(model=with_adapters, optimizer=of(AdamW), loss=cross_entropy, step=plain_step),
+    "balance without a loss": Habit(model=with_balance, loss=balanced, step=plain_step),
     "Adagrad": Habit(optimizer=of(Adagrad)),
     "RMSprop, even accumulation": Habit(optimizer=of(RMSprop), loss=cross_entropy, step=micro_batches),
     "AdamW with a tensor as rate": Habit(
