@@ -52,7 +52,7 @@ def make(variant):
     torch.manual_seed(3)
     router = Router(H, EXPERTS, **VARIANTS[variant])
     if router.balance is not None:
-        router.balance.copy_(torch.randn(EXPERTS))
+        router.balance.copy_(torch.randn(EXPERTS) * 0.1)
     return MoE.of(router, Experts(Expert(H, 6, gated=True), EXPERTS))
 
 
