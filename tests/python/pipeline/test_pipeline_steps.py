@@ -16,15 +16,16 @@ STEPS, RATE, WIDTH = 9, 1e-3, 96
 SCALER = {"init_scale": 2.0**127, "growth_factor": 4.0, "backoff_factor": 2.0**-20, "growth_interval": 3}
 WAYS = {
     "means": {"attempts": "means", "parts": 2},
+    "interleaved": {"attempts": "counts", "parts": 2, "chunks": 2},
     "counts": {"attempts": "counts", "parts": 2, "copies": {"max_grad_norm": 0.5}},
     "scaler": {"attempts": "means", "scaler": SCALER, "factor": 1024.0, "copies": {"max_grad_norm": 0.5}},
     "counts and scaler": {"attempts": "counts", "parts": 2, "scaler": SCALER, "factor": 1024.0},
 }
 
 
-def plain(attempts, parts=1, scaler=None, copies=None, factor=1.0):
-    """Losses, the weights' sums and the scale of one process, whose batch is that of both peers."""
-    model = nn.Sequential(*(Stage(number, WIDTH, 0) for number in range(STAGES)))
+def plain(attempts, parts=1, scaler=None, copies=None, factor=1.0, chunks=1):
+    """Losses, the weights' sums, rank by rank, and the scale of one process, whose batch is that of both peers."""
+    model = nn.Sequential(*(Stage(number, WIDTH, 0) for number in range(STAGES * chunks)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     scaling = torch.amp.GradScaler("cpu", enabled=bool(scaler), **scaler or {})
     norm, losses = (copies or {}).get("max_grad_norm"), []
@@ -42,7 +43,9 @@ def plain(attempts, parts=1, scaler=None, copies=None, factor=1.0):
         scaling.step(optimizer)
         scaling.update()
         losses.append(loss.item())
-    return losses, [parameter.double().sum().item() for parameter in model.parameters()], scaling.get_scale()
+    stages = [model[number] for stage in range(STAGES) for number in range(stage, len(model), STAGES)]
+    weights = [parameter.double().sum().item() for part in stages for parameter in part.parameters()]
+    return losses, weights, scaling.get_scale()
 
 
 @pytest.mark.parametrize("way", WAYS)
