@@ -30,6 +30,7 @@ from support.habits import (
     noisy_optimizer,
     one_backward_less,
     own_buffer,
+    own_sharded_optimizer,
     plain,
     run,
 )
@@ -119,6 +120,12 @@ def test_optimizer_that_changes_replicas_otherwise_is_named_after_the_first_step
     found, _ = start(noisy_optimizer, "ab")
     assert [each["error"] for each in failures(found)] == ["UnsupportedState"] * 2
     assert "head/bias differs between ranks 0 and 1" in failures(found)[0]["message"]
+
+
+def test_an_optimizer_that_leaves_parameters_to_others_is_refused(start):
+    found, logs = start(own_sharded_optimizer, "ab")
+    assert [each["error"] for each in failures(found)] == ["UnsupportedState"] * 2, logs
+    assert "embedding/weight differs between ranks 0 and 1" in failures(found)[0]["message"]
 
 
 def test_what_belongs_to_a_rank_is_named_in_the_first_step(start):

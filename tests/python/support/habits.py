@@ -490,6 +490,32 @@ def noisy_optimizer(write, node, options):
             step.backward(cross_entropy(model, DATA[step.indices]))
 
 
+class SomeSteps(torch.optim.SGD):
+    """Steps every second parameter that is no matrix of experts, other ones on each member, as an own ZeRO would."""
+
+    first = 0
+
+    def step(self, closure=None):
+        kept = {}
+        for group in self.param_groups:
+            for p in [p for p in group["params"] if p.shape[0] in (VOCABULARY, WIDTH)][self.first :: 2]:
+                kept[p], p.grad = p.grad, None
+        super().step(closure)
+        for p, gradient in kept.items():
+            p.grad = gradient
+
+
+def own_sharded_optimizer(write, node, options):
+    """An optimizer of the script's own that leaves some parameters to another member."""
+    model = Model()
+    optimizer = SomeSteps(model.parameters(), lr=0.1)
+    optimizer.first = "ab".index(node)
+    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
+    for step in session.steps(STEPS):
+        with step:
+            step.backward(cross_entropy(model, DATA[step.indices]))
+
+
 def own_buffer(write, node, options):
     """Counts samples in a buffer that belongs to the member, and in one that says so."""
     model = Model()
