@@ -39,25 +39,23 @@ class Stage(nn.Module):
         return x
 
 
-def build_schedule(stage, module):
+def build_schedule(stage, module, session):
     """torch's schedule over this rank's stage; made anew after each failure."""
     example = torch.zeros(ROWS, WIDTH)
     part = PipelineStage(
         module, stage, 2, torch.device("cpu"), input_args=(example,), output_args=(example,), group=dist.group.WORLD
     )
-    return Schedule1F1B(part, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+    return Schedule1F1B(part, MICROBATCHES, loss_fn=session.loss_function(nn.functional.mse_loss))
 
 
-def run_step(schedule, stage, step):
-    """One step; the mean loss on the last stage. The data depend on the step alone."""
-    generator = torch.Generator().manual_seed(step)
+def run_step(step, schedule, stage):
+    """The gradients of one step. The data depend on the step alone."""
+    generator = torch.Generator().manual_seed(step.number)
     inputs, target = torch.randn(2, ROWS * MICROBATCHES, WIDTH, generator=generator)
     if stage == 0:
-        schedule.step(inputs)
-        return None
-    losses = []
-    schedule.step(target=target, losses=losses)
-    return float(torch.stack(losses).mean().detach())
+        step.run(schedule, inputs)
+    else:
+        step.run(schedule, target=target)
 
 
 def train():
@@ -85,16 +83,16 @@ def train():
             if schedule is None:  # at the start, and after a failure
                 step = session.recover()
                 with session.connecting():
-                    schedule = build_schedule(stage, module)
+                    schedule = build_schedule(stage, module, session)
                 print(f"stage {stage} is ready at step {step}", flush=True)
-            session.begin()
-            loss = run_step(schedule, stage, step)
-            if stage == 1 and step == DIES_IN and not died.exists():
-                died.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            step = session.commit()  # votes, then takes optimizer.step()
-            if loss is not None and step % 5 == 0:
-                print(f"step {step}: loss {loss:.3f}", flush=True)
+            with session.begin() as attempt:  # leaving the block votes, then takes optimizer.step()
+                run_step(attempt, schedule, stage)
+                if stage == 1 and step == DIES_IN and not died.exists():
+                    died.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            step = session.step
+            if stage == 1 and step % 5 == 0:
+                print(f"step {step}: loss {session.loss:.3f}", flush=True)
         except (evermoe.PeerLost, RuntimeError) as error:  # RuntimeError is what gloo raises
             print(f"stage {stage} lost its peer in step {step}: {str(error)[:60]}", flush=True)
             schedule = None

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from evermoe.sampler import ElasticSampler, Sampler, Share
     from evermoe.state.deferred import WeightSource, deferred
     from evermoe.train.pipeline import PipelineSession
+    from evermoe.train.pipeline_step import PipelineMicroBatch, PipelineStep
     from evermoe.train.session import Session
     from evermoe.train.step import MicroBatch, Step
 
@@ -59,7 +60,9 @@ _HOMES = {
     "NonFiniteLoss": "errors",
     "NotReplayable": "errors",
     "PeerLost": "errors",
+    "PipelineMicroBatch": "train.pipeline_step",
     "PipelineSession": "train.pipeline",
+    "PipelineStep": "train.pipeline_step",
     "Session": "train.session",
     "Sampler": "sampler",
     "SessionConfig": "config",
@@ -97,7 +100,9 @@ __all__ = [
     "NonFiniteLoss",
     "NotReplayable",
     "PeerLost",
+    "PipelineMicroBatch",
     "PipelineSession",
+    "PipelineStep",
     "Router",
     "Routes",
     "Sampler",

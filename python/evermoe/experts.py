@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointFunction
 
 from evermoe import moe_fp8, moe_ops, ops
@@ -43,7 +44,8 @@ class Experts(HeldInPart):
     Args:
         expert: what each of them is.
         num_experts: E.
-        post_norm: a module for the experts' outputs, `[N, H]`, before they are weighted; the same one for all.
+        post_norm: a module for the experts' outputs, `[N, H]`, before they are weighted; the same one for all. It
+            treats each row by itself, as RMSNorm and LayerNorm do; padding reaches neither it nor its gradients.
         token_split: policy of `evermoe.planning.split_tokens`: `balanced` gives the busiest rank as few
             tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1).
         max_tokens: the most tokens that any rank brings in one forward, the same on all ranks. Given that, exchanges
@@ -91,6 +93,11 @@ class Experts(HeldInPart):
             )
         if fp8_dispatch and expert.weighted == "inputs":
             raise ValueError("Experts: expected fp8_dispatch=False, or an expert with weighted='outputs'")
+        if (mixing := _mixes_rows(post_norm)) is not None:
+            raise ValueError(
+                f"Experts: expected post_norm to treat each row by itself, got {mixing}, whose statistics are of all "
+                "rows that are on one rank: use RMSNorm or LayerNorm"
+            )
         if token_split not in SPLITS:
             raise ValueError(f"Experts: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
         if max_tokens is not None and max_tokens < 1:
@@ -287,7 +294,9 @@ class Experts(HeldInPart):
             return outputs_NH
         numbers_N1 = torch.arange(len(rows_NH), device=ends_e.device).unsqueeze(1)
         is_row_N1 = numbers_N1 < ends_e[-1]  # padding is whatever lay in memory, and so are its gradients
-        normed_NH = self.post_norm(outputs_NH.where(is_row_N1, 0))
+        # Of a row of zeros, or of one number, a norm without eps has NaN, whose product with a gradient of zero is NaN.
+        harmless_H = (torch.arange(self.hidden, device=ends_e.device) % 2 + 1).to(outputs_NH.dtype)
+        normed_NH = self.post_norm(outputs_NH.where(is_row_N1, harmless_H))
         return normed_NH.to(outputs_NH.dtype).where(is_row_N1, 0)
 
     @property
@@ -304,6 +313,12 @@ class Experts(HeldInPart):
         if lengths_e is None or moe_ops.takes_groups(ends_e.device, dtype, self._widths):
             return lambda rows_NC, matrices_eDC: moe_ops.multiply_at_once(rows_NC, matrices_eDC, ends_e)
         return lambda rows_NC, matrices_eDC: moe_ops.multiply_one_by_one(rows_NC, matrices_eDC, lengths_e)
+
+
+def _mixes_rows(module: nn.Module | None) -> str | None:
+    """The class of torch's norm over rows that a module is or contains, if there is one."""
+    parts = [] if module is None else module.modules()
+    return next((type(part).__name__ for part in parts if isinstance(part, _NormBase)), None)
 
 
 def _is_recomputing() -> bool:

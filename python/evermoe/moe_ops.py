@@ -85,8 +85,9 @@ def _(layer: Tensor, counts_E: Tensor, num_local: int) -> tuple[Tensor, Tensor, 
 
 
 def _exchange(layer: Tensor, rows: Tensor, splits_2R: Tensor, is_return: bool) -> Tensor:
+    """Rows after those that are sent are choices of no expert, which stay here."""
     send, receive = splits_2R.flip(0).tolist() if is_return else splits_2R.tolist()
-    return _layers[int(layer)].group.all_to_all(rows, send, receive)
+    return _layers[int(layer)].group.all_to_all(rows.narrow(0, 0, sum(send)), send, receive)
 
 
 @torch.library.custom_op("evermoe::send_rows", mutates_args=())
@@ -102,8 +103,12 @@ def _(layer: Tensor, rows: Tensor, splits_2R: Tensor) -> Tensor:
 
 @torch.library.custom_op("evermoe::exchange_rows", mutates_args=())
 def exchange_rows(layer: Tensor, rows: Tensor, splits_2R: Tensor, num_rows: int, is_return: bool) -> Tensor:
-    """Sends rows to the experts' ranks or back: `[num_rows, H]`. Collective and differentiable."""
-    return _exchange(layer, rows, splits_2R, is_return)
+    """Sends rows to the experts' ranks or back: `[num_rows, H]`, with zeros after those that have come.
+
+    Collective and differentiable.
+    """
+    arrived = _exchange(layer, rows, splits_2R, is_return)
+    return F.pad(arrived, (0, 0, 0, num_rows - len(arrived))) if len(arrived) < num_rows else arrived
 
 
 @exchange_rows.register_fake
@@ -137,9 +142,10 @@ def multiply_at_once(rows_NC: Tensor, matrices_eDC: Tensor, ends_e: Tensor) -> T
 
 
 def multiply_one_by_one(rows_NC: Tensor, matrices_eDC: Tensor, lengths_e: Sequence[int]) -> Tensor:
-    """`multiply` of any types and sizes."""
-    blocks = rows_NC.split(lengths_e)
-    return torch.cat([F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)])
+    """`multiply` of any types and sizes; zeros for rows after the last expert's."""
+    *blocks, rest = rows_NC.split([*lengths_e, len(rows_NC) - sum(lengths_e)])
+    outputs = [F.linear(block, matrix) for block, matrix in zip(blocks, matrices_eDC, strict=True)]
+    return torch.cat([*outputs, rest.new_zeros(len(rest), matrices_eDC.shape[1])])
 
 
 def product_of(ends_e: Tensor) -> Product:
@@ -190,8 +196,11 @@ def multiply_backward(
         rows = F.grouped_mm(gradient_ND, matrices_eDC, offs=ends_e)
         return rows, F.grouped_mm(gradient_ND.t(), rows_NC, offs=ends_e)
     lengths = _lengths(ends_e)
-    parts = list(zip(gradient_ND.split(lengths), rows_NC.split(lengths), matrices_eDC, strict=True))
-    rows = torch.cat([gradient @ matrix for gradient, _, matrix in parts])
+    lengths.append(len(rows_NC) - sum(lengths))
+    *gradients, _ = gradient_ND.split(lengths)
+    *blocks, rest = rows_NC.split(lengths)
+    parts = list(zip(gradients, blocks, matrices_eDC, strict=True))
+    rows = torch.cat([*(gradient @ matrix for gradient, _, matrix in parts), torch.zeros_like(rest)])
     return rows, torch.stack([gradient.t() @ block for gradient, block, _ in parts])
 
 

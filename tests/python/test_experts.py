@@ -111,10 +111,10 @@ def reference(layer, x_TH, ids_TK, weights_TK):
 
 
 def norm(layer):
-    return {} if layer.post_norm is None else {"norm": layer.post_norm.weight.grad}
+    return {} if layer.post_norm is None else {"norm": {n: p.grad for n, p in layer.post_norm.named_parameters()}}
 
 
-def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER):
+def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER, is_compiled=False):
     layer = make(kind, inner, **options)
     matrix = np.array(PLACEMENTS[group.size])
     layer.ids = np.flatnonzero(matrix[group.rank]).tolist()
@@ -124,7 +124,8 @@ def on_rank(group, options, dtype=torch.int64, kind="gated", inner=INNER):
     mine = slice(sum(tokens[: group.rank]), sum(tokens[: group.rank + 1]))
     x_TH, ids_TK, weights_TK = (each[mine].clone() for each in choices())
     x_TH.requires_grad_(), weights_TK.requires_grad_()
-    out = layer(x_TH, ids_TK.to(dtype), weights_TK)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
+    out = forward(x_TH, ids_TK.to(dtype), weights_TK)
     out.square().sum().backward()
     ExpertReducer([matrix], [layer.weights.shape[1]], group.rank).reduce([layer.weights.grad], group)
     grads = {"x": x_TH.grad, "scores": weights_TK.grad, "experts": layer.weights.grad}
@@ -160,9 +161,9 @@ def test_any_expert_on_three_ranks(tmp_path, kind):
 
 
 def check(results, expected):
-    if "norm" in expected:
-        gradients = [each["norm"] for each in results if each["norm"] is not None]
-        torch.testing.assert_close(sum(gradients), expected["norm"], rtol=1e-4, atol=1e-5)
+    for name, gradient in expected.get("norm", {}).items():
+        gradients = [each["norm"][name] for each in results if each["norm"][name] is not None]
+        torch.testing.assert_close(sum(gradients), gradient, rtol=1e-4, atol=1e-5)
     for name in ("out", "x", "scores"):
         torch.testing.assert_close(torch.cat([each[name] for each in results]), expected[name], rtol=1e-4, atol=1e-5)
     for each, row in zip(results, PLACEMENTS[len(results)], strict=True):
@@ -174,12 +175,26 @@ def test_ids_of_32_bits(tmp_path):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("inner", [INNER, 6])
 @pytest.mark.parametrize("kind", ["gated", "gpt-oss", "llama-4"])
-def test_the_same_in_a_compiled_graph(kind):
-    layer = make(kind)
-    x_TH, ids_TK, weights_TK = choices()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x_TH, ids_TK, weights_TK), layer(x_TH, ids_TK, weights_TK))
+def test_the_same_in_a_compiled_graph(kind, inner):
+    found = []
+    for is_compiled in (True, False):
+        layer = make(kind, inner)
+        x_TH, ids_TK, weights_TK = choices()
+        x_TH.requires_grad_()
+        forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if is_compiled else layer
+        out = forward(x_TH, ids_TK, weights_TK)
+        out.square().sum().backward()
+        found.append((out, x_TH.grad, layer.weights.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(*found)
+
+
+def test_the_same_in_a_compiled_graph_over_three_ranks(tmp_path):
+    """Some choices are of no expert: their rows are not sent."""
+    found = run_ranks(tmp_path, 3, on_rank, {}, torch.int64, "gpt-oss", INNER, True)
+    check(found, reference(make("gpt-oss"), *choices()))
 
 
 @pytest.mark.parametrize(

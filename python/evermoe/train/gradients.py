@@ -112,7 +112,7 @@ def refuse_mixed(sums: Ballot) -> None:
     """
     if 0 < sums.counting < sums.trainers:
         raise ValueError(
-            f"step.backward: {sums.counting:.0f} of {sums.trainers:.0f} members gave count, the others did not: the "
+            f"{sums.counting:.0f} of {sums.trainers:.0f} members gave count, the others did not: the "
             "loss is a sum with a count on all members, or a mean on all"
         )
 

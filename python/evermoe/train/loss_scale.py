@@ -47,6 +47,11 @@ class LossScale:
                 "parameters in float32 and compute under torch.autocast(dtype=torch.float16)"
             )
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a scaler."""
+        return self._scaler is not None
+
     def settings(self) -> dict[str, str]:
         """What all members have alike, by name; nothing without a scaler."""
         if self._scaler is None:
@@ -77,7 +82,7 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; nothing to do without a scaler on either side."""
-        if self._scaler is not None and state:
+        if self.is_used and state:
             self._read(state)
             self._write()
 
@@ -92,3 +97,28 @@ class LossScale:
             "growth_interval": self._scaler.get_growth_interval(),
         }
         self._scaler.load_state_dict(factors | self.state_dict())
+
+
+class KeptScale(nn.Module):
+    """The loss scale as a buffer, so that it is copied and recovered with a pipeline stage's units.
+
+    Args:
+        scale: whose state it has.
+    """
+
+    state: torch.Tensor
+
+    def __init__(self, scale: LossScale) -> None:
+        super().__init__()
+        self._scale = scale
+        self.register_buffer("state", torch.zeros(2, dtype=torch.float64))
+        self.note()
+
+    def note(self) -> None:
+        """The scale has changed: the buffer follows."""
+        self.state.copy_(torch.tensor(list(self._scale.state_dict().values()), dtype=torch.float64))
+
+    def restore(self) -> None:
+        """The buffer has changed: the scale follows."""
+        value, steps = self.state.tolist()
+        self._scale.load_state_dict({"scale": value, "_growth_tracker": int(steps)})

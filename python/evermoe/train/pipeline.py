@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from evermoe.comm.courier import UNLIMITED
 from evermoe.comm.membership import Membership
@@ -26,15 +26,17 @@ from evermoe.comm.messages import Identity
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
-from evermoe.errors import PeerLost
+from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
 from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
+from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
+from evermoe.train.pipeline_step import LossFunction, PipelineStep
 from evermoe.train.protocol import CommitProtocol, Recorder
-from evermoe.train.script import versions
+from evermoe.train.script import refuse_scaled, versions
 from evermoe.train.stages import StageState
 
 ENDLESS = (1 << 40) - 1
@@ -52,11 +54,11 @@ class PipelineSession:
                 if schedule is None:                   # at the start, and after a failure
                     step = copies.recover()            # waits for all ranks
                     with copies.connecting():          # torch's groups: the default one, and those made here
-                        schedule = build_schedule(module)
-                copies.begin()
-                schedule.step(*batch(step))
-                average_gradients(module)              # over the data-parallel peers
-                step = copies.commit()                 # instead of optimizer.step()
+                        schedule = build_schedule(module, loss_fn=copies.loss_function(mse_loss))
+                with copies.begin() as attempt:        # leaving the block commits, instead of optimizer.step()
+                    attempt.run(schedule, *batch(step))
+                    attempt.reduce(peers)              # over the data-parallel peers
+                step = copies.step
             except (evermoe.PeerLost, RuntimeError):
                 schedule = None
         copies.close()
@@ -67,17 +69,21 @@ class PipelineSession:
     `stage` and `data_parallel`. For gloo and stages on the CPU. While it lives, it has the process's one
     `evermoe.profile.Profiler`.
 
-    A RuntimeError of the script itself is repeated for ever.
+    A script that averages gradients itself calls `begin()`, `schedule.step(…)` and `commit()`; then the session knows
+    no losses, and has no scaler. A RuntimeError of the script itself is repeated for ever.
 
     Args:
         stage_module: this rank's stage, the same on all its ranks, on the CPU.
         optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
+        scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
+            out steps that overflow, and updates the scale; its methods are not to be called.
         on_record: is told each event of the commit protocol and its commands, as JSON; for tests.
         options: fields of `PipelineConfig`.
 
     Raises:
         ValueError: an argument that is out of range.
-        UnsupportedState: the optimizer keeps state that cannot be divided into units.
+        UnsupportedState: the optimizer keeps state that cannot be divided into units; or there is a scaler, and
+            parameters are in float16.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class PipelineSession:
         stage_module: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        scaler: torch.amp.GradScaler | None = None,
         on_record: Recorder = lambda event, commands: None,
         **options: Any,
     ) -> None:
@@ -92,7 +99,13 @@ class PipelineSession:
         self.config = PipelineConfig(**options)
         _check_devices(stage_module)
         self.rank, self.size = self.config.rank, self.config.size
-        self.optimizer, self._state = optimizer, StageState(stage_module, optimizer, self.config.stage)
+        self._loss_scale = LossScale(scaler)
+        self._loss_scale.check(stage_module)
+        self.optimizer = optimizer
+        self._state = StageState(stage_module, optimizer, self.config.stage, self._loss_scale)
+        self._current: PipelineStep | None = None
+        self._has_seen_loss = False
+        self._guard = optimizer.register_step_pre_hook(self._refuse_step)
         self._membership = self._new_membership()
         node = self._membership.node
         self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
@@ -112,6 +125,7 @@ class PipelineSession:
         options = self.config
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
         shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
+        shared |= self._loss_scale.settings()
         return Membership(
             options.membership_options(),
             lighthouse=options.lighthouse,
@@ -132,29 +146,80 @@ class PipelineSession:
         return self._protocol.version
 
     @property
+    def loss(self) -> float:
+        """Mean loss of the latest step, over all microbatches and peers, on all ranks; NaN where it is not known."""
+        return self._driver.loss
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by in the next step; 1 without a scaler."""
+        return self._loss_scale.value
+
+    @property
     def outcome(self) -> Outcome:
         """What the latest recovery did."""
         return self._driver.outcome
 
     # ---- a step
 
-    def begin(self) -> None:
+    def loss_function(self, compute: LossFunction) -> LossFunction:
+        """Makes the `loss_fn` of a schedule that is run by `step.run`.
+
+        Args:
+            compute: of a microbatch's output and target, the mean loss; or its sum, where `step.run` is given a count.
+        """
+
+        def weighed(output: Any, target: Any) -> Tensor:
+            loss = compute(output, target)
+            if self._current is None:
+                raise UnsupportedState("a loss was computed outside of a step: call session.begin() first")
+            if not self._has_seen_loss and isinstance(loss, Tensor):
+                self._has_seen_loss = True
+                refuse_scaled(loss)
+            return self._current.weigh(loss)
+
+        return weighed
+
+    def begin(self) -> PipelineStep:
         """A step begins: no gradients are left of the one before."""
         self.optimizer.zero_grad(set_to_none=True)
         self._driver.pacer.begin_forward()
+        self._current = self._driver.attempt = PipelineStep(
+            self.step,
+            [p for group in self.optimizer.param_groups for p in group["params"]],
+            peers=self.config.data_parallel_size,
+            scale=self._loss_scale.value,
+            generation=self._membership.generation,
+            commit=self.commit,
+        )
+        return self._current
+
+    def _refuse_step(self, *_: object) -> None:
+        if self._current is not None and self._current.is_open:
+            raise UnsupportedState(
+                "optimizer.step() was called inside `with session.begin():`, but the session steps the optimizer "
+                "itself, once all ranks have voted: leave the call out. A torch.amp.GradScaler, whose step() calls it, "
+                "goes to the session: PipelineSession(scaler=...)"
+            )
 
     def commit(self) -> int:
         """Votes on the step, takes `optimizer.step()`, and begins to copy the new version; gradients must be complete.
+
+        The end of `with session.begin():` calls it.
 
         Returns:
             The steps taken: the number of the next one.
 
         Raises:
-            NonFiniteLoss: a gradient is infinite or not a number on some rank; raised on all of them.
+            NonFiniteLoss: a loss or gradient is infinite or not a number on some rank; raised on all of them.
             PeerLost: a rank is gone. The step may have been taken or not, which `recover` finds out: leave the
                 gradients as they are until then.
+            UnsupportedState: gradients were not reduced, or losses are not known on ranks of the last stage.
+            ValueError: some ranks gave counts, and others did not.
         """
-        before = self._driver.taken
+        step, before = self._current, self._driver.taken
+        if step is not None:
+            step.end()
         self._driver.begin_vote()
         try:
             is_whole = self._driver.is_round_whole()
@@ -164,6 +229,8 @@ class PipelineSession:
             self._driver.end_vote()
         if self._driver.taken == before:
             raise PeerLost(f"step {self.step} was not taken: {self._group.broken}")
+        if step is not None:
+            step.committed = True
         self._driver.pace(self.step)
         if self._group.broken is None:
             self._protocol.look(ENDLESS)
@@ -182,9 +249,12 @@ class PipelineSession:
         Raises:
             JoinTimeout: some rank did not come within `agree_limit` seconds.
             LostExperts: of some units no copy is left.
+            UnequalForwards: ranks ran different numbers of schedules in the step that failed.
             ValueError: ranks of a stage differ in their model or optimizer, or in what they were started with.
         """
         end_torch_groups()
+        if self._current is not None:
+            self._current.is_open = False
         self._protocol.lose("this rank recovers")
         self._driver.interrupt()
         while not self._protocol.is_ready:
@@ -264,6 +334,7 @@ class PipelineSession:
         self._driver.interrupt()
         with suppress(PeerLost):
             self._group.all_reduce(torch.zeros(1))
+        self._guard.remove()
         self._membership.close()
         self._driver.end()
         self._store.close(self._membership.id)

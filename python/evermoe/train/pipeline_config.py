@@ -44,6 +44,8 @@ class PipelineConfig(Options):
     """Steps that are recorded to find the bubbles; until then, and with 0, copies travel at any time."""
     profile_every: int = option(1000, least=1)
     """Steps between two such profiles; another one follows each recovery."""
+    max_grad_norm: float | None = option(None, shared=True, above=0)
+    """Clips the gradient's global norm, over all stages; None for no clipping."""
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
     """What a gradient of infinity or NaN on any rank does: `error` ends the job with `NonFiniteLoss` on all of them,
     the state unchanged; `skip` makes all of them leave out that step's update."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.task import Task
 from evermoe.comm.vote import Ballot
-from evermoe.errors import CorruptCopy, LostExperts, PeerLost
+from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnsupportedState
 from evermoe.profile import Profiler
 from evermoe.profile.recorder import OpenSpan
 from evermoe.recovery.recovery import Recovery
@@ -23,9 +25,10 @@ from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.snapshot.window_plan import COPIES
 from evermoe.state.version import step_of
+from evermoe.train import gradients
 from evermoe.train.commands import Driver, Event
-from evermoe.train.gradients import are_finite, refuse_nonfinite
 from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
 from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
 
 
@@ -64,6 +67,10 @@ class PipelineDriver(Driver):
         """Whether the next rank lives while torch connects its groups."""
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
+        self.loss = math.nan
+        """Mean loss of the latest step."""
+        self.attempt: PipelineStep | None = None
+        """What the script computes, or has computed last."""
         self._round: SnapshotRound | None = None
         self._vote_span = ExitStack()
         self._lost: LostExperts | None = None
@@ -92,27 +99,66 @@ class PipelineDriver(Driver):
         Args:
             is_whole: whether the copies of the version before are.
         """
-        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        is_finite = bool(are_finite(gradients))
-        rank = 0.0 if is_finite else float(self._group.rank)
-        return Ballot(votes=float(is_whole), nonfinite=float(not is_finite), nonfinite_ranks=rank)
+        found, step = _gradients(self._optimizer), self.attempt
+        is_clipped = self._options.max_grad_norm is not None and bool(found)
+        norms_there = torch.stack(torch._foreach_norm(found, 2, torch.float64)) if is_clipped else torch.zeros(0)
+        loss_there, counted_there, has_loss, is_counted = torch.zeros(1), torch.zeros(1), False, False
+        if step is not None and step.loss is not None:
+            loss_there, has_loss, is_counted = step.loss, True, step.count is not None
+            counted_there = torch.as_tensor(step.losses if step.count is None else step.count, dtype=torch.float64)
+        (loss,), (are_finite,), norms, (counted,) = gradients.read(
+            loss_there, gradients.are_finite(found), norms_there, counted_there
+        )
+        is_finite = math.isfinite(loss) and bool(are_finite)
+        return Ballot(
+            votes=float(is_whole),
+            loss=loss,
+            squares=sum(norm * norm for norm in norms) / self._options.data_parallel_size,
+            nonfinite=float(not is_finite),
+            nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
+            trainers=float(has_loss),
+            scale=self._state.loss_scale.value if has_loss else 0.0,
+            counting=float(is_counted),
+            counted=counted,
+        )
 
     def tallied(self, step: int, sums: Ballot) -> None:
-        """Ends the job on all ranks if the step would be taken with a gradient that is not finite.
+        """Ends the job on all ranks if the step's losses do not fit together, or a gradient is not finite.
+
+        A smaller loss scale may help where it is above 1: then the update is left out.
 
         Raises:
             NonFiniteLoss: names the step and the rank.
+            ValueError: some ranks gave counts, and others did not.
+            UnsupportedState: the losses of some ranks are not known here.
         """
-        if sums.votes == self._options.size and self._options.on_nonfinite == "error":
-            refuse_nonfinite(sums, step, self._membership.nodes)
+        if sums.votes != self._options.size:
+            return
+        gradients.refuse_mixed(sums)
+        has_run = self.attempt is not None and self.attempt.runs > 0
+        is_needed = has_run or sums.trainers > 0 or self._state.loss_scale.is_used
+        if is_needed and sums.trainers != self._options.data_parallel_size:
+            raise UnsupportedState(
+                f"step {step}: {sums.trainers:.0f} ranks have computed a loss that the session knows, expected "
+                f"{self._options.data_parallel_size}, the ranks of the last stage: build their schedules with "
+                "loss_fn=session.loss_function(...), and run them by step.run(schedule, ...) on all ranks"
+            )
+        if self._options.on_nonfinite == "error" and sums.loss_scale <= 1:
+            gradients.refuse_nonfinite(_of_mean(sums), step, self._membership.nodes)
 
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Takes the step that all have voted for, and begins to copy the new version."""
         self.end_vote()
         if self._round is not None:
             self._round.wait_captured()
+        sums = _of_mean(sums)
+        self.loss = sums.mean_loss if sums.trainers else math.nan
         if sums.is_finite:
+            factor = gradients.factor_of(sums, self._options.max_grad_norm)
+            if factor != 1:
+                gradients.scale(_gradients(self._optimizer), factor)
             self._optimizer.step()
+        self._state.update_scale(has_overflowed=not sums.is_finite)
         if is_recalled:
             return
         self.taken += 1
@@ -155,12 +201,14 @@ class PipelineDriver(Driver):
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Brings this rank to the newest version of which every unit of every stage is left."""
         self._meet()
+        refuse_unequal_runs(self.attempt, self._group)
         try:
             self.outcome = self.recovery(version, established=established).run()
             self.outcome.copies.forget()  # all are made anew here, and arenas of before may have to make room
         except LostExperts as lost:
             self._lost = lost
             return {"event": "unrecoverable"}
+        self._state.restore_scale()
         return {"event": "restored", "version": self.outcome.version, "is_stale": False}
 
     def units_lost(self) -> NoReturn:
@@ -227,3 +275,12 @@ class PipelineDriver(Driver):
         """Ends the profile and all threads."""
         self._profiler.detach()
         self.courier.close()
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _of_mean(sums: Ballot) -> Ballot:
+    """The sums of a step whose losses are divided by what was counted: tokens, or microbatches of mean losses."""
+    return sums._replace(counting=sums.trainers)

@@ -20,6 +20,7 @@ from evermoe.recovery.survey import Inventory
 from evermoe.snapshot.store import Bundle, bundles
 from evermoe.snapshot.window_plan import COPIES, WindowPlanner
 from evermoe.state.training_state import TrainingState
+from evermoe.train.loss_scale import KeptScale, LossScale
 
 PipelinePreset = Literal["baft", "moetion"]
 
@@ -110,18 +111,35 @@ def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
 class StageState(TrainingState):
     """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
 
-    There is no unit for the state of the training loop.
+    Of the state of the training loop there is a unit for the loss scale alone, where there is a scaler.
 
     Args:
         module: the stage.
         optimizer: of its parameters.
         stage: its number.
+        loss_scale: of the job.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
-        super().__init__(nn.ModuleDict({f"stage{stage}": module}), optimizer, has_session=False)
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loss_scale: LossScale) -> None:
+        self.loss_scale = loss_scale
+        parts = {f"stage{stage}": module}
+        self._kept_scale = KeptScale(loss_scale) if loss_scale.is_used else None
+        if self._kept_scale is not None:
+            parts[f"stage{stage}_loss_scale"] = self._kept_scale
+        super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
         self.own = self.catalog
         """The units of this stage; `catalog` has those of all stages, once they are known."""
+
+    def update_scale(self, *, has_overflowed: bool) -> None:
+        """A step was taken, or left out: the loss scale follows."""
+        self.loss_scale.update(has_overflowed=has_overflowed)
+        if self._kept_scale is not None:
+            self._kept_scale.note()
+
+    def restore_scale(self) -> None:
+        """Units were recovered: so is the loss scale."""
+        if self._kept_scale is not None:
+            self._kept_scale.restore()
 
     def learn(self, seats: Sequence[Seat]) -> None:
         """What units the other stages have.

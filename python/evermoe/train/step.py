@@ -116,12 +116,8 @@ class Step:
         self._add(loss, self._part.weight, count)
 
     def _add(self, loss: Tensor, weight: float, count: float | Tensor | None) -> None:
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            found = type(loss).__name__
-            if isinstance(loss, Tensor):
-                found = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
-            raise ValueError(f"step.backward: expected the loss, a tensor of one number with a gradient, got {found}")
-        _check_count(count)
+        check_loss(loss, "step.backward")
+        check_count(count)
         if self.loss is not None and (count is None) != (self.count is None):
             raise ValueError("step.backward: count was given in some calls of this step; give it in all, or in none")
         scale = self._watcher.check_loss(loss)
@@ -130,7 +126,7 @@ class Step:
         else:
             has_samples = weight > 0
             part = loss if has_samples else loss * 0.0
-            self.count = (0.0 if self.count is None else self.count) + (_detached(count) if has_samples else 0.0)
+            self.count = (0.0 if self.count is None else self.count) + (detached(count) if has_samples else 0.0)
         self.loss = part.detach() if self.loss is None else self.loss + part.detach()
         (part if scale == 1 else part * scale).backward()
 
@@ -157,15 +153,34 @@ class Step:
         return False
 
 
-def _check_count(count: Any) -> None:
+def check_loss(loss: Any, where: str) -> None:
+    """Checks a loss that is to be backpropagated.
+
+    Raises:
+        ValueError: it is no tensor of one number that depends on parameters; `where` says who asks.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        found = type(loss).__name__
+        if isinstance(loss, Tensor):
+            found = f"a tensor of shape {list(loss.shape)}" + ("" if loss.requires_grad else " without a gradient")
+        raise ValueError(f"{where}: expected the loss, a tensor of one number with a gradient, got {found}")
+
+
+def check_count(count: Any) -> None:
+    """Checks over how much a loss is a sum.
+
+    Raises:
+        ValueError: it is neither None nor a number of 0 or more.
+    """
     if isinstance(count, Tensor):
         is_fine = count.numel() == 1
     else:
         is_fine = count is None or (isinstance(count, int | float) and 0 <= count < math.inf)
     if not is_fine:
         found = f"a tensor of shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
-        raise ValueError(f"step.backward: expected count to be a number of 0 or more, or a tensor of one, got {found}")
+        raise ValueError(f"expected count to be a number of 0 or more, or a tensor of one, got {found}")
 
 
-def _detached(count: float | Tensor) -> float | Tensor:
+def detached(count: float | Tensor) -> float | Tensor:
+    """The same number in float64, on its device."""
     return count.detach().double() if isinstance(count, Tensor) else float(count)

@@ -16,24 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import evermoe
 from evermoe.errors import UnsupportedState
-from support.habits import (
-    DATA,
-    DIES_IN,
-    HABITS,
-    STEPS,
-    Model,
+from support.habits import DATA, DIES_IN, HABITS, STEPS, Model, cross_entropy, elastic, mean_loss, plain, run
+from support.harness import PATIENCE, SERVER
+from support.refused_habits import (
     as_many_forwards_as_samples,
     counts_on_one,
-    cross_entropy,
-    elastic,
-    mean_loss,
     noisy_optimizer,
     one_backward_less,
     own_buffer,
-    plain,
-    run,
+    own_sharded_optimizer,
 )
-from support.harness import PATIENCE, SERVER
 
 
 @pytest.fixture
@@ -119,6 +111,12 @@ def test_optimizer_that_changes_replicas_otherwise_is_named_after_the_first_step
     found, _ = start(noisy_optimizer, "ab")
     assert [each["error"] for each in failures(found)] == ["UnsupportedState"] * 2
     assert "head/bias differs between ranks 0 and 1" in failures(found)[0]["message"]
+
+
+def test_an_optimizer_that_leaves_parameters_to_others_is_refused(start):
+    found, logs = start(own_sharded_optimizer, "ab")
+    assert [each["error"] for each in failures(found)] == ["UnsupportedState"] * 2, logs
+    assert "embedding/weight differs between ranks 0 and 1" in failures(found)[0]["message"]
 
 
 def test_what_belongs_to_a_rank_is_named_in_the_first_step(start):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
@@ -103,6 +102,10 @@ class Habit:
 
 
 # ---- how the step's loss is computed
+
+
+def plain_step(model, step):
+    step.backward(cross_entropy(model, DATA[step.indices]))
 
 
 def two_losses(model, step):
@@ -224,6 +227,42 @@ def with_frozen_parts():
     return model
 
 
+class Adapted(nn.Module):
+    """A frozen linear layer with a trained product of two thin matrices beside it (LoRA)."""
+
+    def __init__(self, base, rank=2):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def with_adapters():
+    """Experts, routers and the embedding are frozen, too."""
+    model = Model().requires_grad_(False)
+    model.head = Adapted(model.head)
+    return model
+
+
+def with_balance():
+    """The first layer's router chooses by scores and numbers that follow the load (DeepSeek-V3)."""
+    model = Model()
+    torch.manual_seed(1)
+    router = evermoe.Router(WIDTH, 6, 2, scores="sigmoid", groups=3, top_groups=2, scale=2.0, balance_rate=0.05)
+    model.first = evermoe.MoE.of(router, evermoe.Experts(evermoe.Expert(WIDTH, 8), 6))
+    return model
+
+
+def balanced(model, tokens):
+    """The loss after the balance of the step before; the session does that by itself."""
+    evermoe.update_balance(model)
+    model.first.experts.count.forget()
+    return cross_entropy(model, tokens)
+
+
 def groups(model):
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -261,6 +300,8 @@ HABITS = {
         step=lambda model, step: step.backward(autocast(model, DATA[step.indices])),
         tolerance=2e-3,
     ),
+    "LoRA": Habit(model=with_adapters, optimizer=of(AdamW), loss=cross_entropy, step=plain_step),
+    "balance without a loss": Habit(model=with_balance, loss=balanced, step=plain_step),
     "Adagrad": Habit(optimizer=of(Adagrad)),
     "RMSprop, even accumulation": Habit(optimizer=of(RMSprop), loss=cross_entropy, step=micro_batches),
     "AdamW with a tensor as rate": Habit(
@@ -401,71 +442,3 @@ def run(script: Callable[..., None], folder: str, name: str, *arguments: Any) ->
         write("failed", error=type(error).__name__, message=str(error))
         traceback.print_exc()
         raise
-
-
-# ---- scripts that are refused, or warned of
-
-
-def as_many_forwards_as_samples(write, node, options):
-    """Accumulates over its own samples one by one, as many as it has."""
-    model = Model()
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), node=node, **options)
-    for step in session.steps(STEPS):
-        with step:
-            for index in step.indices:
-                step.backward(cross_entropy(model, DATA[index : index + 1]) / len(step.indices))
-
-
-def one_backward_less(write, node, options):
-    """All run two forwards, but one member backpropagates only one of them."""
-    model = Model()
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
-    for step in session.steps(STEPS):
-        with step:
-            losses = [cross_entropy(model, DATA[step.indices]) for _ in range(2)]
-            for loss in losses[: 1 if node == "a" else 2]:
-                step.backward(loss)
-
-
-def counts_on_one(write, node, options):
-    """One member gives a mean, the others sums with their counts."""
-    model = Model()
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
-    for step in session.steps(STEPS):
-        with step:
-            count = None if node == "a" else len(step.indices)
-            step.backward(cross_entropy(model, DATA[step.indices]), count=count)
-
-
-def noisy_optimizer(write, node, options):
-    """An optimizer with a hook that changes the weights by a number of its member's own."""
-    model = Model()
-    optimizer = adamw(model)
-    session = evermoe.Session(model, optimizer, evermoe.ElasticSampler(SAMPLES, 12), node=node, **options)
-    optimizer.register_step_post_hook(lambda *_: model.head.bias.data.add_(ord(node) * 1e-6))
-    for step in session.steps(STEPS):
-        with step:
-            step.backward(cross_entropy(model, DATA[step.indices]))
-
-
-def own_buffer(write, node, options):
-    """Counts samples in a buffer that belongs to the member, and in one that says so."""
-    model = Model()
-    model.register_buffer("seen", torch.zeros(4))
-    model.register_buffer("scratch", torch.zeros(4), persistent=False)
-    session = evermoe.Session(model, adamw(model), evermoe.ElasticSampler(SAMPLES, 10), node=node, **options)
-    for step in session.steps(2):
-        with step:
-            model.seen[session.group.rank] += 1
-            model.scratch[session.group.rank] += 1
-            step.backward(cross_entropy(model, DATA[step.indices]))
-        if step.number == 0:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                model.state_dict()
-            write("warned", warnings=[str(each.message) for each in caught])
-            for duplicate in (torch.optim.swa_utils.AveragedModel, copy.deepcopy):
-                try:
-                    duplicate(model)
-                except evermoe.UnsupportedState as error:
-                    write("refused", message=str(error))

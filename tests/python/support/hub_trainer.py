@@ -32,6 +32,18 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": labels}
 
 
+class Exact(TrainerCallback):
+    """The losses of all steps, which logs round."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.trainer: ElasticTrainer | None = None
+
+    def on_step_end(self, args, state, control, **_):  # type: ignore[no-untyped-def]
+        assert self.trainer is not None and self.trainer.session is not None
+        self.losses[state.global_step] = self.trainer.session.loss
+
+
 class Kill(TrainerCallback):
     """Kills this process before the last steps, in its forward."""
 
@@ -62,19 +74,20 @@ OPTIONS = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, accumulation: int) -> None:
     torch.set_num_threads(1)
     worker = int(os.environ["LOCAL_RANK"])
-    model = make_elastic(build("qwen3"))
+    model, exact = make_elastic(build("qwen3")), Exact()
     trainer = ElasticTrainer(
         model,
-        ElasticTrainingArguments(str(folder / "out"), **OPTIONS),
+        ElasticTrainingArguments(str(folder / "out"), gradient_accumulation_steps=accumulation, **OPTIONS),
         sampler=evermoe.ElasticSampler(SAMPLES, BATCH, shuffle=False),
         session={"join_every": 1, "hang_limit": 20.0, "rejoin_limit": 2.0},
         train_dataset=Data(),
         eval_dataset=torch.utils.data.Subset(Data(), range(10)),
-        callbacks=[Kill(model, 5)] if worker == 2 else [],
+        callbacks=[exact, *([Kill(model, 5)] if worker == 2 else [])],
     )
+    exact.trainer = trainer
     trainer.train()
     assert trainer.session is not None
     found = {
@@ -82,9 +95,10 @@ def main(folder: Path) -> None:
         "session": trainer.session.step,
         "recovered": [report.members for report in trainer.session.reports],
         "history": trainer.state.log_history,
+        "losses": exact.losses,
     }
     (folder / f"{worker}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

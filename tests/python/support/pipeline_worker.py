@@ -53,6 +53,15 @@ class Options:
     work: int = 0
     """Multiplications of matrices in each forward."""
     trace: bool = False
+    attempts: str | None = None
+    """How steps are written in `with session.begin()`: `means` or `counts`, or a mistake; None for begin and commit."""
+    rate: float = 1e-2
+    parts: int = 1
+    """Runs of the schedule in each step."""
+    factor: float = 1.0
+    """Of the loss."""
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """Of the `GradScaler`; none if empty."""
     copies: dict[str, Any] = field(default_factory=dict)
     """Of `PipelineSession`."""
 
@@ -117,7 +126,7 @@ def reach_in_store(options: Options) -> None:
     WatchedStore.set = tell_and_reach  # type: ignore[method-assign]
 
 
-def connect(options: Options, chunks: nn.ModuleList) -> tuple[Any, Any]:
+def connect(options: Options, chunks: nn.ModuleList, loss: Any) -> tuple[Any, Any]:
     """torch's own groups of this epoch, and the schedule; the group of the data-parallel peers."""
     reach(options, "default group")
     peers = [
@@ -143,16 +152,15 @@ def connect(options: Options, chunks: nn.ModuleList) -> tuple[Any, Any]:
         )
         for number, chunk in enumerate(chunks)
     ]
-    loss = functools.partial(nn.functional.mse_loss, reduction="mean")
     if len(parts) == 1:
         return pipelining.Schedule1F1B(parts[0], MICROBATCHES, loss_fn=loss), peers[stage]
     return pipelining.ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_fn=loss), peers[stage]
 
 
-def batch(step: int, peer: int, width: int) -> torch.Tensor:
+def batch(step: int, peer: int, width: int, parts: int = 1) -> torch.Tensor:
     """Inputs and targets of all microbatches."""
     generator = torch.Generator().manual_seed(1000 * step + peer)
-    return torch.randn(2, ROWS * MICROBATCHES, width, generator=generator)
+    return torch.randn(2, parts * ROWS * MICROBATCHES, width, generator=generator)
 
 
 def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList, step: int) -> float:
@@ -175,6 +183,47 @@ def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList,
     return float(torch.stack(losses).mean().detach()) if losses else 0.0
 
 
+mean_loss = functools.partial(nn.functional.mse_loss, reduction="mean")
+
+
+def counted_rows(target: torch.Tensor) -> torch.Tensor:
+    """Rows `[n]` that are not padding: other numbers of them on each peer."""
+    return target[:, 0] > 0.3
+
+
+def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of the rows that are not padding."""
+    return (output - target)[counted_rows(target)].square().mean(1).sum()
+
+
+def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any, peers: Any) -> None:
+    """All runs of a step, with the step's own reduction."""
+    stage, peer = divmod(options.rank, options.peers)
+    is_last = stage == options.stages - 1
+    inputs, target = batch(attempt.number, peer, options.width, options.parts)
+    parts = options.parts + (options.attempts == "unequal runs" and stage == 0)
+    for part in attempt.micro_batches(parts):
+        number = min(part.number, options.parts - 1)
+        rows = slice(number * ROWS * MICROBATCHES, (number + 1) * ROWS * MICROBATCHES)
+        if options.attempts == "schedule.step":
+            schedule.step(*([inputs[rows]] if stage == 0 else []), **({"target": target[rows]} if is_last else {}))
+        elif stage == 0:
+            part.run(schedule, inputs[rows], count=4 if options.attempts == "count without loss" else None)
+        elif not is_last:
+            part.run(schedule)
+        else:
+            is_counted = options.attempts == "counts" or (options.attempts == "some counts" and peer == 0)
+            losses: list[torch.Tensor] = []
+            count = counted_rows(target[rows]).sum() if is_counted else None
+            part.run(schedule, target=target[rows], count=count, losses=losses)
+            assert len(losses) == MICROBATCHES
+            write(options, "losses", step=attempt.number, losses=[float(each) for each in losses])
+    if options.attempts != "no reduce":
+        attempt.reduce(peers)
+    if options.attempts == "optimizer.step":
+        options.optimizer.step()  # type: ignore[attr-defined]
+
+
 def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
     found = {}
     for name in copies._state.held():
@@ -184,11 +233,30 @@ def digests(copies: evermoe.PipelineSession) -> dict[str, int]:
     return found
 
 
+def loss_function(options: Options, copies: evermoe.PipelineSession) -> Any:
+    """What the schedule computes losses by."""
+    if options.attempts in (None, "no loss function"):
+        return mean_loss
+    compute = sum_loss if options.attempts == "counts" else mean_loss
+    return copies.loss_function(lambda output, target: compute(output, target) * options.factor)
+
+
+def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
+    """Dies where a copy of a version is sent, if the options say so."""
+    copies._driver.courier.sent = killer = Killer(maxlen=4096)
+
+    def mark(*_: Any) -> None:
+        killer.marked = copies.step == options.kill_in_copy
+
+    copies.optimizer.register_step_post_hook(mark)
+
+
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = range(stage, options.stages * options.chunks, options.stages)
     chunks = nn.ModuleList([Stage(number, options.width, options.work) for number in numbers])
-    optimizer = torch.optim.AdamW(chunks.parameters(), lr=1e-2, fused=True)
+    optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
+    options.optimizer = optimizer  # type: ignore[attr-defined]
     copies = evermoe.PipelineSession(
         chunks,
         optimizer,
@@ -197,13 +265,11 @@ def train(options: Options) -> None:
         data_parallel=peer,
         data_parallel_size=options.peers,
         lighthouse=options.lighthouse,
+        scaler=torch.amp.GradScaler("cpu", **options.scaler) if options.scaler else None,
         on_record=lambda said, commands: write(options, "protocol", said=said, commands=commands),
         **options.copies,
     )
-    copies._driver.courier.sent = killer = Killer(maxlen=4096)
-
-    def mark(*_: Any) -> None:
-        killer.marked = copies.step == options.kill_in_copy
+    watch_copies(options, copies)
 
     def die_in_step(module: nn.Module, inputs: Any) -> None:
         if step == options.kill_in_step and module.calls % MICROBATCHES == 1:
@@ -212,7 +278,6 @@ def train(options: Options) -> None:
 
     reach_in_store(options)
     chunks[0].register_forward_pre_hook(die_in_step)
-    optimizer.register_step_post_hook(mark)
     step, schedule, peers = -1, None, None
     while step < options.steps:
         if schedule is None:
@@ -224,15 +289,20 @@ def train(options: Options) -> None:
             if schedule is None:
                 reach(options, "recovered")
                 with copies.connecting():
-                    schedule, peers = connect(options, chunks)
+                    schedule, peers = connect(options, chunks, loss_function(options, copies))
                     reach(options, "all groups")
                 reach(options, "connected")
-            copies.begin()
-            reach(options, "step")
-            loss = run_step(options, schedule, peers, chunks, step)
-            if step == options.poison:
-                next(chunks.parameters()).grad[0] = float("inf")
-            step = copies.commit()
+            if options.attempts:
+                with copies.begin() as attempt:
+                    run_attempt(options, attempt, schedule, peers)
+                step, loss = copies.step, copies.loss / options.factor
+            else:
+                copies.begin()
+                reach(options, "step")
+                loss = run_step(options, schedule, peers, chunks, step)
+                if step == options.poison:
+                    next(chunks.parameters()).grad[0] = float("inf")
+                step = copies.commit()
             write(
                 options,
                 "step",
@@ -247,7 +317,17 @@ def train(options: Options) -> None:
     compared, different = copies.verify()
     if options.trace:
         copies.write_trace(Path(options.folder) / f"{options.rank}.json")
-    write(options, "done", step=step, compared=compared, different=different, digests=digests(copies))
+    weights = [parameter.double().sum().item() for parameter in chunks.parameters()]
+    write(
+        options,
+        "done",
+        step=step,
+        compared=compared,
+        different=different,
+        digests=digests(copies),
+        weights=weights,
+        scale=copies.loss_scale,
+    )
     copies.close()
     dist.destroy_process_group()
 

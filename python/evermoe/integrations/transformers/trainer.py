@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from evermoe.sampler import ElasticSampler
 from evermoe.train.session import Session
-from evermoe.train.step import Step
+from evermoe.train.step import MicroBatch, Step
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables from which accelerate would make a group of processes of its own, which no death survives."""
@@ -73,10 +74,11 @@ class _Schedule(_Follower):
 
 
 class _Batches:
-    """The batches of this member, one for each step of the session."""
+    """The batches of this member, one for each step of the session: to the trainer, each step is one batch."""
 
     def __init__(self, trainer: ElasticTrainer, loader: Any) -> None:
         self._trainer, self.dataset, self._collate = trainer, loader.dataset, loader.collate_fn
+        self._samples: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return max(1, len(self.dataset) // self._trainer.sampler.batch_size)
@@ -87,8 +89,16 @@ class _Batches:
 
     def of_step(self) -> dict[str, Any]:
         """The batch of the step that is under way."""
-        batch: dict[str, Any] = self._collate([self.dataset[i] for i in self._trainer.current.indices.tolist()])
+        self._samples = {i: self.dataset[i] for i in self._trainer.current.indices.tolist()}
+        batch: dict[str, Any] = self._collate(list(self._samples.values()))
         return batch
+
+    def parts(self, step: Step, batch: dict[str, Any], n: int) -> list[tuple[Step | MicroBatch, dict[str, Any]]]:
+        """The step's batch in n parts, each collated by itself, from the same samples."""
+        if n == 1:
+            return [(step, batch)]
+        parts = list(step.micro_batches(n))
+        return [(part, self._collate([self._samples[i] for i in part.indices.tolist()])) for part in parts]
 
 
 class ElasticTrainer(Trainer):
@@ -104,10 +114,14 @@ class ElasticTrainer(Trainer):
     callbacks. An evaluation that a death cuts short has no metrics. Batches are collated as they are needed, in this
     process.
 
+    With `gradient_accumulation_steps=n` each member computes its share of a step in n parts. A step is still one: it is
+    counted, logged and evaluated as such, and there is no `on_substep_end`. As in transformers' own, a loss over tokens
+    is divided by those of all parts, and what a model adds to it, a router's loss, is added once for each part.
+
     Args:
         model: elastic.
-        args: as transformers' own.
-        sampler: divides the global batches; `per_device_train_batch_size` says nothing.
+        args: as transformers' own; the trainer keeps a copy, whose `gradient_accumulation_steps` is 1.
+        sampler: divides the global batches, all parts together; `per_device_train_batch_size` says nothing.
         session: options of `evermoe.Session`.
         options: of `Trainer`.
 
@@ -126,12 +140,14 @@ class ElasticTrainer(Trainer):
     ) -> None:
         if not isinstance(args, ElasticTrainingArguments):
             raise ValueError(f"ElasticTrainer: expected args of ElasticTrainingArguments, got {type(args).__name__}")
-        expected = {"save_strategy": "no", "gradient_accumulation_steps": 1, "fp16": False, "fsdp": None}
+        expected = {"save_strategy": "no", "fp16": False, "fsdp": None}
         for name, value in expected.items():
             found = getattr(args, name)
             if found not in (value, [], "", None) if value is None else found != value:
                 raise ValueError(f"ElasticTrainer: expected {name}={value!r} in args, got {found!r}")
         self.sampler, self._options = sampler, session or {}
+        args, self._parts = copy.copy(args), args.gradient_accumulation_steps
+        args.gradient_accumulation_steps = 1  # the trainer's loop would count each part
         self.session: Session | None = None
         self._steps: Iterator[Step] = iter(())
         with _as_one_process():
@@ -171,21 +187,27 @@ class ElasticTrainer(Trainer):
         model.train()
         schedule: Any = self.lr_scheduler
         schedule.note()
-        items = num_items_in_batch  # tokens with a label, if the loss is their sum divided by this number
         while True:
             with self.current as step:
-                ready = self._prepare_inputs(inputs)
-                with self.compute_loss_context_manager():
-                    divisor = None if items is None else torch.as_tensor(items).clamp(min=1)  # also without any label
-                    loss: Any = self.compute_loss(model, ready, num_items_in_batch=divisor)
-                step.backward(loss if divisor is None else loss * divisor, count=items)
+                self._accumulate(model, self._batches.parts(step, inputs, self._parts))
             if self.current.committed or not self.next_step():
                 break
             inputs = self._batches.of_step()
-            items = self._get_num_items_in_batch([inputs], self.args.device)
         self.state.global_step = self.session.step - 1  # the trainer adds this one
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
         return torch.tensor(self.session.loss, device=self.args.device)
+
+    def _accumulate(self, model: nn.Module, parts: list[tuple[Step | MicroBatch, dict[str, Any]]]) -> None:
+        """The gradients of all parts of this member's share."""
+        # Tokens with a label, if the loss is their sum divided by that number; of all parts, as transformers does.
+        items = self._get_num_items_in_batch([inputs for _, inputs in parts], self.args.device)
+        divisor = None if items is None else torch.as_tensor(items).clamp(min=1)  # also without any label
+        for part, inputs in parts:
+            count = None if divisor is None else self._get_num_items_in_batch([inputs], self.args.device)
+            ready = self._prepare_inputs(inputs)
+            with self.compute_loss_context_manager():
+                loss: Any = self.compute_loss(model, ready, num_items_in_batch=divisor)
+            part.backward(loss if divisor is None else loss * divisor, count=count)
 
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Trains until the last step, or a callback stops it: then this member leaves, and the others go on.

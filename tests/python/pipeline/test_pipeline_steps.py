@@ -1,0 +1,175 @@
+"""`with session.begin()` on 2 stages of 2 ranks: the losses of one process, through deaths; mistakes are named."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import evermoe
+from support.pipeline_worker import PEERS, STAGES, Stage, batch, counted_rows, mean_loss, sum_loss
+from support.pipelines import RANKS, Pipeline
+
+STEPS, RATE, WIDTH = 9, 1e-3, 96
+SCALER = {"init_scale": 2.0**127, "growth_factor": 4.0, "backoff_factor": 2.0**-20, "growth_interval": 3}
+WAYS = {
+    "means": {"attempts": "means", "parts": 2},
+    "interleaved": {"attempts": "counts", "parts": 2, "chunks": 2},
+    "counts": {"attempts": "counts", "parts": 2, "copies": {"max_grad_norm": 0.5}},
+    "scaler": {"attempts": "means", "scaler": SCALER, "factor": 1024.0, "copies": {"max_grad_norm": 0.5}},
+    "counts and scaler": {"attempts": "counts", "parts": 2, "scaler": SCALER, "factor": 1024.0},
+}
+
+
+def plain(attempts, parts=1, scaler=None, copies=None, factor=1.0, chunks=1):
+    """Losses, the weights' sums, rank by rank, and the scale of one process, whose batch is that of both peers."""
+    model = nn.Sequential(*(Stage(number, WIDTH, 0) for number in range(STAGES * chunks)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    scaling = torch.amp.GradScaler("cpu", enabled=bool(scaler), **scaler or {})
+    norm, losses = (copies or {}).get("max_grad_norm"), []
+    for step in range(STEPS):
+        inputs, target = torch.cat([batch(step, peer, WIDTH, parts) for peer in range(PEERS)], 1)
+        if attempts == "counts":
+            loss = sum_loss(model(inputs), target) / counted_rows(target).sum()
+        else:
+            loss = mean_loss(model(inputs), target)
+        optimizer.zero_grad()
+        scaling.scale(loss * factor).backward()
+        scaling.unscale_(optimizer)
+        if norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), norm)
+        scaling.step(optimizer)
+        scaling.update()
+        losses.append(loss.item())
+    stages = [model[number] for stage in range(STAGES) for number in range(stage, len(model), STAGES)]
+    weights = [parameter.double().sum().item() for part in stages for parameter in part.parameters()]
+    return losses, weights, scaling.get_scale()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_that_of_one_process_through_two_deaths(start_job, way):
+    losses, weights, scale = plain(**WAYS[way])
+    options = copy.deepcopy(WAYS[way])
+    pipeline = Pipeline(start_job(RANKS), steps=STEPS, rate=RATE, **options)
+    started = [pipeline.start(rank, kill_in_step={3: 3, 0: 6}.get(rank)) for rank in range(RANKS)]
+    for victim in (3, 0):
+        pipeline.lose(started[victim])
+        pipeline.start(victim)
+    done = pipeline.finish()
+    for each in pipeline.ranks:
+        for event in each.events("step"):
+            assert event["loss"] == pytest.approx(losses[event["step"] - 1], abs=1e-5)
+    assert {event["step"] for event in pipeline.ranks[1].events("step")} == set(range(1, STEPS + 1))
+    found = [value for rank in range(0, RANKS, PEERS) for value in done[rank]["weights"]]
+    assert found == pytest.approx(weights, abs=1e-3)  # sums of up to 9216 numbers
+    assert [each["different"] for each in done] == [[]] * RANKS
+    assert {each["scale"] for each in done} == {scale}
+    if "scaler" in WAYS[way]:
+        assert 1 < scale < SCALER["init_scale"]  # it has overflowed, and the newcomers know
+
+
+MISTAKES = {
+    "schedule.step": "UnsupportedState: a loss of session.loss_function was computed outside of step.run",
+    "no loss function": "UnsupportedState: step 0: 0 ranks have computed a loss that the session knows, expected 2",
+    "no reduce": "UnsupportedState: step.reduce(group) was not called, but a stage has 2 data-parallel ranks",
+    "count without loss": "ValueError: step.run: count was given on a rank that has computed no loss",
+    "some counts": "ValueError: 1 of 2 members gave count, the others did not",
+    "optimizer.step": "UnsupportedState: optimizer.step() was called inside `with session.begin():`",
+    "unequal runs": "UnequalForwards: step 0: rank 0 of the pipeline ran 2 schedules, rank 2 ran 1",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_a_step_is_named(start_job, mistake):
+    """By the ranks that make it; those that have lost them before they came to it wait for others, and end."""
+    pipeline = Pipeline(start_job(RANKS), attempts=mistake, steps=2, copies={"hang_limit": 3.0, "agree_limit": 5.0})
+    for each in range(RANKS):
+        pipeline.start(each)
+    assert [each.join() for each in pipeline.ranks] == [1] * RANKS
+    assert any(MISTAKES[mistake] in each.log() for each in pipeline.ranks)
+
+
+def test_a_scaler_on_some_ranks_alone_is_refused(start_job):
+    pipeline = Pipeline(start_job(RANKS), attempts="means", steps=2, copies={"agree_limit": 3.0})
+    for rank in range(RANKS):
+        pipeline.start(rank, scaler=SCALER if rank < 2 else {})
+    assert [each.join() for each in pipeline.ranks] == [1] * RANKS
+    refused = [each.log() for each in pipeline.ranks if "differs from" in each.log()]
+    assert refused
+    assert all("scaler is missing here" in log or "missing there" in log for log in refused)
+
+
+PLACE = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 1, "lighthouse": "http://localhost:1"}
+
+
+@pytest.fixture
+def session():
+    module = nn.Linear(2, 2)
+    made = evermoe.PipelineSession(module, torch.optim.SGD(module.parameters()), **PLACE, job="x")
+    yield made
+    made.close()
+
+
+class Schedule:
+    """As far as a step knows one: a run computes the loss of each microbatch once."""
+
+    scale_grads = True
+
+    def __init__(self, compute, outputs):
+        self.compute, self.outputs = compute, outputs
+
+    def step(self, losses=None):
+        assert not self.scale_grads
+        found = [self.compute(output, None) for output in self.outputs]
+        for loss in found:
+            loss.backward()
+
+
+def test_what_a_schedule_does_itself_is_refused_by_name(session):
+    step = session.begin()
+    with pytest.raises(evermoe.UnsupportedState, match="schedule runs the backward passes of its microbatches itself"):
+        step.backward(torch.ones(1, requires_grad=True))
+    with pytest.raises(ValueError, match=r"expected a schedule of torch.distributed.pipelining, got Linear"):
+        step.run(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="expected n to be a whole number, >= 1, got 0"):
+        step.micro_batches(0)
+    (part,) = step.micro_batches(1)
+    with pytest.raises(ValueError, match="expected count to be a number of 0 or more"):
+        part.run(Schedule(None, []), count=-1)
+    with pytest.raises(ValueError, match="expected rows that 3 parts divide evenly, got 4"):
+        next(step.micro_batches(3)).of(torch.zeros(4, 2))
+    assert [part.of(torch.arange(4)).tolist() for part in step.micro_batches(2)] == [[0, 1], [2, 3]]
+
+
+def test_losses_that_cannot_be_weighed_are_refused(session):
+    weight = torch.ones(1, requires_grad=True)
+    compute = session.loss_function(lambda output, target: output)
+    with pytest.raises(evermoe.UnsupportedState, match=r"call session.begin\(\) first"):
+        compute(weight * 2, None)
+    step = session.begin()
+    for wrong, found in ((torch.ones(1), "without a gradient"), (torch.ones(2, requires_grad=True), r"shape \[2\]")):
+        with pytest.raises(ValueError, match=rf"loss_function: expected the loss, .* {found}"):
+            step.run(Schedule(compute, [wrong]))
+    schedule = Schedule(compute, [weight * 2, weight * 3])
+    step.run(schedule, count=4)
+    assert schedule.scale_grads
+    assert (weight.grad.item(), step.loss.item(), step.count, step.losses) == (5, 5, 4, 2)
+    with pytest.raises(ValueError, match="count was given in some runs of this step"):
+        step.run(Schedule(compute, [weight * 1]))
+
+
+def test_a_loss_that_a_scaler_has_scaled_is_refused(session):
+    weight, scaler = torch.ones(1, requires_grad=True), torch.amp.GradScaler("cpu")
+    compute = session.loss_function(lambda output, target: scaler.scale(output))
+    with pytest.raises(evermoe.UnsupportedState, match=r"scaled by a torch.amp.GradScaler"):
+        session.begin().run(Schedule(compute, [weight * 2]))
+
+
+def test_a_scaler_for_parameters_in_float16_is_refused():
+    module = nn.Linear(2, 2, dtype=torch.float16)
+    with pytest.raises(evermoe.UnsupportedState, match="cannot scale back gradients in float16"):
+        evermoe.PipelineSession(
+            module, torch.optim.SGD(module.parameters()), **PLACE, job="x", scaler=torch.amp.GradScaler("cpu")
+        )

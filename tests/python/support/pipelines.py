@@ -1,0 +1,77 @@
+"""Jobs of pipeline ranks, each a real process."""
+
+from __future__ import annotations
+
+import shutil
+
+from support import pipeline_worker
+from support.harness import PATIENCE, SERVER, Job, Worker
+from support.pipeline_worker import PEERS, STAGES, Options
+
+RANKS = STAGES * PEERS
+PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "copies": 3}}
+
+
+class Rank(Worker):
+    """One rank; what it writes is read as `Worker` does."""
+
+    def __init__(self, options):
+        self.options, self.name = options, options.name
+        self.process = SERVER.Process(target=pipeline_worker.main, args=(options,), daemon=True)
+        self.process.start()
+        self.pid = self.process.pid
+        self._read_bytes, self._events = 0, []
+
+
+class Pipeline:
+    """A job of pipeline ranks, each on a node of its own, or with others on one."""
+
+    def __init__(self, job: Job, ranks_per_node=1, **options):
+        self.job, self.ranks_per_node, self.options = job, ranks_per_node, options
+        self.ranks = []
+
+    def node(self, rank):
+        return f"n{rank // self.ranks_per_node}"
+
+    def start(self, rank, **options):
+        copies = {"job": self.job.name, "memory_dir": str(self.job.memory), "node": self.node(rank)}
+        copies |= {"hang_limit": 10.0, "agree_limit": 30.0, "copy_buffer_bytes": 1 << 14}
+        everything = self.options | options
+        copies |= everything.pop("copies", {})
+        name = f"r{rank}-{len(self.ranks)}"
+        made = Options(name, str(self.job.folder), self.job.address, rank, copies=copies, **everything)
+        self.ranks.append(Rank(made))
+        self.job.workers.append(self.ranks[-1])
+        return self.ranks[-1]
+
+    def lose(self, each):
+        """It is dead, and the memory of its node with it."""
+        each.process.join(PATIENCE)
+        assert each.process.exitcode == -9, each.log()
+        shutil.rmtree(self.job.node_memory(f"n{each.options.rank}"))
+
+    def finish(self):
+        """By rank, what its last process said at the end."""
+        alive = [each for each in self.ranks if each.process.exitcode != -9]
+        done = {}
+        for each in alive:
+            done[each.options.rank] = each.wait_for("done", limit=2 * PATIENCE)
+        for each in alive:
+            assert each.join() == 0, each.log()
+        return [done[rank] for rank in range(RANKS)]
+
+    def finish_as(self, uninterrupted):
+        """With the same losses, in steps that are repeated, too, and the same state."""
+        done = self.finish()
+        losses, digests = uninterrupted
+        assert {key: set(values) for key, values in self.losses().items()} == {k: set(v) for k, v in losses.items()}
+        assert [each["digests"] for each in done] == digests
+
+    def losses(self):
+        """By step, what the ranks of the last stage say."""
+        found = {}
+        for each in self.ranks:
+            if each.options.rank >= RANKS - PEERS:
+                for event in each.events("step"):
+                    found.setdefault((each.options.rank, event["step"]), []).append(event["loss"])
+        return found
