@@ -22,19 +22,21 @@ from support.habits import (
     HABITS,
     STEPS,
     Model,
-    as_many_forwards_as_samples,
-    counts_on_one,
     cross_entropy,
     elastic,
     mean_loss,
-    noisy_optimizer,
-    one_backward_less,
-    own_buffer,
-    own_sharded_optimizer,
     plain,
     run,
 )
 from support.harness import PATIENCE, SERVER
+from support.refused_habits import (
+    as_many_forwards_as_samples,
+    counts_on_one,
+    noisy_optimizer,
+    one_backward_less,
+    own_buffer,
+    own_sharded_optimizer,
+)
 
 
 @pytest.fixture
