@@ -16,7 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import evermoe
 from evermoe.errors import UnsupportedState
-from support.habits import DATA, DIES_IN, HABITS, STEPS, Model, cross_entropy, elastic, mean_loss, plain, run
+from support.habits import (
+    DATA,
+    DIES_IN,
+    HABITS,
+    STEPS,
+    Model,
+    cross_entropy,
+    elastic,
+    mean_loss,
+    plain,
+    run,
+)
 from support.harness import PATIENCE, SERVER
 from support.refused_habits import (
     as_many_forwards_as_samples,

@@ -1,4 +1,4 @@
-"""Scripts of workers that a session refuses, or warns of."""
+"""Scripts of workers in a session that are refused, or warned of."""
 
 from __future__ import annotations
 

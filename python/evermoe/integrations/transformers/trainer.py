@@ -181,7 +181,7 @@ class ElasticTrainer(Trainer):
         self.current = step
         return True
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Tensor:
         """Takes a step of the session, again if a death interrupts it; the mean loss of the global batch."""
         assert self.session is not None
         model.train()
