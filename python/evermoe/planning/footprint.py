@@ -1,0 +1,198 @@
+"""Memory of the workers of a session: at the start, in a step and in a recovery, from sizes alone.
+
+    share       parameters, masters, moments, gradients: what a worker trains
+    working     beside them for a moment: a layer's second stack, gradients that are being summed
+    copies      snapshots in shared memory; in the process replicas, their logs and the messages that feed them
+
+It places experts, owners and copies with the planners that a session uses, for an even load, and counts the bytes of
+each rank. Outside of it are activations, which depend on the script, and contexts of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from evermoe.planning.models import ModelShape
+from evermoe.planning.seating import FootprintOptions, Seating
+
+PhaseName = Literal["start", "step", "recovery"]
+PHASES: tuple[PhaseName, ...] = ("start", "step", "recovery")
+LIBRARY_BYTES = 104 << 20
+"""What a process takes when a session begins, beside `import torch`: evermoe, torchft, torch's optimizers. Measured by
+`benches/bench_memory.py`."""
+KEPT_BYTES = 48 << 20
+"""What the C library keeps of freed memory, about."""
+BUCKET_BYTES = 25 << 20
+"""Bucket of the collectives: `evermoe.comm.collectives.BUCKET_BYTES`."""
+BUCKETS = 3
+"""Buckets that a collective has at a time: what is sent, what comes, and their sum."""
+IN_FLIGHT = 3
+"""Full states that a replica's start has in messages at a time: two that are sent, and one that has come."""
+
+
+class Use(NamedTuple):
+    """Bytes of one worker at one moment."""
+
+    parameters: int = 0
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    working: int = 0
+    """Beside these, on their device: stacks of a layer that is replaced, buckets, gradients that are being made."""
+    fetched: int = 0
+    """Units that a recovery moves, in host memory: those that have come, and those that are retained."""
+    replicas: int = 0
+    """States of other workers' units, kept by repeating their steps."""
+    log: int = 0
+    """Gradients of them that are logged."""
+    messages: int = 0
+    """Gradients that are encoded, sent and received."""
+    snapshots: int = 0
+    """Reserved in shared memory."""
+    buffers: int = 0
+    """What is written to a folder."""
+
+    @property
+    def share(self) -> int:
+        """What the worker trains: parameters, masters, moments, gradients."""
+        return self.parameters + self.masters + self.moments + self.gradients
+
+    @property
+    def device(self) -> int:
+        """On the device of the parameters, where that is a GPU."""
+        return self.share + self.working
+
+    @property
+    def host(self) -> int:
+        """In the process's host memory beside these, without shared memory."""
+        return self.fetched + self.replicas + self.log + self.messages + self.buffers
+
+    @property
+    def process(self) -> int:
+        """In a process whose device is the CPU, without shared memory, with what libraries take."""
+        return self.device + self.host + LIBRARY_BYTES + KEPT_BYTES
+
+
+class Moment(NamedTuple):
+    """A moment at which a worker's memory may be at its largest."""
+
+    phase: PhaseName
+    name: str
+    uses: list[Use]
+    """By rank."""
+
+
+class Footprint(NamedTuple):
+    """What the workers of a session take."""
+
+    moments: list[Moment]
+
+    def peak(self, phase: PhaseName, by: Callable[[Use], int] = lambda use: use.device) -> tuple[str, Use]:
+        """The moment of a phase, and the bytes at it of the worker, that have the most.
+
+        Args:
+            phase: one of `PHASES`.
+            by: what is counted.
+        """
+        each = [(moment.name, use) for moment in self.moments if moment.phase == phase for use in moment.uses]
+        return max(each, key=lambda found: by(found[1]))
+
+
+def footprint(shape: ModelShape, options: FootprintOptions) -> Footprint:
+    """What each worker takes at the start, in a step, and in a recovery from the loss of `options.faults` nodes.
+
+    The recovery is left out where no node would be left.
+
+    Args:
+        shape: of the model.
+        options: of the session.
+
+    Raises:
+        ValueError: from the planners: what cannot be placed.
+    """
+    before = Seating(shape, options, options.nodes)
+    moments = [_start(before), _step(before)]
+    left = options.workers - options.faults * options.workers_per_node
+    if left > 0 and options.faults:
+        moments += _recovery(before, Seating(shape, options, options.nodes[:left], before))
+    return Footprint(moments)
+
+
+def _trained(seating: Seating, rank: int) -> Use:
+    """Parameters and the optimizer's state."""
+    options, stepped = seating.options, int(seating.stepped_R[rank])
+    return Use(
+        parameters=int(seating.held_R[rank]) * options.weight_bytes,
+        masters=stepped * options.master_bytes,
+        moments=stepped * options.moments * 4,
+    )
+
+
+def _start(seating: Seating) -> Moment:
+    """The copies of the first state are made; there are no gradients."""
+    uses = []
+    for rank in range(seating.ranks):
+        copies = seating.copies[rank]
+        uses.append(
+            _trained(seating, rank)._replace(
+                working=BUCKETS * BUCKET_BYTES if seating.is_sharded else 0,
+                replicas=copies.replicas,
+                messages=IN_FLIGHT * seating.largest_unit if copies.replicas else 0,
+                snapshots=copies.snapshots,
+                buffers=copies.buffers,
+            )
+        )
+    return Moment("start", "copies are made", uses)
+
+
+def _step(seating: Seating) -> Moment:
+    """All gradients are there, and are on their way to other ranks."""
+    options, uses = seating.options, []
+    for rank in range(seating.ranks):
+        copies = seating.copies[rank]
+        held = int(seating.held_R[rank])
+        layer = seating.layer_experts(rank) * options.weight_bytes
+        early = int(seating.owned_R[rank]) * options.weight_bytes if seating.is_sharded else 0
+        is_alone = seating.ranks == 1
+        uses.append(
+            _trained(seating, rank)._replace(
+                gradients=held * options.weight_bytes,
+                working=max(layer, 0 if is_alone else BUCKETS * BUCKET_BYTES) + early,
+                replicas=copies.replicas,
+                log=copies.log,
+                messages=copies.records + copies.sent + copies.received,
+                snapshots=copies.snapshots,
+                buffers=copies.buffers,
+            )
+        )
+    return Moment("step", "gradients are reduced", uses)
+
+
+def _recovery(old: Seating, new: Seating) -> list[Moment]:
+    """Moments of the workers that stay: the first ones, as all are alike."""
+    step, start = _step(old).uses[: new.ranks], _start(new).uses
+    lost, moving, protecting = [], [], []
+    for rank, use in enumerate(step):
+        copies = old.copies[rank]
+        between = use._replace(working=0, messages=copies.records + copies.frames)
+        lost.append(between)
+        fetched, retained = int(new.fetched_R[rank]), int(new.retained_R[rank])
+        # Logs are worked off; where the others' copies are a step late, the step before is kept of each replica, too.
+        quiet = between._replace(gradients=0, log=0, replicas=copies.replicas * (2 if old.copies_late else 1))
+        moving.append(
+            quiet._replace(working=old.layer_experts(rank) * old.options.unit_bytes, fetched=fetched + retained)
+        )
+        protecting.append(
+            start[rank]._replace(
+                fetched=retained,
+                replicas=start[rank].replicas + quiet.replicas,
+                snapshots=start[rank].snapshots + quiet.snapshots,
+                messages=start[rank].messages + quiet.messages,
+            )
+        )
+    return [
+        Moment("recovery", "the loss", lost),
+        Moment("recovery", "units arrive", moving),
+        Moment("recovery", "copies are made", protecting),
+    ]
