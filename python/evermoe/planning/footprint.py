@@ -23,6 +23,8 @@ LIBRARY_BYTES = 104 << 20
 `benches/bench_memory.py`."""
 KEPT_BYTES = 48 << 20
 """What the C library keeps of freed memory, about."""
+THREAD_BYTES = 64 << 20
+"""What it keeps for a thread of what that has freed: twice the largest block that it takes from an arena (glibc)."""
 BUCKET_BYTES = 25 << 20
 """Bucket of the collectives: `evermoe.comm.collectives.BUCKET_BYTES`."""
 BUCKETS = 3
@@ -52,6 +54,8 @@ class Use(NamedTuple):
     """Reserved in shared memory."""
     buffers: int = 0
     """What is written to a folder."""
+    libraries: int = LIBRARY_BYTES + KEPT_BYTES
+    """What the process takes beside all that, and what the C library keeps of freed memory."""
 
     @property
     def share(self) -> int:
@@ -66,12 +70,12 @@ class Use(NamedTuple):
     @property
     def host(self) -> int:
         """In the process's host memory beside these, without shared memory."""
-        return self.fetched + self.replicas + self.log + self.messages + self.buffers
+        return self.fetched + self.replicas + self.log + self.messages + self.buffers + self.libraries
 
     @property
     def process(self) -> int:
-        """In a process whose device is the CPU, without shared memory, with what libraries take."""
-        return self.device + self.host + LIBRARY_BYTES + KEPT_BYTES
+        """In a process whose device is the CPU, without shared memory."""
+        return self.device + self.host
 
 
 class Moment(NamedTuple):
@@ -126,6 +130,7 @@ def _trained(seating: Seating, rank: int) -> Use:
         parameters=int(seating.held_R[rank]) * options.weight_bytes,
         masters=stepped * options.master_bytes,
         moments=stepped * options.moments * 4,
+        libraries=LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if seating.is_sharded else 0),
     )
 
 
@@ -180,9 +185,9 @@ def _recovery(old: Seating, new: Seating) -> list[Moment]:
         fetched, retained = int(new.fetched_R[rank]), int(new.retained_R[rank])
         # Logs are worked off; where the others' copies are a step late, the step before is kept of each replica, too.
         quiet = between._replace(gradients=0, log=0, replicas=copies.replicas * (2 if old.copies_late else 1))
-        moving.append(
-            quiet._replace(working=old.layer_experts(rank) * old.options.unit_bytes, fetched=fetched + retained)
-        )
+        layers = old.shape.layers
+        travelling = max(fetched + retained // layers, retained + fetched // layers)  # layer by layer one gives way
+        moving.append(quiet._replace(working=new.layer_experts(rank) * old.options.unit_bytes, fetched=travelling))
         protecting.append(
             start[rank]._replace(
                 fetched=retained,

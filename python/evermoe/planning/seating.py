@@ -61,7 +61,7 @@ class FootprintOptions:
     weights: WeightType = "bfloat16"
     """Type of parameters and gradients; those of 2 bytes have a float32 master."""
     moments: int = 2
-    """float32 numbers that the optimizer keeps of each parameter beside a master: 2 for AdamW, 1 for SGD with momentum."""
+    """float32 numbers that the optimizer keeps of each parameter beside its master: 2 for AdamW, 1 for SGD."""
     preset: PresetName = "auto"
     """As `Session(preset=)`."""
     copies: int = 2
