@@ -88,7 +88,7 @@ class ExpertReducer:
         self._rounds: list[_Round] = []
         self._room = room = max(1, bucket_bytes // 4)
         self._left_R = np.zeros(self._size, np.int64)
-        """Elements of each rank for which the latest round has room; counted alike on all, which begin the same rounds."""
+        """Elements of each rank for which the latest round has room; counted alike on all of them."""
         for layer, (matrix, length) in enumerate(zip(matrices, row_sizes, strict=True)):
             rows_RE = np.cumsum(matrix > 0, axis=1) - 1
             for expert in np.flatnonzero((matrix > 0).sum(0) > 1):

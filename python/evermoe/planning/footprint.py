@@ -27,8 +27,8 @@ THREAD_BYTES = 64 << 20
 """What it keeps for a thread of what that has freed: twice the largest block that it takes from an arena (glibc)."""
 BUCKET_BYTES = 25 << 20
 """Bucket of the collectives: `evermoe.comm.collectives.BUCKET_BYTES`."""
-BUCKETS = 3
-"""Buckets that a collective has at a time: what is sent, what comes, and their sum."""
+BUCKETS, SENT_BUCKETS = 3, 2
+"""Buckets that a sum has at a time: what is sent, what comes, and their sum; and an exchange without one."""
 IN_FLIGHT = 3
 """Full states that a replica's start has in messages at a time: two that are sent, and one that has come."""
 
@@ -100,7 +100,7 @@ class Footprint(NamedTuple):
             by: what is counted.
         """
         each = [(moment.name, use) for moment in self.moments if moment.phase == phase for use in moment.uses]
-        return max(each, key=lambda found: by(found[1]))
+        return max(each, key=lambda found: (by(found[1]), found[1].host + found[1].snapshots))
 
 
 def footprint(shape: ModelShape, options: FootprintOptions) -> Footprint:
@@ -116,7 +116,7 @@ def footprint(shape: ModelShape, options: FootprintOptions) -> Footprint:
         ValueError: from the planners: what cannot be placed.
     """
     before = Seating(shape, options, options.nodes)
-    moments = [_start(before), _step(before)]
+    moments = [*_start(before), _step(before)]
     left = options.workers - options.faults * options.workers_per_node
     if left > 0 and options.faults:
         moments += _recovery(before, Seating(shape, options, options.nodes[:left], before))
@@ -130,30 +130,30 @@ def _trained(seating: Seating, rank: int) -> Use:
         parameters=int(seating.held_R[rank]) * options.weight_bytes,
         masters=stepped * options.master_bytes,
         moments=stepped * options.moments * 4,
-        libraries=LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if seating.is_sharded else 0),
     )
 
 
-def _start(seating: Seating) -> Moment:
-    """The copies of the first state are made; there are no gradients."""
-    uses = []
+def _start(seating: Seating) -> list[Moment]:
+    """Owners send their weights; then the copies of the first state are made. There are no gradients."""
+    sending, copying = [], []
     for rank in range(seating.ranks):
-        copies = seating.copies[rank]
-        uses.append(
-            _trained(seating, rank)._replace(
-                working=BUCKETS * BUCKET_BYTES if seating.is_sharded else 0,
+        use, copies = _trained(seating, rank), seating.copies[rank]
+        sending.append(use._replace(working=SENT_BUCKETS * BUCKET_BYTES if seating.is_sharded else 0))
+        copying.append(
+            use._replace(
                 replicas=copies.replicas,
                 messages=IN_FLIGHT * seating.largest_unit if copies.replicas else 0,
                 snapshots=copies.snapshots,
                 buffers=copies.buffers,
             )
         )
-    return Moment("start", "copies are made", uses)
+    return [Moment("start", "weights are there", sending), Moment("start", "copies are made", copying)]
 
 
 def _step(seating: Seating) -> Moment:
     """All gradients are there, and are on their way to other ranks."""
     options, uses = seating.options, []
+    libraries = LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if seating.is_sharded else 0)
     for rank in range(seating.ranks):
         copies = seating.copies[rank]
         held = int(seating.held_R[rank])
@@ -169,6 +169,7 @@ def _step(seating: Seating) -> Moment:
                 messages=copies.records + copies.sent + copies.received,
                 snapshots=copies.snapshots,
                 buffers=copies.buffers,
+                libraries=libraries,
             )
         )
     return Moment("step", "gradients are reduced", uses)
@@ -176,7 +177,7 @@ def _step(seating: Seating) -> Moment:
 
 def _recovery(old: Seating, new: Seating) -> list[Moment]:
     """Moments of the workers that stay: the first ones, as all are alike."""
-    step, start = _step(old).uses[: new.ranks], _start(new).uses
+    step, start = _step(old).uses[: new.ranks], _start(new)[-1].uses
     lost, moving, protecting = [], [], []
     for rank, use in enumerate(step):
         copies = old.copies[rank]

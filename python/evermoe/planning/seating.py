@@ -85,6 +85,11 @@ class FootprintOptions:
         choice("dense", self.dense, ("replicated", "sharded"))
         if self.workers < 1 or self.workers_per_node < 1:
             raise ValueError(f"workers: expected 1 or more on each node, got {self.workers} of {self.workers_per_node}")
+        if self.dense == "sharded" and not self.choices.protects_every_unit:
+            fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_every_unit)
+            raise ValueError(
+                f"dense: expected 'replicated' with preset {self.preset}, which copies no units; or preset {fitting}"
+            )
 
     @property
     def choices(self) -> Preset:
@@ -284,20 +289,24 @@ class Seating:
     @cached_property
     def copies_late(self) -> bool:
         """Whether copies of a step are made during the next one."""
-        late = any(each.kind == "snapshot" and each.period == 1 for each in self._plan.units)
-        return self.options.copies > 0 and (self.options.choices.copies_late or late)
+        if not self.options.copies or self.options.choices.copies_late:
+            return self.options.copies > 0
+        return any(each.kind == "snapshot" and each.period == 1 for each in self._plan.units)
 
     @cached_property
     def held_RE(self) -> NDArray[np.bool_]:
         """`[R, E]` whether a rank has an expert's bytes, trained or as a copy; of the first layer."""
         held = self.placed_RE.copy()
-        for expert, each in enumerate(self._plan.units[: self.shape.experts]):
-            held[list(each.holders), expert] = True
+        if self.options.copies:
+            for expert, each in enumerate(self._plan.units[: self.shape.experts]):
+                held[list(each.holders), expert] = True
         return held
 
     @property
     def dense_holders(self) -> list[tuple[int, ...]]:
         """Ranks with copies of each dense module."""
+        if not self.options.copies:
+            return [() for _ in self._dense]
         return [each.holders for each in self._plan.units[self.shape.layers * self.shape.experts :]]
 
     @cached_property
