@@ -21,7 +21,7 @@ PHASES: tuple[PhaseName, ...] = ("start", "step", "recovery")
 LIBRARY_BYTES = 104 << 20
 """What a process takes when a session begins, beside `import torch`: evermoe, torchft, torch's optimizers. Measured by
 `benches/bench_memory.py`."""
-KEPT_BYTES = 48 << 20
+KEPT_BYTES = 64 << 20
 """What the C library keeps of freed memory, about."""
 THREAD_BYTES = 64 << 20
 """What it keeps for a thread of what that has freed: twice the largest block that it takes from an arena (glibc)."""
@@ -157,13 +157,14 @@ def _step(seating: Seating) -> Moment:
     for rank in range(seating.ranks):
         copies = seating.copies[rank]
         held = int(seating.held_R[rank])
+        # A layer's gradient is put together from those of its matrices, and each of these from those of its experts.
         layer = seating.layer_experts(rank) * options.weight_bytes
         early = int(seating.owned_R[rank]) * options.weight_bytes if seating.is_sharded else 0
         is_alone = seating.ranks == 1
         uses.append(
             _trained(seating, rank)._replace(
                 gradients=held * options.weight_bytes,
-                working=max(layer, 0 if is_alone else BUCKETS * BUCKET_BYTES) + early,
+                working=max(layer * 4 // 3, 0 if is_alone else BUCKETS * BUCKET_BYTES) + early,
                 replicas=copies.replicas,
                 log=copies.log,
                 messages=copies.records + copies.sent + copies.received,
@@ -195,6 +196,7 @@ def _recovery(old: Seating, new: Seating) -> list[Moment]:
                 replicas=start[rank].replicas + quiet.replicas,
                 snapshots=start[rank].snapshots + quiet.snapshots,
                 messages=start[rank].messages + quiet.messages,
+                libraries=use.libraries,
             )
         )
     return [

@@ -1,9 +1,8 @@
-"""What `evermoe plan --model` is asked, and the answer: does a model fit, on how many nodes, and what takes how much."""
+"""What `evermoe plan --model` is asked, and the answer: whether it fits, on how many nodes, and what takes how much."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import evermoe
-from evermoe.planning import PRESET_NAMES
+from evermoe.planning import PRESET_NAMES, session_slots
 from evermoe.planning.footprint import PHASES, Footprint, Use, footprint
 from evermoe.planning.models import MODELS, ModelShape
 from evermoe.planning.seating import FootprintOptions
@@ -98,7 +97,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device",
         choices=("gpu", "cpu"),
-        help="gpu: --memory is the device's, and copies are in the host's, which is told apart; cpu: it is for all (gpu)",
+        help="gpu: --memory is the device's, and copies, told apart, are in the host's; cpu: it is for all (gpu)",
     )
 
 
@@ -240,23 +239,32 @@ def fewest_nodes(setting: FitSetting) -> int | None:
 
 
 def _candidates(setting: FitSetting) -> Iterator[int]:
-    """Numbers of nodes for which the shares alone fit: each, and sparser ones where every worker has two experts."""
-    nodes = 1
-    most = min(MOST_NODES, MOST_WORKERS // setting.options.workers_per_node)
-    while nodes <= most:
-        if _least_share(setting.on(nodes)) <= setting.memory:
+    """Numbers of nodes on which a worker's share, and the gradients of a layer once more, would fit.
+
+    With more workers than twice the experts only what is sharded shrinks: then not every number is tried.
+    """
+    per_node, nodes = setting.options.workers_per_node, 1
+    while nodes <= min(MOST_NODES, MOST_WORKERS // per_node):
+        if _least(setting.on(nodes)) <= setting.memory:
             yield nodes
-        is_thin = nodes * setting.options.workers_per_node > 2 * setting.shape.experts
+        is_thin = nodes * per_node > 2 * setting.shape.experts
+        if is_thin and setting.options.dense == "replicated":
+            return
         nodes += max(1, nodes // 16) if is_thin else 1
 
 
-def _least_share(setting: FitSetting) -> int:
-    """Bytes that no worker has less than, on average: each expert once."""
+def _least(setting: FitSetting) -> int:
+    """Bytes that the worker which has most has in a step, at least."""
     shape, options = setting.shape, setting.options
-    experts = shape.layers * shape.experts * shape.expert_parameters / options.workers
-    stepped = shape.dense_parameters / (options.workers if options.dense == "sharded" else 1)
-    held = (shape.dense_parameters + experts) * 2 * options.weight_bytes
-    return math.floor(held + (stepped + experts) * options.optimizer_bytes)
+    replicas = options.choices.replicas(options.copies, options.min_replicas)
+    domains = [options.workers_per_node] * setting.nodes
+    layer = min(shape.experts, session_slots(shape.experts, domains, options.slots, replicas)) * shape.expert_parameters
+    owned = shape.dense_parameters
+    if options.dense == "sharded":
+        owned = max(shape.largest_module, owned // options.workers)
+    held = shape.dense_parameters + shape.layers * layer
+    least = held * 2 * options.weight_bytes + (owned + shape.layers * layer) * options.optimizer_bytes
+    return least + layer * options.weight_bytes
 
 
 def fit_json(report: FitReport) -> dict[str, Any]:

@@ -48,8 +48,8 @@ def _facts(report: FitReport) -> list[tuple[str, str]]:
         (
             "model",
             f"{setting.name}: {shape.parameters / 1e9:.4g} billion parameters, {shape.layers} × {shape.experts} "
-            f"experts of {shape.expert_parameters / 1e6:.4g} million, {shape.dense_parameters / 1e6:.4g} million others; "
-            f"{options.weights}, {each} bytes each with gradient, master and moments ({shape.source})",
+            f"experts of {shape.expert_parameters / 1e6:.4g} million, {shape.dense_parameters / 1e6:.4g} million "
+            f"others; {options.weights}, {each} bytes each with gradient, master and moments ({shape.source})",
         ),
         (
             "workers",
