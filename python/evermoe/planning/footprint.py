@@ -179,12 +179,13 @@ def _step(seating: Seating) -> Moment:
 def _recovery(old: Seating, new: Seating) -> list[Moment]:
     """Moments of the workers that stay: the first ones, as all are alike."""
     step, start = _step(old).uses[: new.ranks], _start(new)[-1].uses
+    fetched_R, retained_R = new.moved_R(old=False), new.moved_R(old=True)
     lost, moving, protecting = [], [], []
     for rank, use in enumerate(step):
         copies = old.copies[rank]
         between = use._replace(working=0, messages=copies.records + copies.frames)
         lost.append(between)
-        fetched, retained = int(new.fetched_R[rank]), int(new.retained_R[rank])
+        fetched, retained = int(fetched_R[rank]), int(retained_R[rank])
         # Logs are worked off; where the others' copies are a step late, the step before is kept of each replica, too.
         quiet = between._replace(gradients=0, log=0, replicas=copies.replicas * (2 if old.copies_late else 1))
         layers = old.shape.layers

@@ -229,17 +229,8 @@ class Seating:
 
     # ---- what a recovery has moved, in bytes
 
-    @cached_property
-    def fetched_R(self) -> NDArray[np.int64]:
-        """`[R]` bytes of units that a rank trains now, and has not before."""
-        return self._moved(old=False)
-
-    @cached_property
-    def retained_R(self) -> NDArray[np.int64]:
-        """`[R]` bytes of units that a rank has trained before, and gives up."""
-        return self._moved(old=True)
-
-    def _moved(self, old: bool) -> NDArray[np.int64]:
+    def moved_R(self, *, old: bool) -> NDArray[np.int64]:
+        """`[R]` bytes of units that a rank trains now and has not before; `old`: has trained before and gives up."""
         assert self._before is not None
         first, second = self._before.placed_RE[: self.ranks], self.placed_RE
         moved = first & ~second if old else second & ~first
@@ -312,7 +303,7 @@ class Seating:
     @cached_property
     def copies(self) -> list[CopyTotals]:
         """By rank, what copies take."""
-        options, totals = self.options, [CopyTotals() for _ in self.nodes]
+        options, shape, totals = self.options, self.shape, [CopyTotals() for _ in self.nodes]
         if not options.copies:
             return totals
         for unit, each in zip(self._units, self._plan.units, strict=True):
@@ -324,7 +315,8 @@ class Seating:
         for total in totals:
             total.log = min(total.log, options.replay_log_bytes)
             if options.choices.needs_checkpoint_dir:
-                total.buffers = SAVED_BUFFERS * self._saved_bytes
+                some = shape.layers * experts_per_copy(shape.experts) * self._expert_bytes
+                total.buffers = SAVED_BUFFERS * (some + shape.dense_parameters * options.unit_bytes) // self.ranks
         return totals
 
     def _count_replayed(self, unit: UnitInfo, each: UnitProtection, totals: Sequence[CopyTotals]) -> None:
@@ -347,12 +339,6 @@ class Seating:
         for rank in unit.active:
             keepers.setdefault(self.nodes[rank], rank)
         return list(keepers.values())[: self.options.copies]
-
-    @property
-    def _saved_bytes(self) -> int:
-        """Bytes that a rank saves to a folder at a time: its part of some experts of each layer, and of all else."""
-        some = self.shape.layers * experts_per_copy(self.shape.experts) * self._expert_bytes
-        return (some + self.shape.dense_parameters * self.options.unit_bytes) // self.ranks
 
 
 def batch_steps(elements: int) -> int:
