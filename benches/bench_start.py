@@ -40,38 +40,65 @@ def memory(pid: int | str = "self") -> dict[str, int]:
     return {"own": found["Pss"] - found["Pss_Shmem"], "shared": found["Pss_Shmem"]}
 
 
-class Watch:
-    """Samples this process's memory in a thread."""
+def anonymous() -> int:
+    """Bytes of this process that no file has: what changes while it works, and read at once."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
-    def __init__(self) -> None:
-        self.base = memory()
-        self.peak = 0
+
+class Watch:
+    """Samples this process's memory in a thread: PSS at each phase's begin, and what it grows by until the next.
+
+    Args:
+        phase: name of what begins now.
+        empty: a process whose memory at the time does not count; None for what this process has now.
+    """
+
+    def __init__(self, phase: str = "start", empty: int | None = None) -> None:
+        self._empty, self._base = empty, memory()["own"]
+        self.peaks: dict[str, int] = {}
+        """By phase, the largest growth in bytes."""
+        self._lock = threading.Lock()
+        self.begin(phase)
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread = threading.Thread(target=self._sample_on, daemon=True)
         self._thread.start()
 
-    def _sample(self) -> None:
+    def _sample_on(self) -> None:
         while not self._is_over.wait(SAMPLE_SECONDS):
-            self.peak = max(self.peak, memory()["own"])
+            self._sample()
 
-    def stop(self) -> int:
-        """Largest growth in bytes."""
+    def _sample(self) -> None:
+        with self._lock:
+            self.peaks[self.phase] = max(self.peaks[self.phase], self._fixed + anonymous())
+
+    def begin(self, phase: str) -> None:
+        """Counts what comes to another phase."""
+        with self._lock:
+            self.phase = phase
+            base = self._base if self._empty is None else memory(self._empty)["own"]
+            self._fixed = memory()["own"] - anonymous() - base
+            self.peaks.setdefault(phase, 0)
+
+    def stop(self) -> dict[str, int]:
+        """The largest growth in bytes, by phase."""
         self._is_over.set()
         self._thread.join()
-        return max(self.peak, memory()["own"]) - self.base["own"]
+        self._sample()
+        return self.peaks
 
 
 class Model(nn.Module):
     """Experts hold nearly all of it."""
 
-    def __init__(self, layers: int, hidden: int, intermediate: int, experts: int) -> None:
+    def __init__(self, layers: int, hidden: int, intermediate: int, experts: int, vocabulary: int = 1024) -> None:
         super().__init__()
-        self.embed = nn.Embedding(1024, hidden)
+        self.embed = nn.Embedding(vocabulary, hidden)
         self.blocks = nn.ModuleList(
             evermoe.MoE(hidden, intermediate, experts, top_k=2, gated=True) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, 1024)
+        self.head = nn.Linear(hidden, vocabulary)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -104,13 +131,13 @@ def work(options: argparse.Namespace) -> None:
         weights = evermoe.FolderWeights(options.folder, expert_matrices)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     sampler = evermoe.ElasticSampler(64, batch_size=6)
-    session = evermoe.Session(model, optimizer, sampler, weights=weights, copies=options.copies, slots=options.slots)
+    kept = {"copies": options.copies, "preset": options.preset}
+    session = evermoe.Session(model, optimizer, sampler, weights=weights, slots=options.slots, **kept)
     data = torch.randint(1024, (64, 9), generator=torch.Generator().manual_seed(0))
     said: dict[str, object] = {}
     for step in session.steps(2):
         if not said:
-            start, shared = watch.stop(), memory()["shared"]
-            watch = Watch()
+            start, shared = watch.stop()["start"], memory()["shared"]
             held = sum(p.nbytes for p in model.parameters())
             state = sum(t.nbytes for s in optimizer.state.values() for t in s.values())
             said = {"rank": session.group.rank, "share": 2 * held + state, "start": start, "shared": shared}

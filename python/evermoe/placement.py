@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,8 +19,6 @@ LayerPlacements = dict[str, np.ndarray]
 
 REBALANCE_GAIN = 0.1
 """A new placement must lower the busiest rank of a layer by this part of the mean load."""
-OWNER_SLACK = 0.1
-"""Part by which a rank may have more bytes than if all had equally many, so that a unit stays where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +74,7 @@ def place_layers(
     failures = options.placement_failures and min(options.placement_failures, max(1, len(domains) - 1))
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
-        slots = _slots(number, domains, options)
+        slots = planning.session_slots(number, [len(domain) for domain in domains], options.slots, options.replicas)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         replicas = planning.allocate(load, len(nodes), slots, options.replicas)
         placement[path] = planning.place(
@@ -102,71 +100,9 @@ def keep_in_place(
         nodes: name of the node of each rank; ranks of one node fail together.
     """
     domains = planning.failure_domains(nodes)
-    kept = {}
-    for path, matrix in placement.items():
-        left = np.flatnonzero(held[path].any(0))  # the others come from a checkpoint, wherever they go
-        kept[path] = matrix
-        if len(left):
-            moves = planning.migrate(held[path][:, left], matrix[:, left], np.array(nbytes[path])[left], domains)
-            kept[path] = np.empty_like(matrix)
-            kept[path][moves.node_map] = matrix
-    return kept
-
-
-def place_owners(
-    nbytes: Sequence[int], active: Sequence[Collection[int]], copies: Sequence[Collection[int]], loads: Sequence[int]
-) -> list[int]:
-    """The owner of each unit that has one: few units move, and no rank has many more bytes than others.
-
-    A unit stays where it is trained, goes where a copy of it is, or where the fewest bytes are, in this order, as long
-    as a rank has room: the level up to which PEC's adaptive sharding (`planning.shard_modules`) would fill all ranks,
-    and a tenth more. Largest units first.
-
-        >>> place_owners([30, 20, 10], active=[[0], [0], [0]], copies=[[1], [], []], loads=[0, 0])
-        [0, 1, 1]
-
-    Args:
-        nbytes: bytes of each unit.
-        active: ranks that train it now.
-        copies: ranks that have a copy of it in memory.
-        loads: by rank, bytes of what it holds beside: its experts.
-    """
-    parts = planning.shard_modules(nbytes, len(loads), loads, alignment=1)
-    filled = [
-        load + sum(end - start for _, start, end in part) for load, part in zip(loads, parts, strict=True) if part
-    ]
-    limit = max(filled, default=0) * (1 + OWNER_SLACK)
-    owners, left = {}, list(loads)
-
-    def settle(units: Iterable[int], where: Sequence[Collection[int]], limit: float) -> None:
-        for unit in units:
-            ranks = [rank for rank in where[unit] if left[rank] + nbytes[unit] <= limit]
-            if unit not in owners and ranks:
-                owners[unit] = min(ranks, key=lambda rank: (left[rank], rank))
-                left[owners[unit]] += nbytes[unit]
-
-    largest_first = sorted(range(len(nbytes)), key=lambda unit: (-nbytes[unit], unit))
-    settle(largest_first, active, limit)
-    for unit in largest_first:
-        settle([unit], copies, limit)
-        settle([unit], [range(len(loads))] * len(nbytes), np.inf)
-    return [owners[unit] for unit in range(len(nbytes))]
-
-
-def _slots(experts: int, domains: Sequence[Sequence[int]], options: PlacementOptions) -> int:
-    """Replicas that each rank holds: as asked, but all experts fit; or so many that all wanted replicas do.
-
-    Nodes of different sizes need more: each expert is to be on `replicas` of them, or on all.
-    """
-    ranks = sum(len(domain) for domain in domains)
-    fewest = -(-experts // ranks)
-    if options.slots is not None:
-        return max(fewest, options.slots)
-    slots = max(fewest + 1, -(-experts * min(options.replicas, ranks) // ranks))
-    wanted = experts * min(options.replicas, len(domains))
-    while sum(min(experts, slots * len(domain)) for domain in domains) < wanted:
-        slots += 1
-    return slots
+    return {
+        path: planning.keep_in_place(held[path], matrix, nbytes[path], domains) for path, matrix in placement.items()
+    }
 
 
 def should_rebalance(

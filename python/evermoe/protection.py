@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
@@ -26,11 +28,13 @@ from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
 from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection
 from evermoe.planning.recovery import Lagging
+from evermoe.profile.memory import return_freed_memory
 from evermoe.protection_inputs import (
     about_member,
     about_units,
     covered,
     covered_now,
+    has_room,
     missing_bytes,
     unit_infos,
     without,
@@ -169,7 +173,7 @@ class Protection:
         """Makes the copies of the plan that are missing as of `version`; collective.
 
         They are sent while the next step computes, and `finish` waits for them; those of before stay until its vote has
-        passed. Where they would have to make room, or copies came damaged, they are complete everywhere on return.
+        passed. Where memory is short, or copies came damaged, they are complete everywhere on return.
 
         Args:
             version: of the state now.
@@ -183,7 +187,7 @@ class Protection:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         step = step_of(version)
-        if self.options.copies and not waits and self.first.may_arrive_later:
+        if self.options.copies and not waits and self.first.may_arrive_later and self._have_room():
             self.first.begin(version)
         else:
             self.snapshots.pacer.hurry()
@@ -192,6 +196,12 @@ class Protection:
         for keeper in self.keepers:
             keeper.restart(step)
         return not self.first.is_arriving
+
+    def _have_room(self) -> bool:
+        """Whether all members have memory for copies of before beside new ones in a step; the same on all."""
+        everyone = self._membership.everyone
+        mine = has_room(self.plan, self.state, self._membership.nodes, everyone.rank)
+        return bool(everyone.all_reduce(torch.tensor([int(mine)])) == everyone.size)
 
     def _release(self, step: int) -> None:
         """The copies of the plan are complete on all members, as of so many steps: those of before are dropped."""
@@ -204,6 +214,7 @@ class Protection:
             keeper.release(step)
         self.state.retained.release()
         self.first.end()
+        return_freed_memory()
         if self._covered is not None:
             self._emit(self._covered)
 

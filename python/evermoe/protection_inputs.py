@@ -17,6 +17,9 @@ from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 
+VERSIONS = 2
+"""Of a copy, at a time: snapshots have room for two, and a replica's start is in messages beside it."""
+
 
 def about_member(membership: Membership, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
     """Memory, role and measured times of this member."""
@@ -78,6 +81,24 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
     return sum(
         nbytes[each.unit] for each in plan.units for holder in each.holders if each.unit not in copies.at(holder)
     )
+
+
+def has_room(plan: ProtectionPlan, state: TrainingState, nodes: Sequence[str], rank: int) -> bool:
+    """Whether this host has memory for a step's gradients and a plan's copies beside those of before, which are there.
+
+    Args:
+        plan: the new one.
+        state: of this member.
+        nodes: by rank.
+        rank: this one.
+    """
+    free = share_of_host_bytes(nodes, rank)
+    sizes = dict(state.catalog.sizes())
+    kept = [each.unit for each in plan.units if rank in each.holders]
+    kept += [each.unit for each in plan.units if rank == each.primary and each.kind == "snapshot"]
+    parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
+    gradients = sum(p.nbytes for p in parameters if p.device.type == "cpu")
+    return free is None or free > VERSIONS * sum(sizes[unit] for unit in kept) + gradients
 
 
 def covered_now(

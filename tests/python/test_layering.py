@@ -64,6 +64,7 @@ LARGE_CLASSES: set[str] = set()
 TWINS = {
     "dispatch": "planner, and the ops that do it",
     "optim": "optimizers, and their ops",
+    "owners": "planner and executor",
     "placement": "planner and executor",
     "plot": "each room draws its own picture",
     "protection": "planner and executor",

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from evermoe import SessionConfig, planning
-from evermoe.placement import OWNER_SLACK, place_layers, place_owners
+from evermoe.placement import place_layers
+from evermoe.planning.owners import OWNER_SLACK, place_owners
 
 LOAD = [18.0, 17.0, 13.0, 13.0, 8.0, 7.0, 7.0, 7.0]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,55 +52,84 @@ class Slice:
     stop: int
 
 
+class _Round(NamedTuple):
+    """Parts of gradients that are summed by one exchange."""
+
+    mine: list[tuple[Slice, list[int]]]
+    """Shards that this rank sums, each with all hosts of the expert."""
+    theirs: list[list[Slice]]
+    """Per rank: the parts of local gradients that it sums."""
+
+
 class ExpertReducer:
     """Sums expert gradients over all hosts of each expert; every replica ends with the same bits.
+
+    Takes memory for a bucket's worth of them at a time, on each rank.
 
     Args:
         matrices: per MoE layer, int `[R, E]`: replicas of each expert on each rank; the same on all ranks.
         row_sizes: per layer, elements of one expert's flat weights.
         rank: this rank.
+        bucket_bytes: of float32 gradients that any rank sums with others at a time.
 
     Example: expert 0 of 10 elements is hosted by ranks 1, 2 and 4. Rank 1 owns elements 0–3, rank 2 4–6, rank 4 7–9.
     Rank 2 sends elements 0–3 to rank 1 and 7–9 to rank 4, receives 4–6 from both, sums them in the order 1, 2, 4,
     and sends the sum to both.
     """
 
-    def __init__(self, matrices: Sequence[np.ndarray], row_sizes: Sequence[int], rank: int) -> None:
-        size = len(matrices[0]) if matrices else 1
-        self._mine: list[tuple[Slice, list[int]]] = []
-        """Shards that this rank sums, each with all hosts of the expert."""
-        self._theirs: list[list[Slice]] = [[] for _ in range(size)]
-        """Per rank: the parts of local gradients that it sums."""
+    def __init__(
+        self,
+        matrices: Sequence[np.ndarray],
+        row_sizes: Sequence[int],
+        rank: int,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._rank, self._size = rank, len(matrices[0]) if matrices else 1
+        self._rounds: list[_Round] = []
+        self._room = room = max(1, bucket_bytes // 4)
+        self._left_R = np.zeros(self._size, np.int64)
+        """Elements of each rank for which the latest round has room; counted alike on all of them."""
         for layer, (matrix, length) in enumerate(zip(matrices, row_sizes, strict=True)):
-            for row, expert in enumerate(np.flatnonzero(matrix[rank])):
+            rows_RE = np.cumsum(matrix > 0, axis=1) - 1
+            for expert in np.flatnonzero((matrix > 0).sum(0) > 1):
                 hosts = np.flatnonzero(matrix[:, expert]).tolist()
-                if len(hosts) > 1:
-                    self._add(layer, row, length, hosts, rank)
+                for start in range(0, length, room):
+                    self._add(layer, int(rows_RE[rank, expert]), start, min(length, start + room), hosts)
 
-    def _add(self, layer: int, row: int, length: int, hosts: list[int], rank: int) -> None:
-        bounds = [length * i // len(hosts) for i in range(len(hosts) + 1)]
+    def _add(self, layer: int, row: int, start: int, stop: int, hosts: list[int]) -> None:
+        if self._left_R[hosts].min() < stop - start:
+            self._rounds.append(_Round([], [[] for _ in range(self._size)]))
+            self._left_R[:] = self._room
+        self._left_R[hosts] -= stop - start
+        if self._rank not in hosts:
+            return
+        bounds = [start + (stop - start) * i // len(hosts) for i in range(len(hosts) + 1)]
         for i, host in enumerate(hosts):
             part = Slice(layer, row, bounds[i], bounds[i + 1])
-            if host == rank:
-                self._mine.append((part, hosts))
+            if host == self._rank:
+                self._rounds[-1].mine.append((part, hosts))
             else:
-                self._theirs[host].append(part)
+                self._rounds[-1].theirs[host].append(part)
 
     def reduce(self, gradients: Sequence[Tensor], group: Group) -> None:
         """Replaces each layer's gradient `[e, row]` by the sum over all hosts, in place. Collective."""
         if group.size == 1 or not gradients:
             return
-        send = [sum(part.stop - part.start for part in parts) for parts in self._theirs]
+        for each in self._rounds:
+            self._reduce_round(each, gradients, group)
+
+    def _reduce_round(self, each: _Round, gradients: Sequence[Tensor], group: Group) -> None:
+        send = [sum(part.stop - part.start for part in parts) for parts in each.theirs]
         receive = [0] * group.size
-        for part, hosts in self._mine:
+        for part, hosts in each.mine:
             for host in hosts:
                 receive[host] += (part.stop - part.start) * (host != group.rank)
-        outgoing = self._pack((part for parts in self._theirs for part in parts), gradients)
+        outgoing = self._pack((part for parts in each.theirs for part in parts), gradients)
         incoming = group.all_to_all(outgoing, send, receive)
-        summed = self._sum(incoming.split(receive), gradients, group.rank)
+        summed = self._sum(each.mine, incoming.split(receive), gradients, group.rank)
         returned = group.all_to_all(summed, receive, send)
         start = 0
-        for part in (part for parts in self._theirs for part in parts):
+        for part in (part for parts in each.theirs for part in parts):
             stop = start + part.stop - part.start
             gradients[part.layer][part.row, part.start : part.stop] = returned[start:stop]
             start = stop
@@ -110,11 +139,14 @@ class ExpertReducer:
         pieces = [gradients[part.layer][part.row, part.start : part.stop].float() for part in parts]
         return torch.cat(pieces) if pieces else gradients[0].new_empty(0, dtype=torch.float32)
 
-    def _sum(self, incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int) -> Tensor:
+    @staticmethod
+    def _sum(
+        mine: Sequence[tuple[Slice, list[int]]], incoming: Sequence[Tensor], gradients: Sequence[Tensor], rank: int
+    ) -> Tensor:
         """Sums the shards of this rank in rank order (float32); returns them laid out by destination."""
         cursor = [0] * len(incoming)
         outgoing: list[list[Tensor]] = [[] for _ in incoming]
-        for part, hosts in self._mine:
+        for part, hosts in mine:
             own = gradients[part.layer][part.row, part.start : part.stop]
             length = part.stop - part.start
             total: Tensor | None = None

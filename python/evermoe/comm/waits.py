@@ -64,17 +64,24 @@ class Wait:
 
 
 class _Waiter:
-    """A thread that waits for one work after the other, until it is left behind."""
+    """A thread that waits for one work after the other, until it is left behind or the one that it waits for ends."""
 
     def __init__(self) -> None:
-        self._waits: queue.SimpleQueue[tuple[Wait, timedelta]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="evermoe-wait", daemon=True).start()
+        self._waits: queue.SimpleQueue[tuple[Wait, timedelta] | None] = queue.SimpleQueue()
+        threading.Thread(target=_finish_all, args=[self._waits], name="evermoe-wait", daemon=True).start()
 
     def take(self, wait: Wait, limit: timedelta) -> None:
         self._waits.put((wait, limit))
 
-    def _run(self) -> None:
-        is_there = True
-        while is_there:
-            wait, limit = self._waits.get()
-            is_there = wait.finish(limit)
+    def __del__(self) -> None:
+        self._waits.put(None)
+
+
+def _finish_all(waits: queue.SimpleQueue[tuple[Wait, timedelta] | None]) -> None:
+    """Keeps no reference to its waiter: that lives as long as the thread whose waiter it is."""
+    while (each := waits.get()) is not None:
+        wait, limit = each
+        del each
+        if not wait.finish(limit):
+            return
+        del wait

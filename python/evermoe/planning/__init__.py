@@ -19,7 +19,8 @@ from evermoe.planning.dispatch import SPLITS, SplitPolicy, imbalance, split_toke
 from evermoe.planning.holders import TrainingCopies, copy_holders, primaries, training_copy_holders, unit_copy_holders
 from evermoe.planning.ledger import Starvation, TokenLedger
 from evermoe.planning.load import LoadAverage
-from evermoe.planning.migrate import Migration, migrate
+from evermoe.planning.migrate import Migration, keep_in_place, migrate
+from evermoe.planning.owners import place_owners
 from evermoe.planning.placement import (
     POLICIES,
     FewerReplicas,
@@ -29,6 +30,7 @@ from evermoe.planning.placement import (
     allocate,
     failure_domains,
     place,
+    session_slots,
 )
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan, usable_holdings
@@ -71,12 +73,15 @@ __all__ = [
     "copy_recovery_probability",
     "failure_domains",
     "imbalance",
+    "keep_in_place",
     "migrate",
     "place",
+    "place_owners",
     "primaries",
     "recovery_plan",
     "recovery_probability",
     "select_experts",
+    "session_slots",
     "shard_modules",
     "split_tokens",
     "training_copy_holders",

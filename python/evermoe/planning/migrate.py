@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from evermoe import _native
 from evermoe.planning._arguments import array, count_lists
@@ -66,3 +66,26 @@ def migrate(
     new_ME = array("new", new, np.int64, 2)
     groups = None if domains is None else count_lists("domains", domains)
     return Migration(*_native.migrate(old_NE, new_ME, array("nbytes", nbytes, np.int64, 1), groups))
+
+
+def keep_in_place(
+    held: ArrayLike, placement: ArrayLike, nbytes: ArrayLike, domains: Sequence[Sequence[int]]
+) -> NDArray[np.int64]:
+    """A layer's placement with its rows given to ranks so that the fewest bytes come from peers.
+
+    What each node's ranks hold together stays together, so that the loss of a node costs what it did.
+
+    Args:
+        held: [R, E] whether a rank has the expert's bytes in memory, trained or as a copy.
+        placement: [R, E] replicas of each expert on each rank.
+        nbytes: [E] size of each expert.
+        domains: lists of ranks that fail together.
+    """
+    held_RE, new_RE = array("held", held, np.int64, 2), array("placement", placement, np.int64, 2)
+    left = np.flatnonzero(held_RE.any(0))  # the others come from a checkpoint, wherever they go
+    if not len(left):
+        return new_RE
+    moves = migrate(held_RE[:, left], new_RE[:, left], array("nbytes", nbytes, np.int64, 1)[left], domains)
+    kept_RE = np.empty_like(new_RE)
+    kept_RE[moves.node_map] = new_RE
+    return kept_RE

@@ -183,3 +183,29 @@ def failure_domains(nodes: Sequence[str]) -> list[list[int]]:
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     return list(ranks_of.values()) if len(ranks_of) > 1 else [[rank] for rank in range(len(nodes))]
+
+
+def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, replicas: int) -> int:
+    """Replicas of experts of a layer that each rank of a session holds: as asked, but all experts fit.
+
+    Where nothing is asked, one more than the fewest, or so many that all wanted replicas fit. Nodes of different sizes
+    need more: each expert is to be on `replicas` of them, or on all.
+
+        >>> session_slots(8, [1, 1, 1, 1], None, 1), session_slots(8, [1, 1, 1, 1], None, 2)
+        (3, 4)
+
+    Args:
+        experts: of the layer.
+        domain_sizes: ranks of each node.
+        slots: as asked; None for a session's own choice.
+        replicas: active replicas of each expert that are wanted.
+    """
+    ranks = sum(domain_sizes)
+    fewest = -(-experts // ranks)
+    if slots is not None:
+        return max(fewest, slots)
+    chosen = max(fewest + 1, -(-experts * min(replicas, ranks) // ranks))
+    wanted = experts * min(replicas, len(domain_sizes))
+    while sum(min(experts, chosen * size) for size in domain_sizes) < wanted:
+        chosen += 1
+    return chosen

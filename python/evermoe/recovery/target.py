@@ -14,7 +14,7 @@ from torch import Tensor
 from evermoe import planning
 from evermoe.comm.group import Group
 from evermoe.options import count
-from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers, place_owners
+from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers
 from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -122,7 +122,7 @@ class ExpertTarget:
         loads = np.zeros(len(self._nodes), np.int64)
         for path, sizes in self._sizes().items():
             loads += placement[path].astype(bool) @ np.array(sizes)
-        owners = place_owners([by_name[unit].nbytes for unit in units], trained, copied, loads.tolist())
+        owners = planning.place_owners([by_name[unit].nbytes for unit in units], trained, copied, loads.tolist())
         return np.eye(len(self._nodes), dtype=np.int64)[:, owners]
 
     def _in_memory(self, version: int, inventories: Sequence[Inventory], only: str | None = None) -> list[set[str]]:

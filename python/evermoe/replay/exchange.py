@@ -23,6 +23,7 @@ from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.errors import PeerLost, ReplicaBehind
 from evermoe.optim import MASTER
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
+from evermoe.profile.memory import return_freed_memory
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.part import part_name, parts_of
 from evermoe.replay.repeater import Damage
@@ -41,6 +42,8 @@ MOST_MESSAGES = 2
 """Messages of a parameter in a step: its full state or a proof, and its gradient."""
 PROOF_STEPS = 32
 """Steps in which each replica is compared with its trainer once, or fewer: one digest of the state in so many steps."""
+FREED_BYTES = 64 << 20
+"""Bytes of messages that have been taken over, after which their memory goes back to the system."""
 LOG_STEPS = 12
 """Gradients that a replica has room for: a batch, the newest steps, and one that is on its way."""
 
@@ -174,10 +177,16 @@ class ReplayExchange:
         for unit in self.units:
             if unit in mine:
                 self._begin_here(unit, step, copies.data(unit), result)
+        freed = 0
         while arriving:
             data, transfer = arriving.popleft()
             transfer.wait()
             self._take(data, result)
+            freed += data.nbytes
+            del data, transfer
+            if freed >= FREED_BYTES:  # else what has come would take its memory a second time
+                return_freed_memory()
+                freed = 0
         return result
 
     def _room_for(self, unit: str) -> Iterator[Tensor]:

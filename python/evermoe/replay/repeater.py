@@ -12,7 +12,14 @@ from evermoe.errors import CorruptCopy, ReplicaBehind
 from evermoe.replay.part import Part
 
 BATCH_STEPS = 8
-"""Steps that are applied in one pass over the memory."""
+"""Steps that are applied in one pass over the memory, at most."""
+BATCH_BYTES = 128 << 20
+"""Bytes of the gradients of such steps, as float32; those of a single step may be more."""
+
+
+def batch_steps(elements: int) -> int:
+    """Steps of a parameter with so many elements that are applied in one pass."""
+    return max(1, min(BATCH_STEPS, BATCH_BYTES // max(1, 4 * elements)))
 
 
 class Damage(NamedTuple):
@@ -43,11 +50,11 @@ class Repeater:
 
     def apply_locked(self, index: int, until: int) -> bool:
         """Applies one batch up to a step; whether there was one."""
-        taken = self._log.take(index, BATCH_STEPS, max(until, 0))
+        part = self._parts[index]
+        taken = self._log.take(index, batch_steps(part.elements), max(until, 0))
         if taken is None:
             return False
         epoch, version, t, numbers, gradients, nbytes, is_intact = taken
-        part = self._parts[index]
         try:
             if not is_intact:
                 raise CorruptCopy(f"{part.name}: a logged step is not what came; a bit has flipped in memory")

@@ -35,7 +35,7 @@ from torch import Tensor
 from evermoe._native import ReplayLog, digest
 from evermoe.errors import ReplicaBehind
 from evermoe.replay.part import Part, parts_of
-from evermoe.replay.repeater import BATCH_STEPS, Damage, Repeater
+from evermoe.replay.repeater import Damage, Repeater, batch_steps
 from evermoe.state.unit import Unit, digests_of
 
 KEPT_STEPS = 1
@@ -261,7 +261,8 @@ class Replica:
 
     def _wake(self, index: int) -> None:
         newest, version = self._log.newest(index), self._log.version(index)
-        if newest is None or version is None or newest - version < BATCH_STEPS + self._kept_steps:
+        steps = batch_steps(self._parts[index].elements) + self._kept_steps
+        if newest is None or version is None or newest - version < steps:
             return
         with self._waiting:
             self._work[index] = None

@@ -67,6 +67,7 @@ class EarlySums:
         self._tasks: list[Task[None]] = []
         self._queue: SimpleQueue[Task[None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        """The same for many steps: each thread's allocations are in an arena of the C library's own."""
 
     def plan(self, parameters_R: Sequence[Sequence[Tensor]]) -> None:
         """Notes which gradients the next step will probably have, by owner; the same on all members.
@@ -89,6 +90,10 @@ class EarlySums:
     def forget(self) -> None:
         """Sums nothing early until it is planned again."""
         self.end()
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
         for hook in self._hooks:
             hook.remove()
         self._buckets, self._planned, self._hooks = [], [], []
@@ -167,11 +172,9 @@ class EarlySums:
         return summed
 
     def end(self) -> None:
-        """Waits until the thread has ended; where sums are under way, the group has been dropped before."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        """Waits until nothing is summed; where sums are under way, the group has been dropped before."""
+        for task in self._tasks:
+            task.is_over_within(threading.TIMEOUT_MAX)
         self._sent, self._tasks = [], []
 
 

@@ -62,6 +62,11 @@ class Script(NamedTuple):
                 "steps all that it holds: give the session the optimizer that it wraps"
             )
 
+    def zero_gradients(self) -> None:
+        """Frees the gradients of all parameters, those that the optimizer does not step included."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+
     def claim(self, session: Any) -> None:
         """Makes `session` the one that trains the model, until it has left its job or is gone.
 

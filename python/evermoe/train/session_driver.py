@@ -59,8 +59,7 @@ class SessionDriver(RecoveryDriver):
         """The script begins to compute."""
         if self._config.seed is not None:
             torch.manual_seed(hash((self._config.seed, step.number, self._group.rank)) % 2**63)
-        self._script.optimizer.zero_grad(set_to_none=True)
-        self._script.model.zero_grad(set_to_none=True)
+        self._script.zero_gradients()
         self._state.expert_load.forget_step()
         self._is_open = False
         self._calls.begin(step.number, self._membership.generation)

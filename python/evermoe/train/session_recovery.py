@@ -17,6 +17,7 @@ from evermoe.events import Commit, Copy, Joined, Listener, Lost, Recovered
 from evermoe.memory_folder import FINISHED, is_marked
 from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
+from evermoe.profile.memory import return_freed_memory
 from evermoe.protection import Protection
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import PhaseClock, RecoveryReport
@@ -151,10 +152,10 @@ class RecoveryDriver(Driver):
         report = self._report_now()
         self._before = version if established and self._trains else None
         self._was_established = established
+        recovery = self._recovery(version, established=established, saw_progress=saw_progress)
+        self._forget_step()
         try:
-            report.outcome = self._recovery(version, established=established, saw_progress=saw_progress).run(
-                self._clock.enter
-            )
+            report.outcome = recovery.run(self._clock.enter)
         except UnitsMissing:
             self._missing_since = min(self._missing_since, time.monotonic())
             return {"event": "missing"}
@@ -170,6 +171,16 @@ class RecoveryDriver(Driver):
             matrices, widths = [layer.matrix_RE for layer in layers], [layer.weights.shape[1] for layer in layers]
             self._reducer = ExpertReducer(matrices, widths, self._group.rank)
         return {"event": "restored", "version": report.outcome.version, "is_stale": bool(report.outcome.stale)}
+
+    def _forget_step(self) -> None:
+        """Frees what the interrupted step has left: it is either taken by now, or computed anew.
+
+        The votes were recalled before; a vote is recalled once. What is freed, logs that the survey has emptied
+        included, makes room for units that come.
+        """
+        if self._trains:
+            self._script.zero_gradients()
+        return_freed_memory()
 
     def _warn_of_settings(self, progress: dict[str, Any]) -> None:
         differing = loop_state.differences(progress, self._script.optimizer, self._script.scheduler)

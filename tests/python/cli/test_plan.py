@@ -216,7 +216,7 @@ def test_experts_are_needed_without_a_file(tmp_path):
     done = plan("--nodes", "4", "--slots", "2", folder=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("evermoe plan: --experts: expected a number")
-    assert "required: --nodes, --slots" in plan(folder=tmp_path).stderr
+    assert "required: --nodes" in plan(folder=tmp_path).stderr
 
 
 @pytest.mark.parametrize("missing", ["rich", "matplotlib"])

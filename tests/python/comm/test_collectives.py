@@ -145,21 +145,23 @@ def gradient(layer, rank, expert):
     return torch.randn(LENGTHS[layer], generator=generator)
 
 
-def reduce_experts(group, placed, dtype):
+def reduce_experts(group, placed, dtype, bucket_bytes):
     hosted = [np.flatnonzero(matrix[group.rank]).tolist() for matrix in map(np.array, placed)]
     gradients = []
     for layer, experts in enumerate(hosted):
         rows = [gradient(layer, group.rank, e) for e in experts]
         gradients.append(torch.stack(rows).to(dtype) if rows else torch.empty(0, LENGTHS[layer], dtype=dtype))
-    ExpertReducer([np.array(m) for m in placed], LENGTHS, group.rank).reduce(gradients, group)
+    ExpertReducer([np.array(m) for m in placed], LENGTHS, group.rank, bucket_bytes).reduce(gradients, group)
     return gradients
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (1, 3), (2, 4), (3, 4)])
-def test_expert_gradients_are_summed_in_rank_order(tmp_path, seed, ranks, dtype):
+@pytest.mark.parametrize(
+    ("seed", "ranks", "bucket_bytes"), [(0, 2, 1 << 20), (1, 3, 1 << 20), (2, 4, 28), (3, 4, 28), (3, 4, 1)]
+)
+def test_expert_gradients_are_summed_in_rank_order(tmp_path, seed, ranks, bucket_bytes, dtype):
     placed = matrices(seed, ranks)
-    results = run_ranks(tmp_path, ranks, reduce_experts, [m.tolist() for m in placed], dtype)
+    results = run_ranks(tmp_path, ranks, reduce_experts, [m.tolist() for m in placed], dtype, bucket_bytes)
     for layer, matrix in enumerate(placed):
         for e in range(matrix.shape[1]):
             hosts = np.flatnonzero(matrix[:, e]).tolist()
@@ -174,8 +176,30 @@ def test_expert_gradients_are_summed_in_rank_order(tmp_path, seed, ranks, dtype)
 def test_example_of_the_documentation():
     """Expert 0 of 10 elements, hosted by ranks 1, 2 and 4; the view of rank 2."""
     reducer = ExpertReducer([np.array([[0], [1], [1], [0], [2]])], [10], 2)
-    assert reducer._mine == [(Slice(0, 0, 3, 6), [1, 2, 4])]
-    assert reducer._theirs == [[], [Slice(0, 0, 0, 3)], [], [], [Slice(0, 0, 6, 10)]]
+    (only,) = reducer._rounds
+    assert only.mine == [(Slice(0, 0, 3, 6), [1, 2, 4])]
+    assert only.theirs == [[], [Slice(0, 0, 0, 3)], [], [], [Slice(0, 0, 6, 10)]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("elements", [1, 7, 12])
+def test_a_round_has_no_more_of_a_rank_than_the_bucket(seed, elements):
+    placed = matrices(seed, 4)
+    reducers = [ExpertReducer(placed, LENGTHS, rank, 4 * elements) for rank in range(4)]
+    assert len({len(reducer._rounds) for reducer in reducers}) == 1
+    covered = [np.zeros((layer, experts), int) for layer, experts in zip(LENGTHS, (6, 3), strict=True)]
+    for rounds in zip(*(reducer._rounds for reducer in reducers), strict=True):
+        for each in rounds:
+            parts = [part for part, _ in each.mine] + [part for parts in each.theirs for part in parts]
+            assert sum(part.stop - part.start for part in parts) <= elements
+    for rank, reducer in enumerate(reducers):
+        for part, hosts in (each for only in reducer._rounds for each in only.mine):
+            expert = np.flatnonzero(placed[part.layer][rank])[part.row]
+            assert hosts == np.flatnonzero(placed[part.layer][:, expert]).tolist()
+            covered[part.layer][part.start : part.stop, expert] += 1
+    for layer, found in enumerate(covered):
+        shared = (placed[layer] > 0).sum(0) > 1
+        assert (found == shared).all(), "each element of a shared expert is summed once, and no other"
 
 
 # ---- other gradients

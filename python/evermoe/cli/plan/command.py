@@ -22,10 +22,12 @@ from evermoe.cli.plan.advice import advise, best
 from evermoe.cli.plan.auto_plan import AutoReport, make_layout, plan_auto
 from evermoe.cli.plan.compare import Cluster, Comparison, Result, compare
 from evermoe.cli.plan.compare_presets import PresetRow, compare_presets
+from evermoe.cli.plan.fit import add_fit_arguments, fit_json, parse_fit, plan_fit, refuse_fit_flags
 from evermoe.cli.plan.loads import FORMS, Load, read_load
 from evermoe.cli.plan.setting import add_copy_arguments, parse_setting
 from evermoe.cli.plan.show import show
 from evermoe.cli.plan.show_copies import advise_copies, show_copies
+from evermoe.cli.plan.show_fit import show_fit
 from evermoe.planning import POLICIES
 
 MOST_FAILURES = 64
@@ -35,11 +37,13 @@ MOST_NODES = 1 << 20
 DESCRIPTION = """\
 Compare placements of experts before a run, or for the load of a running one: how evenly each policy loads the nodes,
 how likely the whole model survives when nodes fail at once, and which policy to take. With --copies, how each expert
-would be protected beside that, and what it costs. Nothing is started or trained.
+would be protected beside that, and what it costs. With --model, instead: how much memory each worker takes, whether it
+fits, and on how many nodes. Nothing is started or trained.
 
   evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --fail 1..4
   evermoe plan --nodes 32 --slots 18 --load counts.npy --domain-size 4 --plot plan.png --json plan.json
-  evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --copies --network-idle 0.4"""
+  evermoe plan --nodes 32 --slots 9 --experts 256 --layers 58 --load zipf:1.0 --copies --network-idle 0.4
+  evermoe plan --model mixtral-8x7b --nodes 4 --workers-per-node 8 --memory 80GB"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--nodes", type=int, required=True, help="machines that fail on their own")
-    cluster.add_argument("--slots", type=int, required=True, help="expert replicas of each MoE layer that a node holds")
+    cluster.add_argument(
+        "--slots",
+        type=int,
+        help="expert replicas of each MoE layer that a node holds; with --model: a worker, or left out as in a session",
+    )
     cluster.add_argument(
         "--domain-size",
         type=int,
@@ -73,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     asked = parser.add_argument_group("what is asked")
     asked.add_argument(
-        "--min-replicas", type=int, default=2, help="replicas that every expert should have (%(default)s)"
+        "--min-replicas", type=int, help="replicas that every expert should have (2; with --model as the preset has it)"
     )
     asked.add_argument(
         "--fail",
@@ -84,10 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy", action="append", choices=POLICIES, help="only this policy; repeatable (default: all of them)"
     )
     add_copy_arguments(parser)
+    add_fit_arguments(parser)
     results = parser.add_argument_group("results")
     results.add_argument("--plot", metavar="PNG", help="picture: survival by losses, imbalance by policy")
     results.add_argument(
-        "--json", metavar="FILE", help="everything as JSON: load, replicas, placements, results, advice"
+        "--json", metavar="FILE", help="everything as JSON: load, replicas, placements, results, advice; or the memory"
     )
 
 
@@ -97,6 +106,14 @@ def main(options: argparse.Namespace) -> int:
     Raises:
         ValueError: with the flag, what was expected and what came.
     """
+    if options.model is not None:
+        return _fit(options)
+    refuse_fit_flags(options)
+    if options.slots is None:
+        raise ValueError(
+            "--slots: expected how many expert replicas of a layer a node holds, or --model for its memory"
+        )
+    options.min_replicas = 2 if options.min_replicas is None else options.min_replicas
     cluster = parse_cluster(options)
     draw = _plotter(options)
     load_LE = read_load(options.load, options.layers, options.experts, options.seed)
@@ -114,13 +131,29 @@ def main(options: argparse.Namespace) -> int:
         found = as_json(options, load_LE, comparison) | ({"copies": copies_json(*copies)} if copies else {})
         files["--json"] = (json.dumps(found) + "\n").encode()
     _write({flag: (getattr(options, flag[2:]), content) for flag, content in files.items()})
-    # A pipe gets what fits in 100 columns; a terminal what fits in its own.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    console = _console()
     show(console, options.load, comparison)
     if copies is not None:
         show_copies(console, *copies)
     for flag in files:
         console.print(f"wrote {getattr(options, flag[2:])}", soft_wrap=True, markup=False)
+    return 0
+
+
+def _console() -> Console:
+    """A pipe gets what fits in 100 columns; a terminal what fits in its own."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+
+
+def _fit(options: argparse.Namespace) -> int:
+    """Answers `--model`."""
+    report = plan_fit(parse_fit(options))
+    if options.json:
+        _write({"--json": (options.json, (json.dumps(fit_json(report)) + "\n").encode())})
+    console = _console()
+    show_fit(console, report)
+    if options.json:
+        console.print(f"wrote {options.json}", soft_wrap=True, markup=False)
     return 0
 
 

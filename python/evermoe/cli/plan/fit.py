@@ -1,0 +1,288 @@
+"""What `evermoe plan --model` is asked, and the answer: whether it fits, on how many nodes, and what takes how much."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import evermoe
+from evermoe.planning import PRESET_NAMES, session_slots
+from evermoe.planning.footprint import PHASES, Footprint, Use, footprint
+from evermoe.planning.models import MODELS, ModelShape
+from evermoe.planning.seating import FootprintOptions
+
+MOST_NODES = 4096
+"""Nodes up to which the least number is sought."""
+MOST_WORKERS = 1 << 14
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+LIMITS = {"slots": 1 << 24, "min_replicas": 1 << 24, "copies_wanted": 64, "workers_per_node": 1 << 10}
+"""The most that a flag may say; the least is 1."""
+OWN = ("memory", "workers_per_node", "weights", "preset", "device", "no_copies")
+"""Flags that only `--model` has."""
+SHARED = ("dense", "copies_wanted")
+"""Flags of the group `copies` that `--model` has, too."""
+
+
+@dataclass(frozen=True)
+class FitSetting:
+    """The question, checked."""
+
+    name: str
+    shape: ModelShape
+    options: FootprintOptions
+    memory: int
+    """Bytes that each worker has."""
+    is_on_gpu: bool
+    """Whether parameters and copies have memory of their own each."""
+
+    @property
+    def counted(self) -> Callable[[Use], int]:
+        """What of a worker has to fit into `memory`."""
+        return (lambda use: use.device) if self.is_on_gpu else (lambda use: use.process + use.snapshots)
+
+    @property
+    def nodes(self) -> int:
+        """Machines that fail on their own."""
+        return self.options.workers // self.options.workers_per_node
+
+    def on(self, nodes: int) -> FitSetting:
+        """The same on so many nodes."""
+        return replace(self, options=replace(self.options, workers=nodes * self.options.workers_per_node))
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """The answer."""
+
+    setting: FitSetting
+    footprint: Footprint
+    peaks: dict[str, tuple[str, Use]]
+    """By phase, the moment and the worker that have the most of what is counted."""
+    fewest_nodes: int | None
+    """Nodes on which it fits, at least; None if it fits on no number up to `MOST_NODES`."""
+    ways: tuple[tuple[str, int], ...]
+    """Where it fits on no number of nodes: flags with which it does, and the fewest nodes then."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes that have to fit, at the largest of the peaks."""
+        return max(self.setting.counted(use) for _, use in self.peaks.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits on the nodes that are asked for."""
+        return self.needed <= self.setting.memory
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """The group `memory`."""
+    group = parser.add_argument_group("memory, with --model")
+    group.add_argument(
+        "--model", metavar="NAME|FOLDER", help=f"{', '.join(MODELS)}; or a folder with a config.json of transformers"
+    )
+    group.add_argument("--memory", metavar="SIZE", help="of each worker, such as 80GB or 24GiB")
+    group.add_argument("--workers-per-node", type=int, metavar="WORKERS", help="that fail together (1)")
+    group.add_argument(
+        "--weights",
+        choices=("bfloat16", "float16", "float32"),
+        help="type of parameters and gradients; the 16-bit ones have a float32 master (bfloat16)",
+    )
+    group.add_argument("--preset", choices=PRESET_NAMES, help="how the state is protected (auto)")
+    group.add_argument("--no-copies", action="store_true", help="copies=0: nothing is protected")
+    group.add_argument(
+        "--device",
+        choices=("gpu", "cpu"),
+        help="gpu: --memory is the device's, and copies, told apart, are in the host's; cpu: it is for all (gpu)",
+    )
+
+
+def refuse_fit_flags(options: argparse.Namespace) -> None:
+    """Refuses flags that only `--model` has.
+
+    Raises:
+        ValueError: one is given.
+    """
+    for name in OWN:
+        if getattr(options, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')}: expected --model with it, which is missing")
+
+
+def parse_fit(options: argparse.Namespace) -> FitSetting:
+    """The setting.
+
+    Raises:
+        ValueError: with the flag, what was expected and what came.
+    """
+    _refuse_others(options)
+    if options.memory is None:
+        raise ValueError("--memory: expected the memory of a worker with --model, such as 80GB, which is missing")
+    for name, most in LIMITS.items():
+        value = getattr(options, name)
+        if value is not None and not 1 <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')}: expected 1 to {most}, got {value}")
+    per_node = options.workers_per_node or 1
+    if not 1 <= options.nodes <= MOST_WORKERS // per_node:
+        raise ValueError(f"--nodes: expected 1 to {MOST_WORKERS // per_node} with --model, got {options.nodes}")
+    given = {
+        "slots": options.slots,
+        "min_replicas": options.min_replicas,
+        "weights": options.weights,
+        "preset": options.preset,
+        "dense": options.dense,
+        "copies": 0 if options.no_copies else options.copies_wanted,
+    }
+    chosen = FootprintOptions(
+        workers=options.nodes * per_node,
+        workers_per_node=per_node,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    memory, is_on_gpu = parse_size(options.memory), options.device != "cpu"
+    return FitSetting(options.model, read_model(options.model), chosen, memory, is_on_gpu)
+
+
+def _refuse_others(options: argparse.Namespace) -> None:
+    """Refuses flags that say nothing of a model's memory."""
+    defaults: dict[str, Any] = {"load": "uniform", "seed": 0, "domain_size": 1}
+    kept = {*OWN, *SHARED, "command", "model", "nodes", "slots", "min_replicas", "json"}
+    for name, value in vars(options).items():
+        if name not in kept and value not in (None, False, defaults.get(name)):
+            raise ValueError(
+                f"--{name.replace('_', '-')}: expected it without --model, which says what it needs itself"
+            )
+
+
+def parse_size(text: str) -> int:
+    """Bytes that a text names.
+
+        >>> parse_size("80GB"), parse_size("1.5 GiB")
+        (80000000000, 1610612736)
+
+    Raises:
+        ValueError: not of this form, or below one byte.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([kmgt]?i?b)\s*", text, re.IGNORECASE)
+    unit = UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if not 1 <= size < 1 << 60:
+        raise ValueError(f"--memory: expected a size such as 80GB, 24GiB or 512MiB, got {text!r}")
+    return size
+
+
+def read_model(name: str) -> ModelShape:
+    """Sizes of a known model, or of that in a folder.
+
+    Raises:
+        ValueError: neither is there, or the folder's model has no experts.
+        ModuleNotFoundError: a folder is named, and transformers is not installed.
+    """
+    known = MODELS.get(name.lower())
+    if known is not None:
+        return known
+    if not (Path(name) / "config.json").is_file():
+        raise ValueError(f"--model: expected {', '.join(MODELS)}, or a folder with a config.json, got {name!r}")
+    from evermoe.integrations.transformers.hub_shape import read_shape
+
+    return read_shape(name)
+
+
+# ---- the answer
+
+
+def plan_fit(setting: FitSetting) -> FitReport:
+    """Counts on the nodes that are asked for, and seeks the fewest."""
+    found, fewest = footprint(setting.shape, setting.options), fewest_nodes(setting)
+    ways = tuple(_ways(setting)) if fewest is None else ()
+    return FitReport(setting, found, _peaks(setting, found), fewest, ways)
+
+
+def _ways(setting: FitSetting) -> Iterator[tuple[str, int]]:
+    """The first that fits of what takes less."""
+    options, flags = setting.options, list[str]()
+    if options.dense == "replicated" and options.choices.protects_every_unit:
+        options, flags = replace(options, dense="sharded"), ["--dense sharded"]
+        tried = [(flags, options)]
+    else:
+        tried = []
+    if options.slots is None and options.choices.replicas(options.copies, options.min_replicas) == 1:
+        tried.append(([*flags, "--slots 1"], replace(options, slots=1)))
+    for each, chosen in tried:
+        nodes = fewest_nodes(replace(setting, options=chosen))
+        if nodes is not None:
+            yield " ".join(each), nodes
+            return
+
+
+def _peaks(setting: FitSetting, found: Footprint) -> dict[str, tuple[str, Use]]:
+    there = {moment.phase for moment in found.moments}
+    return {phase: found.peak(phase, setting.counted) for phase in PHASES if phase in there}
+
+
+def fewest_nodes(setting: FitSetting) -> int | None:
+    """The fewest nodes on which every phase fits; None if there are none up to `MOST_NODES`."""
+    for nodes in _candidates(setting):
+        found = setting.on(nodes)
+        if setting.is_on_gpu:  # copies are elsewhere: where they are changes nothing
+            replicas = found.options.choices.replicas(found.options.copies, found.options.min_replicas)
+            found = replace(found, options=replace(found.options, copies=0, min_replicas=replicas))
+        try:
+            peaks = _peaks(found, footprint(found.shape, found.options))
+        except ValueError:  # these slots hold too few experts
+            continue
+        if max(found.counted(use) for _, use in peaks.values()) <= setting.memory:
+            return nodes
+    return None
+
+
+def _candidates(setting: FitSetting) -> Iterator[int]:
+    """Numbers of nodes on which a worker's share, and the gradients of a layer once more, would fit.
+
+    With more workers than twice the experts only what is sharded shrinks: then not every number is tried.
+    """
+    per_node, nodes = setting.options.workers_per_node, 1
+    while nodes <= min(MOST_NODES, MOST_WORKERS // per_node):
+        if _least(setting.on(nodes)) <= setting.memory:
+            yield nodes
+        is_thin = nodes * per_node > 2 * setting.shape.experts
+        if is_thin and setting.options.dense == "replicated":
+            return
+        nodes += max(1, nodes // 16) if is_thin else 1
+
+
+def _least(setting: FitSetting) -> int:
+    """Bytes that the worker which has most has in a step, at least."""
+    shape, options = setting.shape, setting.options
+    replicas = options.choices.replicas(options.copies, options.min_replicas)
+    domains = [options.workers_per_node] * setting.nodes
+    layer = min(shape.experts, session_slots(shape.experts, domains, options.slots, replicas)) * shape.expert_parameters
+    owned = shape.dense_parameters
+    if options.dense == "sharded":
+        owned = max(shape.largest_module, owned // options.workers)
+    held = shape.dense_parameters + shape.layers * layer
+    least = held * 2 * options.weight_bytes + (owned + shape.layers * layer) * options.optimizer_bytes
+    return least + layer * options.weight_bytes
+
+
+def fit_json(report: FitReport) -> dict[str, Any]:
+    """Everything, JSON-able; bytes are those of the worker that has most."""
+    setting = report.setting
+    return {
+        "evermoe": evermoe.__version__,
+        "model": setting.name,
+        "shape": vars(setting.shape) | {"parameters": setting.shape.parameters},
+        "options": vars(setting.options),
+        "memory": setting.memory,
+        "device": "gpu" if setting.is_on_gpu else "cpu",
+        "fits": report.fits,
+        "needed": report.needed,
+        "fewest_nodes": report.fewest_nodes,
+        "ways": [{"flags": flags, "fewest_nodes": nodes} for flags, nodes in report.ways],
+        "peaks": {
+            phase: {"moment": moment, "counted": setting.counted(use), "share": use.share, **use._asdict()}
+            for phase, (moment, use) in report.peaks.items()
+        },
+    }

@@ -1,0 +1,118 @@
+"""The report of `evermoe plan --model` as text."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from evermoe.cli.plan.fit import MOST_NODES, FitReport
+from evermoe.cli.plan.show import print_wrapped
+from evermoe.cli.plan.show_copies import size
+from evermoe.planning.footprint import Use
+
+PARTS = {
+    "parameters": "parameters",
+    "masters": "masters",
+    "moments": "moments",
+    "gradients": "gradients",
+    "working": "beside these",
+    "fetched": "units that move",
+    "replicas": "replicas of others",
+    "log": "logged gradients",
+    "messages": "messages",
+    "buffers": "buffers",
+    "libraries": "libraries",
+    "snapshots": "shared memory",
+}
+"""What each part is called in the table."""
+ON_GPU = ("parameters", "masters", "moments", "gradients", "working")
+"""Parts that are on the device, where that is a GPU."""
+NAMES = {"start": "at the start", "step": "in training", "recovery": "in a recovery"}
+
+
+def show_fit(console: Console, report: FitReport) -> None:
+    """Prints what there is, the verdict and the table."""
+    for name, text in _facts(report):
+        print_wrapped(console, f"{name:10}", text)
+    console.print(_table(report))
+    print_wrapped(console, "", _legend(report))
+
+
+def _facts(report: FitReport) -> list[tuple[str, str]]:
+    setting, shape, options = report.setting, report.setting.shape, report.setting.options
+    each = options.unit_bytes + options.weight_bytes
+    copies = "no copies" if not options.copies else f"preset {options.preset} with {options.copies} copies"
+    slots = "a session's own slots" if options.slots is None else f"{options.slots} slots"
+    return [
+        (
+            "model",
+            f"{setting.name}: {shape.parameters / 1e9:.4g} billion parameters, {shape.layers} × {shape.experts} "
+            f"experts of {shape.expert_parameters / 1e6:.4g} million, {shape.dense_parameters / 1e6:.4g} million "
+            f"others; {options.weights}, {each} bytes each with gradient, master and moments ({shape.source})",
+        ),
+        (
+            "workers",
+            f"{_nodes(setting.nodes)} × {options.workers_per_node}, {size(setting.memory)} "
+            f"each; {copies}, dense {options.dense}, {slots}",
+        ),
+        ("fits", verdict(report)),
+    ]
+
+
+def verdict(report: FitReport) -> str:
+    """Whether it fits, and on how many nodes."""
+    setting = report.setting
+    peaks = ((setting.counted(use), phase) for phase, (_, use) in report.peaks.items())
+    needed, phase = max(peaks)
+    found = f"{size(needed)} {NAMES[phase]}, of {size(setting.memory)}"
+    fewest = report.fewest_nodes
+    if fewest is None:
+        hint = "".join(f"; with {flags} it takes {_nodes(nodes)}" for flags, nodes in report.ways)
+        return f"no: {found}, and on no number of nodes up to {MOST_NODES}{hint}"
+    if report.fits:
+        return f"yes: {found}; it takes {_nodes(fewest)} at least"
+    return f"no: {found}; it takes {_nodes(fewest)}"
+
+
+def _nodes(number: int) -> str:
+    return f"{number} node{'s' * (number > 1)}"
+
+
+def _table(report: FitReport) -> Table:
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("bytes of a worker", no_wrap=True)
+    for phase in report.peaks:
+        table.add_column(NAMES[phase], justify="right", no_wrap=True)
+    uses = [use for _, use in report.peaks.values()]
+    on_gpu = report.setting.is_on_gpu
+    inside = [name for name in PARTS if name in ON_GPU or not on_gpu]
+    for name in inside:
+        _add(table, PARTS[name], [getattr(use, name) for use in uses])
+    counted = [report.setting.counted(use) for use in uses]
+    table.add_row("on its device" if on_gpu else "in all", *map(size, counted), style="bold", end_section=True)
+    for name in PARTS if on_gpu else ():
+        if name not in inside:
+            _add(table, f"{PARTS[name]}, host", [getattr(use, name) for use in uses])
+    if on_gpu:
+        table.add_row("in the host's memory", *(size(_on_host(use)) for use in uses), style="bold")
+    return table
+
+
+def _add(table: Table, name: str, values: list[int]) -> None:
+    if any(values):
+        table.add_row(name, *(size(value) if value else "-" for value in values))
+
+
+def _on_host(use: Use) -> int:
+    return use.host + use.snapshots
+
+
+def _legend(report: FitReport) -> str:
+    faults = report.setting.options.faults
+    moments = ", ".join(f"{NAMES[phase]}: {moment}" for phase, (moment, _) in report.peaks.items())
+    lost = f" A recovery is from the loss of {faults} node." if "recovery" in report.peaks else ""
+    return (
+        f"Of the worker that has most, at the moment at which it has most ({moments}), for an even load.{lost} "
+        "Outside of it: activations, which depend on your script, and the context of a GPU."
+    )

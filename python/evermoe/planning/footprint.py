@@ -1,0 +1,212 @@
+"""Memory of the workers of a session: at the start, in a step and in a recovery, from sizes alone.
+
+    share       parameters, masters, moments, gradients: what a worker trains
+    working     beside them for a moment: a layer's second stack, gradients that are being summed
+    copies      snapshots in shared memory; in the process replicas, their logs and the messages that feed them
+
+It places experts, owners and copies with the planners that a session uses, for an even load, and counts the bytes of
+each rank. Outside of it are activations, which depend on the script, and contexts of GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from evermoe.planning.models import ModelShape
+from evermoe.planning.seating import FootprintOptions, Seating
+
+PhaseName = Literal["start", "step", "recovery"]
+PHASES: tuple[PhaseName, ...] = ("start", "step", "recovery")
+LIBRARY_BYTES = 104 << 20
+"""What a process takes when a session begins, beside `import torch`: evermoe, torchft, torch's optimizers. Measured by
+`benches/bench_memory.py`."""
+KEPT_BYTES = 64 << 20
+"""What the C library keeps of freed memory, about."""
+THREAD_BYTES = 64 << 20
+"""What it keeps for a thread of what that has freed: twice the largest block that it takes from an arena (glibc)."""
+BUCKET_BYTES = 25 << 20
+"""Bucket of the collectives: `evermoe.comm.collectives.BUCKET_BYTES`."""
+BUCKETS, SENT_BUCKETS = 3, 2
+"""Buckets that a sum has at a time: what is sent, what comes, and their sum; and an exchange without one."""
+IN_FLIGHT = 3
+"""Full states that a replica's start has in messages at a time: two that are sent, and one that has come."""
+
+
+class Use(NamedTuple):
+    """Bytes of one worker at one moment."""
+
+    parameters: int = 0
+    masters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    working: int = 0
+    """Beside these, on their device: stacks of a layer that is replaced, buckets, gradients that are being made."""
+    fetched: int = 0
+    """Units that a recovery moves, in host memory: those that have come, and those that are retained."""
+    replicas: int = 0
+    """States of other workers' units, kept by repeating their steps."""
+    log: int = 0
+    """Gradients of them that are logged."""
+    messages: int = 0
+    """Gradients that are encoded, sent and received."""
+    snapshots: int = 0
+    """Reserved in shared memory."""
+    buffers: int = 0
+    """What is written to a folder."""
+    libraries: int = LIBRARY_BYTES + KEPT_BYTES
+    """What the process takes beside all that, and what the C library keeps of freed memory."""
+
+    @property
+    def share(self) -> int:
+        """What the worker trains: parameters, masters, moments, gradients."""
+        return self.parameters + self.masters + self.moments + self.gradients
+
+    @property
+    def device(self) -> int:
+        """On the device of the parameters, where that is a GPU."""
+        return self.share + self.working
+
+    @property
+    def host(self) -> int:
+        """In the process's host memory beside these, without shared memory."""
+        return self.fetched + self.replicas + self.log + self.messages + self.buffers + self.libraries
+
+    @property
+    def process(self) -> int:
+        """In a process whose device is the CPU, without shared memory."""
+        return self.device + self.host
+
+
+class Moment(NamedTuple):
+    """A moment at which a worker's memory may be at its largest."""
+
+    phase: PhaseName
+    name: str
+    uses: list[Use]
+    """By rank."""
+
+
+class Footprint(NamedTuple):
+    """What the workers of a session take."""
+
+    moments: list[Moment]
+
+    def peak(self, phase: PhaseName, by: Callable[[Use], int] = lambda use: use.device) -> tuple[str, Use]:
+        """The moment of a phase, and the bytes at it of the worker, that have the most.
+
+        Args:
+            phase: one of `PHASES`.
+            by: what is counted.
+        """
+        each = [(moment.name, use) for moment in self.moments if moment.phase == phase for use in moment.uses]
+        return max(each, key=lambda found: (by(found[1]), found[1].host + found[1].snapshots))
+
+
+def footprint(shape: ModelShape, options: FootprintOptions, *, is_roomy: bool = False) -> Footprint:
+    """What each worker takes at the start, in a step, and in a recovery from the loss of `options.faults` nodes.
+
+    The recovery is left out where no node would be left.
+
+    Args:
+        shape: of the model.
+        options: of the session.
+        is_roomy: whether hosts have memory enough for a recovery's copies to be made beside the step that it repeats,
+            while those of before are still there. Without it training waits for them, and they take what a recovery
+            needs at least.
+
+    Raises:
+        ValueError: from the planners: what cannot be placed.
+    """
+    before = Seating(shape, options, options.nodes)
+    moments = [*_start(before), _step(before)]
+    left = options.workers - options.faults * options.workers_per_node
+    if left > 0 and options.faults:
+        moments += _recovery(before, Seating(shape, options, options.nodes[:left], before), is_roomy)
+    return Footprint(moments)
+
+
+def _trained(seating: Seating, rank: int) -> Use:
+    """Parameters and the optimizer's state."""
+    options, stepped = seating.options, int(seating.stepped_R[rank])
+    return Use(
+        parameters=int(seating.held_R[rank]) * options.weight_bytes,
+        masters=stepped * options.master_bytes,
+        moments=stepped * options.moments * 4,
+    )
+
+
+def _start(seating: Seating) -> list[Moment]:
+    """Owners send their weights; then the copies of the first state are made. There are no gradients."""
+    sending, copying = [], []
+    for rank in range(seating.ranks):
+        use, copies = _trained(seating, rank), seating.copies[rank]
+        sending.append(use._replace(working=SENT_BUCKETS * BUCKET_BYTES if seating.is_sharded else 0))
+        copying.append(
+            use._replace(
+                replicas=copies.replicas,
+                messages=IN_FLIGHT * seating.largest_unit if copies.replicas else 0,
+                snapshots=copies.snapshots,
+                buffers=copies.buffers,
+            )
+        )
+    return [Moment("start", "weights are there", sending), Moment("start", "copies are made", copying)]
+
+
+def _step(seating: Seating) -> Moment:
+    """All gradients are there, and are on their way to other ranks."""
+    options, uses = seating.options, []
+    libraries = LIBRARY_BYTES + KEPT_BYTES + (THREAD_BYTES if seating.is_sharded else 0)
+    for rank in range(seating.ranks):
+        copies = seating.copies[rank]
+        held = int(seating.held_R[rank])
+        # A layer's gradient is put together from those of its matrices, and each of these from those of its experts.
+        layer = seating.layer_experts(rank) * options.weight_bytes
+        early = int(seating.owned_R[rank]) * options.weight_bytes if seating.is_sharded else 0
+        is_alone = seating.ranks == 1
+        uses.append(
+            _trained(seating, rank)._replace(
+                gradients=held * options.weight_bytes,
+                working=max(layer * 4 // 3, 0 if is_alone else BUCKETS * BUCKET_BYTES) + early,
+                replicas=copies.replicas,
+                log=copies.log,
+                messages=copies.records + copies.sent + copies.received,
+                snapshots=copies.snapshots,
+                buffers=copies.buffers,
+                libraries=libraries,
+            )
+        )
+    return Moment("step", "gradients are reduced", uses)
+
+
+def _recovery(old: Seating, new: Seating, is_roomy: bool) -> list[Moment]:
+    """Moments of the workers that stay: the first ones, as all are alike."""
+    step, start = _step(old).uses[: new.ranks], _start(new)[-1].uses
+    fetched_R, retained_R = new.moved_R(old=False), new.moved_R(old=True)
+    after = _step(new).uses
+    lost, moving, protecting = [], [], []
+    for rank, use in enumerate(step):
+        copies = old.copies[rank]
+        between = use._replace(working=0, messages=copies.records + copies.frames)
+        lost.append(between)
+        fetched, retained = int(fetched_R[rank]), int(retained_R[rank])
+        # Logs are worked off; where the others' copies are a step late, the step before is kept of each replica, too.
+        quiet = between._replace(gradients=0, log=0, replicas=copies.replicas * (2 if old.copies_late else 1))
+        layers = old.shape.layers
+        travelling = max(fetched + retained // layers, retained + fetched // layers)  # layer by layer one gives way
+        moving.append(quiet._replace(working=new.layer_experts(rank) * old.options.unit_bytes, fetched=travelling))
+        beside = after[rank] if is_roomy and old.options.copies else start[rank]
+        protecting.append(
+            beside._replace(
+                fetched=retained,
+                replicas=beside.replicas + quiet.replicas,
+                snapshots=beside.snapshots + quiet.snapshots,
+                messages=max(start[rank].messages, beside.messages) + quiet.messages,
+                libraries=use.libraries,
+            )
+        )
+    return [
+        Moment("recovery", "the loss", lost),
+        Moment("recovery", "units arrive", moving),
+        Moment("recovery", "copies are made", protecting),
+    ]

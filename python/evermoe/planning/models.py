@@ -1,0 +1,164 @@
+"""Sizes of known MoE models, from their published configurations: what of them is an expert's, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from evermoe.planning._arguments import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Parameters of a model, by what a session does with them."""
+
+    dense_parameters: int
+    """Parameters that every token passes: attention, norms, embeddings, routers, shared experts. Tied ones once."""
+    largest_module: int
+    """Of these, parameters of the largest module, which has one owner where these are sharded."""
+    layers: int
+    """Number of MoE layers."""
+    experts: int
+    """Experts of each of them."""
+    expert_parameters: int
+    """Parameters of one expert."""
+    source: str = ""
+    """Where the sizes are from."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if field.name != "source":
+                count(field.name, getattr(self, field.name))
+        for name in ("layers", "experts", "expert_parameters"):
+            if not getattr(self, name):
+                raise ValueError(f"{name}: expected 1 or more, got 0: a model without experts is no MoE model")
+        if self.largest_module > self.dense_parameters:
+            raise ValueError(
+                f"largest_module: expected at most dense_parameters, {self.dense_parameters}, got {self.largest_module}"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.dense_parameters + self.layers * self.experts * self.expert_parameters
+
+
+def _grouped_attention(hidden: int, heads: int, groups: int, head: int) -> int:
+    """Parameters of attention with fewer heads for keys and values than for queries: four matrices."""
+    return 2 * hidden * (heads + groups) * head
+
+
+def _latent_attention(hidden: int, heads: int, query: int, key: int, head: int, rotary: int) -> int:
+    """Parameters of multi-head latent attention (DeepSeek-V2, section 2.1), with norms of the latent vectors.
+
+    Args:
+        hidden: width of the model.
+        heads: number of heads.
+        query: width of the queries' latent vector.
+        key: width of that of keys and values.
+        head: width of a head's keys without position, and of its values.
+        rotary: width of the part of keys with position.
+    """
+    queries = hidden * query + query + query * heads * (head + rotary)
+    keys = hidden * (key + rotary) + key + key * heads * 2 * head
+    return queries + keys + heads * head * hidden
+
+
+def _shape(
+    source: str, *, vocabulary: int, hidden: int, layers: int, experts: int, expert: int, layer: int, rest: int = 0
+) -> ModelShape:
+    """A decoder with an embedding and an output matrix of its own.
+
+    Args:
+        source: of the sizes.
+        vocabulary: number of tokens.
+        hidden: width of the model.
+        layers: MoE layers.
+        experts: of each.
+        expert: parameters of one.
+        layer: parameters of an MoE layer beside experts.
+        rest: parameters beside MoE layers, embedding and output: the last norm, dense layers.
+    """
+    return ModelShape(
+        dense_parameters=2 * vocabulary * hidden + layers * layer + rest,
+        largest_module=vocabulary * hidden,
+        layers=layers,
+        experts=experts,
+        expert_parameters=expert,
+        source=source,
+    )
+
+
+def _mixtral(source: str, *, vocabulary: int, hidden: int, inner: int, layers: int, heads: int) -> ModelShape:
+    attention = _grouped_attention(hidden, heads, 8, 128)
+    layer = attention + 2 * hidden + 8 * hidden  # with two norms and the router
+    sizes = {"vocabulary": vocabulary, "hidden": hidden, "layers": layers, "layer": layer, "rest": hidden}
+    return _shape(source, experts=8, expert=3 * hidden * inner, **sizes)
+
+
+def _qwen3(source: str, *, hidden: int, inner: int, layers: int, heads: int) -> ModelShape:
+    attention = _grouped_attention(hidden, heads, 4, 128) + 2 * 128  # with norms of queries and keys
+    layer = attention + 2 * hidden + 128 * hidden
+    sizes = {"vocabulary": 151_936, "hidden": hidden, "layers": layers, "layer": layer, "rest": hidden}
+    return _shape(source, experts=128, expert=3 * hidden * inner, **sizes)
+
+
+def _deepseek_v3() -> ModelShape:
+    hidden, inner, experts = 7168, 2048, 256
+    attention = _latent_attention(hidden, heads=128, query=1536, key=512, head=128, rotary=64)
+    every = attention + 2 * hidden
+    layer = every + experts * hidden + 3 * hidden * inner  # with the router and one shared expert
+    return _shape(
+        "arXiv 2412.19437, section 4.2, without the module that predicts a second token",
+        vocabulary=129_280,
+        hidden=hidden,
+        layers=58,
+        experts=experts,
+        expert=3 * hidden * inner,
+        layer=layer,
+        rest=hidden + 3 * (every + 3 * hidden * 18_432),
+    )
+
+
+def _gpt_oss(source: str, *, layers: int, experts: int) -> ModelShape:
+    hidden, heads, groups, head = 2880, 64, 8, 64
+    biases = (heads + 2 * groups) * head + hidden
+    attention = _grouped_attention(hidden, heads, groups, head) + biases + heads  # with a sink of each head
+    layer = attention + 2 * hidden + experts * (hidden + 1)
+    expert = 3 * hidden * hidden + 3 * hidden
+    sizes = {"vocabulary": 201_088, "hidden": hidden, "layers": layers, "layer": layer, "rest": hidden}
+    return _shape(source, experts=experts, expert=expert, **sizes)
+
+
+def _gpt2_moe(*, hidden: int, experts: int) -> ModelShape:
+    """GPT-2 with experts in the place of each feed-forward: Lazarus, Table 1. The output matrix is the embedding."""
+    vocabulary, positions, layers = 50_257, 1024, 12
+    attention = 4 * hidden * hidden + 4 * hidden
+    layer = attention + 4 * hidden + experts * hidden  # with two norms and the router
+    return ModelShape(
+        dense_parameters=(vocabulary + positions) * hidden + layers * layer + 2 * hidden,
+        largest_module=vocabulary * hidden,
+        layers=layers,
+        experts=experts,
+        expert_parameters=8 * hidden * hidden + 5 * hidden,
+        source="Lazarus, Table 1",
+    )
+
+
+MODELS: Mapping[str, ModelShape] = {
+    "gpt-s-moe": _gpt2_moe(hidden=768, experts=8),
+    "gpt-m-moe": _gpt2_moe(hidden=1024, experts=12),
+    "gpt-l-moe": _gpt2_moe(hidden=1024, experts=16),
+    "mixtral-8x7b": _mixtral(
+        "mistralai/Mixtral-8x7B-v0.1", vocabulary=32_000, hidden=4096, inner=14_336, layers=32, heads=32
+    ),
+    "mixtral-8x22b": _mixtral(
+        "mistralai/Mixtral-8x22B-v0.1", vocabulary=32_000, hidden=6144, inner=16_384, layers=56, heads=48
+    ),
+    "qwen3-30b-a3b": _qwen3("Qwen/Qwen3-30B-A3B", hidden=2048, inner=768, layers=48, heads=32),
+    "qwen3-235b-a22b": _qwen3("Qwen/Qwen3-235B-A22B", hidden=4096, inner=1536, layers=94, heads=64),
+    "deepseek-v3": _deepseek_v3(),
+    "gpt-oss-20b": _gpt_oss("openai/gpt-oss-20b", layers=24, experts=32),
+    "gpt-oss-120b": _gpt_oss("openai/gpt-oss-120b", layers=36, experts=128),
+}
+"""Sizes by name, as `evermoe plan --model` knows them."""

@@ -1,0 +1,358 @@
+"""Who holds what in a session, by rank, as its planners decide for an even load: experts, owners, copies.
+
+Shapes: R ranks, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evermoe.planning._arguments import choice, count
+from evermoe.planning.migrate import keep_in_place
+from evermoe.planning.models import ModelShape
+from evermoe.planning.owners import place_owners
+from evermoe.planning.placement import FewerReplicas, allocate, failure_domains, place, session_slots
+from evermoe.planning.presets import PRESETS, Preset, PresetName, experts_per_copy
+from evermoe.planning.protection import (
+    RECORD_BYTES,
+    ProtectionPlan,
+    RankInfo,
+    UnitInfo,
+    UnitProtection,
+    plan_protection,
+)
+
+WeightType = Literal["float32", "bfloat16", "float16"]
+Dense = Literal["replicated", "sharded"]
+
+SNAPSHOT_VERSIONS = 2
+"""Versions for which an arena has room."""
+SAVED_BUFFERS = 3
+"""Buffers of what a preset saves to a folder at a step: `src/persist/`."""
+BATCH_STEPS, BATCH_BYTES = 8, 128 << 20
+"""Steps that a replica repeats in one pass, and the float32 bytes of their gradients, at most: `replay.repeater`."""
+WAITING_STEPS = 2
+"""Logged steps beside a batch: the newest, which may be undone, and the one that is voted on."""
+HEAD_BYTES = 32 << 20
+"""Memory that is kept for the gradients from or to a peer: `replay.exchange.HEAD_BYTES`."""
+PIECES = 4
+"""Modules of a layer into which its dense part is divided here, beside the model's largest ones."""
+LARGEST_MODULES = 2
+"""Modules of a model that are as large as its largest: embedding and output."""
+NO_LIMIT = 1 << 62
+"""Free bytes of host memory that copies may take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FootprintOptions:
+    """Options of a session that its memory depends on, and its machines."""
+
+    workers: int
+    """Processes that train, each with memory of its own."""
+    workers_per_node: int = 1
+    """Workers that fail together."""
+    weights: WeightType = "bfloat16"
+    """Type of parameters and gradients; those of 2 bytes have a float32 master."""
+    moments: int = 2
+    """float32 numbers that the optimizer keeps of each parameter beside its master: 2 for AdamW, 1 for SGD."""
+    preset: PresetName = "auto"
+    """As `Session(preset=)`."""
+    copies: int = 2
+    """As `Session(copies=)`."""
+    slots: int | None = None
+    """As `Session(slots=)`."""
+    min_replicas: int | None = None
+    """As `Session(min_replicas=)`."""
+    dense: Dense = "replicated"
+    """As `Session(dense=)`."""
+    replay_log_bytes: int = 1 << 30
+    """As `Session(replay_log_bytes=)`."""
+    faults: int = 1
+    """Nodes that are lost at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "workers_per_node", "moments", "copies", "replay_log_bytes", "faults"):
+            count(name, getattr(self, name))
+        choice("weights", self.weights, ("float32", "bfloat16", "float16"))
+        choice("preset", self.preset, tuple(PRESETS))
+        choice("dense", self.dense, ("replicated", "sharded"))
+        if self.workers < 1 or self.workers_per_node < 1:
+            raise ValueError(f"workers: expected 1 or more on each node, got {self.workers} of {self.workers_per_node}")
+        if self.dense == "sharded" and not self.choices.protects_every_unit:
+            fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_every_unit)
+            raise ValueError(
+                f"dense: expected 'replicated' with preset {self.preset}, which copies no units; or preset {fitting}"
+            )
+
+    @property
+    def choices(self) -> Preset:
+        """What the preset stands for."""
+        return PRESETS[self.preset]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a parameter, and of its gradient."""
+        return 4 if self.weights == "float32" else 2
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a parameter's master."""
+        return 0 if self.weights == "float32" else 4
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of what the optimizer keeps of a parameter."""
+        return self.master_bytes + 4 * self.moments
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a parameter in a unit: its own and the optimizer's."""
+        return self.weight_bytes + self.optimizer_bytes
+
+    @property
+    def nodes(self) -> list[str]:
+        """Name of the node of each worker."""
+        return [f"{rank // self.workers_per_node:06d}" for rank in range(self.workers)]
+
+
+@dataclass
+class CopyTotals:
+    """Bytes of the copies that one rank sends and keeps."""
+
+    snapshots: int = 0
+    """Reserved in shared memory."""
+    replicas: int = 0
+    """States of others' units that are kept by repeating their steps."""
+    log: int = 0
+    """Gradients of these that are logged."""
+    records: int = 0
+    """Own gradients, encoded."""
+    sent: int = 0
+    """The same in messages."""
+    received: int = 0
+    """Others' gradients in messages."""
+    buffers: int = 0
+    """What is saved to a folder."""
+
+    @property
+    def frames(self) -> int:
+        """Memory of messages that is kept between steps."""
+        return min(self.sent, HEAD_BYTES) + min(self.received, HEAD_BYTES)
+
+
+class Seating:
+    """Who holds what.
+
+    Args:
+        shape: of the model.
+        options: of the session.
+        nodes: name of the node of each rank.
+        before: of these and more ranks, before the last ones were lost; None at the start.
+
+    Attributes:
+        placed_RE: whether a rank trains an expert; all layers are alike.
+    """
+
+    def __init__(
+        self, shape: ModelShape, options: FootprintOptions, nodes: Sequence[str], before: Seating | None = None
+    ) -> None:
+        self.shape, self.options, self.nodes, self._before = shape, options, nodes, before
+        self.ranks, self.is_sharded = len(nodes), options.dense == "sharded"
+        self._dense = _dense_modules(shape)
+        self.placed_RE = self._place_experts()
+        self.owners = self._place_owners() if self.is_sharded else []
+        """Rank of each dense module, where these have owners."""
+
+    def _place_experts(self) -> NDArray[np.bool_]:
+        options, experts, domains = self.options, self.shape.experts, failure_domains(self.nodes)
+        replicas = options.choices.replicas(options.copies, options.min_replicas)
+        slots = session_slots(experts, [len(domain) for domain in domains], options.slots, replicas)
+        load = np.ones(experts)
+        previous = None if self._before is None else self._before.placed_RE[: self.ranks].astype(np.int64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FewerReplicas)  # a session says it
+            counts = allocate(load, self.ranks, slots, replicas)
+        matrix = place(counts, self.ranks, slots, options.choices.placement, load, previous, domains).matrix
+        if self._before is not None:
+            held = self._before.held_RE[: self.ranks].astype(np.int64)
+            matrix = keep_in_place(held, matrix, [self._expert_bytes] * experts, domains)
+        return matrix > 0
+
+    def _place_owners(self) -> list[int]:
+        sizes = [elements * self.options.unit_bytes for elements in self._dense]
+        loads = (self.placed_RE.sum(1) * self.shape.layers * self._expert_bytes).tolist()
+        trained: list[list[int]] = [list(range(self.ranks)) for _ in sizes]
+        copied = trained
+        if self._before is not None:
+            trained = [[owner] if owner < self.ranks else [] for owner in self._before.owners]
+            copied = [[rank for rank in ranks if rank < self.ranks] for ranks in self._before.dense_holders]
+        return place_owners(sizes, trained, copied, loads)
+
+    @property
+    def _expert_bytes(self) -> int:
+        return self.shape.expert_parameters * self.options.unit_bytes
+
+    # ---- what is trained, in parameters
+
+    def layer_experts(self, rank: int) -> int:
+        """Parameters of a layer's experts on a rank."""
+        return int(self.placed_RE[rank].sum()) * self.shape.expert_parameters
+
+    @cached_property
+    def _experts_R(self) -> NDArray[np.int64]:
+        placed_R: NDArray[np.int64] = self.placed_RE.sum(1) * self.shape.layers * self.shape.expert_parameters
+        return placed_R
+
+    @cached_property
+    def owned_R(self) -> NDArray[np.int64]:
+        """`[R]` parameters that are no expert's, of which a rank has the optimizer's state."""
+        if not self.is_sharded:
+            return np.full(self.ranks, self.shape.dense_parameters)
+        return np.bincount(self.owners, self._dense, minlength=self.ranks).astype(np.int64)
+
+    @property
+    def held_R(self) -> NDArray[np.int64]:
+        """`[R]` parameters of which a rank has the weights."""
+        return self.shape.dense_parameters + self._experts_R
+
+    @property
+    def stepped_R(self) -> NDArray[np.int64]:
+        """`[R]` parameters of which a rank has the optimizer's state."""
+        return self.owned_R + self._experts_R
+
+    # ---- what a recovery has moved, in bytes
+
+    def moved_R(self, *, old: bool) -> NDArray[np.int64]:
+        """`[R]` bytes of units that a rank trains now and has not before; `old`: has trained before and gives up."""
+        assert self._before is not None
+        first, second = self._before.placed_RE[: self.ranks], self.placed_RE
+        moved = first & ~second if old else second & ~first
+        found: NDArray[np.int64] = moved.sum(1) * self.shape.layers * self._expert_bytes
+        for elements, was, now in zip(self._dense, self._before.owners, self.owners, strict=False):
+            rank = was if old else now
+            if was != now and rank < self.ranks:
+                found[rank] += elements * self.options.unit_bytes
+        return found
+
+    # ---- copies
+
+    @property
+    def largest_unit(self) -> int:
+        """Bytes of the largest unit that replicas may follow."""
+        dense = max(self._dense, default=0) * self.options.unit_bytes if self._replays_dense else 0
+        return max(self._expert_bytes, dense)
+
+    @property
+    def _replays_dense(self) -> bool:
+        return self.is_sharded and self.options.weights == "float32"
+
+    @cached_property
+    def _units(self) -> list[UnitInfo]:
+        """Experts, layer by layer, then what is no expert."""
+        options, weight = self.options, self.options.weight_bytes
+        every = tuple(range(self.ranks))
+        active = [tuple(np.flatnonzero(column).tolist()) for column in self.placed_RE.T]
+        gradient = self.shape.expert_parameters * weight
+        units = [
+            UnitInfo(f"{layer}.{expert}", self._expert_bytes, gradient, active[expert], 0.0, replayable=True)
+            for layer in range(self.shape.layers)
+            for expert in range(self.shape.experts)
+        ]
+        for number, elements in enumerate(self._dense):
+            ranks = (self.owners[number],) if self.is_sharded else every
+            sizes = elements * options.unit_bytes, elements * weight
+            units.append(UnitInfo(f"dense.{number}", *sizes, ranks, 0.0, self._replays_dense, may_lag=False))
+        return units
+
+    @cached_property
+    def _plan(self) -> ProtectionPlan:
+        options = self.options
+        infos = [RankInfo(node, NO_LIMIT, log_bytes=options.replay_log_bytes) for node in self.nodes]
+        return plan_protection(options.preset, self._units, infos, copies=options.copies, budget=0.01)
+
+    @cached_property
+    def copies_late(self) -> bool:
+        """Whether copies of a step are made during the next one."""
+        if not self.options.copies or self.options.choices.copies_late:
+            return self.options.copies > 0
+        return any(each.kind == "snapshot" and each.period == 1 for each in self._plan.units)
+
+    @cached_property
+    def held_RE(self) -> NDArray[np.bool_]:
+        """`[R, E]` whether a rank has an expert's bytes, trained or as a copy; of the first layer."""
+        held = self.placed_RE.copy()
+        if self.options.copies:
+            for expert, each in enumerate(self._plan.units[: self.shape.experts]):
+                held[list(each.holders), expert] = True
+        return held
+
+    @property
+    def dense_holders(self) -> list[tuple[int, ...]]:
+        """Ranks with copies of each dense module."""
+        if not self.options.copies:
+            return [() for _ in self._dense]
+        return [each.holders for each in self._plan.units[self.shape.layers * self.shape.experts :]]
+
+    @cached_property
+    def copies(self) -> list[CopyTotals]:
+        """By rank, what copies take."""
+        options, shape, totals = self.options, self.shape, [CopyTotals() for _ in self.nodes]
+        if not options.copies:
+            return totals
+        for unit, each in zip(self._units, self._plan.units, strict=True):
+            if each.kind == "replayed":
+                self._count_replayed(unit, each, totals)
+            if not options.choices.needs_checkpoint_dir:
+                for rank in self._snapshot_keepers(unit, each):
+                    totals[rank].snapshots += SNAPSHOT_VERSIONS * unit.nbytes
+        for total in totals:
+            total.log = min(total.log, options.replay_log_bytes)
+            if options.choices.needs_checkpoint_dir:
+                some = shape.layers * experts_per_copy(shape.experts) * self._expert_bytes
+                total.buffers = SAVED_BUFFERS * (some + shape.dense_parameters * options.unit_bytes) // self.ranks
+        return totals
+
+    def _count_replayed(self, unit: UnitInfo, each: UnitProtection, totals: Sequence[CopyTotals]) -> None:
+        elements = unit.gradient_bytes // self.options.weight_bytes
+        logged = elements * (2 if self.options.weights == "bfloat16" else 4) + RECORD_BYTES
+        totals[each.primary].records += logged
+        totals[each.primary].sent += logged * len(each.holders)
+        for rank in each.holders:
+            totals[rank].replicas += unit.nbytes
+            totals[rank].received += logged
+            totals[rank].log += logged * (batch_steps(elements) + WAITING_STEPS)
+
+    def _snapshot_keepers(self, unit: UnitInfo, each: UnitProtection) -> list[int]:
+        """Ranks with an arena for a unit: its primary and the holders of snapshots. See `snapshot.local_bundles`."""
+        if each.kind == "snapshot":
+            return [each.primary, *each.holders]
+        if not self.copies_late:
+            return [each.primary]
+        keepers = {self.nodes[each.primary]: each.primary}
+        for rank in unit.active:
+            keepers.setdefault(self.nodes[rank], rank)
+        return list(keepers.values())[: self.options.copies]
+
+
+def batch_steps(elements: int) -> int:
+    """Steps of a parameter with so many elements that a replica repeats in one pass."""
+    return max(1, min(BATCH_STEPS, BATCH_BYTES // max(1, 4 * elements)))
+
+
+def _dense_modules(shape: ModelShape) -> list[int]:
+    """Parameters of what is no expert, by module: the largest ones, then equal ones for the rest."""
+    largest = [shape.largest_module] * min(
+        LARGEST_MODULES, shape.dense_parameters // shape.largest_module if shape.largest_module else 0
+    )
+    rest, number = shape.dense_parameters - sum(largest), PIECES * shape.layers
+    if shape.largest_module:
+        number = max(number, -(-rest // shape.largest_module))
+    pieces = [rest * (i + 1) // number - rest * i // number for i in range(number)]
+    return [*largest, *(each for each in pieces if each)]

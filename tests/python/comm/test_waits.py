@@ -1,0 +1,70 @@
+"""Waits for gloo that another thread can end: each thread has one more that waits for it, as long as it lives."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+from evermoe.comm.waits import Wait
+
+LIMIT = timedelta(seconds=30)
+
+
+class Work:
+    """What gloo would be waited for; over when `may_end` is set."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def wait(self, limit: timedelta) -> None:
+        assert self.may_end.wait(limit.total_seconds())
+
+
+def waiters() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "evermoe-wait"]
+
+
+def in_a_thread(work: Work, times: int) -> list[threading.Thread]:
+    """The waiters of a thread that has waited so often, and has ended."""
+    found: list[threading.Thread] = []
+    before = set(waiters())
+
+    def run() -> None:
+        for _ in range(times):
+            assert Wait(work).run(LIMIT) is None
+        found.extend(set(waiters()) - before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found
+
+
+def test_a_thread_that_ends_leaves_no_waiter_behind():
+    work = Work()
+    work.may_end.set()
+    for _ in range(3):
+        (waiter,) = in_a_thread(work, times=4)
+        waiter.join(LIMIT.total_seconds())
+        assert not waiter.is_alive()
+
+
+def test_a_waiter_that_was_left_behind_ends_with_its_work():
+    work, waits = Work(), []
+    before = set(waiters())
+
+    def run() -> None:
+        waits.append(Wait(work))
+        assert waits[0].run(LIMIT) == "the wait was ended"
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not set(waiters()) - before:
+        thread.join(0.01)
+    (waiter,) = set(waiters()) - before
+    waits[0].end()
+    thread.join(LIMIT.total_seconds())
+    assert not thread.is_alive() and waiter.is_alive()
+    work.may_end.set()
+    waiter.join(LIMIT.total_seconds())
+    assert not waiter.is_alive()
