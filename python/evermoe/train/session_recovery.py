@@ -211,6 +211,7 @@ class RecoveryDriver(Driver):
     def protect(self, version: int, generation: int) -> Event:
         """Sends the owners' weights to all; plans who keeps copies of what, and makes those that are missing."""
         self._step = step_of(version)
+        return_freed_memory()  # units that came are taken over
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
