@@ -222,6 +222,7 @@ class RecoveryDriver(Driver):
         Where nobody `waits`, they are made while the next step computes, and are whole at its vote.
         """
         self._step = step_of(version)
+        return_freed_memory()  # units that came are taken over
         at, rank = self._membership, self._membership.everyone.rank
         self._emit(Joined(at.identity.job, at.id, at.nodes[rank], rank, at.role, generation, list(at.nodes)))
         if self._trains:
