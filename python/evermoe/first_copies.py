@@ -40,31 +40,36 @@ class FirstCopies:
         self._ledger, self._emit = ledger, emit
         self._copies = NO_COPIES
         """Copies of before, which need not be sent."""
-        self._waits = False
+        self._waits, self._is_roomy = False, False
         self.version: int | None = None
         """Version of the copies that are on their way beside training; None if none are."""
         self.was_damaged = False
         """Whether copies that this member should keep came damaged beside training, and not whole since."""
 
-    def plan(self, copies: KeptCopies, *, waits: bool) -> None:
-        """Begins with a new plan; what was under way is over.
+    def plan(self, copies: KeptCopies, *, waits: bool, is_roomy: bool) -> None:
+        """Begins with a new plan.
 
         Args:
             copies: those that members have already.
             waits: whether training waits for the copies of this plan; the same on all members.
+            is_roomy: whether this member has memory for them and for those of before in a step.
         """
-        self._copies.forget()  # where the recovery before was interrupted
-        self._copies, self._waits, self.version = copies, waits, None
+        self._copies, self._waits, self._is_roomy = copies, waits, is_roomy
 
     @property
     def is_arriving(self) -> bool:
         """Whether copies are on their way beside training."""
         return self.version is not None
 
-    @property
     def may_arrive_later(self) -> bool:
-        """Whether the copies of before stay until those of the plan are whole, so that training need not wait."""
-        return bool(self._copies) and not self._waits
+        """Whether the copies of before stay until those of the plan are whole, so that training need not wait.
+
+        Collective; the same on all members.
+        """
+        if not self._copies or self._waits:
+            return False
+        everyone = self._membership.everyone
+        return bool(everyone.all_reduce(torch.tensor([int(self._is_roomy)])) == everyone.size)
 
     def begin(self, version: int) -> None:
         """Begins to make all copies as of `version` beside training; collective. `have_arrived` must follow."""
@@ -115,6 +120,6 @@ class FirstCopies:
         return not self._replicas.take_requests() and is_whole
 
     def end(self) -> None:
-        """All copies of the plan are whole on all members: those of before are not needed."""
+        """All copies of the plan are whole on all members, or a new plan takes its place: its copies of before go."""
         self._copies.forget()
         self.version, self.was_damaged = None, False

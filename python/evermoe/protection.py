@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
@@ -135,11 +133,12 @@ class Protection:
             copies: those that members have of the state now.
         """
         self.settle()
+        was_damaged = self.first.was_damaged
+        self.first.end()  # where the recovery before was interrupted
         group = self._membership.everyone
         units = about_units(self.state, self.replicas) if group.rank == 0 else None
         mine = about_member(self._membership, self.window_planner, self.options)
-        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": self.first.was_damaged})
-        self.first.plan(copies, waits=any(each["damaged"] for each in everyone))
+        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": was_damaged})
         self.active = self.state.active(self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, everyone[0]["units"])
         ranks = [RankInfo(**each["member"]) for each in everyone]
@@ -160,6 +159,8 @@ class Protection:
             keeper.replan(assignment)
         if self.snapshots.missing:
             self.plan = without(self.plan, self.snapshots.missing)
+        is_roomy = has_room(self.plan, self.state, self._membership.nodes, group.rank)
+        self.first.plan(copies, waits=any(each["damaged"] for each in everyone), is_roomy=is_roomy)
         whole = self._covered = covered(self.plan, self.active, ranks)
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
@@ -187,7 +188,7 @@ class Protection:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         step = step_of(version)
-        if self.options.copies and not waits and self.first.may_arrive_later and self._have_room():
+        if self.options.copies and not waits and self.first.may_arrive_later():
             self.first.begin(version)
         else:
             self.snapshots.pacer.hurry()
@@ -196,12 +197,6 @@ class Protection:
         for keeper in self.keepers:
             keeper.restart(step)
         return not self.first.is_arriving
-
-    def _have_room(self) -> bool:
-        """Whether all members have memory for copies of before beside new ones in a step; the same on all."""
-        everyone = self._membership.everyone
-        mine = has_room(self.plan, self.state, self._membership.nodes, everyone.rank)
-        return bool(everyone.all_reduce(torch.tensor([int(mine)])) == everyone.size)
 
     def _release(self, step: int) -> None:
         """The copies of the plan are complete on all members, as of so many steps: those of before are dropped."""

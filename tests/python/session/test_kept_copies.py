@@ -24,16 +24,18 @@ def arrangements(worker):
     return found
 
 
-def test_training_waits_for_copies_at_the_start_alone(start_job):
+@pytest.mark.parametrize("free_bytes", [None, 1000])
+def test_training_waits_for_copies_at_the_start_and_where_memory_is_short(start_job, free_bytes):
     job = start_job(4, preset="gemini", join_every=50)
-    workers = job.start_all({"b": [Fault("vote", FAULT)]}, "abcd")
+    workers = [job.start(name, *([Fault("vote", FAULT)] if name == "b" else [])) for name in "ab"]
+    workers += [job.start(name, free_bytes=free_bytes if name == "c" else None) for name in "cd"]
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     for each in workers[::2]:
         events = [event["event"] for event in each.events()]
         recoveries = [at for at, event in enumerate(events) if event == "recovered"]
         arranged = [at for at, event in enumerate(events) if event == "arranged"]
         waited = ["confirm" in events[begin:end] for begin, end in zip(arranged, recoveries, strict=True)]
-        assert waited == [True, False]
+        assert waited == [True, free_bytes is not None]
     check_history(workers)
 
 

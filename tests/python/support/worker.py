@@ -24,7 +24,7 @@ from torch import nn
 import evermoe
 from evermoe._native import digest
 from evermoe.events import Event
-from evermoe.profile import Profiler
+from evermoe.profile import Profiler, memory
 from evermoe.state.unit import weight_tensors
 from evermoe.train import early_sums, late_weights
 
@@ -104,6 +104,8 @@ class Options:
     """By the steps that are taken, the name of a folder to which it writes the whole model then."""
     bucket_bytes: int | None = None
     """Of gradients that are summed together beside backward, instead of the session's own; 0: none are."""
+    free_bytes: int | None = None
+    """Memory that its host has left, instead of what the system says."""
     parts: int = 1
     """Parts of a share, whose gradients add up."""
     network: dict[str, str] | None = None
@@ -326,6 +328,8 @@ def write_whole(options: Options, session: evermoe.Session, record: Recorder) ->
 def train(options: Options) -> None:
     if options.bucket_bytes is not None:
         early_sums.BUCKET_BYTES = late_weights.BUCKET_BYTES = options.bucket_bytes
+    if options.free_bytes is not None:
+        memory.free_host_bytes = lambda: options.free_bytes  # type: ignore[assignment]
     if options.bucket_bytes == 0:
         early_sums.EarlySums.plan = lambda self, parameters_R: None  # type: ignore[method-assign]
     record = Recorder(options)
