@@ -61,6 +61,7 @@ fn messages() -> impl Strategy<Value = Message> {
     (texts, any::<[bool; 2]>(), 1..u16::MAX, 0.0..1e9_f64, standing).prop_map(
         |(texts, [trains, waits], port, patience, standing)| {
             let (layout, options, arithmetic, node, rank_key, unreachable) = texts;
+            let domain = format!("zone/{node}");
             let role = if trains { Role::Train } else { Role::Replica };
             let [store, door, transport] =
                 ["host", "127.0.0.1", "[::1]"].map(|host| format!("{host}:{port}"));
@@ -69,6 +70,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 options,
                 arithmetic,
                 node,
+                domain,
                 role,
                 steps: port.into(),
                 rank_key,
@@ -146,6 +148,7 @@ fn example() -> Message {
         node: "a".into(),
         role: Role::Train,
         steps: 100,
+        domain: String::new(),
         rank_key: String::new(),
         store: "a:1".into(),
         door: "a:2".into(),

@@ -72,7 +72,7 @@ def with_environment(config: SessionConfig) -> SessionConfig:
             Lighthouse, which would not find each other.
     """
     found: dict[str, Any] = {}
-    for name in ("lighthouse", "job", "node", "address", "memory_dir"):
+    for name in ("lighthouse", "job", "node", "domain", "address", "memory_dir"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
     if os.environ.get("EVERMOE_GO_ON_ALONE"):
@@ -106,4 +106,5 @@ def _with_launcher(config: SessionConfig) -> SessionConfig:
             "lighthouse (EVERMOE_LIGHTHOUSE) is set, so job (EVERMOE_JOB) must name the job, the same for all; "
             f"{', '.join(environment.JOBS)} do not (torchrun: --rdzv-id)"
         )
-    return replace(config, lighthouse=lighthouse, job=job, members=config.members or environment.processes())
+    domain, members = config.domain or environment.domain(), config.members or environment.processes()
+    return replace(config, lighthouse=lighthouse, job=job, domain=domain, members=members)

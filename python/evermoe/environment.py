@@ -11,7 +11,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evermoe.options import check_name, checked
+from evermoe.options import NAME, check_name, checked
 
 JOBS = {"JOB_ID": "", "SLURM_JOB_ID": "slurm-", "TORCHELASTIC_RUN_ID": "torchrun-"}
 """Variables that name the job, the first that is set counts; and what the job's name has before it."""
@@ -38,6 +38,21 @@ def job() -> str | None:
             check_name(f"{variable}, in place of which EVERMOE_JOB may name the job,", name)
             return prefix + name
     return None
+
+
+def domain() -> str | None:
+    """Switches above this node, from the largest to the smallest, as SLURM's topology plugin tells srun's tasks.
+
+    Example: SLURM_TOPOLOGY_ADDR `core.leaf2.node7` with SLURM_TOPOLOGY_ADDR_PATTERN `switch.switch.node` is
+    `core/leaf2`.
+
+    Returns:
+        None where there is no such plugin.
+    """
+    names = os.environ.get("SLURM_TOPOLOGY_ADDR", "").split(".")
+    kinds = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    switches = [name for name, kind in zip(names, kinds, strict=False) if kind != "node" and NAME.fullmatch(name)]
+    return "/".join(switches) or None
 
 
 def processes() -> int | None:

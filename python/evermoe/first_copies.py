@@ -56,6 +56,11 @@ class FirstCopies:
         """
         self._copies, self._waits, self._is_roomy = copies, waits, is_roomy
 
+    def forget(self) -> None:
+        """A new plan takes the place of the latest one: its copies of before are not needed."""
+        self._copies.forget()
+        self.version = None
+
     @property
     def is_arriving(self) -> bool:
         """Whether copies are on their way beside training."""
@@ -120,6 +125,6 @@ class FirstCopies:
         return not self._replicas.take_requests() and is_whole
 
     def end(self) -> None:
-        """All copies of the plan are whole on all members, or a new plan takes its place: its copies of before go."""
-        self._copies.forget()
-        self.version, self.was_damaged = None, False
+        """All copies of the plan are whole on all members."""
+        self.forget()
+        self.was_damaged = False

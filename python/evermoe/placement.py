@@ -59,6 +59,7 @@ def place_layers(
     nodes: Sequence[str],
     options: PlacementOptions,
     boosts: Mapping[str, Sequence[float]],
+    spread: Sequence[str] | None = None,
 ) -> LayerPlacements:
     """The placement of all layers for their load; the same on all ranks. May warn of `planning.FewerReplicas`.
 
@@ -69,12 +70,14 @@ def place_layers(
         nodes: name of the node of each rank; ranks of one node fail together.
         options: slots, replicas and policy.
         boosts: factors of the load of the experts of some layers.
+        spread: name of what fails with each rank, such as its rack, over which replicas are spread; None: its node.
     """
-    domains = planning.failure_domains(nodes)
+    sizes = [len(ranks) for ranks in planning.failure_domains(nodes)]
+    domains = planning.failure_domains(nodes if spread is None else spread)
     failures = options.placement_failures and min(options.placement_failures, max(1, len(domains) - 1))
     placement = {}
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
-        slots = planning.session_slots(number, [len(domain) for domain in domains], options.slots, options.replicas)
+        slots = planning.session_slots(number, sizes, options.slots, options.replicas)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
         replicas = planning.allocate(load, len(nodes), slots, options.replicas)
         placement[path] = planning.place(
@@ -110,6 +113,7 @@ def should_rebalance(
     nodes: Sequence[str],
     options: PlacementOptions,
     boosts: Mapping[str, Sequence[float]],
+    spread: Sequence[str] | None = None,
 ) -> bool:
     """Whether the load has shifted so far that a new placement makes a layer much more even; the same on all ranks."""
     experts = {path: layer.num_experts for path, layer in state.layers.items()}
@@ -117,7 +121,7 @@ def should_rebalance(
     load_LE = state.expert_load.mean_LE.tolist()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", planning.FewerReplicas)  # the recovery at the start has said it
-        planned = place_layers(experts, load_LE, previous, nodes, options, boosts)
+        planned = place_layers(experts, load_LE, previous, nodes, options, boosts, spread)
     for row, (path, layer) in zip(load_LE, state.layers.items(), strict=True):
         load = row[: layer.num_experts]
         now, then = (planning.imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))

@@ -133,12 +133,11 @@ class Protection:
             copies: those that members have of the state now.
         """
         self.settle()
-        was_damaged = self.first.was_damaged
-        self.first.end()  # where the recovery before was interrupted
+        self.first.forget()  # where the recovery before was interrupted
         group = self._membership.everyone
         units = about_units(self.state, self.replicas) if group.rank == 0 else None
         mine = about_member(self._membership, self.window_planner, self.options)
-        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": was_damaged})
+        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": self.first.was_damaged})
         self.active = self.state.active(self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, everyone[0]["units"])
         ranks = [RankInfo(**each["member"]) for each in everyone]

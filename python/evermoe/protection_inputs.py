@@ -8,6 +8,7 @@ from dataclasses import replace
 from evermoe.comm.membership import Membership
 from evermoe.events import Covered
 from evermoe.keeper import CopyOptions
+from evermoe.planning.placement import spread_over
 from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, fatal_losses, survival
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.part import parts_of
@@ -18,7 +19,7 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
 
 VERSIONS = 2
-"""Of a copy, at a time: snapshots have room for two, and a replica's start is in messages beside it."""
+"""Of a replica's state, at a time: what it begins with is in messages beside it."""
 
 
 def about_member(membership: Membership, planner: WindowPlanner, options: CopyOptions) -> RankInfo:
@@ -26,7 +27,7 @@ def about_member(membership: Membership, planner: WindowPlanner, options: CopyOp
     nodes, rank = membership.nodes, membership.everyone.rank
     share = share_of_host_bytes(nodes, rank)
     return RankInfo(
-        nodes[rank],
+        spread_over(nodes, membership.domains, options.copies)[rank],
         1 << 62 if share is None else share,
         membership.role == "train",
         planner.step_seconds,
@@ -86,6 +87,8 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
 def has_room(plan: ProtectionPlan, state: TrainingState, nodes: Sequence[str], rank: int) -> bool:
     """Whether this host has memory for a step's gradients and a plan's copies beside those of before, which are there.
 
+    Arenas of the plan's snapshots are there, too.
+
     Args:
         plan: the new one.
         state: of this member.
@@ -94,8 +97,7 @@ def has_room(plan: ProtectionPlan, state: TrainingState, nodes: Sequence[str], r
     """
     free = share_of_host_bytes(nodes, rank)
     sizes = dict(state.catalog.sizes())
-    kept = [each.unit for each in plan.units if rank in each.holders]
-    kept += [each.unit for each in plan.units if rank == each.primary and each.kind == "snapshot"]
+    kept = [each.unit for each in plan.units if rank in each.holders and each.kind == "replayed"]
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     gradients = sum(p.nbytes for p in parameters if p.device.type == "cpu")
     return free is None or free > VERSIONS * sum(sizes[unit] for unit in kept) + gradients

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 5;
+pub const PROTOCOL: u64 = 6;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// What stands in the place of a member's message in that of an operator.
@@ -35,6 +35,8 @@ pub struct Message {
     pub arithmetic: String,
     /// The machine whose memory dies as one.
     pub node: String,
+    /// What fails with that machine, from the largest to the smallest, as `zone/rack`; empty where it does not say.
+    pub domain: String,
     /// What it does.
     pub role: Role,
     /// Steps after which its script ends the job; 0 where no script does.

@@ -44,6 +44,7 @@ fn message(draw: &mut Draw) -> Message {
         node: "node-7".into(),
         steps: draw.extreme(),
         role: *draw.pick(&[Role::Train, Role::Replica]),
+        domain: String::new(),
         rank_key: String::new(),
         store: format!("host:{}", 1 + draw.below(65_535)),
         door: format!("[::1]:{}", 1 + draw.below(65_535)),

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
-from evermoe.comm.messages import Identity, Messages, job_secret
+from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, find_place
 from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
-from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
+from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, check_name, option
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ class MembershipOptions(Options):
     a name that no other process finds)."""
     node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
+    domain: str | None = None
+    """What fails with this node, from the largest to the smallest, such as `zone-a/rack-3`: copies are spread over the
+    largest of which there are enough (EVERMOE_DOMAIN; srun's SLURM_TOPOLOGY_ADDR; default: the node alone)."""
     address: str | None = None
     """Name or address by which other members reach this process, and on which it listens (EVERMOE_ADDRESS; default:
     loopback if the Lighthouse's address is, else the host's name, listening on all addresses)."""
@@ -76,6 +79,8 @@ class MembershipOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for part in self.domain.split("/") if self.domain is not None else ():
+            check_name("each part of domain (EVERMOE_DOMAIN), between slashes,", part)
         if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.go_on_alone:
             raise ValueError(
                 "go_on_alone (EVERMOE_GO_ON_ALONE) lets each part of a job go on, and lighthouse names several: "
@@ -109,13 +114,13 @@ class Membership:
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
         secret = job_secret()
-        self.node = node
+        self.node, self.rank_key = node, rank_key
         self._place = place = find_place(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
-        kind = "several" if self.lighthouses.are_several else "one"
-        self.identity = identity = replace(identity, options={**identity.options, "lighthouses": kind})
+        common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
+        self.identity = identity = replace(identity, options=common)
         self.messages = Messages(self.id, identity, lighthouse, secret)
-        self.role, self.goes_on_alone = options.role, options.go_on_alone
+        self.role, self.goes_on_alone, self._domain = options.role, options.go_on_alone, options.domain or ""
         interface = place.address or options.address
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
@@ -125,13 +130,13 @@ class Membership:
         self.side_group, self._has_side_group = Group(interface), has_side_group
         """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; else of one."""
         self._link()
-        self.rank_key = rank_key
         self.steps = 0
         """Steps after which the script ends the job; 0 where no script does."""
         self.established = False
         """Whether this member has state of the running job, as its protocol says."""
         self.generation = 0
         """Generation of the group, as the protocol says."""
+        self._domain_of: dict[str, str] = {}
         self.nodes: list[str] = []
         """Per rank, the machine whose memory dies with it; several members may share one. Replica nodes come last."""
         self.num_trainers = 1
@@ -172,6 +177,11 @@ class Membership:
             group.linked, group.transport = [other for other in groups if other is not group], self.transport
 
     @property
+    def domains(self) -> list[str]:
+        """Per rank, what fails with its node, from the largest to the smallest, with slashes; empty where unknown."""
+        return [self._domain_of[node] for node in self.nodes]
+
+    @property
     def everyone(self) -> Group:
         """Group of all members: those that train, with their ranks of `trainer_group`, then replica nodes."""
         return self.trainer_group if self.num_trainers == len(self.nodes) or not self.nodes else self._with_replicas
@@ -202,19 +212,8 @@ class Membership:
 
     def timeout(self, problem: str) -> JoinTimeout:
         """The error of an agreement that took too long."""
-        doubt = self.messages.doubt
-        problem += f"; {doubt}" if doubt and doubt != problem else ""
-        if self._is_expected:
-            return JoinTimeout(
-                f"the job's members have not taken this one in within {self._agree_limit:.0f} s: they do so between "
-                "two steps. Make agree_limit longer than a few steps."
-            )
-        advice = ". Check that the Lighthouse runs and is reachable, and that all workers were started with its address"
         seconds, address = round(self._agree_limit), self.lighthouses.current
-        return JoinTimeout(
-            f"no agreement on the members within {seconds} s (Lighthouse {address}): {problem}"
-            f"{advice if self._answered is None else ''}."
-        )
+        return self.messages.timeout(problem, seconds, address, self._answered is not None, self._is_expected)
 
     def inquire(self, standing: dict[str, Any]) -> None:
         """Asks the Lighthouse beside training, now and from time to time; `overheard` has the answers that have come.
@@ -230,7 +229,7 @@ class Membership:
         for quorum in self._inquiry.take():
             asked = self.messages.read(quorum.participants, is_established=True)
             if self.id in {member.id for member in asked}:
-                heard.append((quorum.quorum_id, [_participant(member.id, member.data) for member in asked]))
+                heard.append((quorum.quorum_id, [participant(member.id, member.data) for member in asked]))
         return heard
 
     def ask(self, standing: dict[str, Any], *, is_intact: bool) -> tuple[int, list[dict[str, Any]]]:
@@ -270,7 +269,7 @@ class Membership:
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
         self._named = {member.id: member.data for member in asked}
         self._reach.forget_all_but(self._named)
-        return quorum.quorum_id, [_participant(member.id, member.data) for member in asked]
+        return quorum.quorum_id, [participant(member.id, member.data) for member in asked]
 
     def _message(self, standing: dict[str, Any], patience: float, *, waits: bool) -> dict[str, Any]:
         message = {
@@ -278,6 +277,7 @@ class Membership:
             "waits": waits,
             "patience": patience,
             "node": self.node,
+            "domain": self._domain,
             "role": self.role,
             "steps": self.steps,
             "rank_key": self.rank_key,
@@ -308,6 +308,7 @@ class Membership:
             with self._stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self._stores.get(address))
                 self.nodes = [self._named[member]["node"] for member in members]
+                self._domain_of = {self._named[each]["node"]: self._named[each]["domain"] for each in members}
                 self.num_trainers = num_trainers
                 self._rebuild(store, members.index(self.id), len(members))
                 addresses = [self._named[member]["transport"] for member in members]
@@ -382,15 +383,3 @@ class Membership:
             time.sleep(RETRY_SECONDS)
             if self._reach.unreachable and not self._reach.look_again():
                 return
-
-
-def _participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": name,
-        "rank_key": data["rank_key"],
-        "trains": data["role"] == "train",
-        "waits": data["waits"],
-        "is_patient": data["patience"] > 0,
-        "unreachable": data["unreachable"],
-        "standing": data["standing"],
-    }

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from evermoe import _native
+from evermoe.errors import JoinTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +230,28 @@ class Messages:
                 f"session.steps({first.data['steps']}): all workers' must be the same"
             )
 
+    def timeout(self, problem: str, seconds: int, address: str, has_answered: bool, is_expected: bool) -> JoinTimeout:
+        """The error of an agreement that took too long.
+
+        Args:
+            problem: what it was spent on.
+            seconds: that it may take.
+            address: of the Lighthouse.
+            has_answered: whether that has answered.
+            is_expected: whether the job's members train, and have heard of this one.
+        """
+        problem += f"; {self.doubt}" if self.doubt and self.doubt != problem else ""
+        if is_expected:
+            return JoinTimeout(
+                f"the job's members have not taken this one in within {seconds} s: they do so between two steps. Make "
+                "agree_limit longer than a few steps."
+            )
+        advice = ". Check that the Lighthouse runs and is reachable, and that all workers were started with its address"
+        return JoinTimeout(
+            f"no agreement on the members within {seconds} s (Lighthouse {address}): {problem}"
+            f"{'' if has_answered else advice}."
+        )
+
 
 def as_text(data: Any) -> str:
     """What somebody tells, as JSON again; nothing where it is too deep for that."""
@@ -260,3 +283,16 @@ def _reference(told: list[Told], needed: int) -> Told:
     if len(first) < needed and not first[0].established and len({count for _, count in kinds}) < len(kinds):
         raise ConnectionError("the members of this new job differ: those that are to come decide which are right")
     return max(first, key=lambda each: kind(each) == kinds[0][0])
+
+
+def participant(name: str, data: dict[str, Any]) -> dict[str, Any]:
+    """What the protocol judges of a member's message."""
+    return {
+        "id": name,
+        "rank_key": data["rank_key"],
+        "trains": data["role"] == "train",
+        "waits": data["waits"],
+        "is_patient": data["patience"] > 0,
+        "unreachable": data["unreachable"],
+        "standing": data["standing"],
+    }

@@ -32,7 +32,7 @@ from evermoe.persist.manifest import manifest_text
 from evermoe.persist.owner import Owner
 from evermoe.persist.plain_files import write_tensors
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import primary_units
+from evermoe.state.unit import primary_units, read_tensors
 from evermoe.state.version import step_of
 
 MOST_PROBLEMS = 3
@@ -94,6 +94,8 @@ class CheckpointWrite:
         attempt = gather_json(group, uuid.uuid4().hex[:8])[0]
         self._draft = folder.draft(version, generation, attempt)
         self._captured = threading.Event()
+        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is written.
+        self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
         self._is_publishing = False
         self._task = self._start(self._write)
 
@@ -166,6 +168,7 @@ class CheckpointWrite:
         try:
             copies = {name: self._read(name) for name in self._mine}
         finally:
+            self._tensors = {}
             self._captured.set()
         self._folder.begin(self._draft)
         for name, data in copies.items():
@@ -177,7 +180,7 @@ class CheckpointWrite:
 
     def _read(self, name: str) -> Tensor:
         data = torch.empty(self._state.catalog.by_name[name].nbytes, dtype=torch.uint8)
-        self._state.read(name, data)
+        read_tensors(self._tensors[name], data)
         return data
 
     def _publish(self, units: dict[str, Any]) -> str:

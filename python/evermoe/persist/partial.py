@@ -25,7 +25,7 @@ from evermoe.persist.folder import PersistedUnit, find_persisted, sweep
 from evermoe.persist.persister import Persister
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import primary_units
+from evermoe.state.unit import primary_units, read_tensors
 from evermoe.state.version import step_of
 
 
@@ -35,7 +35,9 @@ class PartialCheckpoint:
     def __init__(self, state: TrainingState, persister: Persister, units: Sequence[str], version: int) -> None:
         self.version = version
         self.capture_seconds = 0.0
-        self._state, self._persister, self._units = state, persister, units
+        self._state, self._persister = state, persister
+        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is saved.
+        self._tensors = dict(zip(units, state.tensors(units), strict=True))
         self._captured = threading.Event()
         self.task: Task[bool]
 
@@ -52,11 +54,12 @@ class PartialCheckpoint:
         started = time.monotonic()
         try:
             views = self._persister.begin(
-                self.version, {name: self._state.catalog.by_name[name].nbytes for name in self._units}
+                self.version, {name: self._state.catalog.by_name[name].nbytes for name in self._tensors}
             )
             for name, view in views.items():
-                self._state.read(name, view)
+                read_tensors(self._tensors[name], view)
         finally:
+            self._tensors = {}
             self.capture_seconds = time.monotonic() - started
             self._captured.set()
         self._persister.commit()

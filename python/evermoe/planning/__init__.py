@@ -31,6 +31,7 @@ from evermoe.planning.placement import (
     failure_domains,
     place,
     session_slots,
+    spread_over,
 )
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan, usable_holdings
@@ -84,6 +85,7 @@ __all__ = [
     "session_slots",
     "shard_modules",
     "split_tokens",
+    "spread_over",
     "training_copy_holders",
     "unit_copy_holders",
     "usable_holdings",

@@ -185,6 +185,32 @@ def failure_domains(nodes: Sequence[str]) -> list[list[int]]:
     return list(ranks_of.values()) if len(ranks_of) > 1 else [[rank] for rank in range(len(nodes))]
 
 
+def spread_over(nodes: Sequence[str], domains: Sequence[str], copies: int) -> list[str]:
+    """By rank, the name of what copies are spread over: the largest domains of which there are enough, or nodes.
+
+        >>> nodes, domains = ["a", "b", "c", "d"], ["east/r1", "east/r1", "east/r2", "east/r3"]
+        >>> spread_over(nodes, domains, copies=2)  # there is one zone, and there are three racks
+        ['east/r1', 'east/r1', 'east/r2', 'east/r3']
+        >>> spread_over(nodes, domains, copies=4)
+        ['a', 'b', 'c', 'd']
+
+    Args:
+        nodes: name of the node of each rank.
+        domains: of each rank, what its node is in, from the largest to the smallest, with slashes; empty where that is
+            unknown, and then nodes count. Ranks of a node have the domain of the first of them.
+        copies: nodes that are to hold each unit.
+    """
+    of_node: dict[str, list[str]] = {}
+    for node, domain in zip(nodes, domains, strict=True):
+        of_node.setdefault(node, domain.split("/") if domain else [])
+    levels = min(map(len, of_node.values()), default=0)
+    for level in range(1, levels + 1):
+        names = ["/".join(of_node[node][:level]) for node in nodes]
+        if len(set(names)) >= max(2, copies):
+            return names
+    return list(nodes)
+
+
 def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, replicas: int) -> int:
     """Replicas of experts of a layer that each rank of a session holds: as asked, but all experts fit.
 

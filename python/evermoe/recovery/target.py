@@ -71,6 +71,7 @@ class ExpertTarget:
             copies, have the ranks after these.
         options: slots, replicas and policy.
         checkpoint_dir: folder of the checkpoints; None for none.
+        spread: as of `place_layers`.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class ExpertTarget:
         nodes: Sequence[str],
         options: PlacementOptions,
         checkpoint_dir: str | Path | None,
+        spread: Sequence[str] | None = None,
     ) -> None:
+        self._spread = nodes if spread is None else spread
         self._state, self._group, self._nodes, self._options = state, group, nodes, options
         self.trains = group.rank < len(nodes)
         self.checkpoints = Path(checkpoint_dir) if checkpoint_dir is not None else None
@@ -99,13 +102,13 @@ class ExpertTarget:
         with warnings.catch_warnings():
             if self._group.rank > 0:  # one member says it for all
                 warnings.simplefilter("ignore", planning.FewerReplicas)
-            placement = place_layers(experts, newest.load, previous, self._nodes, self._options, boosts)
+            placement = place_layers(experts, newest.load, previous, self._nodes, self._options, boosts, self._spread)
         in_memory = self._in_memory(version, inventories)
         rows = {
             path: np.array([[version > 0 and unit in units for unit in names] for units in in_memory], np.int64)
             for path, names in self._units().items()
         }
-        placement = keep_in_place(placement, rows, self._sizes(), self._nodes)
+        placement = keep_in_place(placement, rows, self._sizes(), self._spread)
         if self._state.owners.units:
             placement[OWNERS] = self._place_owners(version, inventories, placement)
         return placement

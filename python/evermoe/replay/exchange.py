@@ -165,6 +165,9 @@ class ReplayExchange:
             if unit not in mine
             for data in self._room_for(unit)
         )
+        for unit in self.units:
+            if unit in mine:
+                self._begin_here(unit, step, copies.data(unit), result)
         for unit in {unit for units in self._to.values() for unit in units}:
             self.sender.follow(unit)
         result.sent_bytes = courier.send(
@@ -174,9 +177,6 @@ class ReplayExchange:
             if unit not in copies.at(peer)
             for _, record in self.sender.full_state_messages(step, [unit])
         )
-        for unit in self.units:
-            if unit in mine:
-                self._begin_here(unit, step, copies.data(unit), result)
         freed = 0
         while arriving:
             data, transfer = arriving.popleft()

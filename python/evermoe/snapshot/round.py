@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from evermoe._native import Capture
 from evermoe.comm.courier import Courier, Message
@@ -16,6 +17,7 @@ from evermoe.events import Chunk, Listener, Published
 from evermoe.snapshot.segments import Segment
 from evermoe.snapshot.store import BundleArena, SnapshotStore
 from evermoe.state.stored import NO_COPIES, KeptCopies
+from evermoe.state.unit import read_tensors
 from evermoe.state.version import step_of
 
 
@@ -58,6 +60,8 @@ class SnapshotRound:
         self._read = threading.Event()
         """What the engine cannot capture was read by the courier."""
         self._captures: list[Capture | None] = []
+        self._tensors: dict[str, list[Tensor]] = {}
+        """Of units that the courier reads, as they were at the start."""
         self.task: Task[bool]
         """From `start` on; its result: whether all copies that came match their digests."""
 
@@ -65,6 +69,10 @@ class SnapshotRound:
         """Begins to capture the state as it is now, and the rest in the courier's thread."""
         self._store.prepare(self._own)
         self._captures = [self._store.capture(kept, self.version) for kept in self._own]
+        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is read.
+        left = [kept.bundle.units for kept, found in zip(self._own, self._captures, strict=True) if found is None]
+        names = [name for units in left for name in units]
+        self._tensors = dict(zip(names, self._store.state.tensors(names), strict=True))
         self.task = self._courier.submit(self._run)
         return self
 
@@ -96,6 +104,7 @@ class SnapshotRound:
                 if capture is None:
                     self._read_units(kept)
         finally:
+            self._tensors = {}
             self._read_seconds = time.monotonic() - started
             self._read.set()
         for kept in self._peers:
@@ -128,7 +137,7 @@ class SnapshotRound:
         kept.index = kept.arena.begin(self.version)
         data = torch.from_numpy(kept.arena.buffer(kept.index))
         for name, offset, nbytes in kept.arena.units():
-            self._store.state.read(name, data[offset : offset + nbytes])
+            read_tensors(self._tensors[name], data[offset : offset + nbytes])
             self._courier.progress += 1
         kept.arena.commit(kept.index)
 

@@ -13,6 +13,7 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
 from evermoe.events import Listener
 from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
+from evermoe.planning.placement import spread_over
 from evermoe.planning.protection import UnitProtection
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.page_locks import PageLocks
@@ -33,7 +34,7 @@ def local_bundles(assignment: Assignment, nodes: Sequence[str], options: CopyOpt
 
     Args:
         assignment: the plan.
-        nodes: by rank.
+        nodes: by rank, or what they are in.
         options: preset and copies.
     """
     if options.choices.needs_checkpoint_dir:
@@ -135,7 +136,8 @@ class Snapshots(StateKeeper):
             some = [kept for kept in snapshots if kept.period == period]
             found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
         nodes, rank = self._membership.nodes, self._membership.everyone.rank
-        planned = [*found, *local_bundles(assignment, nodes, self._options)]
+        spread = spread_over(nodes, self._membership.domains, self._options.copies)
+        planned = [*found, *local_bundles(assignment, spread, self._options)]
         share = share_of_host_bytes(nodes, rank)
         kept = self._store.replace_arenas(planned, assignment.generation, self._membership, assignment.copies)
         self.locked_bytes = self._page_locks.lock(self._store, share)

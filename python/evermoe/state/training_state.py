@@ -18,7 +18,7 @@ from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
 from evermoe.state.stored import RetainedUnits
-from evermoe.state.unit import SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit
+from evermoe.state.unit import SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit, read_tensors
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -128,10 +128,7 @@ class TrainingState:
     @torch.no_grad()
     def read(self, name: str, out: Tensor) -> None:
         """Copies a held unit's state to `out`, uint8 `[nbytes]` on the CPU."""
-        start = 0
-        for tensor in self._tensors(self.catalog.by_name[name]):
-            out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
-            start += tensor.nbytes
+        read_tensors(self._tensors(self.catalog.by_name[name]), out)
 
     def digests(self, names: Sequence[str]) -> list[int]:
         """XXH3-64 of held units' bytes, as `read` gives them."""

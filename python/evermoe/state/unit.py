@@ -7,7 +7,7 @@ Every rank computes the same list of units, in the same order, whatever it holds
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +82,14 @@ def digests_of(units: Sequence[Sequence[Tensor]]) -> list[int]:
     if any(tensor.is_cuda for tensors in units for tensor in tensors):  # one at a time: they may be large
         return [digests([[_bytes(tensor) for tensor in tensors]])[0] for tensors in units]
     return digests([[_bytes(tensor) for tensor in tensors] for tensors in units])
+
+
+def read_tensors(tensors: Iterable[Tensor], out: Tensor) -> None:
+    """Copies a unit's tensors, one after the other, to `out`, uint8 `[nbytes]` on the CPU."""
+    start = 0
+    for tensor in tensors:
+        out[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
+        start += tensor.nbytes
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -13,9 +13,11 @@ through before the backward begins, whose sums use the same group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,11 @@ from evermoe.comm.collectives import BUCKET_BYTES, send_from_owners
 from evermoe.comm.group import Group
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost, UnsupportedState
+
+COMPILED = (
+    "overlap_param_gather makes modules wait for their weights before they compute, which a compiled graph leaves out: "
+    "leave out the option, or torch.compile"
+)
 
 
 class LateWeights:
@@ -48,21 +55,25 @@ class LateWeights:
         """Makes the modules of a model wait for their parameters before they compute or tell their state.
 
         Raises:
-            UnsupportedState: a parameter is not on the CPU.
+            UnsupportedState: a parameter is not on the CPU, or the model is compiled.
         """
         device = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
         if device is not None:
             raise UnsupportedState(f"overlap_param_gather is for models on CPUs, and this one is on {device}")
+        if any(isinstance(module, torch._dynamo.OptimizedModule) for module in model.modules()):
+            raise UnsupportedState(COMPILED)
         for module in model.modules():
-            if next(module.parameters(recurse=False), None) is not None:
-                self._hooks.append(module.register_forward_pre_hook(self._before_forward))
+            if next(iter(_used_by(module)), None) is not None:
+                self._hooks.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
                 self._hooks.append(module.register_state_dict_pre_hook(self._before_state))
+                self._hooks.append(module.register_load_state_dict_pre_hook(self._before_state))
 
     def begin(self, updated_R: Sequence[Sequence[Tensor]]) -> None:
         """Begins to send the weights `[rank][n]` that each rank owns and has updated; the same on all members."""
         for number, bucket in enumerate(buckets(updated_R, BUCKET_BYTES)):
             self._bucket |= {id(parameter): number for parameters in bucket for parameter in parameters}
-            task = Task(partial(self._send, bucket))
+            # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is sent.
+            task = Task(partial(self._send, [[each.detach() for each in parameters] for parameters in bucket]))
             self._tasks.append(task)
             self._thread.submit(task.run)
 
@@ -76,14 +87,11 @@ class LateWeights:
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         if torch.compiler.is_compiling():
-            raise UnsupportedState(
-                "overlap_param_gather makes modules wait for their weights before they compute, which a compiled graph "
-                "leaves out: leave out the option, or torch.compile"
-            )
-        self._wait_for(module.parameters(recurse=False))
+            raise UnsupportedState(COMPILED)
+        self._wait_for(_used_by(module))
 
     def _before_state(self, module: nn.Module, *_: object) -> None:
-        self._wait_for(module.parameters(recurse=False))
+        self._wait_for(_used_by(module))
 
     def _wait_for(self, parameters: Iterable[Tensor]) -> None:
         if self._bucket:
@@ -100,8 +108,10 @@ class LateWeights:
     def _wait(self, number: int) -> None:
         if number > self._waited:
             self._trainers.on_wait(True)
-            done = [task.wait() for task in self._tasks[self._waited : number]]
-            self._trainers.on_wait(False)
+            try:
+                done = [task.wait() for task in self._tasks[self._waited : number]]
+            finally:
+                self._trainers.on_wait(False)
             if not all(done):
                 raise PeerLost(next(task.lost for task in self._tasks if task.lost is not None))
             self._waited = number
@@ -111,8 +121,15 @@ class LateWeights:
     def end(self) -> None:
         """Waits until the thread does nothing more; where weights are under way, the group has been dropped before."""
         for task in self._tasks:
-            task.wait()
+            task.is_over_within(threading.TIMEOUT_MAX)
         self._clear()
+
+    def __deepcopy__(self, memo: object) -> LateWeights:
+        """Copies of a model have parameters of their own, for which nothing is on its way."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LateWeights, (Group(), Group())
 
     def _clear(self) -> None:
         self._tasks, self._bucket, self._waited = [], {}, 0
@@ -124,6 +141,18 @@ class LateWeights:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+def _used_by(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a module's own forward may read.
+
+    Those of torch's modules read their children's, too, without calling these: `MultiheadAttention` does.
+    """
+    is_container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+    yield from module.parameters(recurse=type(module).__module__.startswith("torch.nn.") and not is_container)
+    for child in module.children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            yield from child.parameters()
 
 
 def buckets(tensors_R: Sequence[Sequence[Tensor]], nbytes: int) -> list[list[list[Tensor]]]:

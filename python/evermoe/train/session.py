@@ -141,7 +141,7 @@ class Session:
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        self._notice = Notice(self.leave, self.config.leave_limit, lambda: self._driver.committed >= 0)
+        self._notice = Notice(self.leave, self.config.leave_limit, lambda: bool(self._driver.reports))
         self.has_left = False
 
     @property
@@ -277,7 +277,7 @@ class Session:
         Puts the model in evaluation mode without gradients. When a peer is lost meanwhile the block ends early
         without an exception, and the session recovers before the next step. Inside the loop of `steps` only.
         """
-        _check_open(self)
+        check_trains(self)
         training = self.model.training
         self.model.eval()
         try:

@@ -207,6 +207,9 @@ class SessionDriver(RecoveryDriver):
                 self._script.scheduler.step()
             self._script.sampler.advance()
             self._save_progress()
+        arrived = self._protection.first.version
+        if arrived is not None:  # with this vote: members that had no part in its steps report none of them
+            self.committed = max(self.committed, step_of(arrived))
         self._protection.committed(version, clip)
 
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:

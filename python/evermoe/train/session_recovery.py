@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from evermoe import planning
 from evermoe.comm.collectives import ExpertReducer
 from evermoe.comm.membership import Membership
 from evermoe.config import SessionConfig
@@ -131,9 +132,9 @@ class RecoveryDriver(Driver):
 
     def weigh(self) -> Event:
         """Agrees whether the load has shifted so far that experts should move, as those who train see it."""
-        nodes = self._membership.nodes[: self._membership.num_trainers]
+        nodes, spread = _places(self._membership, self._config.copies)
         boosts = self._protection.ledger.boosted()
-        mine = self._trains and should_rebalance(self._state, nodes, self._config, boosts)
+        mine = self._trains and should_rebalance(self._state, nodes, self._config, boosts, spread)
         should_move = float(self._membership.everyone.all_reduce(torch.tensor([float(mine)]))) > 0
         if should_move:
             self._begin_report("the load has shifted")
@@ -263,6 +264,13 @@ class RecoveryDriver(Driver):
             lagging=self._protection.lagging,
             committed=max(0, self.committed),
         )
-        nodes = membership.nodes[: membership.num_trainers]
-        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, self._config.checkpoint_dir)
+        nodes, spread = _places(self._membership, self._config.copies)
+        folder = self._config.checkpoint_dir
+        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, folder, spread)
         return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing)
+
+
+def _places(at: Membership, copies: int) -> tuple[list[str], list[str]]:
+    """Of each rank that trains, its node, and over what replicas are spread."""
+    nodes, domains = at.nodes[: at.num_trainers], at.domains[: at.num_trainers]
+    return nodes, planning.spread_over(nodes, domains, copies)

@@ -1,5 +1,6 @@
 """With overlap_param_gather weights come beside the next forward: each module waits for its own, and no bit differs."""
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -76,6 +77,65 @@ def test_a_module_waits_for_its_own_weights_and_no_others(tmp_path, way):
     assert torch.equal(first.flatten(), torch.full((8,), 8.0))
     assert torch.equal(second.flatten(), torch.full((8,), 16.0))
     assert is_idle and not hooks
+
+
+def swapped(group, folder):
+    """What another rank gets while the owner's script has put averages in the weights' place."""
+    store = dist.FileStore(f"{folder}/events", group.size)
+    late_weights.send_from_owners = Held(store) if group.rank == 0 else send_from_owners
+    late_weights.BUCKET_BYTES = NBYTES
+    layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+    for layer in layers:
+        layer.weight.data.fill_(float(group.rank == 0))
+    late = LateWeights(side_group(group, folder), group)
+    late.begin([[layer.weight for layer in layers], []])
+    if group.rank == 0:
+        kept = [layer.weight.data for layer in layers]
+        for layer in layers:
+            layer.weight.data = torch.full((8, 8), 7.0)
+        store.set("first is used", "")
+        late.wait()
+        for layer, data in zip(layers, kept, strict=True):
+            layer.weight.data = data
+    late.wait()
+    late.close()
+    return [layer.weight.detach() for layer in layers]
+
+
+def test_averages_that_are_applied_meanwhile_are_not_sent(tmp_path):
+    for weights in run_ranks(tmp_path, 2, swapped, str(tmp_path)):
+        assert all(torch.equal(weight, torch.ones(8, 8)) for weight in weights)
+
+
+class Parts(nn.Module):
+    """Reads parameters of children that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.parts = nn.ParameterList(torch.ones(1) for _ in range(3))
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0] * sum(self.parts)
+
+
+def test_modules_wait_for_parameters_of_children_that_they_do_not_call():
+    model = Parts()
+    late, waited = LateWeights(Group(), Group()), []
+    late._wait_for = lambda parameters: waited.extend(map(id, parameters))
+    late.attach(model)
+    model(torch.ones(1, 1, 8))
+    late.close()
+    assert set(waited) == {id(parameter) for parameter in model.parameters()}
+
+
+def test_a_model_can_be_copied_and_saved(tmp_path):
+    late, model = LateWeights(Group(), Group()), nn.Linear(4, 4)
+    late.attach(model)
+    torch.save(model, tmp_path / "model.pt")
+    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(other(torch.ones(1, 4)), model(torch.ones(1, 4)))
+    late.close()
 
 
 def lost(group, folder):

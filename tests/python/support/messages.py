@@ -29,6 +29,7 @@ def told(messages: Messages, generation: int) -> dict[str, Any]:
         "door": "localhost:2",
         "transport": "localhost:3",
         "node": "n",
+        "domain": "",
         "rank_key": "",
         "unreachable": [],
     }

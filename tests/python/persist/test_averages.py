@@ -1,0 +1,43 @@
+"""Checkpoints have the weights, also where a script puts averages in their place while they are read."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from safetensors.torch import load_file
+
+from evermoe import EMA, ElasticSampler, Session
+from evermoe.persist.checkpointer import CheckpointWrite
+from support.harness import PATIENCE
+
+
+def test_a_checkpoint_that_is_read_while_averages_are_applied_has_the_weights(tmp_path, monkeypatch):
+    may_read, write = threading.Event(), CheckpointWrite._write
+
+    def late(self):
+        assert may_read.wait(PATIENCE)
+        return write(self)
+
+    monkeypatch.setattr(CheckpointWrite, "_write", late)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ema = EMA(optimizer, 0.5)
+    session = Session(
+        model, optimizer, ElasticSampler(16, 4), checkpoint_dir=str(tmp_path), checkpoint_every=2, copies=0
+    )
+    weights = {}
+    for step in session.steps(3):
+        with step:
+            step.backward(model(torch.ones(4, 4)).square().mean())
+        if session.step == 2:
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            with ema.applied():
+                assert not torch.equal(model.weight, weights["weight"])
+                may_read.set()
+                session._driver._checkpointer._write.wait_captured()
+    session.close()
+    (file,) = tmp_path.glob("*2*/units-0.safetensors")
+    saved = {name.split("/", 1)[1]: value for name, value in load_file(file).items() if not name.startswith("session")}
+    for name, value in weights.items():
+        assert torch.equal(saved[name].view(value.dtype).reshape(value.shape), value)
