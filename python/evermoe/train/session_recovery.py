@@ -236,5 +236,5 @@ class RecoveryDriver(Driver):
             committed=max(0, self.committed),
         )
         nodes = membership.nodes[: membership.num_trainers]
-        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, self._config.checkpoint_dir)
+        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, self._config.checkpoints())
         return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing)
