@@ -27,6 +27,8 @@ pub const PART_BYTES: usize = 8 << 20;
 const MOST_PARTS: usize = 16;
 const LONGEST_REQUEST: Duration = Duration::from_secs(60);
 const SHORTEST_REQUEST: Duration = Duration::from_secs(1);
+/// More than fit into any patience.
+const MOST_RETRIES: usize = 1_000_000;
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
@@ -173,14 +175,14 @@ impl Place {
                     Err(error) if problem::is_passing(&error) => error,
                     Err(error) => return Err(error),
                 };
+                if Instant::now() > deadline {
+                    return Err(failed);
+                }
                 match self.read_whole(&path).await {
                     Ok(found) => return Ok(found == data),
                     Err(object_store::Error::NotFound { .. }) => {}
                     Err(error) if problem::is_passing(&error) => {}
                     Err(error) => return Err(error),
-                }
-                if Instant::now() > deadline {
-                    return Err(failed);
                 }
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(LONGEST_PAUSE);
@@ -330,7 +332,7 @@ impl Place {
 
 fn build(address: &Address, options: &Options) -> object_store::Result<Arc<dyn ObjectStore>> {
     let backoff = BackoffConfig { init_backoff: FIRST_PAUSE, max_backoff: LONGEST_PAUSE, base: 2.0 };
-    let retry = RetryConfig { backoff, max_retries: usize::MAX, retry_timeout: options.patience };
+    let retry = RetryConfig { backoff, max_retries: MOST_RETRIES, retry_timeout: options.patience };
     let request = options.patience.clamp(SHORTEST_REQUEST, LONGEST_REQUEST);
     let (key, value) = (ClientConfigKey::Timeout, format!("{} s", request.as_secs_f64().ceil()));
     let url = address.url.as_str();

@@ -1,4 +1,4 @@
-"""Real servers of object stores on this machine, each with a folder of its own, that can be killed and started again."""
+"""Real servers of object stores on this machine, each with a folder of its own, to be killed and started again."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ class S3Server:
         with (self.folder.parent / f"{self.folder.name}.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"RUST_LOG": "error"})
         wait_until(lambda: answers(self.port), "s3s-fs listens")
+
+    def move(self) -> None:
+        """Another address from its next start on."""
+        self.port = free_port()
 
     def kill(self) -> None:
         assert self._process is not None

@@ -106,6 +106,8 @@ class Options:
     """Of gradients that are summed together beside backward, instead of the session's own; 0: none are."""
     parts: int = 1
     """Parts of a share, whose gradients add up."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that it has besides the tests' own."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -406,6 +408,7 @@ def main(options: Options) -> None:
     log = os.open(Path(options.folder) / f"{options.name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ |= options.environment
     if options.network is not None:
         from support.hosts import enter  # this file also runs by itself, without the others
 
