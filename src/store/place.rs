@@ -118,7 +118,7 @@ impl Place {
     pub fn put(&self, name: &str, data: &[u8]) -> Result<()> {
         self.check_writable()?;
         let path = self.path(name)?;
-        self.wait(name, async {
+        self.wait(name, async || {
             if data.len() <= PART_BYTES {
                 let _part = PARTS.acquire().await;
                 self.pace.wait(data.len()).await;
@@ -166,7 +166,7 @@ impl Place {
         let path = self.path(name)?;
         let deadline = Instant::now() + self.options.patience;
         let mut pause = FIRST_PAUSE;
-        self.wait(name, async {
+        self.wait(name, async || {
             loop {
                 let payload = PutPayload::from(data.to_vec());
                 let failed = match self.store.put_opts(&path, payload, PutMode::Create.into()).await {
@@ -200,7 +200,7 @@ impl Place {
     /// [`Error::Corrupt`] if it is larger. [`Error::Io`] if it cannot be read.
     pub fn read(&self, name: &str, most_bytes: u64) -> Result<Option<Vec<u8>>> {
         let path = self.path(name)?;
-        let read = self.wait(name, async {
+        let read = self.wait(name, async || {
             let found = match self.store.get(&path).await {
                 Err(object_store::Error::NotFound { .. }) => return Ok(Some(None)),
                 found => found?,
@@ -221,11 +221,9 @@ impl Place {
     /// [`Error::Io`] if the service does not tell.
     pub fn size(&self, name: &str) -> Result<Option<u64>> {
         let path = self.path(name)?;
-        self.wait(name, async {
-            match self.store.head(&path).await {
-                Err(object_store::Error::NotFound { .. }) => Ok(None),
-                found => Ok(Some(found?.size)),
-            }
+        self.wait(name, async || match self.store.head(&path).await {
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            found => Ok(Some(found?.size)),
         })
     }
 
@@ -235,7 +233,7 @@ impl Place {
     /// [`Error::Io`] if they cannot be read, or the object has fewer.
     pub fn read_into(&self, name: &str, start: u64, out: &mut [u8]) -> Result<()> {
         let path = self.path(name)?;
-        self.wait(name, async {
+        self.wait(name, async || {
             let parts = out.chunks_mut(PART_BYTES).zip((start..).step_by(PART_BYTES)).map(|(part, start)| {
                 let (store, path) = (&self.store, &path);
                 async move {
@@ -244,7 +242,7 @@ impl Place {
                     if found.len() != part.len() {
                         let (expected, found) = (part.len(), found.len());
                         let source = format!("expected {expected} bytes from {start} on, got {found}").into();
-                        return Err(object_store::Error::Generic { store: "range", source });
+                        return Err(object_store::Error::Generic { store: problem::RANGE, source });
                     }
                     part.copy_from_slice(&found);
                     Ok(())
@@ -260,7 +258,7 @@ impl Place {
     /// [`Error::Io`] if they cannot be listed.
     pub fn list(&self, below: &str) -> Result<Vec<Stored>> {
         let path = self.path(below)?;
-        let found = self.wait(below, self.store.list(Some(&path)).try_collect::<Vec<_>>())?;
+        let found = self.wait(below, async || self.store.list(Some(&path)).try_collect::<Vec<_>>().await)?;
         let stored = found.into_iter().filter_map(|meta| {
             let modified = meta.last_modified.timestamp_millis() as f64 / 1e3;
             Some(Stored { name: self.name(&meta.location)?, nbytes: meta.size, modified })
@@ -273,7 +271,7 @@ impl Place {
     /// # Errors
     /// [`Error::Io`] if they cannot be listed.
     pub fn names(&self) -> Result<Vec<String>> {
-        let found = self.wait("", self.store.list_with_delimiter(Some(&self.prefix)))?;
+        let found = self.wait("", async || self.store.list_with_delimiter(Some(&self.prefix)).await)?;
         let objects = found.objects.into_iter().map(|meta| meta.location);
         Ok(found.common_prefixes.into_iter().chain(objects).filter_map(|path| self.name(&path)).collect())
     }
@@ -285,8 +283,8 @@ impl Place {
     pub fn remove(&self, names: &[String]) -> Result<()> {
         self.check_writable()?;
         let paths = names.iter().map(|name| self.path(name)).collect::<Result<Vec<_>>>()?;
-        let paths = stream::iter(paths.into_iter().map(Ok)).boxed();
-        self.wait("", async {
+        self.wait("", async || {
+            let paths = stream::iter(paths.clone().into_iter().map(Ok)).boxed();
             let mut gone = self.store.delete_stream(paths);
             while let Some(done) = gone.next().await {
                 match done {
@@ -318,15 +316,30 @@ impl Place {
         (!below.is_empty()).then(|| below.join("/"))
     }
 
-    fn wait<T>(&self, name: &str, operation: impl Future<Output = object_store::Result<T>>) -> Result<T> {
+    /// Waits for an operation, which may be done twice: again where the service is away in a way that requests do not
+    /// try again by themselves, such as a connection that ends between two of them.
+    fn wait<T>(&self, name: &str, mut operation: impl AsyncFnMut() -> object_store::Result<T>) -> Result<T> {
         if self.process != std::process::id() {
             return Err(Error::Runtime(format!(
                 "{} was opened by the process that forked this one",
                 self.shown
             )));
         }
+        let deadline = Instant::now() + self.options.patience;
+        let done = self.runtime.block_on(async {
+            let mut pause = FIRST_PAUSE;
+            loop {
+                match operation().await {
+                    Err(error) if problem::is_passing(&error) && Instant::now() + pause < deadline => {
+                        tokio::time::sleep(pause).await;
+                        pause = (pause * 2).min(LONGEST_PAUSE);
+                    }
+                    done => return done,
+                }
+            }
+        });
         let what = if name.is_empty() { self.shown.clone() } else { format!("{}/{name}", self.shown) };
-        self.runtime.block_on(operation).map_err(|error| problem::problem(&what, &error))
+        done.map_err(|error| problem::problem(&what, &error))
     }
 }
 

@@ -7,8 +7,14 @@ const LONGEST: usize = 400;
 const NO_BUCKET: [&str; 4] =
     ["NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist"];
 
+/// What a request is called that asked for more than there is.
+pub(super) const RANGE: &str = "range";
+
 /// Whether the same request may succeed later: the service is away, slow or overloaded.
 pub(super) fn is_passing(error: &object_store::Error) -> bool {
+    if matches!(error, object_store::Error::Generic { store: RANGE, .. }) {
+        return false;
+    }
     let text = error.to_string();
     matches!(error, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
         && !["status code: 4", "without LOCATION", "builder error", "URL scheme is not allowed"]

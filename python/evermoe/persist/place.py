@@ -15,6 +15,7 @@ from evermoe import _native
 
 PATIENCE = 180.0
 """Seconds for which a request is tried again by default."""
+_PROVIDERS = ("AWS_", "AZURE_", "GOOGLE_")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
 _FLATTENED = re.compile(r"^(s3a?|gs|az|azure|adl|abfss?|https?|file):/[^/]")
 
@@ -134,12 +135,18 @@ def locate(where: str | Path, *, patience: float = PATIENCE, upload_limit: float
         if split.netloc not in ("", "localhost"):
             raise ValueError(f"expected file:///PATH of this machine, got one of {split.netloc!r}")
         return Path(unquote(split.path))
-    return ObjectPath(_open(text.rstrip("/"), patience, upload_limit, os.getpid()))
+    return ObjectPath(_open(text.rstrip("/"), patience, upload_limit, *_circumstances()))
+
+
+def _circumstances() -> tuple[int, int]:
+    """What else a place depends on: the process, as those of a parent are of no use to a child, and the variables."""
+    variables = sorted(each for each in os.environ.items() if each[0].startswith(_PROVIDERS))
+    return os.getpid(), hash(tuple(variables))
 
 
 @functools.lru_cache(maxsize=64)
-def _open(url: str, patience: float, upload_limit: float, process: int) -> Place:
-    """A place, once for each process: what was opened before a fork is of no use after it."""
+def _open(url: str, patience: float, upload_limit: float, process: int, variables: int) -> Place:
+    """A place, once for the same circumstances."""
     if not hasattr(_native, "ObjectPlace"):
         raise ValueError("this build of evermoe has no object stores: build it with the feature object-store")
     return Place(url, patience, _native.ObjectPlace(url, patience, upload_limit or None))
@@ -149,7 +156,7 @@ def hurried(where: Location, patience: float) -> Location:
     """The same location, for requests that are tried again for so many seconds at most."""
     if isinstance(where, Path) or where.place.patience <= patience:
         return where
-    return ObjectPath(_open(where.place.url, patience, 0.0, os.getpid()), where.key)
+    return ObjectPath(_open(where.place.url, patience, 0.0, *_circumstances()), where.key)
 
 
 def locate_below(where: str | Path, *, patience: float = PATIENCE) -> Location:

@@ -15,9 +15,11 @@ from evermoe.persist.manifest import read_manifest, read_units
 from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
 from support.models import make
-from support.object_servers import need_s3, s3_server
+from support.object_servers import s3_server
 from support.places import Spot, Writer, all_whole, beside, forget, is_whole, steps, write
 from support.stores import contents, model
+
+BUCKETS = ["s3"]
 
 
 @pytest.fixture(scope="module")
@@ -26,22 +28,25 @@ def s3(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(params=["folder", "s3"])
-def spot(request, tmp_path, monkeypatch):
-    if request.param == "folder":
-        return Spot(str(tmp_path / "saved"))
-    need_s3()
-    server = request.getfixturevalue("s3")
+def make_spot(kind, request, monkeypatch):
+    if kind == "folder":
+        return Spot(str(request.getfixturevalue("tmp_path") / "saved"))
+    server = request.getfixturevalue(kind)
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    return Spot(f"s3://{server.bucket}/{uuid.uuid4().hex[:8]}", server.environment())
+    return Spot(f"{server.url}/{uuid.uuid4().hex[:8]}", server.environment())
 
 
-@pytest.fixture
-def bucket(spot):
-    if not spot.is_bucket:
-        pytest.skip("about object stores")
-    return spot
+@pytest.fixture(params=["folder", *BUCKETS])
+def spot(request, monkeypatch):
+    """A place of each kind."""
+    return make_spot(request.param, request, monkeypatch)
+
+
+@pytest.fixture(params=BUCKETS)
+def bucket(request, monkeypatch):
+    """A place of each kind that is no folder."""
+    return make_spot(request.param, request, monkeypatch)
 
 
 def test_versions_are_read_as_they_were_written_and_the_two_newest_stay(spot):

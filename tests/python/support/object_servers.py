@@ -58,8 +58,8 @@ class S3Server:
         self._process.wait()
 
     @property
-    def objects(self) -> Path:
-        return self.folder / self.bucket
+    def url(self) -> str:
+        return f"s3://{self.bucket}"
 
     def environment(self, port: int | None = None) -> dict[str, str]:
         """Variables by which a client finds it; with another port over a proxy."""

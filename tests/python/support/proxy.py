@@ -39,6 +39,12 @@ class Fault(NamedTuple):
     """Status, or seconds."""
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+
 class Proxy:
     """Passes requests on to a port of this machine.
 
@@ -58,9 +64,7 @@ class Proxy:
         self._lock = threading.Lock()
         self._keys: dict[str, threading.Lock] = collections.defaultdict(threading.Lock)
         handler = type("Handler", (_Handler,), {"proxy": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self._server.block_on_close = False
+        self._server = _Server(("127.0.0.1", 0), handler)
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
