@@ -11,6 +11,8 @@ TORCH_VERSIONS ?= 2.10.0 2.15.0
 BIN := $(VENV)/bin
 S3_SERVER := target/tools/bin/s3s-fs
 S3_SERVER_VERSION := 0.14.1
+AZURE_SERVER := target/tools/node_modules/.bin/azurite-blob
+AZURE_SERVER_VERSION := 3.35.0
 STAMPS := $(VENV)/.stamps
 SOURCES := $(shell find src kernels -type f) build.rs Cargo.toml Cargo.lock pyproject.toml
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
@@ -46,10 +48,13 @@ $(S3_SERVER):
 	CARGO_PROFILE_RELEASE_OPT_LEVEL=1 cargo install --quiet --locked --features binary --root target/tools \
 	  s3s-fs@$(S3_SERVER_VERSION)
 
+$(AZURE_SERVER):
+	npm install --silent --no-audit --no-fund --prefix target/tools azurite@$(AZURE_SERVER_VERSION)
+
 test-python: setup $(S3_SERVER)
 	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(TEST_PROCESSES) --dist worksteal
 
-test-long: setup $(S3_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
+test-long: setup $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
 	cargo test --quiet --profile long --lib --bins --tests -- --include-ignored --test-threads 1
 	cargo test --quiet --doc
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal

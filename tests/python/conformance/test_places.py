@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 
 import pytest
@@ -15,17 +16,30 @@ from evermoe.persist.manifest import read_manifest, read_units
 from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
 from support.models import make
-from support.object_servers import s3_server
+from support.object_servers import GCS_ADDRESS, GcsAddress, azure_server, s3_server
 from support.places import Spot, Writer, all_whole, beside, forget, is_whole, steps, write
 from support.stores import contents, model
 
-BUCKETS = ["s3"]
+BUCKETS = ["s3", pytest.param("azure", marks=pytest.mark.long), pytest.param("gcs", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory):
     with s3_server(tmp_path_factory.mktemp("servers") / "s3") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def azure():
+    with azure_server() as server:
+        yield server
+
+
+@pytest.fixture
+def gcs():
+    if GCS_ADDRESS not in os.environ:
+        pytest.skip(f"needs a bucket of Google's: {GCS_ADDRESS}=gs://BUCKET/PATH")
+    return GcsAddress()
 
 
 def make_spot(kind, request, monkeypatch):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hmac
+import http.client
 import os
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +20,11 @@ from support.harness import wait_until
 
 ROOT = Path(__file__).parents[3]
 S3_SERVER = ROOT / "target" / "tools" / "bin" / "s3s-fs"
+AZURE_SERVER = ROOT / "target" / "tools" / "node_modules" / ".bin" / "azurite-blob"
 KEY, SECRET = "evermoe", "not-to-be-logged"
+AZURE_KEY = base64.b64encode(SECRET.encode()).decode()
+GCS_ADDRESS = "EVERMOE_TEST_GCS"
+"""Variable with a URL `gs://BUCKET/PATH` below which tests may write, with the credentials of Google's own chain."""
 
 
 def free_port() -> int:
@@ -72,20 +80,88 @@ class S3Server:
         }
 
 
-def need_s3() -> None:
-    """Skips a test where the server is not built; in CI it must be."""
-    if not S3_SERVER.exists():
-        assert "CI" not in os.environ, f"{S3_SERVER} is missing: make {S3_SERVER.relative_to(ROOT)}"
-        pytest.skip("needs s3s-fs: make target/tools/bin/s3s-fs")
+class AzureServer:
+    """Azurite, with one container; what is in it ends with the process."""
+
+    def __init__(self, container: str = "container") -> None:
+        self.port, self._container = free_port(), container
+        self.url = f"az://{container}"
+        command = [
+            AZURE_SERVER,
+            "--blobPort",
+            str(self.port),
+            "--inMemoryPersistence",
+            "--silent",
+            "--disableTelemetry",
+        ]
+        command += ["--skipApiVersionCheck"]
+        accounts = {"AZURITE_ACCOUNTS": f"{KEY}:{AZURE_KEY}"}
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | accounts)
+        wait_until(lambda: answers(self.port), "Azurite listens")
+        self._make_container()
+
+    def _make_container(self) -> None:
+        """Signed as https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key has it."""
+        date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
+        path = f"/{KEY}/{self._container}"
+        signed = f"PUT{chr(10) * 12}x-ms-date:{date}\nx-ms-version:2021-08-06\n/{KEY}{path}\nrestype:container"
+        mark = base64.b64encode(hmac.digest(SECRET.encode(), signed.encode(), "sha256")).decode()
+        headers = {"x-ms-date": date, "x-ms-version": "2021-08-06", "Authorization": f"SharedKey {KEY}:{mark}"}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request("PUT", f"{path}?restype=container", headers=headers | {"Content-Length": "0"})
+        response = connection.getresponse()
+        assert response.status == 201, response.read()
+        connection.close()
+
+    def environment(self) -> dict[str, str]:
+        """Variables by which a client finds it."""
+        return {
+            "AZURE_STORAGE_ACCOUNT_NAME": KEY,
+            "AZURE_STORAGE_ACCOUNT_KEY": AZURE_KEY,
+            "AZURE_STORAGE_ENDPOINT": f"http://127.0.0.1:{self.port}/{KEY}",
+            "AZURE_ALLOW_HTTP": "true",
+        }
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class GcsAddress:
+    """A bucket of Google's, where one is named."""
+
+    def __init__(self) -> None:
+        self.url = os.environ[GCS_ADDRESS].rstrip("/")
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+
+def need(server: Path) -> None:
+    """Skips a test where a server is not built; in CI it must be."""
+    if not server.exists():
+        assert "CI" not in os.environ, f"{server} is missing: make {server.relative_to(ROOT)}"
+        pytest.skip(f"needs {server.name}: make {server.relative_to(ROOT)}")
 
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[S3Server]:
     """A server for as long as the block lasts."""
-    need_s3()
+    need(S3_SERVER)
     server = S3Server(folder)
     try:
         yield server
     finally:
         server.kill()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def azure_server() -> Iterator[AzureServer]:
+    """A server for as long as the block lasts."""
+    need(AZURE_SERVER)
+    server = AzureServer()
+    try:
+        yield server
+    finally:
+        server.kill()
