@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -88,9 +89,13 @@ def find(where: Location, layout: str | None = None) -> Mapping[int, Location]:
 def _scan(where: ObjectPath, layout: str | None = None) -> list[Found]:
     if not is_single(where):
         return scan(where.place, layout, tells=True)
-    manifest = read_manifest(locate_below(where.place.url))
-    if layout is not None and manifest.layout != layout:
-        raise CorruptCopy(f"{where} belongs to another model or optimizer")
+    try:
+        manifest = read_manifest(locate_below(where.place.url))
+        if layout is not None and manifest.layout != layout:
+            raise CorruptCopy(f"{where} belongs to another model or optimizer")
+    except CorruptCopy as error:
+        warnings.warn(f"a checkpoint is passed over: {error}", stacklevel=4)
+        return []
     return [Found(manifest.version, 0, manifest)]
 
 

@@ -132,7 +132,8 @@ def test_a_bad_manifest_is_passed_over_with_one_warning(spot, harm, message):
 
 def test_checkpoints_of_another_model_are_refused(spot):
     (path,) = write(spot, 1)
-    assert find(spot.locate(), "another") == {} or pytest.fail("a checkpoint of another model is found")
+    with pytest.warns(UserWarning, match="is passed over: .* belongs to another model"):
+        assert find(spot.locate(), "another") == {}
     with pytest.raises(CorruptCopy, match="has no unit nothing"):
         list(read_units(read_manifest(path), ["nothing"]))
     from evermoe.persist.checkpoint_store import open_store

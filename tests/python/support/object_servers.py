@@ -43,15 +43,16 @@ def answers(port: int) -> bool:
 class S3Server:
     """s3s-fs, whose buckets are folders below its own."""
 
-    def __init__(self, folder: Path, bucket: str = "bucket") -> None:
-        self.folder, self.bucket, self.port = folder, bucket, free_port()
+    def __init__(self, folder: Path, bucket: str = "bucket", *, is_public: bool = False) -> None:
+        self.folder, self.bucket, self.port, self._is_public = folder, bucket, free_port(), is_public
         (folder / bucket).mkdir(parents=True)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
         command = [S3_SERVER, "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--access-key", KEY, "--secret-key", SECRET, self.folder]
+        command += [] if self._is_public else ["--access-key", KEY, "--secret-key", SECRET]
+        command.append(self.folder)
         with (self.folder.parent / f"{self.folder.name}.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"RUST_LOG": "error"})
         wait_until(lambda: answers(self.port), "s3s-fs listens")
@@ -71,9 +72,8 @@ class S3Server:
 
     def environment(self, port: int | None = None) -> dict[str, str]:
         """Variables by which a client finds it; with another port over a proxy."""
-        return {
-            "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET,
+        keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+        return ({"AWS_SKIP_SIGNATURE": "true"} if self._is_public else keys) | {
             "AWS_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port or self.port}",
             "AWS_ALLOW_HTTP": "true",
@@ -145,10 +145,10 @@ def need(server: Path) -> None:
 
 
 @contextlib.contextmanager
-def s3_server(folder: Path) -> Iterator[S3Server]:
-    """A server for as long as the block lasts."""
+def s3_server(folder: Path, *, is_public: bool = False) -> Iterator[S3Server]:
+    """A server for as long as the block lasts; a public one asks for no credentials."""
     need(S3_SERVER)
-    server = S3Server(folder)
+    server = S3Server(folder, is_public=is_public)
     try:
         yield server
     finally:
