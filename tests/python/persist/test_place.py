@@ -1,4 +1,4 @@
-"""URLs of places: what they name, what is refused and how, what is read by HTTP, and how much is under way at a time."""
+"""URLs of places: what they name, what is refused and how, what HTTP reads, and how much is under way at a time."""
 
 import os
 import time
