@@ -187,7 +187,8 @@ class CheckpointBucket:
         attempts = Attempts(self._place)
         with contextlib.suppress(OSError):  # the next publication does it
             give_up_older(attempts, generation)
-            Cleaner(attempts).clean(now=time.time())
+            if not Cleaner(attempts).clean(now=time.time()):
+                self._left |= {name for name, each in attempts.look().items() if each.is_over}
             self._place.remove([name for name in self._place.names() if name.startswith(PROBE)])
 
     def close(self) -> None:
