@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from evermoe.persist.checkpoint_store import find
+from evermoe.persist.manifest import as_bytes, read_manifest, read_units
 from support.harness import SERVER
 from support.object_servers import s3_server
 from support.places import Spot, Writer, all_whole, forget, is_whole, steps, write, write_as_process
 from support.proxy import Fault, Request, proxy_to
+from support.stores import contents, names
 
 LIMIT = 60.0
 
@@ -167,6 +172,34 @@ def test_two_writers_that_decide_at_the_same_moment_agree(proxy, behind):
         assert steps(spot) == ([] if path is None else [1])
         assert all_whole(spot) == steps(spot)
         other.close()
+
+
+def test_the_files_of_a_checkpoint_that_goes_stay_for_one_that_is_just_being_published(proxy, behind):
+    """It has seen them in use, and its manifest is on its way while the checkpoint that it shares them with goes."""
+    spot = behind("late")
+    writer, late = Writer(spot), Writer(spot, member="late")
+    writer.write(1)
+    write_ = late.begin(2, contents(1))
+    write_._task.wait()
+    proxy.reset(
+        lambda request: (
+            Fault("hold") if request.method == "PUT" and re.search("step-00000002.*manifest", request.path) else None
+        )
+    )
+    with ThreadPoolExecutor(1) as pool:
+        publishing = pool.submit(write_.complete)
+        assert proxy.held.wait(LIMIT)
+        writer.write(3)
+        writer.write(4)
+        assert steps(spot) == [4, 3]
+        proxy.reset()
+        path = publishing.result(LIMIT)
+    found = dict(read_units(read_manifest(path), names()))
+    assert all(torch.equal(as_bytes(found[name]), data) for name, data in contents(1).items())
+    writer.write(5)
+    writer.write(6)
+    used = {path.name for path in find(spot.locate()).values()}
+    assert {name.split("/")[0] for name in spot.files() if name.endswith(".safetensors")} == used
 
 
 def sweep_as_process(spot, generation):
