@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from evermoe import CorruptCopy, load_weights
 from evermoe.errors import PersistFailed
+from evermoe.persist.attempts import Attempts, Cleaner
 from evermoe.persist.checkpoint_store import find, prune, stored
 from evermoe.persist.copying import copy
 from evermoe.persist.manifest import read_manifest, read_units
@@ -310,6 +312,16 @@ def test_files_stay_while_an_attempt_is_undecided(bucket):
     assert not [name for name in bucket.files() if name.startswith(old.name) and "safetensors" in name]
     with pytest.raises(PersistFailed, match="was given up"):
         write.complete()
+
+
+def test_empty_manifests_go_after_a_week(bucket):
+    first, *_ = write(bucket, 1, 2, 3)
+    place = bucket.locate().place
+    assert bucket.files()[f"{first.name}/manifest.json"] == 0
+    for days, is_left in ((6, True), (8, False)):
+        assert Cleaner(Attempts(place)).clean(now=time.time() + days * 86400)
+        assert (first.name in place.names()) == is_left
+    assert all_whole(bucket) == [3, 2]
 
 
 def test_a_folder_of_files_that_was_uploaded_is_a_checkpoint(bucket, tmp_path):
