@@ -41,7 +41,7 @@ demo: setup ## Train a small MoE on 4 workers, kill one, recover, let one join
 test: test-rust test-python ## The tests that need no GPU, but for the long ones
 
 test-rust: setup
-	cargo test --quiet
+	cargo test --quiet --features object-store
 
 # A real server of S3 for tests, which needs Rust 1.92; as quick as with all optimisation, and built in half the time.
 $(S3_SERVER):
@@ -55,8 +55,8 @@ test-python: setup $(S3_SERVER)
 	$(BIN)/python -m pytest -q -m "not gpu and not long" -n $(TEST_PROCESSES) --dist worksteal
 
 test-long: setup $(S3_SERVER) $(AZURE_SERVER) ## Every test that needs no GPU, random kills, and the oldest and the newest torch: an hour on 2 cores
-	cargo test --quiet --profile long --lib --bins --tests -- --include-ignored --test-threads 1
-	cargo test --quiet --doc
+	cargo test --quiet --features object-store --profile long --lib --bins --tests -- --include-ignored --test-threads 1
+	cargo test --quiet --features object-store --doc
 	$(BIN)/python -m pytest -q -m "not gpu" -n $(TEST_PROCESSES) --dist worksteal
 	$(BIN)/python tests/python/support/soak.py --runs 20
 	$(BIN)/python tests/python/support/schedules.py --runs 20 --first-seed 1000
