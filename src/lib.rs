@@ -20,6 +20,7 @@
 //! | [`reach`] | whether members can be reached: a port of each that answers, and who asks |
 //! | [`transport`] | messages between members beside their collectives: from memory to memory, in threads of their own |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
+//! | `store` | objects in S3, GCS, Azure and behind HTTP: create-only writes, parts, retries |
 //! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
 //! | `cuda` | the kernels of `kernels/` through the driver API, loaded at run time |
@@ -47,5 +48,7 @@ pub mod schedule;
 pub mod secret;
 pub mod selection;
 pub mod snapshot;
+#[cfg(feature = "object-store")]
+pub mod store;
 pub mod torch;
 pub mod transport;

@@ -24,6 +24,7 @@ from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
 from evermoe.persist.checkpointer import CheckpointOptions
 from evermoe.persist.partial import PartialCheckpoints
+from evermoe.persist.place import ObjectPath
 from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection
 from evermoe.planning.recovery import Lagging
 from evermoe.profile.memory import return_freed_memory
@@ -58,6 +59,11 @@ class ProtectionOptions(CopyOptions, WindowOptions, CheckpointOptions):
         super().__post_init__()
         if self.choices.needs_checkpoint_dir and self.checkpoint_dir is None:
             raise ValueError(f"the preset {self.preset} saves to checkpoint_dir, a folder that all members share")
+        if self.choices.needs_checkpoint_dir and isinstance(self.checkpoints(), ObjectPath):
+            raise ValueError(
+                f"the preset {self.preset} saves units one by one, to a folder that all members share: expected one as "
+                f"checkpoint_dir, got {self.checkpoint_dir}"
+            )
 
 
 class Protection:

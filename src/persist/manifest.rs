@@ -4,6 +4,9 @@
 //! {"format":2,"version":…,"step":…,"layout":"…","units":[{"name":…,"file":…,"digest":…,"tensors":[…]}, …],"checksum":"…"}
 //! ```
 //!
+//! Where a unit has not changed since another checkpoint, its file may be that one's: then the unit has `"origin"`, too,
+//! and the format is 3.
+//!
 //! The checksum is the xxh3-64 of the text without it, as [`Manifest::to_json`] writes that: every field is under it,
 //! the version included.
 
@@ -18,6 +21,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 /// Number of the format; it grows with every change of the fields.
 pub const MANIFEST_FORMAT: u64 = 2;
+/// Number of the format where some units are in files of other checkpoints.
+pub const SHARING_FORMAT: u64 = 3;
 
 /// Units of one version.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,8 +42,10 @@ pub struct Manifest {
 pub struct SavedUnit {
     /// Name of the unit.
     pub name: String,
-    /// Name of a file beside the manifest.
+    /// Name of a file beside the manifest, or beside that of `origin`.
     pub file: String,
+    /// Name of another checkpoint beside this one, if the file is that one's.
+    pub origin: Option<String>,
     /// xxh3-64 of the unit's bytes.
     pub digest: u64,
     /// Names of its tensors, in the order of its bytes.
@@ -63,6 +70,8 @@ struct Fields {
 struct UnitFields {
     name: String,
     file: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    origin: Option<String>,
     digest: String,
     tensors: Vec<String>,
 }
@@ -103,7 +112,7 @@ impl Manifest {
     ///
     /// ```
     /// use evermoe::persist::{Manifest, SavedUnit};
-    /// let unit = SavedUnit { name: "head".into(), file: "units-0.safetensors".into(), digest: 7, tensors: vec!["bias".into()] };
+    /// let unit = SavedUnit { name: "head".into(), file: "units-0.safetensors".into(), origin: None, digest: 7, tensors: vec!["bias".into()] };
     /// let manifest = Manifest { version: 3, step: 3, layout: "5e".into(), units: vec![unit] };
     /// assert_eq!(Manifest::from_json(manifest.to_json()?.as_bytes())?, manifest);
     /// # Ok::<(), evermoe::error::Error>(())
@@ -125,7 +134,7 @@ impl Manifest {
     pub fn from_json(text: &[u8]) -> Result<Self> {
         let unreadable = |error: serde_json::Error| Error::Corrupt(error.to_string());
         let Object(AnyFormat { format }) = serde_json::from_slice(text).map_err(unreadable)?;
-        if format != MANIFEST_FORMAT {
+        if ![MANIFEST_FORMAT, SHARING_FORMAT].contains(&format) {
             return Err(Error::Corrupt(format!("format {format}, expected {MANIFEST_FORMAT}")));
         }
         let Object(mut fields): Object<Fields> = serde_json::from_slice(text).map_err(unreadable)?;
@@ -134,17 +143,28 @@ impl Manifest {
             return Err(Error::Corrupt("it does not match its checksum".into()));
         }
         let manifest = Self::from_fields(fields).map_err(Error::Corrupt)?;
+        if manifest.format() != format {
+            return Err(Error::Corrupt(format!(
+                "format {format}, but that of its units is {}",
+                manifest.format()
+            )));
+        }
         manifest.check().map_err(Error::Corrupt)?;
         Ok(manifest)
     }
 
+    fn format(&self) -> u64 {
+        let shares = self.units.iter().any(|unit| unit.origin.is_some());
+        if shares { SHARING_FORMAT } else { MANIFEST_FORMAT }
+    }
+
     fn fields(&self) -> Fields {
         let unit = |unit: &SavedUnit| {
-            let (name, file, tensors) = (unit.name.clone(), unit.file.clone(), unit.tensors.clone());
-            Object(UnitFields { name, file, digest: hex(unit.digest), tensors })
+            let (name, file, origin) = (unit.name.clone(), unit.file.clone(), unit.origin.clone());
+            Object(UnitFields { name, file, origin, digest: hex(unit.digest), tensors: unit.tensors.clone() })
         };
         Fields {
-            format: MANIFEST_FORMAT,
+            format: self.format(),
             version: self.version,
             step: self.step,
             layout: self.layout.clone(),
@@ -163,7 +183,8 @@ impl Manifest {
                     unit.name, unit.digest
                 )
             })?;
-            Ok(SavedUnit { name: unit.name, file: unit.file, digest, tensors: unit.tensors })
+            let UnitFields { name, file, origin, tensors, .. } = unit;
+            Ok(SavedUnit { name, file, origin, digest, tensors })
         };
         let units = fields.units.into_iter().map(unit).collect::<std::result::Result<_, String>>()?;
         Ok(Self { version: fields.version, step: fields.step, layout: fields.layout, units })
@@ -175,13 +196,18 @@ impl Manifest {
         }
         let mut names = BTreeSet::new();
         for unit in &self.units {
-            let SavedUnit { name, file, tensors, .. } = unit;
+            let SavedUnit { name, file, origin, tensors, .. } = unit;
             if !names.insert(name) {
                 return Err(format!("unit {name:?} is there twice"));
             }
             if !is_file_name(file) {
                 return Err(format!(
                     "unit {name:?}: expected the name of a file beside the manifest, got {file:?}"
+                ));
+            }
+            if let Some(origin) = origin.as_ref().filter(|origin| !is_file_name(origin)) {
+                return Err(format!(
+                    "unit {name:?}: expected the name of a checkpoint beside this one, got {origin:?}"
                 ));
             }
             if tensors.is_empty() || tensors.iter().collect::<BTreeSet<_>>().len() != tensors.len() {
@@ -219,6 +245,7 @@ mod tests {
         let unit = |name: &str| SavedUnit {
             name: name.into(),
             file: "units-0.safetensors".into(),
+            origin: None,
             digest: 0x0123_4567_89ab_cdef,
             tensors: vec!["weight".into(), "weight/exp_avg".into()],
         };
@@ -245,6 +272,26 @@ mod tests {
         let text = manifest().to_json().unwrap();
         assert_eq!(Manifest::from_json(text.as_bytes()).unwrap(), manifest());
         assert_eq!(text, sealed("", ""));
+    }
+
+    #[test]
+    fn a_unit_may_be_in_a_file_of_another_checkpoint() {
+        let mut shared = manifest();
+        shared.units[1].origin = Some("step-00000003.0000000002-7f01".into());
+        let text = shared.to_json().unwrap();
+        assert!(
+            text.starts_with("{\"format\":3,") && text.contains(",\"origin\":\"step-00000003."),
+            "{text}"
+        );
+        assert_eq!(Manifest::from_json(text.as_bytes()).unwrap(), shared);
+        for wrong in ["", "..", "/elsewhere", "a/b"] {
+            shared.units[1].origin = Some(wrong.into());
+            assert!(
+                shared.to_json().unwrap_err().to_string().contains("a checkpoint beside this one"),
+                "{wrong}"
+            );
+        }
+        assert!(refused(&sealed("\"format\":2", "\"format\":3")).contains("that of its units is 2"));
     }
 
     #[test]

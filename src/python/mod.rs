@@ -12,6 +12,8 @@ mod reach;
 mod replay;
 mod secret;
 mod snapshot;
+#[cfg(feature = "object-store")]
+mod store;
 mod transport;
 
 use pyo3::prelude::*;
@@ -32,5 +34,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     replay::register(module)?;
     secret::register(module)?;
     snapshot::register(module)?;
+    #[cfg(feature = "object-store")]
+    store::register(module)?;
     transport::register(module)
 }

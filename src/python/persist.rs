@@ -118,12 +118,12 @@ fn retained_versions(
 }
 
 /// Name, file, digest and tensors of a unit.
-type UnitRow = (String, String, u64, Vec<String>);
+type UnitRow = (String, String, Option<String>, u64, Vec<String>);
 
 #[pyfunction]
 fn parse_manifest(py: Python<'_>, text: &[u8]) -> PyResult<(u64, u64, String, Vec<UnitRow>)> {
     let Manifest { version, step, layout, units } = py.detach(|| Manifest::from_json(text))?;
-    let rows = units.into_iter().map(|unit| (unit.name, unit.file, unit.digest, unit.tensors));
+    let rows = units.into_iter().map(|unit| (unit.name, unit.file, unit.origin, unit.digest, unit.tensors));
     Ok((version, step, layout, rows.collect()))
 }
 
@@ -135,7 +135,7 @@ fn format_manifest(
     layout: String,
     units: Vec<UnitRow>,
 ) -> PyResult<String> {
-    let unit = |(name, file, digest, tensors)| SavedUnit { name, file, digest, tensors };
+    let unit = |(name, file, origin, digest, tensors)| SavedUnit { name, file, origin, digest, tensors };
     let units = units.into_iter().map(unit).collect();
     Ok(py.detach(|| Manifest { version, step, layout, units }.to_json())?)
 }

@@ -32,6 +32,7 @@ fn manifest(draw: &mut Draw) -> Manifest {
     let unit = |index: usize, draw: &mut Draw| SavedUnit {
         name: names[index].into(),
         file: format!("units-{}.safetensors", draw.below(3)),
+        origin: (draw.below(4) == 0).then(|| "step-00000003.0000000001-7f01".into()),
         digest: draw.word() >> draw.below(60),
         tensors: vec!["weight".into(), "weight/exp_avg".into(), "bias".into()][..1 + draw.below(3)].to_vec(),
     };

@@ -81,6 +81,7 @@ RUST_TWINS = {
     "load": "planner, and its typed face",
     "migrate": "planner, and its typed face",
     "optim": "ops, and their backends",
+    "place": "Rust's operations on objects, for Python",
     "trace": "planner, and its typed face",
     "version": "Rust's functions, for Python",
     "vote": "planner and executor",

@@ -1,20 +1,24 @@
-"""`evermoe checkpoints`: what is in a folder of checkpoints, whether it is whole, and what may go."""
+"""`evermoe checkpoints`: what is in a folder or at a URL, whether it is complete, and what may go."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+from evermoe.cli import export
 from evermoe.errors import CorruptCopy
 from evermoe.options import checked
-from evermoe.persist.checkpoint_folder import Retention, Stored, remove, stored, superseded
+from evermoe.persist.checkpoint_folder import Stored
+from evermoe.persist.checkpoint_store import owner_of, prune, stored, superseded
+from evermoe.persist.copying import copy
 from evermoe.persist.manifest import Manifest, read_manifest, read_units
-from evermoe.persist.owner import no_job, read_owner
+from evermoe.persist.place import Location, locate, locate_below
+from evermoe.persist.retention import Retention
 from evermoe.state.version import generation_of, step_of
 
 MB = 1e6
+_PLACE = "checkpoint_dir of a session: a folder, s3://BUCKET/PATH, gs://…, az://…, or https://… for reading"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,17 +26,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     every = actions.add_parser("list", help="the complete checkpoints, older ones first")
     show = actions.add_parser("show", help="the units of a checkpoint: their files, tensors and digests")
-    verify = actions.add_parser("verify", help="read checkpoints whole, and compare all bytes with their digests")
-    prune = actions.add_parser("prune", help="remove the checkpoints of a folder that need not stay")
+    verify = actions.add_parser("verify", help="read checkpoints completely, and compare all bytes with their digests")
+    copies = actions.add_parser("copy", help="copy checkpoints to another folder or URL, verified")
+    prune = actions.add_parser("prune", help="remove the checkpoints that need not stay")
     for each in (every, show):
         each.add_argument("--json", action="store_true", help="print JSON")
-    every.add_argument("folder", metavar="FOLDER", help="checkpoint_dir of a session")
-    show.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-… of it")
-    verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint_dir, or folders step-… of one")
-    prune.add_argument("folder", metavar="FOLDER", help="checkpoint_dir of a session that does not run")
+    every.add_argument("folder", metavar="PLACE", help=_PLACE)
+    show.add_argument("checkpoint", metavar="CHECKPOINT", help="what is called step-… there")
+    verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint_dir, or checkpoints step-… of one")
+    copies.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint_dir, or checkpoints step-… of one")
+    copies.add_argument("to", metavar="PLACE", help="where they should be, too")
+    prune.add_argument("folder", metavar="PLACE", help="checkpoint_dir of a session that does not run")
     prune.add_argument("--keep", type=int, default=2, metavar="N", help="newest ones that stay (%(default)s)")
     prune.add_argument("--every", type=int, default=0, metavar="STEPS", help="multiples of so many steps stay, too")
     prune.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    prune.add_argument(
+        "--abandoned", action="store_true", help="at a URL: give up what a job that died has begun to write"
+    )
+    export.add_arguments(actions.add_parser("export", help="as `evermoe export`: for transformers or torch's DCP"))
 
 
 def main(options: argparse.Namespace) -> int:
@@ -40,23 +51,29 @@ def main(options: argparse.Namespace) -> int:
 
     Raises:
         ValueError: an argument is wrong, or a job runs in the folder that should be pruned.
-        CorruptCopy: a checkpoint to show is none.
-        OSError: a folder cannot be read.
+        CorruptCopy: a checkpoint to show or copy is damaged or none.
+        OSError: a place cannot be read or written.
     """
     if options.action == "list":
-        return _list(stored(Path(options.folder)), options.folder, as_json=options.json)
+        return _list(options.folder, as_json=options.json)
     if options.action == "show":
-        return _show(read_manifest(Path(options.checkpoint)), as_json=options.json)
+        return _show(read_manifest(locate_below(options.checkpoint)), as_json=options.json)
     if options.action == "verify":
-        return _verify([path for each in options.paths for path in _checkpoints(Path(each))])
-    return _prune(Path(options.folder), options)
+        return _verify([path for each in options.paths for path in _checkpoints(each)])
+    if options.action == "copy":
+        return _copy([path for each in options.paths for path in _checkpoints(each)], locate(options.to))
+    if options.action == "export":
+        return export.main(options)
+    return _prune(locate(options.folder), options)
 
 
-def _list(found: Sequence[Stored], folder: str, *, as_json: bool) -> int:
+def _list(folder: str, *, as_json: bool) -> int:
+    where = locate(folder)
+    found: Sequence[Stored] = stored(where)
     if as_json:
         print(json.dumps([each._asdict() | {"path": str(each.path)} for each in found], indent=2))
         return 0
-    owner = read_owner(Path(folder))
+    owner = owner_of(where)
     print(f"{folder}: {len(found)} complete checkpoints" + (f" of job {owner.job}" if owner else ""))
     for each in found:
         generation = generation_of(each.version)
@@ -67,6 +84,7 @@ def _list(found: Sequence[Stored], folder: str, *, as_json: bool) -> int:
 def _show(manifest: Manifest, *, as_json: bool) -> int:
     units = {
         name: {"file": file, "digest": f"{digest:016x}", "tensors": manifest.names[name]}
+        | ({"origin": manifest.origins[name]} if name in manifest.origins else {})
         for name, (file, digest) in manifest.units.items()
     }
     if as_json:
@@ -74,19 +92,21 @@ def _show(manifest: Manifest, *, as_json: bool) -> int:
         print(json.dumps(fields | {"units": units}, indent=2))
         return 0
     print(f"{manifest.path}: step {step_of(manifest.version)}, generation {generation_of(manifest.version)}")
-    for name, unit in units.items():
-        print(f"  {name}  {unit['file']}  {unit['digest']}  {', '.join(unit['tensors'])}")
+    for name, (file, digest) in manifest.units.items():
+        place = f"{manifest.origins[name]}/{file}" if name in manifest.origins else file
+        print(f"  {name}  {place}  {digest:016x}  {', '.join(manifest.names[name])}")
     return 0
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    """The checkpoints in a folder, or the one that it is."""
-    if path.name.startswith("step-"):
-        return [path]
-    return [each.path for each in stored(path)]
+def _checkpoints(path: str) -> list[Location]:
+    """The checkpoints in a place, or the one that it is."""
+    below = locate_below(path)
+    if below.name.startswith("step-"):
+        return [below]
+    return [each.path for each in stored(locate(path))]
 
 
-def _verify(paths: Sequence[Path]) -> int:
+def _verify(paths: Sequence[Location]) -> int:
     if not paths:
         raise ValueError("expected a checkpoint, found none")
     wrong = 0
@@ -101,15 +121,22 @@ def _verify(paths: Sequence[Path]) -> int:
     return int(wrong > 0)
 
 
-def _prune(folder: Path, options: argparse.Namespace) -> int:
+def _copy(paths: Sequence[Location], to: Location) -> int:
+    if not paths:
+        raise ValueError("expected a checkpoint, found none")
+    for path in paths:
+        copied = copy(read_manifest(path), to)
+        print(f"{path}: {to} has it already" if copied is None else f"{path}: copied to {copied}")
+    return 0
+
+
+def _prune(where: Location, options: argparse.Namespace) -> int:
     keep = checked("--keep", options.keep, int, least=1)
     retention = Retention(keep, checked("--every", options.every, int, least=0))
     if options.dry_run:
-        for path in superseded(folder, retention):
+        for path in superseded(where, retention):
             print(f"would remove {path}")
         return 0
-    with no_job(folder):
-        for path in superseded(folder, retention):
-            remove(path)
-            print(f"removed {path}")
+    for path in prune(where, retention, abandoned=options.abandoned):
+        print(f"removed {path}")
     return 0

@@ -10,6 +10,7 @@ import torch
 
 from evermoe.persist.checkpoint import CheckpointWeights
 from evermoe.persist.manifest import Manifest, read_manifest, read_units
+from evermoe.persist.place import locate_below
 from evermoe.state.version import step_of
 
 FORMATS = ("hf", "dcp")
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix", default="", metavar="NAME", help="hf: the attribute that held the model, if another module held it"
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder step-… of a session's checkpoint_dir")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="what is called step-… in a session's checkpoint_dir")
     parser.add_argument("out", metavar="OUT", help="folder to write, empty or not there yet")
 
 
@@ -34,15 +35,15 @@ def main(options: argparse.Namespace) -> int:
         ValueError: the checkpoint or an argument is wrong; the message says which.
         OSError: a folder cannot be read or written.
     """
-    checkpoint, out = Path(options.checkpoint), Path(options.out)
-    manifest = read_manifest(checkpoint)
+    out = Path(options.out)
+    manifest = read_manifest(locate_below(options.checkpoint))
     if options.to == "hf":
         if options.config is None:
             raise ValueError("--to hf: expected --config FOLDER with the model's config.json, got none")
         _to_hub(manifest, options.config, out, options.prefix)
     else:
         _to_dcp(manifest, out)
-    print(f"{out} has step {step_of(manifest.version)} of {checkpoint}")
+    print(f"{out} has step {step_of(manifest.version)} of {manifest.path}")
     return 0
 
 
@@ -59,7 +60,7 @@ def _to_hub(manifest: Manifest, config: str, out: Path, prefix: str) -> None:
     with deferred():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config), dtype=tensors[WEIGHTS].dtype)
         make_elastic(model)
-    export(CheckpointWeights(manifest.path), model, out, prefix=prefix)
+    export(CheckpointWeights(str(manifest.path)), model, out, prefix=prefix)
 
 
 def _to_dcp(manifest: Manifest, out: Path) -> None:

@@ -99,7 +99,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
     trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
     export = commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
-    checkpoints = commands.add_parser("checkpoints", help="list, show, verify or prune the checkpoints of a folder")
+    checkpoints = commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
     if command == "demo":
         from evermoe.demo.flags import add_arguments

@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -149,7 +148,7 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         rejoin_limit=options.rejoin_limit,
         join_every=1,
         max_grad_norm=1.0,
-        checkpoint_dir=Path(options.checkpoint_dir) if options.checkpoint_dir else None,
+        checkpoint_dir=options.checkpoint_dir or None,
         checkpoint_every=options.checkpoint_every,
     )
     reporter.session = session

@@ -1,9 +1,10 @@
-"""What checkpoints on disk have: safetensors files and a manifest, committed by one atomic rename.
+"""What checkpoints have: safetensors files and a manifest, which comes last.
 
     DIRECTORY/step-00000120/manifest.json         version, progress, digest of every unit
     DIRECTORY/step-00000120/units-0.safetensors   tensors named "<unit>/<piece>"
 
-See `evermoe.persist.checkpoint_folder` for what else is there, and `evermoe.persist.checkpointer` for who writes them.
+See `evermoe.persist.checkpoint_folder` and `evermoe.persist.checkpoint_bucket` for what else is there, and
+`evermoe.persist.checkpointer` for who writes them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from evermoe.errors import CorruptCopy
 from evermoe.persist.manifest import Manifest, as_bytes, read_manifest, read_units
+from evermoe.persist.place import locate_below
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit, weight_tensors
 
@@ -40,12 +42,14 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """Loads a checkpoint's weights, without optimizer state, into a model that holds all its experts (no session).
 
         evermoe.load_weights(model, "checkpoints/step-00000500")
+        evermoe.load_weights(model, "s3://bucket/run/step-00000500.0000000003-7f01aa22")
 
     Raises:
+        ValueError: it is a URL of no known kind, or has credentials. OSError: there are no credentials for it.
         CorruptCopy: the folder is no checkpoint of a model with these names, shapes and dtypes, or its bytes do not
             match their digests.
     """
-    manifest = read_manifest(Path(path))
+    manifest = read_manifest(locate_below(path))
     targets = weight_tensors(model)
     for name, tensors in read_units(manifest, list(targets)):
         _take_over(manifest, name, tensors, targets[name])
@@ -70,14 +74,14 @@ class CheckpointWeights:
     A job that goes on with its own checkpoints needs no such source: `checkpoint_dir` is enough.
 
     Args:
-        path: of the checkpoint, of a model with the same names, shapes and dtypes.
+        path: of the checkpoint, or its URL; of a model with the same names, shapes and dtypes.
 
     Raises:
         CorruptCopy: it is no checkpoint.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._manifest = read_manifest(Path(path))
+        self._manifest = read_manifest(locate_below(path))
 
     def describe(self) -> str:
         """Version and layout of the checkpoint."""

@@ -21,15 +21,21 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor
+
+from evermoe._native import digest
 from evermoe.errors import CorruptCopy, PersistFailed
 from evermoe.persist.folder import PersistedUnit, units_of
-from evermoe.persist.manifest import MANIFEST, Manifest, read_manifest
+from evermoe.persist.manifest import MANIFEST, Entry, Manifest, read_manifest
 from evermoe.persist.owner import Claim, Owner, read_owner
-from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_text
+from evermoe.persist.place import Location
+from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_tensors, write_text
+from evermoe.persist.retention import NEWEST, Retention
+from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
 
 PERSISTED = "persisted"
@@ -44,11 +50,8 @@ class _Found(NamedTuple):
     version: int
     writing: int
     """How many times the step has been written."""
+    path: Path
     manifest: Manifest
-
-    @property
-    def path(self) -> Path:
-        return self.manifest.path
 
 
 def find(directory: Path, layout: str | None = None) -> dict[int, Path]:
@@ -79,7 +82,7 @@ def _scan(directory: Path, layout: str | None = None, *, tells: bool = False) ->
             if not entry.is_dir(follow_symlinks=False):
                 raise CorruptCopy(f"{entry.path} is no folder")
             manifest = _checked(Path(entry.path), int(match[1]), layout)
-            found.append(_Found(manifest.version, int(match[2] or 1), manifest))
+            found.append(_Found(manifest.version, int(match[2] or 1), Path(entry.path), manifest))
         except CorruptCopy as error:
             if tells and os.path.lexists(entry.path):  # it may have been removed meanwhile
                 warnings.warn(f"a checkpoint is passed over: {error}", stacklevel=3)
@@ -110,7 +113,7 @@ def _entries(directory: Path) -> list[os.DirEntry[str]]:
 class Stored(NamedTuple):
     """A complete checkpoint, as a list shows it."""
 
-    path: Path
+    path: Location
     step: int
     """Steps taken in it."""
     version: int
@@ -137,29 +140,6 @@ def stored(directory: Path) -> list[Stored]:
         )
         for found in _scan(directory, tells=True)
     ]
-
-
-class Retention(NamedTuple):
-    """Which checkpoints stay: the newest ones, and those of some steps for ever.
-
-    Of the steps 10, 20, ..., 100 `Retention(2, 40)` keeps 40, 80, 90 and 100.
-    """
-
-    newest: int = 2
-    """How many of the newest; at least 1."""
-    every: int = 0
-    """Steps between those that stay for ever; 0: none do."""
-
-    def superseded(self, versions: Collection[int]) -> set[int]:
-        """Those of some versions that need not stay. Of a step that was taken again the newest version stays."""
-        newest = sorted(versions)[-self.newest :]
-        by_step = {step_of(version): version for version in sorted(versions)}
-        for_ever = {version for step, version in by_step.items() if self.every and step % self.every == 0}
-        return set(versions) - {*newest} - for_ever
-
-
-NEWEST = Retention()
-"""The newest two."""
 
 
 def superseded(
@@ -244,6 +224,27 @@ class CheckpointFolder:
                 raise PersistFailed(str(error)) from None
         self._claim.check()
 
+    def write(self, draft: Path, rank: int, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, Entry]:
+        """Writes a rank's units to a file of the draft, which is made if it is missing.
+
+        Args:
+            draft: of the attempt.
+            rank: of this member.
+            units: by name, and their bytes, uint8 `[nbytes]`.
+
+        Raises:
+            PersistFailed: the folder belongs to another job now.
+            OSError: they cannot be written.
+        """
+        self.begin(draft)
+        file, tensors = f"units-{rank}.safetensors", dict[str, Tensor]()
+        written: dict[str, Entry] = {}
+        for name, (unit, data) in units.items():
+            written[name] = (file, digest(data.numpy()), [spec.name for spec in unit.specs])
+            tensors |= {f"{name}/{key}": tensor.contiguous() for key, tensor in unit.tensors(data).items()}
+        write_tensors(draft / file, tensors)
+        return written
+
     def publish(self, draft: Path, version: int, manifest: str) -> Path:
         """Makes a draft whose units are on disk the checkpoint of its version, and removes what it supersedes.
 
@@ -254,15 +255,7 @@ class CheckpointFolder:
         write_text(draft / MANIFEST, manifest)
         flush(draft)
         self._check_owner()
-        for writing in itertools.count(1):
-            path = self.directory / (_name(version) if writing == 1 else f"{_name(version)}-{writing}")
-            try:
-                os.rename(draft, path)
-                break
-            except OSError as error:
-                if error.errno not in _TAKEN:
-                    raise
-        flush(self.directory)
+        path = take_name(draft, version)
         for each in superseded(self.directory, self._retention, before=version, written=path):
             remove(each)
         return path
@@ -292,6 +285,24 @@ class CheckpointFolder:
         """Lets other jobs have the folder."""
         if self._claim is not None:
             self._claim.close()
+
+
+def take_name(draft: Path, version: int) -> Path:
+    """Makes a draft that is on disk the checkpoint of its version; it replaces nothing.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    for writing in itertools.count(1):
+        path = draft.with_name(_name(version) if writing == 1 else f"{_name(version)}-{writing}")
+        try:
+            os.rename(draft, path)
+            break
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+    flush(path.parent)
+    return path
 
 
 def _name(version: int) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from evermoe._native import retained_versions
 from evermoe.errors import CorruptCopy
 from evermoe.persist.manifest import MANIFEST, Manifest, as_bytes, read_manifest, read_units
+from evermoe.persist.place import Location
 
 SPARE = 2
 """How many of the newest versions of each unit stay in any case."""
@@ -39,7 +40,7 @@ class PersistedUnit:
     unit: str
     version: int
     digest: int
-    file: Path
+    file: Location
     names: tuple[str, ...]
     """Names of its tensors in the file, in the order of its bytes."""
 
@@ -58,13 +59,14 @@ def find_persisted(folder: Path, layout: str) -> list[PersistedUnit]:
     What is unfinished or foreign is passed over; so is what has an unreadable manifest, with a warning.
     """
     found = [unit for manifest in manifests(folder, layout, MANIFEST) for unit in units_of(manifest)]
-    return sorted(found, key=lambda each: (each.unit, -each.version, each.file))
+    return sorted(found, key=lambda each: (each.unit, -each.version, str(each.file)))
 
 
 def units_of(manifest: Manifest) -> Iterator[PersistedUnit]:
     """The units that a manifest names."""
     for unit, (file, value) in manifest.units.items():
-        yield PersistedUnit(unit, manifest.version, value, manifest.path / file, tuple(manifest.names[unit]))
+        found = manifest.folder_of(unit) / file
+        yield PersistedUnit(unit, manifest.version, value, found, tuple(manifest.names[unit]))
 
 
 def read_persisted(found: PersistedUnit) -> Tensor:
@@ -149,11 +151,12 @@ def sweep(folder: Path, members: Container[str]) -> None:
             remove(path)
 
 
-def remove(path: Path) -> None:
+def remove(path: Location) -> None:
     """Removes a version: first it ceases to be durable; until its last byte is gone, `prune` knows what it was.
 
     Folders that somebody has put there stay, and so does the version's then.
     """
+    assert isinstance(path, Path)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
         os.rename(path / MANIFEST, path / DRAFT)
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,51 +16,91 @@ from torch import Tensor
 
 from evermoe._native import digest, format_manifest, parse_manifest
 from evermoe.errors import CorruptCopy
+from evermoe.persist.object_file import open_object
+from evermoe.persist.place import Location, ObjectPath
 from evermoe.persist.plain_files import open_plain, read_plain
 from evermoe.state.version import step_of
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
 """Size of a manifest at most: room for 400,000 units."""
+READS = 8
+"""Units of an object store that are read ahead at the same time."""
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a folder holds: a version and, per unit, its file and the xxh3-64 digest of its bytes."""
 
-    path: Path
+    path: Location
     version: int
     units: dict[str, tuple[str, int]]
     names: dict[str, list[str]]
     """Per unit: the names of its tensors, in the order of its bytes."""
     layout: str = ""
     """Layout of the model."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Per unit whose file is that of another checkpoint: that one's name, beside this one."""
+
+    def folder_of(self, unit: str) -> Location:
+        """Where the unit's file is."""
+        origin = self.origins.get(unit)
+        return self.path if origin is None else self.path.with_name(origin)
 
 
-def manifest_text(version: int, layout: str, units: Mapping[str, tuple[str, int, Sequence[str]]]) -> str:
-    """Text of a manifest: for each unit its file, the digest of its bytes and the names of its tensors.
+Entry = tuple[str, int, Sequence[str]] | tuple[str, int, Sequence[str], str | None]
+"""File of a unit, digest of its bytes, names of its tensors, and the checkpoint whose file it is, if another's."""
+
+
+def manifest_text(version: int, layout: str, units: Mapping[str, Entry]) -> str:
+    """Text of a manifest: for each unit its entry.
 
     Raises:
         ValueError: a name cannot be that of a file, or is there twice.
     """
-    rows = [(name, file, value, list(names)) for name, (file, value, names) in units.items()]
+    rows = [(name, entry[0], (*entry, None)[3], entry[1], list(entry[2])) for name, entry in units.items()]
     return format_manifest(version, step_of(version), layout, rows)
 
 
-def read_manifest(path: Path, name: str = MANIFEST) -> Manifest:
+def read_manifest(path: Location, name: str = MANIFEST) -> Manifest:
     """The manifest in folder `path`.
 
     Raises:
         CorruptCopy: it is missing, damaged, of another format, or names what it must not.
     """
+    return parsed(path, _content(path, name), name)
+
+
+def _content(path: Location, name: str) -> bytes:
+    if isinstance(path, Path):
+        try:
+            return read_plain(path / name, MANIFEST_BYTES)
+        except CorruptCopy as error:
+            raise _no_manifest(path, name, error) from None
     try:
-        version, step, layout, rows = parse_manifest(read_plain(path / name, MANIFEST_BYTES))
+        content = path.place.read((path / name).key, MANIFEST_BYTES)
+    except (OSError, CorruptCopy) as error:
+        raise _no_manifest(path, name, error) from None
+    if not content:
+        raise _no_manifest(path, name, "it is not there" if content is None else "the checkpoint was removed")
+    return content
+
+
+def parsed(path: Location, content: bytes, name: str = MANIFEST) -> Manifest:
+    """The manifest of a folder whose content is known; raises as `read_manifest` does."""
+    try:
+        version, step, layout, rows = parse_manifest(content)
         if step != step_of(version):
             raise CorruptCopy(f"version {version} has taken {step_of(version)} steps, not {step}")
     except CorruptCopy as error:
-        raise CorruptCopy(f"{path / name} is no manifest of a checkpoint: {error}") from None
-    units = {unit: (file, value) for unit, file, value, _ in rows}
-    return Manifest(path, version, units, {unit: names for unit, _, _, names in rows}, layout)
+        raise _no_manifest(path, name, error) from None
+    units = {unit: (file, value) for unit, file, _, value, _ in rows}
+    origins = {unit: origin for unit, _, origin, _, _ in rows if origin is not None}
+    return Manifest(path, version, units, {row[0]: row[4] for row in rows}, layout, origins)
+
+
+def _no_manifest(path: Location, name: str, reason: object) -> CorruptCopy:
+    return CorruptCopy(f"{path / name} is no manifest of a checkpoint: {reason}")
 
 
 def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -65,23 +109,48 @@ def read_units(manifest: Manifest, names: Sequence[str]) -> Iterator[tuple[str, 
     Raises:
         CorruptCopy: a unit is missing, or cannot be read, or does not match its digest.
     """
-    by_file: dict[str, list[str]] = {}
+    by_file: dict[tuple[str | None, str], list[str]] = {}
     for name in names:
         if name not in manifest.units:
             raise CorruptCopy(f"{manifest.path} has no unit {name}: it was written for another model")
-        by_file.setdefault(manifest.units[name][0], []).append(name)
-    for file, members in by_file.items():
-        yield from _read_file(manifest, file, members)
+        by_file.setdefault((manifest.origins.get(name), manifest.units[name][0]), []).append(name)
+    if isinstance(manifest.path, Path):
+        for members in by_file.values():
+            yield from _read_file(manifest, members)
+        return
+    with ThreadPoolExecutor(READS, thread_name_prefix="evermoe-read") as pool:
+        yield from _ahead(pool, manifest, [name for members in by_file.values() for name in members])
 
 
-def _read_file(manifest: Manifest, file: str, members: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    path = manifest.path / file
-    with open_plain(path) as descriptor:
+def _ahead(
+    pool: ThreadPoolExecutor, manifest: Manifest, names: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Units in their order, some of which are read while the one before is used."""
+    left = iter(names)
+    coming: deque[Future[list[tuple[str, dict[str, Tensor]]]]] = deque()
+    try:
+        while True:
+            for name in itertools.islice(left, READS - len(coming)):
+                coming.append(pool.submit(lambda name=name: list(_read_file(manifest, [name]))))  # type: ignore[misc]
+            if not coming:
+                return
+            yield from coming.popleft().result()
+    finally:
+        for each in coming:
+            each.cancel()
+
+
+def _read_file(manifest: Manifest, members: Sequence[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Units of one file."""
+    path = manifest.folder_of(members[0]) / manifest.units[members[0]][0]
+    with _opened(path) as (descriptor, fetch):
         try:
             # By its descriptor: the library opens it twice, and meanwhile another member may remove its name.
             with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as source:
                 for name in members:
-                    tensors = {key: source.get_tensor(f"{name}/{key}") for key in manifest.names[name]}
+                    keys = {key: f"{name}/{key}" for key in manifest.names[name]}
+                    fetch(list(keys.values()))
+                    tensors = {key: source.get_tensor(long) for key, long in keys.items()}
                     found, expected = digest(as_bytes(tensors).numpy()), manifest.units[name][1]
                     if found != expected:
                         raise CorruptCopy(
@@ -90,6 +159,17 @@ def _read_file(manifest: Manifest, file: str, members: Sequence[str]) -> Iterato
                     yield name, tensors
         except (SafetensorError, OSError) as error:
             raise CorruptCopy(f"{path} cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Location) -> Iterator[tuple[int, Callable[[Sequence[str]], None]]]:
+    """Descriptor of a file, and what brings tensors of it there by their keys."""
+    if isinstance(path, ObjectPath):
+        with open_object(path) as file:
+            yield file.descriptor, file.fetch
+    else:
+        with open_plain(path) as descriptor:
+            yield descriptor, lambda keys: None
 
 
 def as_bytes(tensors: dict[str, Tensor]) -> Tensor:

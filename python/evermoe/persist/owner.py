@@ -47,11 +47,24 @@ class Owner(NamedTuple):
 def read_owner(folder: Path) -> Owner | None:
     """The owner of a folder; None if it has none, or none that can be read."""
     try:
-        fields = json.loads(read_plain(folder / OWNER, OWNER_BYTES))
+        return parsed_owner(read_plain(folder / OWNER, OWNER_BYTES))
+    except CorruptCopy:
+        return None
+
+
+def parsed_owner(content: bytes) -> Owner | None:
+    """The owner that the content of `owner.json` names; None if it is damaged."""
+    try:
+        fields = json.loads(content)
         owner = Owner(fields["job"], fields["layout"])
         return owner if fields == _fields(owner) else None
-    except (CorruptCopy, ValueError, TypeError, KeyError, RecursionError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
+
+
+def owner_text(owner: Owner) -> str:
+    """Content of `owner.json`."""
+    return json.dumps(_fields(owner))
 
 
 def _fields(owner: Owner) -> dict[str, object]:
@@ -63,7 +76,7 @@ def _fields(owner: Owner) -> dict[str, object]:
 def write_owner(folder: Path, owner: Owner) -> None:
     """Replaces `owner.json` at once."""
     draft = folder / f"{OWNER}.writing"
-    write_text(draft, json.dumps(_fields(owner)))
+    write_text(draft, owner_text(owner))
     os.replace(draft, folder / OWNER)
     flush(folder)
 

@@ -19,7 +19,7 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnitsMissing
 from evermoe.persist import checkpoint
-from evermoe.persist.checkpoint_folder import find
+from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import read_manifest
 from evermoe.recovery.fetch import Fetch, Transfer
 from evermoe.recovery.report import Outcome

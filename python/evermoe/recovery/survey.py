@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, TypeVar, get_args
 
 import numpy as np
 from torch import Tensor
@@ -14,13 +14,17 @@ from torch import Tensor
 from evermoe import planning
 from evermoe._native import digest
 from evermoe.errors import CorruptCopy
-from evermoe.persist.checkpoint_folder import find, find_saved
+from evermoe.persist.checkpoint_store import find, find_saved
+from evermoe.persist.place import Location, hurried
 from evermoe.planning.recovery import Lagging
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
+T = TypeVar("T")
+LOOK_SECONDS = 5.0
+"""Time for which a member that has state of the job asks an object store for checkpoints."""
 CHECKSUM_BYTES = 8
 """Bytes of the checksum before an inventory's JSON."""
 
@@ -169,7 +173,7 @@ class Survey:
         stored: versions that it has beside them, and their kinds.
         standing: of this member.
         trains: False on a replica node, which holds nothing actively.
-        checkpoints: folder of the checkpoints, if there is one.
+        checkpoints: where they are, if anywhere.
         can_begin: whether a deferred model that has taken no step counts as holding all units, as it can make them.
     """
 
@@ -180,7 +184,7 @@ class Survey:
         standing: Standing,
         *,
         trains: bool,
-        checkpoints: Path | None,
+        checkpoints: Location | None,
         can_begin: bool,
     ) -> None:
         self._state = state
@@ -196,7 +200,7 @@ class Survey:
         retained = ((each, SNAPSHOT) for each in state.retained.stored(standing.version))
         # Where experts always may lag, a checkpoint may have the newest version of some.
         folder = checkpoints if standing.lagging == "always" else None
-        saved = ((each, PERSISTED) for each in (find_saved(folder, state.catalog.layout) if folder else ()))
+        saved = ((each, PERSISTED) for each in _seen(find_saved, folder, state, standing))
         for found, kind in (*stored, *retained, *saved):
             unit = state.catalog.by_name.get(found.unit)
             if unit is not None and (kind != SNAPSHOT or unit.nbytes == len(found.data)):
@@ -207,7 +211,7 @@ class Survey:
             holdings,
             {path: layer.ids for path, layer in state.layers.items()},
             state.expert_load.mean_LE.tolist(),
-            sorted(find(checkpoints, state.catalog.layout)) if checkpoints else [],
+            sorted(_seen(find, checkpoints, state, standing)),
             trains,
             can_begin,
         )
@@ -237,6 +241,25 @@ class Survey:
                 bytes_now = None if kind == ACTIVE else self._stored[unit, value, kind].data.numpy()
                 found.append((unit, value if bytes_now is None else digest(bytes_now)))
         return found
+
+
+def _seen(
+    find: Callable[[Location, str], Iterable[T]], where: Location | None, state: TrainingState, standing: Standing
+) -> Iterable[T]:
+    """What is found among the checkpoints. A member that has state of the job does without them while they are away.
+
+    Raises:
+        OSError: they are away, and this member may depend on them.
+    """
+    if where is None:
+        return ()
+    try:
+        return find(hurried(where, LOOK_SECONDS) if standing.established else where, state.catalog.layout)
+    except OSError as error:
+        if not standing.established:
+            raise
+        warnings.warn(f"this recovery does without checkpoints: {error.strerror or error}", stacklevel=3)
+        return ()
 
 
 def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Holding]]) -> list[list[Holding]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 from evermoe import planning
 from evermoe.comm.group import Group
 from evermoe.options import count
+from evermoe.persist.place import Location
 from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers
 from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory
 from evermoe.state.training_state import TrainingState
@@ -31,8 +31,8 @@ class Target(Protocol):
         """Whether this member is to hold anything actively; False on a replica node."""
 
     @property
-    def checkpoints(self) -> Path | None:
-        """Folder of the checkpoints that count where no member has a unit in memory."""
+    def checkpoints(self) -> Location | None:
+        """Where the checkpoints are that count where no member has a unit in memory."""
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """The new placement, for the state of a version; computed alike by all members.
@@ -70,7 +70,7 @@ class ExpertTarget:
         nodes: name of the node of each training rank; ranks of one node fail together. Replica nodes, which only keep
             copies, have the ranks after these.
         options: slots, replicas and policy.
-        checkpoint_dir: folder of the checkpoints; None for none.
+        checkpoints: where they are; None for nowhere.
         spread: as of `place_layers`.
     """
 
@@ -80,13 +80,13 @@ class ExpertTarget:
         group: Group,
         nodes: Sequence[str],
         options: PlacementOptions,
-        checkpoint_dir: str | Path | None,
+        checkpoints: Location | None,
         spread: Sequence[str] | None = None,
     ) -> None:
         self._spread = nodes if spread is None else spread
         self._state, self._group, self._nodes, self._options = state, group, nodes, options
         self.trains = group.rank < len(nodes)
-        self.checkpoints = Path(checkpoint_dir) if checkpoint_dir is not None else None
+        self.checkpoints = checkpoints
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """A placement for the load as the newest member knows it; experts stay where they or copies are if they can."""

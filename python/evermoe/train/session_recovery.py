@@ -265,8 +265,8 @@ class RecoveryDriver(Driver):
             committed=max(0, self.committed),
         )
         nodes, spread = _places(self._membership, self._config.copies)
-        folder = self._config.checkpoint_dir
-        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, folder, spread)
+        where = self._config.checkpoints()
+        target = ExpertTarget(self._state, membership.everyone, nodes, self._config, where, spread)
         return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing)
 
 

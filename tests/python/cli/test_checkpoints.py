@@ -8,8 +8,9 @@ import torch
 
 from evermoe import ElasticSampler, Session
 from evermoe.cli.main import main
-from evermoe.persist.checkpoint_folder import CheckpointFolder, Retention, find
+from evermoe.persist.checkpoint_folder import CheckpointFolder, find
 from evermoe.persist.owner import Owner, read_owner
+from evermoe.persist.retention import Retention
 from support.worker import SAMPLES, Model, dataset, wait_until_written
 
 

@@ -13,7 +13,7 @@ import torch
 from evermoe import ElasticSampler, Session, load_weights
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
-from evermoe.persist import checkpointer
+from evermoe.persist import checkpoint_folder
 from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
 from evermoe.persist.plain_files import write_tensors
@@ -232,7 +232,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
         load_weights(model, saved / "step-00000003")
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
-    monkeypatch.setattr(checkpointer, "write_tensors", write_late)
+    monkeypatch.setattr(checkpoint_folder, "write_tensors", write_late)
     at = {3: note, 7: let_write, 8: lambda: wait_until_written(sessions[0]), 9: check}
     with pytest.warns(UserWarning, match="checkpoint of step 6 is left out: that of step 3 is still being written"):
         events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, checkpoint_every=3)

@@ -108,6 +108,8 @@ class Options:
     """Memory that its host has left, instead of what the system says."""
     parts: int = 1
     """Parts of a share, whose gradients add up."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that it has besides the tests' own."""
     network: dict[str, str] | None = None
     """The host that it runs on, if not the tests' own: see `support.hosts`."""
 
@@ -410,6 +412,7 @@ def main(options: Options) -> None:
     log = os.open(Path(options.folder) / f"{options.name}.{os.getpid()}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ |= options.environment
     if options.network is not None:
         from support.hosts import enter  # this file also runs by itself, without the others
 

@@ -1,0 +1,244 @@
+"""Attempts at checkpoints in an object store: which of them are complete, and how files go that nothing uses any more.
+
+The rules are at the head of `evermoe.persist.checkpoint_bucket`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import NamedTuple
+
+from evermoe.errors import CorruptCopy
+from evermoe.persist.manifest import MANIFEST, MANIFEST_BYTES, Manifest, parsed
+from evermoe.persist.place import ObjectPath, Place
+from evermoe.persist.retention import Retention
+from evermoe.state.version import step_of
+
+INDEX = "index.json"
+LOOKS = 8
+"""Manifests that are looked at, at the same time."""
+EXPIRY_SECONDS = 7 * 86400.0
+"""Time for which an empty manifest stays."""
+ATTEMPT = re.compile(r"^step-(\d{8,})(?:\.(\d{10})-\w+|-\d+)?$")
+"""Names of attempts: step, and generation of the members that write."""
+
+
+class Known(NamedTuple):
+    """What is known of an attempt."""
+
+    manifest: Manifest | None
+    """None while it is not decided about, and once it was given up or removed."""
+    is_over: bool = False
+    """Whether it was given up or removed, for good."""
+    nbytes: int = 0
+    """Of the manifest."""
+    problem: str = ""
+    """Why the manifest cannot be used."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may still become a checkpoint."""
+        return self.manifest is None and not self.is_over and not self.problem
+
+
+class Attempts:
+    """What is below a URL. What is over stays so, and a manifest never changes but to be emptied.
+
+    Args:
+        place: of the URL.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    def look(self) -> dict[str, Known]:
+        """All attempts by name, as they are now.
+
+        Raises:
+            OSError: they cannot be listed or read.
+        """
+        names = [name for name in self._names() if ATTEMPT.match(name)]
+        with ThreadPoolExecutor(LOOKS) as pool:
+            found = dict(zip(names, pool.map(self._look_at, names), strict=True))
+        _seen[self.place.url] = found
+        return found
+
+    def _names(self) -> list[str]:
+        if not self.place.is_read_only:
+            return self.place.names()
+        content = self.place.read(INDEX, MANIFEST_BYTES)
+        if content is None:
+            raise FileNotFoundError(
+                2,
+                f"{self.place.url} has no {INDEX}, and lists cannot be had by HTTP: expected a folder to which a job "
+                "has written by another URL, or the URL of a checkpoint",
+            )
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return [str(name) for name in json.loads(content)["checkpoints"]]
+        raise CorruptCopy(f"{self.place.url}/{INDEX} is no list of checkpoints")
+
+    def _look_at(self, name: str) -> Known:
+        key, path = f"{name}/{MANIFEST}", ObjectPath(self.place, name)
+        seen = _seen.get(self.place.url, {}).get(name)
+        if seen is not None and seen.is_over:
+            return seen
+        if seen is not None and seen.manifest is not None and self.place.size(key) == seen.nbytes:
+            return seen._replace(manifest=replace(seen.manifest, path=path))
+        try:
+            content = self.place.read(key, MANIFEST_BYTES)
+            if not content:
+                return Known(None, is_over=content is not None)
+            return Known(parsed(path, content), nbytes=len(content))
+        except CorruptCopy as error:
+            return Known(None, problem=str(error))
+
+
+_seen: dict[str, dict[str, Known]] = {}
+"""What this process has seen last, by URL: it need not be read again. Each value is replaced, never changed."""
+
+
+def files_of(known: Iterable[Known]) -> set[tuple[str, str]]:
+    """Attempt and name of every file that checkpoints use."""
+    manifests = [each.manifest for each in known if each.manifest is not None]
+    return {
+        (manifest.origins.get(unit, manifest.path.name), file)
+        for manifest in manifests
+        for unit, (file, _) in manifest.units.items()
+    }
+
+
+class Found(NamedTuple):
+    """A complete checkpoint."""
+
+    version: int
+    writing: int
+    """Generation of the members that wrote it."""
+    manifest: Manifest
+
+    @property
+    def path(self) -> ObjectPath:
+        """Where it is."""
+        path = self.manifest.path
+        assert isinstance(path, ObjectPath)
+        return path
+
+
+def scan(place: Place, layout: str | None = None, *, tells: bool = False) -> list[Found]:
+    """Complete checkpoints, older versions first; of one version the one that was written last is last.
+
+    Raises:
+        OSError: they cannot be listed or read.
+        CorruptCopy: the list of a place that can only be read is damaged.
+    """
+    return sort(Attempts(place).look(), layout, tells=tells)
+
+
+def sort(known: Mapping[str, Known], layout: str | None = None, *, tells: bool = False) -> list[Found]:
+    """Those that are complete, of a layout; in the order of `scan`. What cannot be used is told by a warning."""
+    found = []
+    for name, each in known.items():
+        match = ATTEMPT.match(name)
+        assert match is not None
+        problem, manifest = each.problem, each.manifest
+        if manifest is not None and step_of(manifest.version) != int(match[1]):
+            problem = f"{manifest.path / MANIFEST} is of step {step_of(manifest.version)}"
+        elif manifest is not None and layout is not None and manifest.layout != layout:
+            problem = f"{manifest.path} belongs to another model or optimizer"
+        if problem and tells:
+            warnings.warn(f"a checkpoint is passed over: {problem}", stacklevel=4)
+        elif not problem and manifest is not None:
+            found.append(Found(manifest.version, int(match[2] or 0), manifest))
+    return sorted(found, key=lambda each: (each.version, each.writing, each.path.name))
+
+
+class Cleaner:
+    """Gives attempts up, removes checkpoints, and then the files that nothing uses any more.
+
+    Args:
+        attempts: of the place.
+    """
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts, self._place = attempts, attempts.place
+
+    def give_up(self, name: str) -> bool:
+        """Keeps an attempt from becoming a checkpoint; False if it is one.
+
+        Raises:
+            OSError: nothing is known.
+        """
+        return self._place.create(f"{name}/{MANIFEST}", b"")
+
+    def remove(self, name: str) -> None:
+        """Makes a checkpoint none; its files are left.
+
+        Raises:
+            OSError: it may be one still.
+        """
+        self._place.put(f"{name}/{MANIFEST}", b"")
+
+    def clean(self, names: Collection[str] | None = None, now: float | None = None) -> bool:
+        """Removes the files of attempts that are over, unless a checkpoint uses them; False if that had to be left.
+
+        Args:
+            names: of those that are looked at; None for all.
+            now: seconds since 1970, by which empty manifests expire; None lets all stay.
+
+        Raises:
+            OSError: some files are left.
+        """
+        known = self._attempts.look()
+        if any(each.is_open for each in known.values()):
+            return False
+        used = files_of(known.values())
+        over = {name for name, each in known.items() if each.is_over}
+        for name in sorted(over if names is None else over & set(names)):
+            self._clean_one(name, used, now)
+        return True
+
+    def _clean_one(self, name: str, used: Collection[tuple[str, str]], now: float | None) -> None:
+        found = {key.rpartition("/")[2]: modified for key, _, modified in self._place.below(name)}
+        going = [file for file in found if file != MANIFEST and (name, file) not in used]
+        if now is not None and len(going) == len(found) - 1 and now - found.get(MANIFEST, now) > EXPIRY_SECONDS:
+            going.append(MANIFEST)  # the last one
+        if going:
+            self._place.remove([f"{name}/{file}" for file in going])
+
+
+def superseded(
+    known: Mapping[str, Known], retention: Retention, *, before: int | None = None, written: str | None = None
+) -> list[Found]:
+    """The checkpoints that a retention does not keep, older ones first; as `checkpoint_folder.superseded` has it."""
+    found = [each for each in sort(known) if before is None or each.version <= before]
+    going = retention.superseded({each.version for each in found})
+    if written is not None and before is not None:
+        going.add(before)
+    return [each for each in found if each.version in going and each.path.name != written]
+
+
+def give_up_older(attempts: Attempts, generation: int | None) -> None:
+    """Gives up all attempts of generations before this one, or all.
+
+    Raises:
+        OSError: some may be left.
+    """
+    for name, each in attempts.look().items():
+        match = ATTEMPT.match(name)
+        if each.is_open and match and (generation is None or int(match[2] or 0) < generation):
+            Cleaner(attempts).give_up(name)
+
+
+def write_index(attempts: Attempts) -> None:
+    """Names the checkpoints for those who cannot list: a hint, which may be older than what is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    names = [each.path.name for each in sort(attempts.look())]
+    attempts.place.put(INDEX, json.dumps({"checkpoints": names}).encode())

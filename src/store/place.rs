@@ -1,0 +1,382 @@
+//! A place: objects under a prefix of a bucket, by their names below it.
+
+use super::address::{Address, Scheme};
+use super::pace::Pace;
+use super::{credentials, problem, runtime};
+use crate::ensure;
+use crate::error::{Error, Result};
+use futures_util::{StreamExt, TryStreamExt, stream};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
+use object_store::http::HttpBuilder;
+use object_store::path::Path;
+use object_store::{
+    BackoffConfig, ClientConfigKey, ClientOptions, ObjectStore, ObjectStoreExt, PutMode, PutPayload,
+    RetryConfig,
+};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
+
+/// Bytes of a part: what is larger goes and comes in several at once.
+pub const PART_BYTES: usize = 8 << 20;
+/// Parts on their way in a process at most: with their size, what all requests hold in memory.
+const MOST_PARTS: usize = 16;
+const LONGEST_REQUEST: Duration = Duration::from_secs(60);
+const SHORTEST_REQUEST: Duration = Duration::from_secs(1);
+/// More than fit into any patience.
+const MOST_RETRIES: usize = 1_000_000;
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+static PARTS: Semaphore = Semaphore::const_new(MOST_PARTS);
+
+/// How a place is used.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Time for which a request is tried again while the service does not answer, or answers that it cannot now.
+    pub patience: Duration,
+    /// Bytes per second that are written at most; `None` for no limit.
+    pub upload_limit: Option<f64>,
+}
+
+/// An object, as a list tells it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Stored {
+    /// Name below the place.
+    pub name: String,
+    /// Bytes.
+    pub nbytes: u64,
+    /// Seconds since 1970, by the service's clock, when it was written last.
+    pub modified: f64,
+}
+
+/// Objects under a URL. Every operation waits for its end, and is tried again with back-off.
+///
+/// Names are paths below the URL, such as `step-00000120/manifest.json`.
+#[derive(Debug)]
+pub struct Place {
+    store: Arc<dyn ObjectStore>,
+    prefix: Path,
+    shown: String,
+    is_read_only: bool,
+    options: Options,
+    pace: Pace,
+    runtime: Handle,
+    process: u32,
+}
+
+impl Place {
+    /// Opens a place with the credentials of the provider's chain; asks the service nothing yet.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for options or variables that cannot be. [`Error::Io`] with `EACCES` where there are no
+    /// credentials.
+    pub fn open(address: &Address, options: Options) -> Result<Self> {
+        ensure!(options.patience > Duration::ZERO, "patience: expected more than 0 seconds, got 0");
+        if let Some(limit) = options.upload_limit {
+            ensure!(
+                limit.is_finite() && limit >= 1.0,
+                "upload_limit: expected 1 byte per second or more, got {limit}"
+            );
+        }
+        if let Some(advice) = credentials::missing(address.scheme, |name| std::env::var(name).ok()) {
+            let told = format!("there are no credentials: {advice}");
+            return Err(problem::failed(&address.to_string(), libc::EACCES, &told));
+        }
+        let path = Path::from_url_path(address.url.path())
+            .map_err(|error| Error::Invalid(format!("{address} has no path of objects: {error}")))?;
+        // Encrypts with ring; where another part of the process has chosen something else, that stays.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let store = build(address, &options).map_err(|error| {
+            Error::Invalid(format!("{address} cannot be opened: {}", problem::told(&error)))
+        })?;
+        Ok(Self {
+            store,
+            prefix: path,
+            shown: address.to_string(),
+            is_read_only: address.scheme == Scheme::Http,
+            options,
+            pace: Pace::new(options.upload_limit),
+            runtime: runtime::handle()?,
+            process: std::process::id(),
+        })
+    }
+
+    /// Whether nothing can be written there, whatever the credentials.
+    pub fn is_read_only(&self) -> bool {
+        self.is_read_only
+    }
+
+    /// Writes an object, or replaces it; one of more than [`PART_BYTES`] in parts.
+    ///
+    /// # Errors
+    /// [`Error::Io`]: it is not there, or the one before is.
+    pub fn put(&self, name: &str, data: &[u8]) -> Result<()> {
+        self.check_writable()?;
+        let path = self.path(name)?;
+        self.wait(name, async || {
+            if data.len() <= PART_BYTES {
+                let _part = PARTS.acquire().await;
+                self.pace.wait(data.len()).await;
+                return self.store.put(&path, PutPayload::from(data.to_vec())).await.map(drop);
+            }
+            let mut upload = self.store.put_multipart(&path).await?;
+            let mut parts = JoinSet::new();
+            let mut sent = Ok(());
+            for part in data.chunks(PART_BYTES) {
+                let permit = PARTS.acquire().await;
+                self.pace.wait(part.len()).await;
+                let part = upload.put_part(PutPayload::from(part.to_vec()));
+                parts.spawn(async move {
+                    let _permit = permit;
+                    part.await
+                });
+                while let Some(done) = parts.try_join_next() {
+                    sent = sent.and(done.map_err(object_store::Error::from).flatten());
+                }
+                if sent.is_err() {
+                    break;
+                }
+            }
+            while let Some(done) = parts.join_next().await {
+                sent = sent.and(done.map_err(object_store::Error::from).flatten());
+            }
+            let sent = match sent {
+                Ok(()) => upload.complete().await.map(drop),
+                failed => failed,
+            };
+            if sent.is_err() {
+                let _ = upload.abort().await; // the service removes what is left, or its owner's rules do
+            }
+            sent
+        })
+    }
+
+    /// Makes an object unless its name is taken. Whether the object of that name has these bytes now: where an answer
+    /// got lost the object is read, so give bytes that no other writer gives, or that mean the same from any.
+    ///
+    /// # Errors
+    /// [`Error::Io`]: nothing is known.
+    pub fn create(&self, name: &str, data: &[u8]) -> Result<bool> {
+        self.check_writable()?;
+        let path = self.path(name)?;
+        let deadline = Instant::now() + self.options.patience;
+        let mut pause = FIRST_PAUSE;
+        self.wait(name, async || {
+            loop {
+                let payload = PutPayload::from(data.to_vec());
+                let failed = match self.store.put_opts(&path, payload, PutMode::Create.into()).await {
+                    Ok(_) => return Ok(true),
+                    Err(error @ object_store::Error::AlreadyExists { .. }) => error,
+                    Err(error) if problem::is_passing(&error) => error,
+                    Err(error) => return Err(error),
+                };
+                if Instant::now() > deadline {
+                    return Err(failed);
+                }
+                match self.read_whole(&path).await {
+                    Ok(found) => return Ok(found == data),
+                    Err(object_store::Error::NotFound { .. }) => {}
+                    Err(error) if problem::is_passing(&error) => {}
+                    Err(error) => return Err(error),
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        })
+    }
+
+    async fn read_whole(&self, path: &Path) -> object_store::Result<Vec<u8>> {
+        Ok(self.store.get(path).await?.bytes().await?.to_vec())
+    }
+
+    /// Reads an object of at most so many bytes; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`Error::Corrupt`] if it is larger. [`Error::Io`] if it cannot be read.
+    pub fn read(&self, name: &str, most_bytes: u64) -> Result<Option<Vec<u8>>> {
+        let path = self.path(name)?;
+        let read = self.wait(name, async || {
+            let found = match self.store.get(&path).await {
+                Err(object_store::Error::NotFound { .. }) => return Ok(Some(None)),
+                found => found?,
+            };
+            if found.meta.size > most_bytes {
+                return Ok(None);
+            }
+            Ok(Some(Some(found.bytes().await?.to_vec())))
+        })?;
+        read.ok_or_else(|| {
+            Error::Corrupt(format!("{}/{name}: expected at most {most_bytes} bytes", self.shown))
+        })
+    }
+
+    /// Size of an object in bytes; `None` if there is none.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the service does not tell.
+    pub fn size(&self, name: &str) -> Result<Option<u64>> {
+        let path = self.path(name)?;
+        self.wait(name, async || match self.store.head(&path).await {
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            found => Ok(Some(found?.size)),
+        })
+    }
+
+    /// Reads the bytes from `start` on into `out`, several parts at once.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if they cannot be read, or the object has fewer.
+    pub fn read_into(&self, name: &str, start: u64, out: &mut [u8]) -> Result<()> {
+        let path = self.path(name)?;
+        self.wait(name, async || {
+            let parts = out.chunks_mut(PART_BYTES).zip((start..).step_by(PART_BYTES)).map(|(part, start)| {
+                let (store, path) = (&self.store, &path);
+                async move {
+                    let _permit = PARTS.acquire().await;
+                    let found = store.get_range(path, start..start + part.len() as u64).await?;
+                    if found.len() != part.len() {
+                        let (expected, found) = (part.len(), found.len());
+                        let source = format!("expected {expected} bytes from {start} on, got {found}").into();
+                        return Err(object_store::Error::Generic { store: problem::RANGE, source });
+                    }
+                    part.copy_from_slice(&found);
+                    Ok(())
+                }
+            });
+            stream::iter(parts).buffer_unordered(MOST_PARTS).try_collect::<()>().await
+        })
+    }
+
+    /// The objects below a name; of all that are there with an empty one.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if they cannot be listed.
+    pub fn list(&self, below: &str) -> Result<Vec<Stored>> {
+        let path = self.path(below)?;
+        let found = self.wait(below, async || self.store.list(Some(&path)).try_collect::<Vec<_>>().await)?;
+        let stored = found.into_iter().filter_map(|meta| {
+            let modified = meta.last_modified.timestamp_millis() as f64 / 1e3;
+            Some(Stored { name: self.name(&meta.location)?, nbytes: meta.size, modified })
+        });
+        Ok(stored.collect())
+    }
+
+    /// Names directly below the place: of objects, and what comes before the first slash of those below.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if they cannot be listed.
+    pub fn names(&self) -> Result<Vec<String>> {
+        let found = self.wait("", async || self.store.list_with_delimiter(Some(&self.prefix)).await)?;
+        let objects = found.objects.into_iter().map(|meta| meta.location);
+        Ok(found.common_prefixes.into_iter().chain(objects).filter_map(|path| self.name(&path)).collect())
+    }
+
+    /// Removes objects; those that are not there are no error.
+    ///
+    /// # Errors
+    /// [`Error::Io`]: some may be left.
+    pub fn remove(&self, names: &[String]) -> Result<()> {
+        self.check_writable()?;
+        let paths = names.iter().map(|name| self.path(name)).collect::<Result<Vec<_>>>()?;
+        self.wait("", async || {
+            let paths = stream::iter(paths.clone().into_iter().map(Ok)).boxed();
+            let mut gone = self.store.delete_stream(paths);
+            while let Some(done) = gone.next().await {
+                match done {
+                    Ok(_) | Err(object_store::Error::NotFound { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn check_writable(&self) -> Result<()> {
+        if self.is_read_only {
+            let told = "a place behind HTTP is for reading alone: write to s3://, gs://, az:// or a folder";
+            return Err(problem::failed(&self.shown, libc::EROFS, told));
+        }
+        Ok(())
+    }
+
+    fn path(&self, name: &str) -> Result<Path> {
+        let whole = if name.is_empty() { self.prefix.to_string() } else { format!("{}/{name}", self.prefix) };
+        Path::parse(whole.trim_start_matches('/'))
+            .map_err(|error| Error::Invalid(format!("{name:?} is no name of an object: {error}")))
+    }
+
+    fn name(&self, path: &Path) -> Option<String> {
+        let below: Vec<String> =
+            path.prefix_match(&self.prefix)?.map(|part| part.as_ref().to_owned()).collect();
+        (!below.is_empty()).then(|| below.join("/"))
+    }
+
+    /// Waits for an operation, which may be done twice: again where the service is away in a way that requests do not
+    /// try again by themselves, such as a connection that ends between two of them.
+    fn wait<T>(&self, name: &str, mut operation: impl AsyncFnMut() -> object_store::Result<T>) -> Result<T> {
+        if self.process != std::process::id() {
+            return Err(Error::Runtime(format!(
+                "{} was opened by the process that forked this one",
+                self.shown
+            )));
+        }
+        let deadline = Instant::now() + self.options.patience;
+        let done = self.runtime.block_on(async {
+            let mut pause = FIRST_PAUSE;
+            loop {
+                match operation().await {
+                    Err(error) if problem::is_passing(&error) && Instant::now() + pause < deadline => {
+                        tokio::time::sleep(pause).await;
+                        pause = (pause * 2).min(LONGEST_PAUSE);
+                    }
+                    done => return done,
+                }
+            }
+        });
+        let what = if name.is_empty() { self.shown.clone() } else { format!("{}/{name}", self.shown) };
+        done.map_err(|error| problem::problem(&what, &error))
+    }
+}
+
+fn build(address: &Address, options: &Options) -> object_store::Result<Arc<dyn ObjectStore>> {
+    let backoff = BackoffConfig { init_backoff: FIRST_PAUSE, max_backoff: LONGEST_PAUSE, base: 2.0 };
+    let retry = RetryConfig { backoff, max_retries: MOST_RETRIES, retry_timeout: options.patience };
+    let request = options.patience.clamp(SHORTEST_REQUEST, LONGEST_REQUEST);
+    let (key, value) = (ClientConfigKey::Timeout, format!("{} s", request.as_secs_f64().ceil()));
+    let url = address.url.as_str();
+    Ok(match address.scheme {
+        Scheme::S3 => Arc::new(
+            AmazonS3Builder::from_env()
+                .with_url(url)
+                .with_config(AmazonS3ConfigKey::Client(key), value)
+                .with_retry(retry)
+                .build()?,
+        ),
+        Scheme::Gcs => Arc::new(
+            GoogleCloudStorageBuilder::from_env()
+                .with_url(url)
+                .with_config(GoogleConfigKey::Client(key), value)
+                .with_retry(retry)
+                .build()?,
+        ),
+        Scheme::Azure => Arc::new(
+            MicrosoftAzureBuilder::from_env()
+                .with_url(url)
+                .with_config(AzureConfigKey::Client(key), value)
+                .with_retry(retry)
+                .build()?,
+        ),
+        Scheme::Http => Arc::new(
+            HttpBuilder::new()
+                .with_url(&address.url[..url::Position::BeforePath])
+                .with_client_options(ClientOptions::new().with_allow_http(true).with_timeout(request))
+                .with_retry(retry)
+                .build()?,
+        ),
+    })
+}

@@ -1,0 +1,125 @@
+//! What went wrong with a request, as one of the operating system's errors; without credentials.
+
+use crate::error::Error;
+use std::io;
+
+const LONGEST: usize = 400;
+const NO_BUCKET: [&str; 4] =
+    ["NoSuchBucket", "ContainerNotFound", "bucket does not exist", "container does not exist"];
+
+/// What a request is called that asked for more than there is.
+pub(super) const RANGE: &str = "range";
+
+/// Whether the same request may succeed later: the service is away, slow or overloaded.
+pub(super) fn is_passing(error: &object_store::Error) -> bool {
+    if matches!(error, object_store::Error::Generic { store: RANGE, .. }) {
+        return false;
+    }
+    let text = error.to_string();
+    matches!(error, object_store::Error::Generic { .. } | object_store::Error::JoinError { .. })
+        && !["status code: 4", "without LOCATION", "builder error", "URL scheme is not allowed"]
+            .iter()
+            .any(|mark| text.contains(mark))
+        || text.contains("status code: 408")
+        || text.contains("status code: 429")
+}
+
+/// The error of an operation on what `what` names.
+pub(super) fn problem(what: &str, error: &object_store::Error) -> Error {
+    use object_store::Error as E;
+    let text = error.to_string();
+    let told = shortened(&text);
+    let (code, told) = match error {
+        E::NotFound { .. } if NO_BUCKET.iter().any(|mark| text.contains(mark)) => {
+            (libc::ENOENT, format!("there is no such bucket: make it, or correct the URL ({told})"))
+        }
+        E::NotFound { .. } => (libc::ENOENT, format!("there is no such object ({told})")),
+        E::PermissionDenied { .. } | E::Unauthenticated { .. } => {
+            (libc::EACCES, format!("the credentials may not do this: {told}"))
+        }
+        E::AlreadyExists { .. } | E::Precondition { .. } => (libc::EEXIST, told),
+        E::NotImplemented { .. } | E::NotSupported { .. } => (libc::EOPNOTSUPP, told),
+        _ if text.contains("without LOCATION") => {
+            (libc::EINVAL, format!("the bucket is in another region: set AWS_REGION ({told})"))
+        }
+        _ if text.contains("URL scheme is not allowed") => {
+            (libc::EINVAL, format!("plain http needs AWS_ALLOW_HTTP=true or its like ({told})"))
+        }
+        _ if text.contains("timed out") || text.contains("operation timeout") => (libc::ETIMEDOUT, told),
+        _ if text.contains("error sending request") || text.contains("connection") => {
+            (libc::ECONNREFUSED, told)
+        }
+        _ => (libc::EIO, told),
+    };
+    failed(what, code, &told)
+}
+
+/// An error of the operating system's with a message of its own.
+pub(super) fn failed(what: &str, code: i32, told: &str) -> Error {
+    Error::Io { context: format!("{what}: {told}"), source: io::Error::from_raw_os_error(code) }
+}
+
+/// The text of an error of which nothing else is known.
+pub(super) fn told(error: &object_store::Error) -> String {
+    shortened(&error.to_string())
+}
+
+/// The text of an error without what may be secret: queries of URLs, and the bodies of answers but for their messages.
+fn shortened(text: &str) -> String {
+    let head = text.split('<').next().unwrap_or_default();
+    let mut words: Vec<String> = head.split_whitespace().map(without_query).collect();
+    for tag in ["Code", "Message"] {
+        let inside = text.split_once(&format!("<{tag}>")).and_then(|(_, rest)| rest.split_once("</"));
+        words.extend(inside.map(|(found, _)| found.lines().next().unwrap_or_default().to_owned()));
+    }
+    let mut all = words.join(" ");
+    if let Some((end, _)) = all.char_indices().nth(LONGEST) {
+        all.truncate(end);
+        all.push('…');
+    }
+    all
+}
+
+fn without_query(word: &str) -> String {
+    word.split_once('?').map_or(word, |(before, _)| before).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use object_store::Error as E;
+
+    const ANSWER: &str = "Error performing PUT https://a.blob.core.windows.net/c/k?sv=1&sig=hidden in 2ms - Server returned \
+        non-2xx status code: 403 Forbidden: <?xml version=\"1.0\"?><Error><Code>InvalidAccessKeyId</Code>\
+        <Message>The key is not known\nhidden</Message><AWSAccessKeyId>hidden</AWSAccessKeyId></Error>";
+
+    #[test]
+    fn messages_have_the_reason_and_no_secret() {
+        let denied = E::PermissionDenied { path: "k".into(), source: ANSWER.into() };
+        let Error::Io { context, source } = problem("az://c/k", &denied) else { panic!() };
+        assert_eq!(source.raw_os_error(), Some(libc::EACCES));
+        for part in ["az://c/k", "403 Forbidden", "InvalidAccessKeyId", "The key is not known"] {
+            assert!(context.contains(part), "{context}");
+        }
+        assert!(!context.contains("hidden"), "{context}");
+    }
+
+    #[test]
+    fn errors_are_those_of_the_operating_system() {
+        let generic = |text: &str| E::Generic { store: "S3", source: text.to_owned().into() };
+        let missing = |text: &str| E::NotFound { path: "k".into(), source: text.to_owned().into() };
+        for (error, code, passes) in [
+            (missing("<Code>NoSuchBucket</Code>"), libc::ENOENT, false),
+            (missing("<Code>NoSuchKey</Code>"), libc::ENOENT, false),
+            (generic("Server returned non-2xx status code: 503 Slow Down: "), libc::EIO, true),
+            (generic("Server returned non-2xx status code: 429 Too Many: "), libc::EIO, true),
+            (generic("Server returned non-2xx status code: 400 Bad Request: "), libc::EIO, false),
+            (generic("HTTP error: operation timed out"), libc::ETIMEDOUT, true),
+            (generic("HTTP error: error sending request"), libc::ECONNREFUSED, true),
+            (generic("Received redirect without LOCATION"), libc::EINVAL, false),
+        ] {
+            let Error::Io { source, .. } = problem("k", &error) else { panic!() };
+            assert_eq!((source.raw_os_error(), is_passing(&error)), (Some(code), passes), "{error}");
+        }
+    }
+}
