@@ -170,7 +170,6 @@ class Metrics:
     def _note_commit(self, event: Commit) -> None:
         self._of["step"].set(event.step + 1)
         self._of["loss"].set(event.loss)
-        self._of["members"].set(event.members)
 
     def _note_measured(self, event: Measured) -> None:
         self._recent.append(event)

@@ -192,6 +192,7 @@ def test_pods_of_the_jobset_are_one_job(fork, lighthouse, tmp_path):
     workers = jobs["worker"]
     (container,) = workers["template"]["spec"]["containers"]
     fields = {"metadata.labels['jobset.sigs.k8s.io/jobset-name']": str(uuid.uuid4())}
+    fields["metadata.labels['topology.kubernetes.io/zone']"] = ""  # as where there is no such label
     pods = []
     for index in range(workers["completions"]):
         fields["spec.nodeName"] = f"machine-{index}"

@@ -35,6 +35,7 @@ def make(group, folder):
         everyone=found,
         transport=transport,
         nodes=["a", "b"],
+        domains=["", ""],
         device=torch.device("cpu"),
         established=False,
     )
