@@ -72,7 +72,6 @@ check: setup lint test kernels ## Everything that must hold before a commit
 
 lint: setup ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	cargo fmt --check
-	cargo clippy --quiet --all-targets -- -D warnings
 	cargo clippy --quiet --all-targets --all-features -- -D warnings
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -80,8 +79,7 @@ lint: setup ## Formatting, clippy, ruff, types, dead code, unused dependencies
 	$(BIN)/vulture
 	$(BIN)/cargo-shear
 
-kernels: setup ## Compile every CUDA kernel; fails without nvcc
-	EVERMOE_CUDA=require cargo build --quiet
+kernels: setup ## Whether the build has every CUDA kernel; it has none without nvcc
 	$(BIN)/python -c "import evermoe.ops as o; assert o.has_cuda_kernels(), 'the build has no CUDA kernels'"
 
 docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs

@@ -124,7 +124,7 @@ class LateWeights:
             task.is_over_within(threading.TIMEOUT_MAX)
         self._clear()
 
-    def __deepcopy__(self, memo: object) -> LateWeights:
+    def __deepcopy__(self, _: object) -> LateWeights:
         """Copies of a model have parameters of their own, for which nothing is on its way."""
         return self
 
