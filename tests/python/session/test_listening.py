@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,10 @@ def listening(pid):
     """Addresses and ports of a process's sockets that accept connections."""
     inodes = set()
     for file in os.listdir(f"/proc/{pid}/fd"):
-        target = os.readlink(f"/proc/{pid}/fd/{file}")
-        if target.startswith("socket:["):
-            inodes.add(target[len("socket:[") : -1])
+        with suppress(FileNotFoundError):  # it was closed since it was listed
+            target = os.readlink(f"/proc/{pid}/fd/{file}")
+            if target.startswith("socket:["):
+                inodes.add(target[len("socket:[") : -1])
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
