@@ -49,6 +49,17 @@ def start_job(request, tmp_path):
         yield start
 
 
+@pytest.fixture
+def s3(tmp_path, monkeypatch):
+    """A server of S3, which the environment names."""
+    from support.object_servers import s3_server
+
+    with s3_server(tmp_path / "s3") as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """Each device that the ops run on."""

@@ -9,6 +9,7 @@ import torch
 import evermoe
 from evermoe import Expert, Experts, MoE, Router
 from support.ranks import run_ranks
+from support.routers import best_ids
 from test_moe import PLACEMENTS, TOKENS, expert, hold
 
 H, EXPERTS, T = 8, 8, 23
@@ -53,13 +54,7 @@ def chosen(router, token):
     if router.bias is not None:
         logits = [a + b for a, b in zip(logits, router.bias.tolist(), strict=True)]
     scores = [1 / (1 + math.exp(-logit)) for logit in logits] if router.scores == "sigmoid" else softmax(logits)
-    rank = [score + (0 if router.balance is None else router.balance[e].item()) for e, score in enumerate(scores)]
-    size = len(rank) // router.groups
-    groups = [range(g * size, g * size + size) for g in range(router.groups)]
-    best = 2 if router.scores == "sigmoid" else 1
-    groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:best]))
-    allowed = [e for group in groups[: router.top_groups] for e in group]
-    ids = sorted(allowed, key=lambda e: -rank[e])[: router.top_k]
+    ids = best_ids(router, scores)
     weights = softmax([logits[e] for e in ids]) if router.scores == "chosen" else [scores[e] for e in ids]
     if router.normalize:
         weights = [weight / sum(weights) for weight in weights]

@@ -10,6 +10,7 @@ import evermoe
 from evermoe import Expert, Experts, MoE, Router
 from evermoe.comm.collectives import ExpertReducer, reduce_dense
 from support.ranks import run_ranks
+from support.routers import best_ids
 
 H, EXPERTS, BALANCE, VOCABULARY = 8, 8, 0.1, 50
 PLACEMENTS = {
@@ -79,14 +80,7 @@ def choose(router, scores, number):
     """The ids of one token, best first."""
     if router.table is not None:
         return router.table[number].tolist()
-    rank = [score + (0 if router.balance is None else router.balance[e].item()) for e, score in enumerate(scores)]
-    size = len(rank) // router.groups
-    groups = [range(g * size, g * size + size) for g in range(router.groups)]
-    best = 2 if router.scores == "sigmoid" else 1
-    groups.sort(key=lambda group: -sum(sorted((rank[e] for e in group), reverse=True)[:best]))
-    allowed = [e for group in groups[: router.top_groups] for e in group]
-    ids = sorted(allowed, key=lambda e: -rank[e])[: router.top_k]
-    assert len({e // size for e in ids}) <= router.top_groups
+    ids = best_ids(router, scores)
     return ids
 
 

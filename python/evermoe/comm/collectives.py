@@ -265,6 +265,26 @@ def send_from_owners(tensors_R: Sequence[Sequence[Tensor]], group: Group) -> Non
             _write_back(tensors, flat)
 
 
+def buckets(tensors_R: Sequence[Sequence[Tensor]], nbytes: int) -> list[list[list[Tensor]]]:
+    """Divides tensors `[rank][n]` into buckets `[bucket][rank][m]` of about so many bytes, each rank's in their order.
+
+    Example, with room for 8 bytes: tensors of 4, 4 and 4 bytes of rank 0, and of 8 bytes of rank 1, give a bucket with
+    the first of each, one with the second of rank 0, and one with its third.
+    """
+    room = max(1, nbytes // max(1, len(tensors_R)))
+    queues = [list(reversed(tensors)) for tensors in tensors_R]
+    found = []
+    while any(queues):
+        bucket: list[list[Tensor]] = []
+        for queue in queues:
+            taken: list[Tensor] = []
+            while queue and sum(tensor.nbytes for tensor in taken) < room:
+                taken.append(queue.pop())
+            bucket.append(taken)
+        found.append(bucket)
+    return found
+
+
 def _rounds(flat_R: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """Yields pieces `[n]` of one type that each rank owns, up to a bucket in all, and equally many while there are any.
 

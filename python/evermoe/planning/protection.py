@@ -47,7 +47,7 @@ class RankInfo:
     """What a rank offers, as it reports itself."""
 
     node: str
-    """Ranks of one node fail together, if there are several nodes."""
+    """Its node, or the rack or zone over which copies are spread. Ranks of one fail together, if there are several."""
     free_bytes: int
     """Host memory that it may take: its share of what its node has."""
     trains: bool = True

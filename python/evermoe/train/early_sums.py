@@ -21,7 +21,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from evermoe.comm.collectives import BUCKET_BYTES, reduce_to_owners
+from evermoe.comm.collectives import BUCKET_BYTES, buckets, reduce_to_owners
 from evermoe.comm.group import Group
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost
@@ -79,10 +79,7 @@ class EarlySums:
             return
         self.forget()
         self._planned = planned
-        room = BUCKET_BYTES // len(parameters_R)
-        queues = [list(parameters) for parameters in parameters_R]
-        while any(queues):
-            self._buckets.append([_take_last(queue, room) for queue in queues])
+        self._buckets = buckets([list(reversed(parameters)) for parameters in parameters_R], BUCKET_BYTES)
         for number, bucket in enumerate(self._buckets):
             for parameter in (parameter for parameters in bucket for parameter in parameters):
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._hook(number)))
@@ -176,14 +173,6 @@ class EarlySums:
         for task in self._tasks:
             task.is_over_within(threading.TIMEOUT_MAX)
         self._sent, self._tasks = [], []
-
-
-def _take_last(parameters: list[Tensor], room: int) -> list[Tensor]:
-    """Takes so many bytes of parameters off a list's end, at least one if there is any."""
-    taken: list[Tensor] = []
-    while parameters and sum(parameter.nbytes for parameter in taken) < room:
-        taken.append(parameters.pop())
-    return taken or [parameters.pop() for _ in parameters[:1]]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evermoe.comm.collectives import BUCKET_BYTES, send_from_owners
+from evermoe.comm.collectives import BUCKET_BYTES, buckets, send_from_owners
 from evermoe.comm.group import Group
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost, UnsupportedState
@@ -153,23 +153,3 @@ def _used_by(module: nn.Module) -> Iterator[nn.Parameter]:
     for child in module.children():
         if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             yield from child.parameters()
-
-
-def buckets(tensors_R: Sequence[Sequence[Tensor]], nbytes: int) -> list[list[list[Tensor]]]:
-    """Divides tensors `[rank][n]` into buckets `[bucket][rank][m]` of about so many bytes, each rank's in their order.
-
-    Example, with room for 8 bytes: tensors of 4, 4 and 4 bytes of rank 0, and of 8 bytes of rank 1, give a bucket with
-    the first of each, one with the second of rank 0, and one with its third.
-    """
-    room = max(1, nbytes // max(1, len(tensors_R)))
-    queues = [list(reversed(tensors)) for tensors in tensors_R]
-    found = []
-    while any(queues):
-        bucket: list[list[Tensor]] = []
-        for queue in queues:
-            taken: list[Tensor] = []
-            while queue and sum(tensor.nbytes for tensor in taken) < room:
-                taken.append(queue.pop())
-            bucket.append(taken)
-        found.append(bucket)
-    return found

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from evermoe.cli.main import main
-from support.object_servers import s3_server
 from support.places import Spot, Writer, all_whole, write
 from support.stores import contents
 
@@ -13,11 +12,8 @@ URL = "s3://bucket/run"
 
 
 @pytest.fixture
-def spot(tmp_path, monkeypatch):
-    with s3_server(tmp_path / "s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield Spot(URL)
+def spot(s3):
+    return Spot(URL)
 
 
 def run(capsys, *arguments, code=0):

@@ -9,6 +9,9 @@ from safetensors.torch import load_file
 
 from evermoe import EMA, ElasticSampler, Session
 from evermoe.persist.checkpointer import CheckpointWrite
+from evermoe.persist.folder import find_persisted
+from evermoe.persist.partial import PartialCheckpoint
+from evermoe.state.version import step_of
 from support.harness import PATIENCE
 
 
@@ -41,3 +44,41 @@ def test_a_checkpoint_that_is_read_while_averages_are_applied_has_the_weights(tm
     saved = {name.split("/", 1)[1]: value for name, value in load_file(file).items() if not name.startswith("session")}
     for name, value in weights.items():
         assert torch.equal(saved[name].view(value.dtype).reshape(value.shape), value)
+
+
+def test_a_save_of_pec_that_is_read_while_averages_are_applied_has_the_weights(tmp_path, monkeypatch):
+    may_read, run = threading.Event(), PartialCheckpoint._run
+    may_read.set()
+
+    def late(self):
+        assert may_read.wait(PATIENCE)
+        return run(self)
+
+    monkeypatch.setattr(PartialCheckpoint, "_run", late)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ema = EMA(optimizer, 0.5)
+    session = Session(model, optimizer, ElasticSampler(16, 4), preset="pec", checkpoint_dir=str(tmp_path))
+    saves = session._protection.keepers[1]
+    weights = {}
+    for step in session.steps(3):
+        if step.number == 1:
+            may_read.clear()
+        with step:
+            step.backward(model(torch.ones(4, 4)).square().mean())
+        if session.step == 2:
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            with ema.applied():
+                assert not torch.equal(model.weight, weights["weight"])
+                may_read.set()
+                saves._latest.wait_captured()
+            assert saves._is_flushed()
+            catalog = session._state.catalog
+            found = [each for each in find_persisted(saves.folder, catalog.layout) if step_of(each.version) == 2]
+            (unit,) = {each.unit for each in found} - {"session"}
+            data = next(each.data for each in found if each.unit == unit)
+            saved = catalog.by_name[unit].tensors(data)
+            for name, value in weights.items():
+                assert torch.equal(saved[name].reshape(value.shape), value)
+    assert weights
+    session.close()

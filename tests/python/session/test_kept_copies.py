@@ -24,6 +24,14 @@ def arrangements(worker):
     return found
 
 
+def waits(worker):
+    """Of each recovery, whether training waited for the copies."""
+    events = [event["event"] for event in worker.events()]
+    recoveries = [at for at, event in enumerate(events) if event == "recovered"]
+    arranged = [at for at, event in enumerate(events) if event == "arranged"]
+    return ["confirm" in events[begin:end] for begin, end in zip(arranged, recoveries, strict=True)]
+
+
 @pytest.mark.parametrize("free_bytes", [None, 1000])
 def test_training_waits_for_copies_at_the_start_and_where_memory_is_short(start_job, free_bytes):
     job = start_job(4, preset="gemini", join_every=50)
@@ -31,11 +39,7 @@ def test_training_waits_for_copies_at_the_start_and_where_memory_is_short(start_
     workers += [job.start(name, free_bytes=free_bytes if name == "c" else None) for name in "cd"]
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     for each in workers[::2]:
-        events = [event["event"] for event in each.events()]
-        recoveries = [at for at, event in enumerate(events) if event == "recovered"]
-        arranged = [at for at, event in enumerate(events) if event == "arranged"]
-        waited = ["confirm" in events[begin:end] for begin, end in zip(arranged, recoveries, strict=True)]
-        assert waited == [True, free_bytes is not None]
+        assert waits(each) == [True, free_bytes is not None]
     check_history(workers)
 
 
@@ -66,3 +70,17 @@ def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
     missing_R, sent_R = zip(*(arrangements(each)[-1] for each in workers), strict=True)
     assert missing_R == missing_R[:1] * 3
     assert 0.9 * missing_R[0] < sum(sent_R) < 1.1 * missing_R[0]
+
+
+def test_copies_that_come_damaged_beside_training_are_made_anew_while_it_waits(start_job):
+    """A copy that its holder has from before goes bad between the survey and its use."""
+    job = start_job(4, preset="gemini", join_every=50)
+    flip = Fault("phase verify", action="flip", nth=2, where="arena")
+    workers = job.start_all({"a": [flip], "b": [Fault("vote", FAULT)]}, "abcd")
+    assert [each.join() for each in workers] == [0, -9, 0, 0]
+    assert workers[0].events("flipped")[0]["units"]
+    check_history(workers)
+    for each in (workers[0], *workers[2:]):
+        assert waits(each) == [True, False, True], "at the start, after the death, after the vote that failed"
+        assert each.events("verified")[0]["digests_mismatched"] == 0
+        assert check_recovered(workers, each)["steps_lost"] == 0

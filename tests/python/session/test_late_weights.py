@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from evermoe import ElasticSampler, Session
-from evermoe.comm.collectives import send_from_owners
+from evermoe.comm.collectives import buckets, send_from_owners
 from evermoe.comm.group import Group
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.train import late_weights
-from evermoe.train.late_weights import LateWeights, buckets
+from evermoe.train.late_weights import LateWeights
 from support.harness import PATIENCE
 from support.history import check_history, check_recovered, committed_steps
 from support.ranks import run_ranks

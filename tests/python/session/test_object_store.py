@@ -7,18 +7,9 @@ import pytest
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.place import locate
 from support.history import check_history, check_recovered
-from support.object_servers import s3_server
 from support.worker import Fault
 
 URL = "s3://bucket/run"
-
-
-@pytest.fixture
-def s3(tmp_path, monkeypatch):
-    with s3_server(tmp_path / "s3") as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 def found(limit=20.0):
