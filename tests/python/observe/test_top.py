@@ -18,6 +18,7 @@ from evermoe.events import Chunk, Commit, Covered, Joined, Measured, Phase, Reco
 from evermoe.observe import JsonLines, Metrics
 from evermoe.observe.member_view import Members, endpoints
 from support.harness import FEWEST, wait_until
+from support.object_servers import free_ports
 from support.worker import Fault
 
 LIMIT = 120.0
@@ -252,7 +253,7 @@ def test_a_kill_and_its_recovery_are_seen_in_files(start_job, tmp_path, capsys):
 
 @pytest.mark.timeout(400)
 def test_a_running_job_whose_worker_is_killed(tmp_path, capsys, wide):
-    memory, first = tmp_path / "memory", free_port()
+    memory, first = tmp_path / "memory", free_ports(3)
     memory.mkdir(mode=0o700)
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "evermoe", "run", "--workers", "3", "--metrics", str(first)]
