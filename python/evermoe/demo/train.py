@@ -26,6 +26,7 @@ from evermoe.events import Event
 from evermoe.moe import moe_layers
 from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS
 from evermoe.profile import Profiler
+from evermoe.router import Routes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,10 +70,9 @@ class Reporter:
         """Counts what the routers choose, on its own account: a witness for what the session says was lost."""
         for path, layer in moe_layers(model).items():
 
-            def count(_: Any, __: Any, logits: torch.Tensor, path: str = path, top_k: int = layer.top_k) -> None:
+            def count(_: Any, __: Any, routes: Routes, path: str = path, experts: int = layer.num_experts) -> None:
                 if torch.is_grad_enabled():
-                    chosen = logits.float().softmax(-1).topk(top_k).indices.flatten().cpu()
-                    counts = torch.bincount(chosen, minlength=logits.shape[-1])
+                    counts = torch.bincount(routes.ids_TK.flatten().cpu(), minlength=experts)
                     self.routed[path] = self.routed.get(path, torch.zeros_like(counts)) + counts
 
             layer.router.register_forward_hook(count)

@@ -181,13 +181,17 @@ def test_pec_on_a_full_disk_falls_behind(small_disk):
 
 
 def test_time_between_steps_counts_and_that_of_a_recovery_does_not(start_job):
-    job = start_job(2, **FEWEST)
-    a, b = job.start_all(
-        {"b": [Fault("phase fetch", action="slow", seconds=1.5, nth=2)]}, names="ab", steps=6, late=0.3
-    )
-    joiner = job.start("c", steps=6, late=0.3)
+    job = start_job(2, **FEWEST, join_every=1)
+    job.open_gate(2)
+    slow = Fault("phase fetch", action="slow", seconds=1.5, nth=2)
+    a, b = job.start_all({"b": [slow]}, names="ab", steps=8, late=0.3, gated=True)
+    a.wait_for("gate", step=2)
+    joiner = job.start("c", steps=8, late=0.3)
+    joiner.wait_for("phase", phase="agree")
+    job.open_gate(8)
     assert [each.join() for each in (a, b, joiner)] == [0, 0, 0]
     recovered, measured = a.events("recovered"), a.events("measured")
+    assert len(recovered) == 2
     ends = [event["time"] for event in measured]
     for event in measured:
         since = max(each["time"] for each in [*recovered, *measured] if each["time"] < event["time"])

@@ -17,8 +17,7 @@ from evermoe.environment import free_port
 from evermoe.events import Chunk, Commit, Covered, Joined, Measured, Phase, Recovered
 from evermoe.observe import JsonLines, Metrics
 from evermoe.observe.member_view import Members, endpoints
-from support.harness import FEWEST, wait_until
-from support.object_servers import free_ports
+from support.harness import FEWEST, free_ports, wait_until
 from support.worker import Fault
 
 LIMIT = 120.0
@@ -267,10 +266,12 @@ def test_a_running_job_whose_worker_is_killed(tmp_path, capsys, wide):
     def training(number):
         found = members()
         running = [view for view in found if view["state"] == "training" and view["members"] == number]
-        return found if len(running) == number and all(view["step"] > 5 for view in running) else None
+        # Copies for a new set of members are made beside the first steps: what they cover is known after that.
+        is_ready = all(view["step"] > 5 and view["is_covered"] for view in running)
+        return found if len(running) == number and is_ready else None
 
     try:
-        found = wait_until(lambda: training(3), "three members train", LIMIT)
+        found = wait_until(lambda: training(3), "three members train and are covered", LIMIT)
         assert {view["rank"] for view in found} == {0, 1, 2}
         assert {view["job"] for view in found} == {"train"}
         assert all(view["is_covered"] and view["survives_one"] == 1 for view in found)
@@ -282,7 +283,7 @@ def test_a_running_job_whose_worker_is_killed(tmp_path, capsys, wide):
         ).stdout.split()
         listening = {pid: environment(pid).get("LOCAL_RANK") for pid in children}
         os.kill(int(next(pid for pid, number in listening.items() if number == "1")), signal.SIGKILL)
-        found = wait_until(lambda: training(2), "two members train", LIMIT)
+        found = wait_until(lambda: training(2), "two members train and are covered", LIMIT)
         gone = found[-1]
         assert gone["source"] == victim["source"]
         assert gone["problem"]

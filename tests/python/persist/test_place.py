@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from evermoe import ElasticSampler, Session, load_weights
+from evermoe.environment import free_port
 from evermoe.errors import CorruptCopy
 from evermoe.events import Checkpoint, Recovered
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.place import locate, locate_below
 from support.harness import SERVER
 from support.models import make
-from support.object_servers import SECRET, free_port, s3_server
+from support.object_servers import SECRET, s3_server
 from support.places import Spot, all_whole, write
 from support.worker import SAMPLES, Model, dataset
 

@@ -64,6 +64,7 @@ def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
     for each in workers:
         each.wait_for("gate", step=4)
     workers.append(job.start("c", gated=True, steps=30))
+    workers[2].wait_for("phase", phase="agree")
     job.open_gate(30)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
+import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -211,3 +214,15 @@ def check_record(record: list[tuple[str, str]]) -> None:
 def as_json(options: Options) -> str:
     """The command-line argument of `worker.py`."""
     return json.dumps(dataclasses.asdict(options))
+
+
+def free_ports(count: int) -> int:
+    """The first of so many free ports in a row, below those that the system gives to connections as they are made."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(1000):
+        first = random.SystemRandom().randrange(lowest // 2, lowest - count)
+        with contextlib.ExitStack() as servers, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                servers.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise OSError(f"expected {count} free ports in a row between {lowest // 2} and {lowest}, found none")

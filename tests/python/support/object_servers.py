@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import http.client
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from evermoe.environment import free_port
 from support.harness import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -26,23 +26,6 @@ KEY, SECRET = "evermoe", "not-to-be-logged"
 AZURE_KEY = base64.b64encode(SECRET.encode()).decode()
 GCS_ADDRESS = "EVERMOE_TEST_GCS"
 """Variable with a URL `gs://BUCKET/PATH` below which tests may write, with the credentials of Google's own chain."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row, below those that the system gives to connections as they are made."""
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for _ in range(1000):
-        first = random.SystemRandom().randrange(lowest // 2, lowest - count)
-        with contextlib.ExitStack() as servers, contextlib.suppress(OSError):
-            for port in range(first, first + count):
-                servers.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-    raise OSError(f"expected {count} free ports in a row between {lowest // 2} and {lowest}, found none")
 
 
 def answers(port: int) -> bool:
