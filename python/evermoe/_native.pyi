@@ -221,10 +221,16 @@ class Arena:
     """
 
     @staticmethod
-    def create(path: str | PathLike[str], meta: str, units: list[tuple[str, int]]) -> Arena:
-        """Make an arena of units (name, bytes) with all its space reserved.
+    def create(path: str | PathLike[str], meta: str, units: list[tuple[str, int]], *, reserves: bool = True) -> Arena:
+        """Make an arena of units (name, bytes) with all its space reserved, or left to `reserve`.
 
         OSError if the path exists or there is too little space; nothing is left behind.
+        """
+    def reserve(self, most_bytes: int) -> bool:
+        """Reserve at most so many bytes more of its space; return whether all of it is reserved.
+
+        Nothing may be written to a buffer before that; a `Capture` sees to it itself. It takes time for each byte,
+        without the GIL. OSError if the space is not there any more; it may be tried again.
         """
     @staticmethod
     def open(path: str | PathLike[str]) -> Arena:

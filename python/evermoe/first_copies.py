@@ -40,21 +40,29 @@ class FirstCopies:
         self._ledger, self._emit = ledger, emit
         self._copies = NO_COPIES
         """Copies of before, which need not be sent."""
-        self._waits, self._is_roomy = False, False
+        self._is_beside = False
         self.version: int | None = None
         """Version of the copies that are on their way beside training; None if none are."""
-        self.was_damaged = False
-        """Whether copies that this member should keep came damaged beside training, and not whole since."""
+        self.failed = False
+        """Whether copies that this member should keep came damaged beside training or found no room, and not whole since."""
 
-    def plan(self, copies: KeptCopies, *, waits: bool, is_roomy: bool) -> None:
-        """Begins with a new plan.
+    def plan(self, copies: KeptCopies, *, waits: bool, is_roomy: bool) -> bool:
+        """Begins with a new plan; collective.
 
         Args:
             copies: those that members have already.
             waits: whether training waits for the copies of this plan; the same on all members.
             is_roomy: whether this member has memory for them and for those of before in a step.
+
+        Returns:
+            Whether the copies of before can stay until those of the plan are whole, so that training need not wait; the
+            same on all members.
         """
-        self._copies, self._waits, self._is_roomy = copies, waits, is_roomy
+        self._copies, self._is_beside = copies, False
+        if copies and not waits:
+            everyone = self._membership.everyone
+            self._is_beside = bool(everyone.all_reduce(torch.tensor([int(is_roomy)])) == everyone.size)
+        return self._is_beside
 
     def forget(self) -> None:
         """A new plan takes the place of the latest one: its copies of before are not needed."""
@@ -66,15 +74,10 @@ class FirstCopies:
         """Whether copies are on their way beside training."""
         return self.version is not None
 
+    @property
     def may_arrive_later(self) -> bool:
-        """Whether the copies of before stay until those of the plan are whole, so that training need not wait.
-
-        Collective; the same on all members.
-        """
-        if not self._copies or self._waits:
-            return False
-        everyone = self._membership.everyone
-        return bool(everyone.all_reduce(torch.tensor([int(self._is_roomy)])) == everyone.size)
+        """Whether training need not wait for the plan's copies; it must where those of before have made room for them."""
+        return self._is_beside and bool(self._copies)
 
     def begin(self, version: int) -> None:
         """Begins to make all copies as of `version` beside training; collective. `have_arrived` must follow."""
@@ -91,7 +94,7 @@ class FirstCopies:
         """Waits for the copies that were begun; whether they are whole, as far as this member knows."""
         is_whole = all([keeper.wait() for keeper in self._keepers]) and not self._replicas.lacks_states
         is_lost = self._membership.trainer_group.broken is not None or any(keeper.lost for keeper in self._keepers)
-        self.was_damaged = not is_whole and not is_lost
+        self.failed = any(keeper.problem for keeper in self._keepers) or (not is_whole and not is_lost)
         return is_whole
 
     def make(self, version: int, makes_any: bool) -> None:
@@ -127,4 +130,4 @@ class FirstCopies:
     def end(self) -> None:
         """All copies of the plan are whole on all members."""
         self.forget()
-        self.was_damaged = False
+        self.failed = False

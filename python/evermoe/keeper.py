@@ -89,6 +89,8 @@ class Assignment:
     """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
     copies: KeptCopies = NO_COPIES
     """Copies that members have already of the state that is protected."""
+    is_beside: bool = False
+    """Whether the copies that are missing are made beside training; nobody waits for memory to be reserved, either."""
 
 
 class Keeper(Protocol):
@@ -110,6 +112,11 @@ class Keeper(Protocol):
     @property
     def lost(self) -> str | None:
         """Why what was begun will not be whole: a member is gone."""
+
+    @property
+    def problem(self) -> str:
+        """Why what was begun will not be whole, though no member is gone: this host has too little memory."""
+        return ""
 
     def release(self, step: int) -> None:
         """All copies of the latest plan are complete on all members, after so many steps: earlier ones are dropped."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from evermoe.comm.courier import Sent
@@ -130,20 +130,21 @@ class Protection:
 
     # ---- who keeps what
 
-    def replan(self, generation: int, member: str, copies: KeptCopies) -> None:
+    def replan(self, generation: int, member: str, copies: KeptCopies, *, waits: bool = False) -> None:
         """Decides with all members who keeps what from now on; collective. `protect` must follow.
 
         Args:
             generation: of the members.
             member: this one's name.
             copies: those that members have of the state now.
+            waits: whether training waits in any case until the copies of the plan are complete.
         """
         self.settle()
         self.first.forget()  # where the recovery before was interrupted
         group = self._membership.everyone
         units = about_units(self.state, self.replicas) if group.rank == 0 else None
         mine = about_member(self._membership, self.window_planner, self.options)
-        everyone = gather_json(group, {"member": asdict(mine), "units": units, "damaged": self.first.was_damaged})
+        everyone = gather_json(group, {"member": asdict(mine), "units": units, "failed": self.first.failed})
         self.active = self.state.active(self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, everyone[0]["units"])
         ranks = [RankInfo(**each["member"]) for each in everyone]
@@ -160,12 +161,15 @@ class Protection:
         is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in kept)
         self.copies_late = self.options.copies > 0 and (self.preset.copies_late or is_followed_late)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies)
+        is_roomy = has_room(
+            self.plan, self.state, self._membership.nodes, group.rank, self.snapshots.room_for(assignment)
+        )
+        waits = waits or not self.options.copies or any(each["failed"] for each in everyone)
+        assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
         for keeper in self.keepers:
             keeper.replan(assignment)
         if self.snapshots.missing:
             self.plan = without(self.plan, self.snapshots.missing)
-        is_roomy = has_room(self.plan, self.state, self._membership.nodes, group.rank)
-        self.first.plan(copies, waits=any(each["damaged"] for each in everyone), is_roomy=is_roomy)
         whole = self._covered = covered(self.plan, self.active, ranks)
         if group.rank == 0:
             odds = "the state survives the loss of a node with probability %.3g, of two at once with %.3g"
@@ -175,15 +179,12 @@ class Protection:
         self._emit(Arranged(self.plan.summary, whole.survives_one, whole.survives_two, locked, sent))
         self._emit(covered_now(self.plan, self.active, ranks, copies))
 
-    def protect(self, version: int, *, waits: bool) -> bool:
+    def protect(self, version: int) -> bool:
         """Makes the copies of the plan that are missing as of `version`; collective.
 
         They are sent while the next step computes, and `finish` waits for them; those of before stay until its vote has
-        passed. Where memory is short, or copies came damaged, they are complete everywhere on return.
-
-        Args:
-            version: of the state now.
-            waits: whether they must be complete on return in any case.
+        passed. Where memory is short, or copies came damaged, they are complete everywhere on return; `version` is that
+        of the state now.
 
         Returns:
             Whether they are complete; the same on all members.
@@ -193,7 +194,7 @@ class Protection:
             CorruptCopy: copies did not match their digests several times in a row.
         """
         step = step_of(version)
-        if self.options.copies and not waits and self.first.may_arrive_later():
+        if self.first.may_arrive_later:
             self.first.begin(version)
         else:
             self.snapshots.pacer.hurry()

@@ -13,6 +13,7 @@ from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, fata
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.part import parts_of
 from evermoe.replay.replicas import Replicas
+from evermoe.snapshot.bundles import ArenaRoom
 from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
@@ -84,23 +85,24 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
     )
 
 
-def has_room(plan: ProtectionPlan, state: TrainingState, nodes: Sequence[str], rank: int) -> bool:
+def has_room(plan: ProtectionPlan, state: TrainingState, nodes: Sequence[str], rank: int, arenas: ArenaRoom) -> bool:
     """Whether this host has memory for a step's gradients and a plan's copies beside those of before, which are there.
-
-    Arenas of the plan's snapshots are there, too.
 
     Args:
         plan: the new one.
         state: of this member.
         nodes: by rank.
         rank: this one.
+        arenas: of this member's snapshots.
     """
+    if arenas.nbytes > arenas.free // nodes.count(nodes[rank]):
+        return False
     free = share_of_host_bytes(nodes, rank)
     sizes = dict(state.catalog.sizes())
     kept = [each.unit for each in plan.units if rank in each.holders and each.kind == "replayed"]
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     gradients = sum(p.nbytes for p in parameters if p.device.type == "cpu")
-    return free is None or free > VERSIONS * sum(sizes[unit] for unit in kept) + gradients
+    return free is None or free > VERSIONS * sum(sizes[unit] for unit in kept) + gradients + arenas.nbytes
 
 
 def covered_now(

@@ -23,8 +23,20 @@ pub(super) struct Arena(pub(super) Arc<snapshot::Arena>);
 #[pymethods]
 impl Arena {
     #[staticmethod]
-    fn create(py: Python<'_>, path: PathBuf, meta: &str, units: Vec<(String, usize)>) -> PyResult<Self> {
-        Ok(Self(Arc::new(py.detach(|| snapshot::Arena::create(&path, meta, &units))?)))
+    #[pyo3(signature = (path, meta, units, *, reserves = true))]
+    fn create(
+        py: Python<'_>,
+        path: PathBuf,
+        meta: &str,
+        units: Vec<(String, usize)>,
+        reserves: bool,
+    ) -> PyResult<Self> {
+        let create = if reserves { snapshot::Arena::create } else { snapshot::Arena::create_unreserved };
+        Ok(Self(Arc::new(py.detach(|| create(&path, meta, &units))?)))
+    }
+
+    fn reserve(&self, py: Python<'_>, most_bytes: usize) -> PyResult<bool> {
+        Ok(py.detach(|| self.0.reserve(most_bytes))?)
     }
 
     #[staticmethod]

@@ -2,7 +2,7 @@
 
 use super::digests::digest;
 use super::layout::{HEADER, Layout, STATES, Unit};
-use super::mapping;
+use super::mapping::{self, Space};
 use super::state::{State, oldest};
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -11,6 +11,9 @@ use std::any::Any;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+
+/// Bytes that are reserved before other threads may look: tens of milliseconds.
+const RESERVED_AT_ONCE: usize = 64 << 20;
 
 /// Whatever page-locks memory, until it is dropped.
 pub type PageLock = Box<dyn Any + Send>;
@@ -24,6 +27,8 @@ pub struct Arena {
     page_lock: Mutex<Option<PageLock>>,
     mapping: MmapRaw,
     layout: Layout,
+    /// What is to be reserved before anything is written.
+    missing: Mutex<Option<Space>>,
 }
 
 impl Arena {
@@ -34,8 +39,45 @@ impl Arena {
     /// units that cannot be laid out.
     pub fn create(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
         let layout = Layout::new(meta, units)?;
-        let mapping = mapping::create(path, &layout)?;
-        Ok(Self { path: path.to_owned(), page_lock: Mutex::new(None), mapping, layout })
+        Ok(Self::new(path, mapping::create(path, &layout, false)?, layout))
+    }
+
+    /// Makes an arena like [`create`](Self::create), whose space is only free so far: [`reserve`](Self::reserve), which
+    /// takes time for each byte, must come before anything is written to a buffer.
+    ///
+    /// # Errors
+    /// Those of [`create`](Self::create).
+    pub fn create_unreserved(path: &Path, meta: &str, units: &[(String, usize)]) -> Result<Self> {
+        let layout = Layout::new(meta, units)?;
+        Ok(Self::new(path, mapping::create(path, &layout, true)?, layout))
+    }
+
+    fn new(path: &Path, (mapping, missing): (MmapRaw, Option<Space>), layout: Layout) -> Self {
+        let path = path.to_owned();
+        Self { path, page_lock: Mutex::new(None), mapping, layout, missing: Mutex::new(missing) }
+    }
+
+    /// Reserves at most so many bytes more of its space; returns whether all of it is reserved. Several threads may.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when the space is not there any more; it may be tried again.
+    pub fn reserve(&self, most_bytes: usize) -> Result<bool> {
+        let mut missing = self.missing.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(space) = missing.as_mut() else { return Ok(true) };
+        let is_reserved = space.take(most_bytes, &self.path, &self.mapping)?;
+        if is_reserved {
+            *missing = None;
+        }
+        Ok(is_reserved)
+    }
+
+    /// Reserves all that is not reserved; another thread that does so has its part in it.
+    ///
+    /// # Errors
+    /// Those of [`reserve`](Self::reserve).
+    pub(super) fn reserve_all(&self) -> Result<()> {
+        while !self.reserve(RESERVED_AT_ONCE)? {}
+        Ok(())
     }
 
     /// Opens an arena that an earlier process has left.
@@ -44,7 +86,7 @@ impl Arena {
     /// [`Error::Io`] when it is missing, [`Error::Corrupt`] when it is not a whole arena.
     pub fn open(path: &Path) -> Result<Self> {
         let (mapping, layout) = mapping::open(path)?;
-        Ok(Self { path: path.to_owned(), page_lock: Mutex::new(None), mapping, layout })
+        Ok(Self::new(path, (mapping, None), layout))
     }
 
     /// Path of the file, which may be unlinked.

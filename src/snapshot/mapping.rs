@@ -10,7 +10,9 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Makes the file under a temporary name, reserves all its space, writes the header and then gives it its name.
-pub(super) fn create(path: &Path, layout: &Layout) -> Result<MmapRaw> {
+///
+/// With `later` only the header has its space, if all of it is free now; the rest is for [`Space::take`].
+pub(super) fn create(path: &Path, layout: &Layout, later: bool) -> Result<(MmapRaw, Option<Space>)> {
     let doing = || format!("creating the arena {}", path.display());
     if let Some(parent) = path.parent().filter(|parent| !parent.as_os_str().is_empty()) {
         let made = DirBuilder::new().recursive(true).mode(0o700).create(parent);
@@ -23,16 +25,21 @@ pub(super) fn create(path: &Path, layout: &Layout) -> Result<MmapRaw> {
     let temporary = Temporary::new(path)?;
     let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temporary.0);
     let file = file.map_err(|error| Error::io(doing(), error))?;
-    reserve(&file, path, layout.file_bytes())?;
-    file.write_all_at(&layout.encode(), 0).map_err(|error| Error::io(doing(), error))?;
-    let mapping = map(&file, path)?;
-    // Takes the page faults here rather than in the first copies of a training step. A kernel before 5.14 refuses, and
-    // then they come one by one, as they would without this.
-    #[cfg(target_os = "linux")]
-    let _ = mapping.advise(memmap2::Advice::PopulateWrite);
+    let mut space = Space { file, bytes: layout.file_bytes(), taken: 0 };
+    space.check(path)?;
+    if later {
+        space.file.set_len(space.bytes as u64).map_err(|error| Error::io(doing(), error))?;
+    } else {
+        space.reserve(path, space.bytes)?;
+    }
+    space.file.write_all_at(&layout.encode(), 0).map_err(|error| Error::io(doing(), error))?;
+    let mapping = map(&space.file, path)?;
+    if !later {
+        populate(&mapping, 0, mapping.len());
+    }
     // A hard link, unlike a rename, never replaces a file that another process has made meanwhile.
     fs::hard_link(&temporary.0, path).map_err(|error| Error::io(doing(), error))?;
-    Ok(mapping)
+    Ok((mapping, later.then_some(space)))
 }
 
 /// Opens and checks a file that [`create`] made.
@@ -71,24 +78,63 @@ fn map(file: &File, path: &Path) -> Result<MmapRaw> {
     MmapRaw::map_raw(file).map_err(|error| Error::io(format!("mapping the arena {}", path.display()), error))
 }
 
-/// Takes all the space now: a full file system is an error here and never a SIGBUS at a later write.
-fn reserve(file: &File, path: &Path, bytes: usize) -> Result<()> {
-    let free = free_bytes(file);
-    let refused = |code| {
+/// Takes the page faults here rather than in the first copies of a training step. A kernel before 5.14 refuses, and then
+/// they come one by one, as they would without this.
+fn populate(mapping: &MmapRaw, start: usize, bytes: usize) {
+    #[cfg(target_os = "linux")]
+    let _ = mapping.advise_range(memmap2::Advice::PopulateWrite, start, bytes);
+}
+
+/// The space of a file that it does not have yet.
+pub(super) struct Space {
+    file: File,
+    /// Of the whole file.
+    bytes: usize,
+    /// From the start on, so many have their space.
+    taken: usize,
+}
+
+impl Space {
+    /// Takes at most so many bytes more; whether all are taken then. Nothing may be written before.
+    pub(super) fn take(&mut self, most: usize, path: &Path, mapping: &MmapRaw) -> Result<bool> {
+        let (start, bytes) = (self.taken, most.min(self.bytes - self.taken));
+        self.reserve(path, bytes)?;
+        populate(mapping, start, bytes);
+        Ok(self.taken == self.bytes)
+    }
+
+    /// A full file system is an error here and never a SIGBUS at a later write.
+    fn reserve(&mut self, path: &Path, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let (start, length) = (self.taken as libc::off_t, bytes as libc::off_t);
+        // SAFETY: the descriptor is open for writing; the call touches no memory of ours.
+        match unsafe { libc::posix_fallocate(self.file.as_raw_fd(), start, length) } {
+            0 => {
+                self.taken += bytes;
+                Ok(())
+            }
+            code => Err(self.refused(path, code)),
+        }
+    }
+
+    /// Whether so much is free.
+    fn check(&self, path: &Path) -> Result<()> {
+        if self.bytes as u64 > free_bytes(&self.file) {
+            return Err(self.refused(path, libc::ENOSPC));
+        }
+        Ok(())
+    }
+
+    fn refused(&self, path: &Path, code: i32) -> Error {
+        let (bytes, free) = (self.bytes, free_bytes(&self.file));
         let needs =
             format!("reserving the arena {}: it needs {bytes} bytes and {free} are free", path.display());
-        Err(Error::io(
+        Error::io(
             format!("{needs}; use a smaller arena or a larger folder"),
             io::Error::from_raw_os_error(code),
-        ))
-    };
-    if bytes as u64 > free {
-        return refused(libc::ENOSPC);
-    }
-    // SAFETY: the descriptor is open for writing; the call touches no memory of ours.
-    match unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, bytes as libc::off_t) } {
-        0 => Ok(()),
-        code => refused(code),
+        )
     }
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -12,13 +13,16 @@ from torch import Tensor
 from evermoe._native import Capture
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.task import Task
-from evermoe.errors import CorruptCopy
+from evermoe.errors import CaptureCancelled, CorruptCopy
 from evermoe.events import Chunk, Listener, Published
 from evermoe.snapshot.segments import Segment
 from evermoe.snapshot.store import BundleArena, SnapshotStore
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.unit import read_tensors
 from evermoe.state.version import step_of
+
+RESERVED_AT_ONCE = 64 << 20
+"""Bytes of an arena that are reserved before there is progress: tens of milliseconds."""
 
 
 class SnapshotRound:
@@ -59,6 +63,8 @@ class SnapshotRound:
         self._total_bytes = sum(segment.nbytes for segment in self._sends)
         self._read = threading.Event()
         """What the engine cannot capture was read by the courier."""
+        self.problem = ""
+        """Why the version will not be whole, though no member is gone: this host has too little memory."""
         self._captures: list[Capture | None] = []
         self._tensors: dict[str, list[Tensor]] = {}
         """Of units that the courier reads, as they were at the start."""
@@ -94,19 +100,40 @@ class SnapshotRound:
                 capture.hurry()
         for capture in self._captures:
             if capture is not None:
-                capture.wait()
+                with suppress(CaptureCancelled):  # there was no memory for it: the round says so
+                    capture.wait()
         self._read.wait()
 
     def _run(self) -> bool:
+        try:
+            return self._reserve() and self._exchange()
+        except CaptureCancelled as cancelled:
+            self.problem = str(cancelled)
+            return False
+        finally:
+            self._tensors = {}
+            self._read.set()
+
+    def _reserve(self) -> bool:
+        """Takes the memory of arenas that have none as yet, as captures do for theirs; whether it is there."""
+        try:
+            for kept in (*self._peers, *self._own):
+                while not kept.arena.reserve(RESERVED_AT_ONCE):
+                    self._courier.progress += 1
+        except OSError as error:
+            self.problem = str(error)
+        return not self.problem
+
+    def _exchange(self) -> bool:
         started = time.monotonic()
         try:
             for kept, capture in zip(self._own, self._captures, strict=True):
                 if capture is None:
                     self._read_units(kept)
         finally:
-            self._tensors = {}
             self._read_seconds = time.monotonic() - started
-            self._read.set()
+        self._tensors = {}
+        self._read.set()
         for kept in self._peers:
             kept.index = kept.arena.begin(self.version)
         arriving = [self._courier.receive(message) for message in self._messages(self._receives, self._peers)]

@@ -16,9 +16,10 @@ from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
 from evermoe.planning.placement import spread_over
 from evermoe.planning.protection import UnitProtection
 from evermoe.profile.memory import share_of_host_bytes
+from evermoe.snapshot.bundles import ArenaRoom, Bundle, bundles, room_for
 from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
-from evermoe.snapshot.store import Bundle, SnapshotStore, SnapshotUnit, bundles
+from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
 from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import NO_COPIES
@@ -129,17 +130,17 @@ class Snapshots(StateKeeper):
         self._local_steps = self._options.local_every or 1
         if not self._options.copies:
             return
-        by_unit = assignment.plan.by_unit
-        snapshots = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
-        found = []
-        for period in sorted({kept.period for kept in snapshots}):
-            some = [kept for kept in snapshots if kept.period == period]
-            found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
-        nodes, rank = self._membership.nodes, self._membership.everyone.rank
-        spread = spread_over(nodes, self._membership.domains, self._options.copies)
-        planned = [*found, *local_bundles(assignment, spread, self._options)]
-        share = share_of_host_bytes(nodes, rank)
-        kept = self._store.replace_arenas(planned, assignment.generation, self._membership, assignment.copies)
+        by_unit, (found, local) = assignment.plan.by_unit, self._planned(assignment)
+        planned = [*found, *local]
+        share = share_of_host_bytes(self._membership.nodes, self._membership.everyone.rank)
+        is_on_gpu = self._membership.device.type == "cuda"  # whose driver page-locks what is there
+        kept = self._store.replace_arenas(
+            planned,
+            assignment.generation,
+            self._membership,
+            assignment.copies,
+            reserves=is_on_gpu or not assignment.is_beside,
+        )
         self.locked_bytes = self._page_locks.lock(self._store, share)
         left = {number: bundle.units for number, bundle in enumerate(kept) if bundle.holders}
         self._local = {number: units for number, units in left.items() if number >= len(found)}
@@ -147,6 +148,22 @@ class Snapshots(StateKeeper):
         for bundle, now in zip(planned, kept, strict=True):
             lacking = set(bundle.holders) - set(now.holders)
             self.missing |= dict.fromkeys(bundle.units, lacking) if lacking else {}
+
+    def room_for(self, assignment: Assignment) -> ArenaRoom:
+        """What this member's arenas of a plan would need, and what is free."""
+        found, local = self._planned(assignment) if self._options.copies else ([], [])
+        sizes = dict(self._state.catalog.sizes())
+        return room_for([*found, *local], self._membership.everyone.rank, sizes, self._store.directory)
+
+    def _planned(self, assignment: Assignment) -> tuple[list[Bundle], list[Bundle]]:
+        """The bundles of a plan: those that others keep, too, and those that stay on their own nodes."""
+        snapshots = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
+        found = []
+        for period in sorted({kept.period for kept in snapshots}):
+            some = [kept for kept in snapshots if kept.period == period]
+            found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
+        spread = spread_over(self._membership.nodes, self._membership.domains, self._options.copies)
+        return found, local_bundles(assignment, spread, self._options)
 
     @property
     def local_units(self) -> list[str]:
@@ -195,9 +212,16 @@ class Snapshots(StateKeeper):
         """Whether the version that is under way is whole here. The training thread waits, but not for a silent peer."""
         if self._round is None:
             return True
-        task = self._round.task
-        is_done = self.courier.wait(task, self._membership.trainer_group)
+        task, group = self._round.task, self._membership.trainer_group
+        is_done = self.courier.wait(task, group)
+        if self._round.problem:
+            group.drop(f"no memory for copies: {self._round.problem}")  # others wait for what is not sent
         return is_done and bool(task.result)
+
+    @property
+    def problem(self) -> str:
+        """Why the version that is under way will not be whole: this host has too little memory."""
+        return "" if self._round is None else self._round.problem
 
     @property
     def lost(self) -> str | None:

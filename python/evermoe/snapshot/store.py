@@ -24,44 +24,17 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
+from evermoe.snapshot.bundles import Bundle
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import SESSION
 
 MOST_TRIES = 3
 """Send attempts before `CorruptCopy`."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 """Errors of a file system that has too little room."""
 _FILE = re.compile(r"^(\d{10})-.*\.arena$")
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Units that travel together: `holders[0]` is the primary, the others keep copies for it."""
-
-    holders: tuple[int, ...]
-    units: tuple[str, ...]
-
-    def without(self, ranks: Collection[int]) -> Bundle:
-        """The bundle when these ranks do not keep it; nobody does where the primary is one of them."""
-        if not self.holders or self.holders[0] in ranks:
-            return Bundle((), self.units)
-        return Bundle(tuple(rank for rank in self.holders if rank not in ranks), self.units)
-
-
-def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bundle]:
-    """Groups units by the ranks that keep their copies, in order of first appearance; `session` stays alone.
-
-    Its tensors are on the CPU wherever the model is.
-
-    Example: holders [[0, 1], [2, 3], [0, 1]] of units a, b, c → (0, 1): a, c and (2, 3): b.
-    """
-    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
-    for unit, ranks in zip(units, holders, strict=True):
-        grouped.setdefault((tuple(ranks), unit == SESSION), []).append(unit)
-    return [Bundle(ranks, tuple(names)) for (ranks, _), names in grouped.items()]
 
 
 @dataclass(frozen=True)
@@ -177,6 +150,8 @@ class SnapshotStore:
         generation: int,
         membership: Membership,
         copies: KeptCopies = NO_COPIES,
+        *,
+        reserves: bool = True,
     ) -> list[Bundle]:
         """Makes new arenas beside those of earlier generations; in their place, if there is no room for both.
 
@@ -188,6 +163,7 @@ class SnapshotStore:
             generation: of the members.
             membership: all members.
             copies: of before, which are forgotten where earlier arenas make room.
+            reserves: whether they have their space on return; else it is free now, and the round reserves it.
 
         Returns:
             The bundles with the holders that have room for them; without any where the primary has none.
@@ -197,12 +173,14 @@ class SnapshotStore:
         """
         everyone, member, problem = membership.everyone, membership.id, ""
         try:
-            self.create_arenas(planned, generation, member, everyone.rank)
+            self.create_arenas(planned, generation, member, everyone.rank, reserves=reserves)
         except OSError as error:
             problem = str(error)  # the error itself would keep arenas mapped
         if everyone.all_reduce(torch.tensor([int(not problem)])) == everyone.size:
             return list(planned)
         copies.forget()
+        if not reserves and not problem:  # others are short of memory, and all wait now
+            problem = self._reserve()
         if problem:
             warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
             self.prune(generation)
@@ -220,6 +198,22 @@ class SnapshotStore:
         ]
         self._keep_only(kept)
         return kept
+
+    def _reserve(self) -> str:
+        """Reserves the space of all arenas; where that cannot be, removes them, and says why."""
+        try:
+            for kept in (*self.own, *self.peers):
+                kept.arena.reserve(kept.arena.mapped_bytes)
+        except OSError as error:
+            self._remove()
+            return str(error)
+        return ""
+
+    def _remove(self) -> None:
+        """Removes this rank's arenas."""
+        for kept in (*self.own, *self.peers):
+            kept.arena.unlink()
+        self.release()
 
     def _create_fitting(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> list[int]:
         """Makes the arenas that have room, those first that this rank fills; returns the numbers of the others."""
@@ -248,10 +242,13 @@ class SnapshotStore:
         self.own = [each for each in self.own if each.bundle.holders]
         self.peers = [each for each in self.peers if each.bundle.holders]
 
-    def create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
+    def create_arenas(
+        self, planned: Sequence[Bundle], generation: int, member: str, rank: int, *, reserves: bool = True
+    ) -> None:
         """Makes new, empty arenas for what this rank is primary for and what it keeps for peers.
 
-        The arenas of earlier generations stay until `prune`: they are what a failure would need now.
+        The arenas of earlier generations stay until `prune`: they are what a failure would need now. Where it does not
+        reserve their space, that is only free now, and a round reserves it.
 
         Raises:
             UnsafeFolder: the directory is not this user's alone.
@@ -259,29 +256,31 @@ class SnapshotStore:
         """
         self.release()
         try:
-            self._create_arenas(planned, generation, member, rank)
+            self._create_arenas(planned, generation, member, rank, reserves)
         except OSError:
-            for kept in (*self.own, *self.peers):
-                kept.arena.unlink()
-            self.release()
+            self._remove()
             raise
 
     def release(self) -> None:
         """Lets go of this rank's arenas; their files stay."""
         self.own, self.peers, self.segments = [], [], None
 
-    def _create_arenas(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> None:
+    def _create_arenas(
+        self, planned: Sequence[Bundle], generation: int, member: str, rank: int, reserves: bool
+    ) -> None:
         make_private(self.directory.parent)
         make_private(self.directory)
         for number, bundle in enumerate(planned):
             if rank in bundle.holders:
-                self._create_arena(number, bundle, generation, member, rank)
+                self._create_arena(number, bundle, generation, member, rank, reserves=reserves)
 
-    def _create_arena(self, number: int, bundle: Bundle, generation: int, member: str, rank: int) -> None:
+    def _create_arena(
+        self, number: int, bundle: Bundle, generation: int, member: str, rank: int, *, reserves: bool = True
+    ) -> None:
         path = self.directory / f"{generation:010d}-{number}-{member}.arena"
         meta = json.dumps({"generation": generation, "member": member, "layout": self.state.catalog.layout})
         units = [(name, self.state.catalog.by_name[name].nbytes) for name in bundle.units]
-        kept = BundleArena(number, bundle, Arena.create(str(path), meta, units))
+        kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves))
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
     def capture(self, kept: BundleArena, version: int) -> Capture | None:

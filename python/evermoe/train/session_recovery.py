@@ -229,9 +229,10 @@ class RecoveryDriver(Driver):
         if self._trains:
             self._dense.send_all()
         self._checkpointer.restart(generation)
-        self._protection.replan(generation, self._membership.id, self._report_now().outcome.copies)
+        copies = self._report_now().outcome.copies
+        self._protection.replan(generation, self._membership.id, copies, waits=waits)
         self._emit(Copy(self._step))
-        is_whole = self._protection.protect(version, waits=waits)
+        is_whole = self._protection.protect(version)
         return {"event": "protected", "is_whole": is_whole}
 
     def resume(self, version: int) -> None:

@@ -17,7 +17,7 @@ from evermoe.placement import LayerPlacements
 from evermoe.planning.windows import StepProfile
 from evermoe.profile import Profiler
 from evermoe.recovery.survey import Inventory
-from evermoe.snapshot.store import Bundle, bundles
+from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.window_plan import COPIES, WindowPlanner
 from evermoe.state.training_state import TrainingState
 from evermoe.train.loss_scale import KeptScale, LossScale

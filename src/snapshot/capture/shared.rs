@@ -152,8 +152,10 @@ impl Shared {
 
     fn copy(&self, capture: u64, bytes: usize, mut work: Work, arena: &Arena, record: &Record) {
         let start = Instant::now();
-        // SAFETY: by the promise of the capture's caller, which writes the sources only once it is over.
-        let advanced = unsafe { work.advance(bytes) };
+        let advanced = arena.reserve_all().and_then(|()| {
+            // SAFETY: by the promise of the capture's caller, which writes the sources only once it is over.
+            unsafe { work.advance(bytes) }
+        });
         let busy = start.elapsed();
         let mut state = self.lock();
         if advanced.is_err() {

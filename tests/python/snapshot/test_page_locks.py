@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from evermoe.profile import memory
+from evermoe.snapshot.bundles import Bundle
 from evermoe.snapshot.page_locks import LEAST_BYTES, PageLocks
-from evermoe.snapshot.store import Bundle
 
 
 class Arena:

@@ -23,7 +23,8 @@ from evermoe.persist.folder import find_persisted, read_persisted, sweep
 from evermoe.persist.manifest import read_manifest
 from evermoe.persist.owner import Owner
 from evermoe.persist.persister import Persister
-from evermoe.snapshot.store import SnapshotStore, bundles
+from evermoe.snapshot.bundles import bundles
+from evermoe.snapshot.store import SnapshotStore
 from evermoe.state.training_state import TrainingState
 from support.kills import boundary
 from support.models import everyone, make, read

@@ -1,0 +1,64 @@
+"""Bundles: units whose snapshots travel together, and the shared memory that their arenas need."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from evermoe.state.unit import SESSION
+
+VERSIONS = 2
+"""Versions for which an arena has room."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Units that travel together: `holders[0]` is the primary, the others keep copies for it."""
+
+    holders: tuple[int, ...]
+    units: tuple[str, ...]
+
+    def without(self, ranks: Collection[int]) -> Bundle:
+        """The bundle when these ranks do not keep it; nobody does where the primary is one of them."""
+        if not self.holders or self.holders[0] in ranks:
+            return Bundle((), self.units)
+        return Bundle(tuple(rank for rank in self.holders if rank not in ranks), self.units)
+
+
+def bundles(units: Sequence[str], holders: Sequence[Sequence[int]]) -> list[Bundle]:
+    """Groups units by the ranks that keep their copies, in order of first appearance; `session` stays alone.
+
+    Its tensors are on the CPU wherever the model is.
+
+    Example: holders [[0, 1], [2, 3], [0, 1]] of units a, b, c → (0, 1): a, c and (2, 3): b.
+    """
+    grouped: dict[tuple[tuple[int, ...], bool], list[str]] = {}
+    for unit, ranks in zip(units, holders, strict=True):
+        grouped.setdefault((tuple(ranks), unit == SESSION), []).append(unit)
+    return [Bundle(ranks, tuple(names)) for (ranks, _), names in grouped.items()]
+
+
+class ArenaRoom(NamedTuple):
+    """Shared memory for the arenas of a plan."""
+
+    nbytes: int
+    """What this member's need, both versions."""
+    free: int
+    """What is free in the folder, for all members of the node."""
+
+
+def room_for(planned: Sequence[Bundle], rank: int, sizes: Mapping[str, int], directory: Path) -> ArenaRoom:
+    """What the arenas of a rank would need, and what is free in their folder, which may be missing as yet.
+
+    Args:
+        planned: all bundles.
+        rank: of the member.
+        sizes: bytes of each unit.
+        directory: for the arenas.
+    """
+    nbytes = VERSIONS * sum(sizes[unit] for bundle in planned if rank in bundle.holders for unit in bundle.units)
+    there = next(each for each in (directory, *directory.parents) if each.exists())
+    return ArenaRoom(nbytes, shutil.disk_usage(there).free)
