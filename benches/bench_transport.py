@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from json import loads
@@ -27,6 +28,7 @@ from evermoe.comm.courier import Courier, Message
 from evermoe.comm.group import Group
 from evermoe.comm.tags import SNAPSHOT_FIRST
 from evermoe.comm.transport import Transport
+from evermoe.recovery.fetch import MESSAGE_BYTES
 
 LIMIT = timedelta(seconds=60)
 MEMORY_BYTES = 256 << 20
@@ -79,8 +81,9 @@ def start_iperf3():
             return server, port
 
 
-def run(rank, folder, port, arguments):
-    """One of the two members."""
+@contextmanager
+def pair(rank, folder):
+    """One of two members, connected: its group and what sends; they meet in the folder."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
@@ -89,6 +92,33 @@ def run(rank, folder, port, arguments):
     addresses = [address.decode() for address in group.all_gather_bytes(transport.address.encode())]
     transport.connect(1, rank, addresses, LIMIT, LIMIT)
     courier = Courier(transport, None, "courier")
+    try:
+        yield group, courier
+    finally:
+        courier.close()
+        transport.close()
+
+
+def timed_once(members, nbytes):
+    """Seconds until so many bytes have come to the other member, in messages of a recovery's size."""
+    group, courier = members
+    parts = torch.ones(nbytes, dtype=torch.uint8).split(MESSAGE_BYTES)
+    group.all_reduce(torch.zeros(1))
+    start = time.perf_counter()
+    by_courier(courier, group.rank, parts)
+    group.all_reduce(torch.zeros(1))
+    return time.perf_counter() - start
+
+
+def run(rank, folder, port, arguments):
+    """One of the two members."""
+    with pair(rank, folder) as members:
+        measure(*members, folder, port, arguments)
+
+
+def measure(group, courier, folder, port, arguments):
+    """All sizes, of all that is compared."""
+    rank = group.rank
     memory = torch.ones(MEMORY_BYTES, dtype=torch.uint8).share_memory_()
     knocker = gilknocker.KnockKnock(1000)
     rows = []
@@ -111,8 +141,6 @@ def run(rank, folder, port, arguments):
     if rank == 0:
         torch.save(rows, f"{folder}/rows")
     group.all_reduce(torch.zeros(1))
-    courier.close()
-    transport.close()
 
 
 def row(mib, found):

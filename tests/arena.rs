@@ -109,3 +109,22 @@ fn an_arena_without_units_works() {
     assert!(arena.commit(index).unwrap().is_empty());
     assert_eq!(arena.versions(), [(0, 0)]);
 }
+
+#[test]
+fn several_threads_reserve_an_arena_together() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("arena");
+    let arena = Arena::create_unreserved(&path, "", &[("unit".into(), 1 << 20)]).unwrap();
+    std::thread::scope(|scope| {
+        for most in [1 << 12, 3 << 12, 1 << 16] {
+            let arena = &arena;
+            scope.spawn(move || while !arena.reserve(most).unwrap() {});
+        }
+    });
+    let metadata = std::fs::metadata(&path).unwrap();
+    assert!(std::os::unix::fs::MetadataExt::blocks(&metadata) * 512 >= metadata.len());
+    let index = arena.begin(1);
+    fill(&arena, index, 3);
+    arena.commit(index).unwrap();
+    assert_eq!(Arena::open(&path).unwrap().versions(), [(index, 1)]);
+}

@@ -44,7 +44,7 @@ class FirstCopies:
         self.version: int | None = None
         """Version of the copies that are on their way beside training; None if none are."""
         self.failed = False
-        """Whether copies that this member should keep came damaged beside training or found no room, and not whole since."""
+        """Whether copies that this member should keep came damaged or found no room, and have not been whole since."""
 
     def plan(self, copies: KeptCopies, *, waits: bool, is_roomy: bool) -> bool:
         """Begins with a new plan; collective.
@@ -76,7 +76,7 @@ class FirstCopies:
 
     @property
     def may_arrive_later(self) -> bool:
-        """Whether training need not wait for the plan's copies; it must where those of before have made room for them."""
+        """Whether training need not wait for the plan's copies: not where those of before made room for them."""
         return self._is_beside and bool(self._copies)
 
     def begin(self, version: int) -> None:

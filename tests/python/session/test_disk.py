@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import threading
 
@@ -19,7 +20,7 @@ from evermoe.persist.folder import find_persisted
 from evermoe.persist.plain_files import write_tensors
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
-from support.disks import fill, free, shrink, small_memories
+from support.disks import BALLAST, fill, free, shrink, small_memories
 from support.harness import FEWEST, wait_until
 from support.history import check_history
 from support.worker import SAMPLES, WRITTEN_SECONDS, Fault, Model, dataset, wait_until_written
@@ -319,6 +320,25 @@ def test_memory_without_room_for_the_copies_of_fewer_members_takes_fewer_copies(
         assert "are kept with fewer copies" in each.log()
         assert "fewer copies" in each.events("arranged")[-1]["summary"]
         assert each.events("verified")[0]["digests_mismatched"] == 0
+
+
+def test_memory_that_is_gone_before_new_copies_take_it_ends_no_job(start_job, small_disk):
+    """Where it was free when they were planned, which are then made while training waits, or left out."""
+    job = start_job(3, preset="gemini", memory_dir=str(small_disk), join_every=50, **FEWEST)
+    with small_memories(job, small_disk, "abc") as nodes:
+        faults = {"a": [Fault("arranged", nth=2, action="fill")], "c": [Fault("forward", 3)]}
+        workers = job.start_all(faults, "abc", steps=8)
+        assert [each.join() for each in workers] == [0, 0, -9]
+        assert (nodes[0] / BALLAST).exists()
+    check_history(workers)
+    a, b, _ = workers
+    assert re.search(
+        r"no memory for copies: .*reserving the arena .*: it needs \d+ bytes", a.events("recovered")[-1]["reason"]
+    )
+    for each in (a, b):
+        assert [event["steps_lost"] for event in each.events("recovered")] == [0, 0, 0]
+        assert each.events("verified")[0]["digests_mismatched"] == 0
+    assert "Earlier copies make room" in a.log()
 
 
 def test_memory_that_is_too_small_at_the_start_is_said_at_once(start_job, small_disk):

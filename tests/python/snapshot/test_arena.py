@@ -4,14 +4,14 @@ import os
 import random
 import resource
 import stat
-import subprocess
 
 import numpy as np
 import pytest
 
 from evermoe import _native
-from evermoe._native import Arena
-from evermoe.errors import CorruptCopy
+from evermoe._native import Arena, CopyEngine
+from evermoe.errors import CaptureCancelled, CorruptCopy
+from support import disks
 
 UNITS = [("dense", 1000), ("empty", 0), ("layers.0.experts.1", 300_000)]
 
@@ -210,21 +210,50 @@ def test_a_refused_reservation_is_an_error_and_leaves_nothing(path):
     assert os.listdir(os.path.dirname(path)) == []
 
 
-def test_a_full_tmpfs_is_an_error_and_no_sigbus(tmp_path):
-    small = tmp_path / "small"
-    small.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except OSError:
-        mounted = False
-    if not mounted:
-        pytest.skip("this user may not mount a tmpfs")
-    try:
-        Arena.create(small / "fits", "", [("unit", 300_000)])
-        with pytest.raises(OSError, match="are free") as caught:
-            Arena.create(small / "too-much", "", [("unit", 300_000)])
-        assert caught.value.errno == 28
-        assert os.listdir(small) == ["fits"]
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
+@pytest.mark.parametrize("reserves", [True, False])
+def test_a_full_tmpfs_is_an_error_and_no_sigbus(small_disk, reserves):
+    Arena.create(small_disk / "fits", "", [("unit", 300_000)])
+    with pytest.raises(OSError, match="are free") as caught:
+        Arena.create(small_disk / "too-much", "", [("unit", 300_000)], reserves=reserves)
+    assert caught.value.errno == 28
+    assert os.listdir(small_disk) == ["fits"]
+
+
+def test_space_is_reserved_later_in_steps(path):
+    arena = Arena.create(path, "", [("unit", 1 << 20)], reserves=False)
+    assert os.stat(path).st_size == arena.mapped_bytes
+    assert os.stat(path).st_blocks * 512 < 1 << 16
+    assert not arena.reserve(1 << 20)
+    assert 1 << 20 <= os.stat(path).st_blocks * 512 < 3 << 19
+    assert arena.reserve(1 << 62)
+    assert os.stat(path).st_blocks * 512 >= arena.mapped_bytes
+    assert arena.reserve(1)
+    index = arena.begin(3)
+    arena.buffer(index)[:] = 5
+    arena.commit(index)
+    assert Arena.open(path).versions() == [(index, 3)]
+
+
+def test_space_that_is_gone_before_it_is_reserved_may_come_back(small_disk):
+    arena = Arena.create(small_disk / "arena", "", [("unit", 300_000)], reserves=False)
+    disks.fill(small_disk)
+    with pytest.raises(OSError, match="are free") as caught:
+        arena.reserve(1 << 20)
+    assert caught.value.errno == 28
+    disks.free(small_disk)
+    assert arena.reserve(1 << 20)
+
+
+def test_a_capture_reserves_what_it_writes(small_disk):
+    engine, data = CopyEngine(), np.ones(300_000, np.uint8)
+    arena = Arena.create(small_disk / "arena", "", [("unit", data.nbytes)], reserves=False)
+    engine.open()
+    disks.fill(small_disk)
+    capture = engine.capture(arena, 1, [[(data.ctypes.data, data.nbytes)]], data)
+    with pytest.raises(CaptureCancelled, match="reserving the arena"):
+        capture.wait(timeout=60)
+    assert arena.versions() == []
+    disks.free(small_disk)
+    assert engine.capture(arena, 2, [[(data.ctypes.data, data.nbytes)]], data).wait(timeout=60) == arena.payload_bytes
+    assert [version for _, version in arena.versions()] == [2]
+    engine.shutdown()

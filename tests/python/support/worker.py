@@ -42,8 +42,8 @@ class Fault:
     """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
 
     `point`: an event of the session, "phase <name>", or "forward" (between forward and backward).
-    `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, or
-    flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
+    `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
+    (its node's shared memory) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
     """
 
     point: str
@@ -251,6 +251,12 @@ class Recorder:
             if fault.action == "hang":
                 while not (Path(self._options.folder) / "wake").exists():
                     time.sleep(0.01)
+                continue
+            if fault.action == "fill":
+                from support import disks  # as below
+
+                session = self._options.session
+                disks.fill(disks.job_folder(session["memory_dir"], session["job"]) / self._options.name)
                 continue
             if fault.action == "flip":
                 self.write("flipped", units=self._flipper().flip(fault.where), at=step)
