@@ -88,7 +88,7 @@ class FirstCopies:
         for keeper in self._keepers:
             copied = keeper.protect_all(version)
             if copied:
-                self._ledger.copied(copied, step_of(version))
+                self._ledger.copied(copied, version)
 
     def have_arrived(self) -> bool:
         """Waits for the copies that were begun; whether they are whole, as far as this member knows."""

@@ -10,9 +10,10 @@ may come at any time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -40,8 +41,14 @@ class CopyOptions(Options):
     """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
     replica_device: str = "cpu"
     """Device of the units that a member keeps for others by repeating their steps: `cpu`, or a GPU such as `cuda:1`."""
-    experts_per_copy: int | None = option(None, shared=True, least=1)
-    """Experts of each layer that `pec` saves at a step (K); None: a quarter, or one."""
+    experts_per_snapshot: int | None = option(None, shared=True, least=1)
+    """Experts of each layer of which `pec` makes a snapshot at a time, in their own node's memory; None: half."""
+    experts_per_save: int | None = option(None, shared=True, least=1)
+    """Experts of each layer that `pec` saves to checkpoint_dir at a time, no more than those; None: a quarter."""
+    expert_selection: Literal["load-aware", "sequential"] = option("load-aware", shared=True)
+    """Order in which `pec` copies experts: those with the most tokens at risk, or each in its turn."""
+    snapshot_every: int = option(1, shared=True, least=1)
+    """Steps between the snapshots of `pec`."""
     plt_limit: float = option(1.0, shared=True, above=0, most=1)
     """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
     save_every: int = option(1, shared=True, least=1)
@@ -54,6 +61,11 @@ class CopyOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_replica_device()
+        if (self.experts_per_save or 0) > (self.experts_per_snapshot or math.inf):
+            raise ValueError(
+                f"experts_per_save: expected at most experts_per_snapshot, {self.experts_per_snapshot}, got "
+                f"{self.experts_per_save}: what is saved to checkpoint_dir is a part of what is kept in memory"
+            )
 
     def _check_replica_device(self) -> None:
         try:
@@ -174,7 +186,7 @@ class StateKeeper(Keeper, Protocol):
         """Seconds that the latest capture took."""
 
     def take_skipped(self) -> list[tuple[str, int]]:
-        """Units of which a copy was told to the ledger and never came to be, and after how many steps; each once."""
+        """Units of which a copy was told to the ledger and never came to be, and its version; each once."""
         return []
 
     def make_room(self, step: int) -> None:

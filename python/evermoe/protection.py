@@ -92,9 +92,11 @@ class Protection:
         self.plan = ProtectionPlan([], "not arranged yet")
         self.active: dict[str, tuple[int, ...]] = {}
         """Per unit, the ranks that train it, as of the latest plan."""
-        self.ledger = LossLedger(state, options.experts_per_copy, options.plt_limit)
+        self.ledger = LossLedger(state, options)
         selector = self._selector = ExpertSelector(state, options, self.ledger)
-        self._choose = {"load-aware": selector.to_save, "budget": selector.for_local_memory}.get(self.preset.selection)
+        in_memory = {"load-aware": selector.to_snapshot, "budget": selector.for_local_memory}
+        self._choose = [in_memory.get(self.preset.selection), selector.to_save]
+        """How each of the keepers of states chooses experts; None where it does not."""
         self.snapshots = Snapshots(state, store, membership, options, options, emit)
         self.replicas = Replicas(state, membership, options, arithmetic, emit)
         self._state_keepers: list[StateKeeper] = [self.snapshots]
@@ -119,7 +121,7 @@ class Protection:
         self._behind: set[str] = set()
         """Units whose replicas are a step behind, as they get the state alone."""
         self._skipped: list[tuple[str, int]] = []
-        """Units whose copies never came to be, and their steps, of which the others do not know yet."""
+        """Units whose copies never came to be, and their versions, of which the others do not know yet."""
         self.first = FirstCopies(self.keepers, self.replicas, membership, self.ledger, emit)
         """Those with which a plan begins."""
         self._covered: Covered | None = None
@@ -146,6 +148,7 @@ class Protection:
         mine = about_member(self._membership, self.window_planner, self.options)
         everyone = gather_json(group, {"member": asdict(mine), "units": units, "failed": self.first.failed})
         self.active = self.state.active(self._membership.num_trainers)
+        self._selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, everyone[0]["units"])
         ranks = [RankInfo(**each["member"]) for each in everyone]
         self.plan = plan_protection(
@@ -199,20 +202,20 @@ class Protection:
         else:
             self.snapshots.pacer.hurry()
             self.first.make(version, self.options.copies > 0)
-            self._release(step)
+            self._release(version)
         for keeper in self.keepers:
             keeper.restart(step)
         return not self.first.is_arriving
 
-    def _release(self, step: int) -> None:
-        """The copies of the plan are complete on all members, as of so many steps: those of before are dropped."""
+    def _release(self, version: int) -> None:
+        """The copies of the plan are complete on all members, as of this version: those of before are dropped."""
         kept = [each.unit for each in self.plan.units if each.holders]
         if kept:
-            self.ledger.copied(kept, step)
+            self.ledger.copied(kept, version)
         if self.options.copies:
-            self.ledger.copied_locally(self.snapshots.local_units, step)
+            self.ledger.copied_locally(self.snapshots.local_units, version)
         for keeper in self.keepers:
-            keeper.release(step)
+            keeper.release(step_of(version))
         self.state.retained.release()
         self.first.end()
         return_freed_memory()
@@ -265,16 +268,16 @@ class Protection:
     def committed(self, version: int, clip: float | None) -> None:
         """Records that the agreed step was taken: `version` is the state now. `clip` is None for a skipped update."""
         if self.first.version is not None:  # all have said in the vote that they have theirs
-            self._release(step_of(self.first.version))
+            self._release(self.first.version)
         for keeper in self.keepers:
             keeper.after_update(version, clip)
         self.step_seconds = time.monotonic() - self._step_began
         selected = self._selected or set()
         if selected & self._behind:  # of what cannot be repeated the replica has the state before the step
-            self.ledger.copied(selected & self._behind, step_of(version) - 1)
+            self.ledger.copied(selected & self._behind, version - 1)
         self.ledger.add(step_of(version))
         if selected - self._behind:
-            self.ledger.copied(selected - self._behind, step_of(version))
+            self.ledger.copied(selected - self._behind, version)
 
     def begin_copies(self, version: int) -> None:
         """Begins to copy the state, which is that of `version`, as far as that is due."""
@@ -283,12 +286,12 @@ class Protection:
             keeper.make_room(step)
         self.snapshots.pacer.begin_step()
         if self.options.copies:
-            for keeper in self._state_keepers:
-                due = keeper.due(step, self._choose)
+            for keeper, choose in zip(self._state_keepers, self._choose, strict=False):
+                due = keeper.due(step, choose)
                 if due.remote is not None:
-                    self.ledger.copied(due.remote, step)
+                    self.ledger.copied(due.remote, version)
                 if due.local is not None:
-                    self.ledger.copied_locally(due.local, step)
+                    self.ledger.copied_locally(due.local, version)
                 keeper.start(version, due)
 
     def heal(self) -> None:
@@ -299,8 +302,8 @@ class Protection:
         self.replicas.heal(lambda unit: self.plan.by_unit[unit].primary)
         everyone = gather_json(self._membership.everyone, self._skipped)
         self._skipped = []
-        for unit, step in sorted({(unit, step) for part in everyone for unit, step in part}):
-            self.ledger.skipped(unit, step)
+        for unit, version in sorted({(unit, version) for part in everyone for unit, version in part}):
+            self.ledger.skipped(unit, version)
 
     def measures(self) -> tuple[float, float]:
         """Seconds that a capture took and that a step takes, on this member."""
@@ -329,11 +332,11 @@ class Protection:
         """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
         return all([keeper.settle() for keeper in self.keepers])
 
-    def count_losses(self, stale: Mapping[str, int], step: int, before: int | None) -> dict[str, int]:
+    def count_losses(self, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
         """Tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""
         if self.lagging == "never" or not self.state.layers:
             return {}
-        return self.ledger.agree_on_lost(self._membership.everyone, stale, step, before)
+        return self.ledger.agree_on_lost(self._membership.everyone, stale, version, before)
 
     def stored(self) -> Iterator[tuple[StoredUnit, str]]:
         """Every whole version of every unit that this member has a copy of, and the copy's kind."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,13 @@ from evermoe.comm.group import Group
 from evermoe.keeper import CopyOptions
 from evermoe.moe_load import TokenCount
 from evermoe.planning import TokenLedger, presets
+from evermoe.state.copy_marks import CHECKPOINT, LOCAL, SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import step_of
 
 LATEST_STEPS = 16
 """Steps of which all totals are remembered."""
-MOST_MARKS = 32
-"""Latest copies of a unit that are remembered."""
 BOOST = 1.1
 """What the load of experts that lost tokens counts for, until they have got as many again (MoEtion)."""
 
@@ -34,30 +33,27 @@ class LossLedger:
     """Counts the tokens of all experts in the steps that were taken, in `ExpertLoad.tokens`.
 
     The portion of lost tokens (PLT, of PEC / MoC-System) is the tokens in the updates that recoveries had to give up,
-    over all tokens of the run so far, per layer, averaged over layers.
+    over all tokens of the run so far, per layer, averaged over layers. What an expert has processed is its tokens
+    without those that it lost; `CopyMarks` knows what it had processed in each of its latest copies.
     """
 
-    def __init__(self, state: TrainingState, experts_per_copy: int | None = None, plt_limit: float = 1.0) -> None:
-        self._state = state
+    def __init__(self, state: TrainingState, options: CopyOptions) -> None:
+        self._state, self.marks = state, state.expert_load.marks
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
         self._latest: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=LATEST_STEPS)
-        """Step and `total_LE` of the latest steps."""
-        self._marks: dict[str, list[tuple[int, int]]] = {}
-        """Per expert: step and total tokens of its latest copies."""
-        self.selection, self.local = self._new_ledger(experts_per_copy, plt_limit), self._new_ledger(None, 1.0)
+        """Step and [L, E] processed tokens of the latest steps."""
+        most = max(self._layers.values(), default=0)
+        each = presets.levels(max(most, 1), options.experts_per_snapshot, options.experts_per_save)
+        self.selection, self.local = (
+            TokenLedger(len(self._layers), most, experts_per_layer=k, plt_limit=options.plt_limit) if most else None
+            for k in (each.save, each.snapshot)
+        )
         """Tokens at risk since the last copy on another node or in the store, and on the expert's own node."""
         self._places = {
             expert_unit(path, expert): (row, expert)
             for row, (path, number) in enumerate(self._layers.items())
             for expert in range(number)
         }
-
-    def _new_ledger(self, experts_per_copy: int | None, plt_limit: float) -> TokenLedger | None:
-        most = max(self._layers.values(), default=0)
-        if not most:
-            return None
-        each = presets.experts_per_copy(most) if experts_per_copy is None else experts_per_copy
-        return TokenLedger(len(self._layers), most, experts_per_layer=each, plt_limit=plt_limit)
 
     def counts(self) -> NDArray[np.int64]:
         """[L, E] tokens of the step that runs, as the layers have counted them so far."""
@@ -90,41 +86,43 @@ class LossLedger:
 
     def add(self, step: int) -> None:
         """Adds the tokens of the step that was taken now, as the layers have counted them; so many steps were taken."""
+        self.marks.fold()
         counts_LE = self.counts()
         total_LE, boost_until_LE = self.total_LE, self.boost_until_LE
         total_LE += counts_LE
         boost_until_LE[total_LE >= boost_until_LE] = 0
-        self._latest.append((step, total_LE.copy()))
+        self._latest.append((step, total_LE - self.lost_LE))
         for ledger in (self.selection, self.local):
             if ledger is not None:
                 ledger.add(counts_LE)
 
-    def copied(self, units: Iterable[str], step: int) -> None:
-        """Records copies of these units as they are now, after so many steps."""
-        units = [unit for unit in units if unit in self._places]
-        self._mark(units, step)
-        if self.selection is not None:
-            self.selection.copied(self._by_layer(units))
+    # ---- copies
 
-    def skipped(self, unit: str, step: int) -> None:
-        """Records that the copy of a unit that was begun after so many steps never came to be."""
-        marks = self._marks.get(unit, [])
-        place = next((place for place, (at, _) in enumerate(marks) if at == step), None)
-        if place is None:
-            return
-        _, total = marks.pop(place)
-        if self.selection is not None and place == len(marks):  # no copy was begun since
+    def copied(self, units: Iterable[str], version: int) -> None:
+        """Records copies of these units on other nodes or in the store, as they are now, at this version."""
+        self._note(SAVED, self.selection, units, version)
+
+    def copied_locally(self, units: Iterable[str], version: int) -> None:
+        """Records copies of these units in the memory of their own nodes, likewise."""
+        self._note(LOCAL, self.local, units, version)
+
+    def checkpointed(self, version: int) -> None:
+        """Records a checkpoint of everything, likewise."""
+        self._note(CHECKPOINT, None, self._places, version)
+
+    def _note(self, level: int, ledger: TokenLedger | None, units: Iterable[str], version: int) -> None:
+        units = [unit for unit in units if unit in self._places]
+        self.marks.note(level, [self._places[unit] for unit in units], version, self.total_LE - self.lost_LE)
+        if ledger is not None:
+            ledger.copied(self._by_layer(units))
+
+    def skipped(self, unit: str, version: int) -> None:
+        """Records that the copy of a unit that was begun at this version never came to be."""
+        tokens = self.marks.forget(SAVED, self._places[unit], version)
+        if self.selection is not None and tokens is not None:
             tokens_LE = np.zeros_like(self.selection.at_risk)
-            tokens_LE[self._places[unit]] = total - (marks[-1][1] if marks else 0)
-            tokens_LE = np.minimum(tokens_LE, self.selection.seen - self.selection.at_risk)
-            self.selection.put_back(tokens_LE)
-
-    def copied_locally(self, units: Iterable[str], step: int) -> None:
-        """Records copies of these units in the memory of their own nodes."""
-        units = [unit for unit in units if unit in self._places]
-        self._mark(units, step)
-        if self.local is not None:
-            self.local.copied(self._by_layer(units))
+            tokens_LE[self._places[unit]] = tokens
+            self.selection.put_back(np.minimum(tokens_LE, self.selection.seen - self.selection.at_risk))
 
     def _by_layer(self, units: Iterable[str]) -> list[list[int]]:
         chosen: list[list[int]] = [[] for _ in self._layers]
@@ -132,66 +130,81 @@ class LossLedger:
             chosen[row].append(expert)
         return chosen
 
-    def _mark(self, units: Iterable[str], step: int) -> None:
-        for unit in units:
-            row, expert = self._places[unit]
-            marks = self._marks.setdefault(unit, [])
-            if not marks or marks[-1][0] < step:
-                marks.append((step, int(self.total_LE[row, expert])))
-                del marks[:-MOST_MARKS]
+    # ---- recoveries
 
     def count_lost(self, stale: Mapping[str, int]) -> dict[str, int]:
-        """Tokens that experts lose which go back to copies of these steps; at most, where a copy is not known here.
+        """Tokens that experts lose which go back to copies of these versions; at most, where one is not known here.
 
         Example: an expert got 5, 7 and 3 tokens in steps 0 to 2 and was copied after step 1. Back at that copy, it has
-        lost 10 of 15 tokens.
+        lost 10 of 15 tokens; back at it again after a step with 4 more, these 4.
         """
-        lost = {}
-        for unit, step in stale.items():
-            before = max((total for at, total in self._marks.get(unit, ()) if at <= step), default=0)
-            before = max([before, *(int(total_LE[self._places[unit]]) for at, total_LE in self._latest if at <= step)])
-            lost[unit] = int(self.total_LE[self._places[unit]]) - before
+        lost, processed_LE = {}, self.total_LE - self.lost_LE
+        for unit, version in stale.items():
+            place, step = self._places[unit], step_of(version)
+            before = self.marks.tokens_at(place, version)
+            if before is None:
+                latest = (int(tokens_LE[place]) for at, tokens_LE in self._latest if at <= step)
+                before = max([self.marks.tokens_until(place, version), *latest])
+            lost[unit] = max(0, int(processed_LE[place]) - before)
         return lost
 
-    def agree_on_lost(self, group: Group, stale: Mapping[str, int], step: int, before: int | None) -> dict[str, int]:
+    def agree_on_lost(self, group: Group, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
         """Tokens that each stale expert has lost, as the member counts them that knows most; collective.
 
-        All resume with its ledger: some may have counted in a recovery that failed, and others not.
+        All resume with its ledger: some may have counted in a recovery that failed, and others not, and some have begun
+        copies of the version that others have not begun.
 
         Args:
-            group: of all members.
+            group: of all members; those that train come first.
             stale: experts that were taken at older versions.
-            step: from which all resume.
+            version: of the copies from which all resume.
             before: version of this member's state before the recovery; None where that was of no running job.
         """
-        steps = {unit: step_of(version) for unit, version in stale.items()}
-        mine = None
-        if before is not None:
-            mine = {"version": before, "lost": self.count_lost(steps), "ledger": self.to_bytes().decode()}
-        known = max(filter(None, gather_json(group, mine)), key=lambda found: found["version"], default=None)
-        if known is None:
+        mine = None if before is None else [before, self.marks.pending]
+        known = [(found, -rank) for rank, found in enumerate(gather_json(group, mine)) if found is not None]
+        if not known and not self._state.has_marks:
             return {}
-        self.load_bytes(known["ledger"].encode())
-        self.resume(step, steps, known["lost"])
-        return known["lost"]
+        source = -max(known)[1] if known else 0  # whose state is that of the version, as that of all who train
+        told = None
+        if group.rank == source:
+            told = {"lost": self.count_lost(stale), "ledger": self.to_bytes().decode()}
+        found = gather_json(group, told)[source]
+        self.load_bytes(found["ledger"].encode())
+        processed_LE = self.total_LE - self.lost_LE
+        went_back = not known or step_of(max(known)[0][0]) != step_of(version)
+        if went_back:  # what they went back to stays where it was found
+            self.marks.note(
+                CHECKPOINT, [self._places[unit] for unit in self._places.keys() - stale.keys()], version, processed_LE
+            )
+        self.resume(step_of(version), found["lost"], is_new=not known)
+        return found["lost"]
 
-    def resume(self, step: int, since: Mapping[str, int], lost: Mapping[str, int]) -> None:
-        """A recovery: all resume after so many steps, some experts from copies of older ones, with so many tokens lost.
+    def resume(self, step: int, lost: Mapping[str, int], *, is_new: bool = False) -> None:
+        """A recovery: all resume after so many steps, some experts from older copies, with so many tokens lost.
 
-        The same on all members. Who goes back to such a copy a second time loses what came after the first.
+        The same on all members. `is_new`: no member has counted what is at risk.
         """
-        for marks in self._marks.values():
-            marks[:] = [mark for mark in marks if mark[0] <= step]
+        self.marks.undo(step)
         for unit, tokens in lost.items():
             row, expert = self._places[unit]
             self.lost_LE[row, expert] += tokens
             self.boost_until_LE[row, expert] = self.total_LE[row, expert] + tokens
-            self._marks[unit] = [(since[unit], int(self.total_LE[row, expert]))]
         self._latest.clear()
-        self._latest.append((step, self.total_LE.copy()))
-        for ledger in (self.selection, self.local):
-            if ledger is not None and lost:
-                ledger.lose(self._by_layer(lost))
+        self._latest.append((step, self.total_LE - self.lost_LE))
+        for level, ledger in ((SAVED, self.selection), (LOCAL, self.local)):
+            if ledger is not None and is_new:
+                ledger.add(np.maximum(self.total_LE - ledger.seen, 0))
+            if ledger is not None and (lost or is_new):
+                units = self._by_layer(self._places if is_new else lost)
+                (ledger.copied if is_new else ledger.lose)(units)
+                ledger.put_back(self._at_risk(level, ledger, units))
+
+    def _at_risk(self, level: int, ledger: TokenLedger, experts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+        """[L, E] what experts of each layer have processed since their newest copy of a level; the rest is lost."""
+        at_risk_LE, processed_LE = np.zeros_like(self.total_LE), self.total_LE - self.lost_LE
+        for place in ((row, expert) for row, chosen in enumerate(experts) for expert in chosen):
+            at_risk_LE[place] = max(0, int(processed_LE[place]) - self.marks.newest(level, place))
+        return np.minimum(at_risk_LE, ledger.seen - ledger.at_risk)
 
     def boosted(self) -> dict[str, list[float]]:
         """Factors of the experts' load when replicas are allotted, by layer; only layers in which one is not 1."""
@@ -204,12 +217,14 @@ class LossLedger:
     def to_bytes(self) -> bytes:
         """JSON of what is not part of the state, for members that join."""
         ledgers = [None if ledger is None else ledger.to_json() for ledger in (self.selection, self.local)]
-        return json.dumps({"marks": self._marks, "ledgers": ledgers}).encode()
+        return json.dumps(
+            {"marks": self.marks.to_rows(with_table=not self._state.has_marks), "ledgers": ledgers}
+        ).encode()
 
     def load_bytes(self, data: bytes) -> None:
         """Takes over what `to_bytes` of another member gave."""
         fields = json.loads(data)
-        self._marks = {unit: [(step, total) for step, total in marks] for unit, marks in fields["marks"].items()}
+        self.marks.take_rows(fields["marks"], with_table=not self._state.has_marks)
         self.selection, self.local = (text and TokenLedger.from_json(text) for text in fields["ledgers"])
 
 
@@ -221,6 +236,14 @@ class ExpertSelector:
         experts = [unit.nbytes for unit in state.catalog.units if unit.layer is not None]
         self._expert_bytes, self._all_bytes = max(experts, default=1), sum(experts)
         self._options, self._ledger = options, ledger
+        self._ranks_LE = np.full(ledger.total_LE.shape, -1)
+
+    def replan(self, active: Mapping[str, Collection[int]], ranks: int) -> None:
+        """Ranks train experts otherwise from now on: `active`, by unit."""
+        names = [expert_unit(path, expert) for path, number in self._layers.items() for expert in range(number)]
+        found = iter(planning.primaries([list(active[name]) for name in names], [1] * len(names), ranks))
+        for row, number in zip(self._ranks_LE, self._layers.values(), strict=True):
+            row[:number] = [next(found) for _ in range(number)]
 
     def for_peers(self, kept: Collection[str], counts_LE: np.ndarray) -> set[str]:
         """MoEtion: of the units that peers are to keep, those with the most tokens at risk, this step's included.
@@ -239,17 +262,24 @@ class ExpertSelector:
         return set() if ledger is None else self._by_budget(ledger.at_risk, self._options.local_bytes_per_step)
 
     def to_save(self) -> set[str]:
-        """PEC, load-aware: K experts of each layer on average, K as Dynamic-K has it now."""
-        ledger = self._ledger.selection
+        """PEC: the experts that are saved to the place that all share, K of each layer as Dynamic-K has it now."""
+        return self._in_turn(self._ledger.selection)
+
+    def to_snapshot(self) -> set[str]:
+        """PEC: the experts of which snapshots are made in their own node's memory; their K is larger."""
+        return self._in_turn(self._ledger.local)
+
+    def _in_turn(self, ledger: TokenLedger | None) -> set[str]:
         if ledger is None:
             return set()
+        each = ledger.experts_per_layer
+        if self._options.expert_selection == "sequential":
+            chosen = planning.select_experts("sequential", ledger.at_risk, ledger.checkpoint, experts_per_layer=each)
+            numbers = self._layers.values()
+            return self._names([[e for e in row if e < number] for row, number in zip(chosen, numbers, strict=True)])
         return self._names(
-            planning.select_experts(
-                "load-aware",
-                ledger.at_risk,
-                ledger.checkpoint,
-                waiting=ledger.waiting,
-                experts_per_layer=ledger.experts_per_layer,
+            planning.select_per_rank(
+                ledger.at_risk, ledger.checkpoint, ledger.waiting, self._ranks_LE, experts_per_layer=each
             )
         )
 

@@ -29,7 +29,8 @@ def read(manifest: Manifest, state: TrainingState, names: Sequence[str]) -> dict
         CorruptCopy: a unit is missing, has another layout than the model, or does not match its digest.
     """
     units: dict[str, Tensor] = {}
-    for name, tensors in read_units(manifest, names):
+    for name, saved in read_units(manifest, names):
+        tensors = state.catalog.by_name[name].fitted(saved)
         specs = [(spec.name, spec.shape, spec.dtype) for spec in state.catalog.by_name[name].specs]
         found = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
         if specs != found:

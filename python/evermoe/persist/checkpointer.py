@@ -274,8 +274,11 @@ class Checkpointer:
         """Whether a checkpoint is under way, and this member has done its part of it."""
         return self._write is not None and self._write.is_over
 
-    def begin_if_due(self, version: int) -> None:
+    def begin_if_due(self, version: int) -> bool:
         """Begins the checkpoint of the state, which is that of `version`, if that is due; collective.
+
+        Returns:
+            Whether it has begun; the same on all members that train.
 
         Raises:
             PeerLost: a member is gone.
@@ -283,16 +286,17 @@ class Checkpointer:
         every, step = self._options.checkpoint_every, step_of(version)
         is_due = self._is_owed or (bool(every) and step % every == 0)
         if self._store is None or not is_due:
-            return
+            return False
         if self._write is not None:
             warnings.warn(
                 f"the checkpoint of step {step} is left out: that of step {step_of(self._write.version)} is still "
                 "being written",
                 stacklevel=5,
             )
-            return
+            return False
         self._is_owed = False
         self._write = self._begin(version)
+        return True
 
     def _begin(self, version: int) -> CheckpointWrite:
         assert self._store is not None

@@ -1,4 +1,4 @@
-"""PEC (MoC-System): after each step some experts of each layer, and each member's share of the rest, go to a folder.
+"""PEC (MoC-System): after steps some experts of each layer, and each member's share of the rest, go to a folder.
 
 What is saved is read by the courier's thread before the next update, and written by the persister's.
 """
@@ -21,9 +21,10 @@ from evermoe.comm.task import Task
 from evermoe.errors import PersistFailed
 from evermoe.keeper import Assignment, Due, StateKeeper
 from evermoe.persist.checkpoint_folder import PERSISTED
-from evermoe.persist.folder import PersistedUnit, find_persisted, sweep
+from evermoe.persist.folder import find_persisted, sweep
 from evermoe.persist.persister import Persister
 from evermoe.state.catalog import UnitCatalog
+from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units, read_tensors
 from evermoe.state.version import step_of
@@ -90,7 +91,7 @@ class PartialCheckpoints(StateKeeper):
         self._is_saving = False
         """Whether this member has had a part to save."""
         self._skipped: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        """Experts whose saves were overtaken by newer ones, and their steps; from the persister's thread."""
+        """Experts whose saves were overtaken by newer ones, and their versions; from the persister's thread."""
 
     def replan(self, assignment: Assignment) -> None:
         """Shares the units among these members from now on."""
@@ -133,10 +134,10 @@ class PartialCheckpoints(StateKeeper):
     def _note_skipped(self, version: int, units: Sequence[str]) -> None:
         for unit in units:
             if self._state.catalog.by_name[unit].expert is not None:
-                self._skipped.put((unit, step_of(version)))
+                self._skipped.put((unit, version))
 
     def take_skipped(self) -> list[tuple[str, int]]:
-        """Experts whose saves were overtaken by newer ones, and after how many steps they were begun; each once."""
+        """Experts whose saves were overtaken by newer ones, and the versions of these; each once."""
         return [self._skipped.get_nowait() for _ in range(self._skipped.qsize())]
 
     def _is_flushed(self) -> bool:
@@ -181,9 +182,7 @@ class PartialCheckpoints(StateKeeper):
         return None if self._latest is None else self._latest.task.lost
 
     def before_vote(self, step: int) -> bool:
-        """Waits until what was begun is with the persister; its own thread writes it."""
-        if self._latest is not None:
-            self._latest.task.wait()
+        """Nothing is waited for: what was begun is read before the update, and written whenever the place takes it."""
         return True
 
     def before_update(self) -> None:
@@ -225,8 +224,10 @@ class PartialCheckpoints(StateKeeper):
         self._latest = None
         return is_whole
 
-    def stored(self) -> Iterator[tuple[PersistedUnit, str]]:
-        """Every durable version of every unit."""
+    def stored(self) -> Iterator[tuple[StoredUnit, str]]:
+        """Every durable version of every unit, and what this member's buffers have: newer, or read quicker."""
+        if self._persister is not None:
+            yield from ((held, "snapshot") for held in self._persister.whole())
         for found in find_persisted(self.folder, self._state.catalog.layout):
             yield found, "persisted"
 

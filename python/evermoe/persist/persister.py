@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,19 @@ from evermoe.state.version import generation_of
 
 ALIGNMENT = 64
 """Bytes at which each unit starts in a slot."""
+WHOLE = ("snapshot", "persisting", "recovery")
+"""States of slots in which all of a version is there."""
+
+
+@dataclass(frozen=True)
+class HeldUnit:
+    """A version of one unit that waits in memory to be written, or has been written last."""
+
+    unit: str
+    version: int
+    digest: int
+    data: Tensor
+    """uint8 `[nbytes]`."""
 
 
 @dataclass
@@ -114,6 +127,17 @@ class Persister:
     def durable_version(self) -> int | None:
         """The newest version of which this member has persisted a part."""
         return self._durable
+
+    def whole(self) -> Iterator[HeldUnit]:
+        """The units of all complete snapshots in memory: those that wait, that are written, and that are durable.
+
+        They stay as they are until the next `begin`.
+        """
+        with self._changed:
+            slots = [self._slots[at] for at, (what, _) in enumerate(self._buffer.slots) if what in WHOLE]
+        for snapshot in slots:
+            for name, data in snapshot.units.items():
+                yield HeldUnit(name, snapshot.version, snapshot.digests[name], data)
 
     def begin(self, version: int, units: Mapping[str, int]) -> dict[str, Tensor]:
         """Starts a snapshot of `units` (name → bytes): for each the view to write, uint8 `[nbytes]`.

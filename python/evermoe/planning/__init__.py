@@ -35,7 +35,7 @@ from evermoe.planning.placement import (
 )
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan, usable_holdings
-from evermoe.planning.selection import select_experts, shard_modules
+from evermoe.planning.selection import select_experts, select_per_rank, shard_modules
 from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
 from evermoe.planning.survival import Survival, copy_recovery_probability, recovery_probability
 
@@ -82,6 +82,7 @@ __all__ = [
     "recovery_plan",
     "recovery_probability",
     "select_experts",
+    "select_per_rank",
     "session_slots",
     "shard_modules",
     "split_tokens",

@@ -41,7 +41,7 @@ class Preset(NamedTuple):
     per_expert_versions: bool = False
     """Whether each expert's snapshots have versions of their own."""
     needs_checkpoint_dir: bool = False
-    """Whether copies go to the folder that all members share, and none stay in the members' memory."""
+    """Whether copies have two levels: the place that all members share, and the memory of a unit's own node."""
     active_copies: bool = False
     """Whether `copies` counts the ranks that train each expert."""
 
@@ -60,6 +60,11 @@ class Preset(NamedTuple):
     def selects_by_budget(self) -> bool:
         """Whether replicas follow as many experts in a step as a budget of bytes allows."""
         return self.selection == "budget"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a few experts at a time are copied, some into the memory of their own nodes, fewer to the store."""
+        return self.needs_checkpoint_dir
 
     @property
     def copies_to_previous_node(self) -> bool:
@@ -84,9 +89,9 @@ PRESETS: Mapping[PresetName, Preset] = {
         copies_late=True,
     ),
     "pec": Preset(
-        "load-aware", None, ("persisted",), "none", "balanced",
-        "some experts of each layer, and all else, to the store; a bounded portion of the tokens is lost",
-        lagging="always", needs_checkpoint_dir=True,
+        "load-aware", None, ("snapshot", "persisted"), "none", "balanced",
+        "some experts of each layer, and all else, to own memory, fewer to the store; a portion of the tokens is lost",
+        lagging="always", per_expert_versions=True, needs_checkpoint_dir=True,
     ),
     "baft": Preset(
         "all", "baft", ("snapshot",), "previous", "balanced",
@@ -112,9 +117,31 @@ PRESETS: Mapping[PresetName, Preset] = {
 """The presets by name, as `--preset` selects them."""
 
 
-def experts_per_copy(experts: int) -> int:
-    """Experts of a layer of so many that `pec` saves at a time, if nothing else is asked for."""
-    return max(1, experts // 4)
+class Levels(NamedTuple):
+    """Experts of each layer that `pec` copies at a time to its two levels (K of snapshot-PEC and of persist-PEC)."""
+
+    snapshot: int
+    """Into the memory of their own nodes."""
+    save: int
+    """To the place that all members share; no more than `snapshot`."""
+
+
+def levels(experts: int, per_snapshot: int | None = None, per_save: int | None = None) -> Levels:
+    """The two levels of `pec` for a layer of so many experts: a half and a quarter, if nothing else is asked for.
+
+        >>> levels(8), levels(8, per_save=6), levels(1)
+        (Levels(snapshot=4, save=2), Levels(snapshot=6, save=6), Levels(snapshot=1, save=1))
+
+    Args:
+        experts: of the layer that has the most.
+        per_snapshot: as asked for; more than there are is all.
+        per_save: likewise.
+    """
+    save = min(experts, max(1, experts // 4) if per_save is None else per_save)
+    if per_snapshot is None:
+        return Levels(max(save, experts // 2), save)
+    snapshot = min(experts, per_snapshot)
+    return Levels(snapshot, min(save, snapshot) if per_save is None else save)
 
 
 def remote_bytes_per_step(expert_bytes: int, all_bytes: int) -> int:

@@ -19,7 +19,7 @@ from evermoe.planning.migrate import keep_in_place
 from evermoe.planning.models import ModelShape
 from evermoe.planning.owners import place_owners
 from evermoe.planning.placement import FewerReplicas, allocate, failure_domains, place, session_slots
-from evermoe.planning.presets import PRESETS, Preset, PresetName, experts_per_copy
+from evermoe.planning.presets import PRESETS, Preset, PresetName, levels
 from evermoe.planning.protection import (
     RECORD_BYTES,
     ProtectionPlan,
@@ -309,13 +309,12 @@ class Seating:
         for unit, each in zip(self._units, self._plan.units, strict=True):
             if each.kind == "replayed":
                 self._count_replayed(unit, each, totals)
-            if not options.choices.needs_checkpoint_dir:
-                for rank in self._snapshot_keepers(unit, each):
-                    totals[rank].snapshots += SNAPSHOT_VERSIONS * unit.nbytes
+            for rank in self._snapshot_keepers(unit, each):
+                totals[rank].snapshots += SNAPSHOT_VERSIONS * unit.nbytes
         for total in totals:
             total.log = min(total.log, options.replay_log_bytes)
-            if options.choices.needs_checkpoint_dir:
-                some = shape.layers * experts_per_copy(shape.experts) * self._expert_bytes
+            if options.choices.takes_turns:
+                some = shape.layers * levels(shape.experts).save * self._expert_bytes
                 total.buffers = SAVED_BUFFERS * (some + shape.dense_parameters * options.unit_bytes) // self.ranks
         return totals
 

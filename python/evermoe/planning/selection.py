@@ -79,6 +79,52 @@ def select_experts(
     return _native.select_load_aware(tokens_LE, waiting_LE, capacity, count("checkpoint", checkpoint))
 
 
+def select_per_rank(
+    tokens: ArrayLike, checkpoint: int, waiting: ArrayLike, rank_LE: ArrayLike, *, experts_per_layer: int
+) -> list[list[int]]:
+    """For each layer the experts to copy now, `"load-aware"`, with the same capacity for each rank (PEC Algorithm 1).
+
+    Each rank copies ⌈K * L / ranks⌉ experts at most, of those that it copies if they are chosen, as `select_experts`
+    would choose among these alone. So every expert with unsaved tokens is copied within 3 * ceil(E_r * L / S)
+    checkpoints, where E_r is the most experts of a layer that its rank has, and S the rank's capacity.
+
+        >>> tokens, waiting = [[7, 2, 3], [1, 5, 6]], [[0, 0, 0], [0, 0, 0]]
+        >>> select_per_rank(tokens, 0, waiting, [[0, 0, 1], [0, 0, 1]], experts_per_layer=1)  # one expert for each rank
+        [[0, 2], []]
+
+    Args:
+        tokens: [L, E] tokens since each expert was last copied: `TokenLedger.at_risk`.
+        checkpoint: number of this checkpoint, from 0: `TokenLedger.checkpoint`.
+        waiting: [L, E] checkpoints that passed an expert over: `TokenLedger.waiting`.
+        rank_LE: [L, E] the rank that copies each expert; negative for what is none.
+        experts_per_layer: K.
+
+    Raises:
+        ValueError: a wrong shape, or K is 0.
+    """
+    tokens_LE, waiting_LE = array("tokens", tokens, np.int64, 2), array("waiting", waiting, np.int64, 2)
+    ranks_LE = array("rank_LE", rank_LE, np.int64, 2)
+    if not tokens_LE.shape == waiting_LE.shape == ranks_LE.shape:
+        raise ValueError(
+            f"tokens, waiting, rank_LE: expected one shape, got {tokens_LE.shape}, {waiting_LE.shape}, {ranks_LE.shape}"
+        )
+    found, layers = np.unique(ranks_LE[ranks_LE >= 0]), len(tokens_LE)
+    chosen: list[list[int]] = [[] for _ in range(layers)]
+    each = count("experts_per_layer", experts_per_layer)
+    if each == 0:
+        raise ValueError("experts_per_layer: expected 1 or more, got 0; nothing would ever be copied")
+    capacity = -(-layers * each // max(1, len(found)))
+    for rank in found:
+        own = [np.flatnonzero(ranks_E == rank) for ranks_E in ranks_LE]
+        packed = np.zeros((2, layers, max(map(len, own))), np.int64)
+        for layer, experts in enumerate(own):
+            packed[:, layer, : len(experts)] = tokens_LE[layer, experts], waiting_LE[layer, experts]
+        picked = _native.select_load_aware(packed[0], packed[1], capacity, count("checkpoint", checkpoint))
+        for layer, places in enumerate(picked):
+            chosen[layer] += own[layer][places].tolist()
+    return [sorted(experts) for experts in chosen]
+
+
 def _capacity(
     tokens_LE: NDArray[np.int64], experts_per_layer: int | None, budget_bytes: int | None, expert_bytes: int | None
 ) -> int:

@@ -15,10 +15,12 @@ from evermoe import planning
 from evermoe._native import digest
 from evermoe.errors import CorruptCopy
 from evermoe.persist.checkpoint_store import find, find_saved
+from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.place import Location, hurried
 from evermoe.planning.recovery import Lagging
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import Unit
 from evermoe.state.version import step_of
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
@@ -203,7 +205,7 @@ class Survey:
         saved = ((each, PERSISTED) for each in _seen(find_saved, folder, state, standing))
         for found, kind in (*stored, *retained, *saved):
             unit = state.catalog.by_name.get(found.unit)
-            if unit is not None and (kind != SNAPSHOT or unit.nbytes == len(found.data)):
+            if unit is not None and _fits(found, kind, unit):
                 self._stored[found.unit, found.digest, kind] = found
                 holdings.append(Holding(found.unit, found.version, found.digest, kind))
         self.inventory = Inventory(
@@ -241,6 +243,13 @@ class Survey:
                 bytes_now = None if kind == ACTIVE else self._stored[unit, value, kind].data.numpy()
                 found.append((unit, value if bytes_now is None else digest(bytes_now)))
         return found
+
+
+def _fits(found: StoredUnit, kind: str, unit: Unit) -> bool:
+    """Whether a copy has the tensors that this job's preset has; what another one left may lack some, or have more."""
+    if isinstance(found, PersistedUnit):
+        return list(found.names) == [spec.name for spec in unit.specs]
+    return kind != SNAPSHOT or unit.nbytes == len(found.data)
 
 
 def _seen(

@@ -38,8 +38,6 @@ def local_bundles(assignment: Assignment, nodes: Sequence[str], options: CopyOpt
         nodes: by rank, or what they are in.
         options: preset and copies.
     """
-    if options.choices.needs_checkpoint_dir:
-        return []
     kept_at = [
         (kept.unit, rank)
         for kept in assignment.plan.units
@@ -127,7 +125,7 @@ class Snapshots(StateKeeper):
         self.missing, self.locked_bytes = {}, 0
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self._copies = assignment.copies
-        self._local_steps = self._options.local_every or 1
+        self._local_steps = self._fixed_steps or 1
         if not self._options.copies:
             return
         by_unit, (found, local) = assignment.plan.by_unit, self._planned(assignment)
@@ -248,9 +246,15 @@ class Snapshots(StateKeeper):
         """Seconds that the latest capture took."""
         return 0.0 if self._round is None else self._round.capture_seconds
 
+    @property
+    def _fixed_steps(self) -> int | None:
+        """Steps between local snapshots; None for as few as the budget allows."""
+        options = self._options
+        return options.snapshot_every if options.choices.takes_turns else options.local_every
+
     def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
         """Sets, from the sums over all members, how often local snapshots cost no more than the budget."""
-        if self._options.local_every is None and step_seconds > 0:
+        if self._fixed_steps is None and step_seconds > 0:
             steps = math.ceil(capture_seconds / (self._options.copy_budget * step_seconds))
             self._local_steps = min(max(steps, 1), MOST_LOCAL_STEPS)
 
@@ -266,8 +270,12 @@ class Snapshots(StateKeeper):
         if not sent and self._round is not None and not self._round.task.is_over_within(0):
             return Due()  # the round takes several steps; local snapshots can wait for it
         local = set(self._local) if step >= self._newest_local + self._local_steps else set()
+        if self._options.choices.takes_turns and not local:
+            return Due()
         if self._options.choices.per_expert_versions and choose is not None:
             local = _only_chosen(self._local, self._state.catalog, choose(), local)
+        if self._options.choices.takes_turns:
+            return Due(frozenset(local), local=[unit for number in local for unit in self._local[number]])
         return Due(
             frozenset(sent | local),
             remote=[unit for number in sent for unit in self._sent[number][0]],
@@ -308,7 +316,7 @@ class Snapshots(StateKeeper):
 def _only_chosen(
     units: Mapping[int, Sequence[str]], catalog: UnitCatalog, experts: Collection[str], due: Collection[int]
 ) -> set[int]:
-    """MoEtion: of the bundles with experts, those that its local budget chooses; of the others, those that are due."""
+    """Of the bundles with experts those that are chosen; of the others those that are due."""
     return {
         number
         for number, (first, *_) in units.items()

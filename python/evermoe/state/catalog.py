@@ -39,9 +39,12 @@ class UnitCatalog:
     def __init__(self, units: Iterable[Unit], layout: str | None = None) -> None:
         self.units = tuple(units)
         self.by_name = {unit.name: unit for unit in self.units}
-        described = [(unit.name, [(s.name, s.shape, str(s.dtype)) for s in unit.specs]) for unit in self.units]
+        described = [
+            (unit.name, [(s.name, s.shape, str(s.dtype)) for s in unit.specs if not s.is_optional])
+            for unit in self.units
+        ]
         self.layout = _digest_of(described) if layout is None else layout
-        """Digest of all units' names, shapes and types: equal for members that can exchange them."""
+        """Digest of all units' names, shapes and types, whatever the preset has beside."""
 
     def sizes(self) -> list[tuple[str, int]]:
         """Name and bytes of each unit."""

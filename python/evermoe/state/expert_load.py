@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from evermoe.experts import Experts
 from evermoe.moe_load import TokenCount
 from evermoe.planning import LoadAverage
+from evermoe.state.copy_marks import CopyMarks
 from evermoe.state.unit import expert_unit
 
 LOAD_HALF_LIFE = 7.0
@@ -23,7 +24,7 @@ LOAD_HALF_LIFE = 7.0
 class ExpertLoad:
     """Tokens of each expert: their average in a step, and their totals over the run.
 
-    Both tensors are part of the state: after a recovery all ranks count on from the same numbers.
+    The tensors are part of the state: after a recovery all ranks count on from the same numbers.
 
     Args:
         layers: MoE layers by module path.
@@ -36,6 +37,8 @@ class ExpertLoad:
         """[L, E + 1] state of the `planning.LoadAverage` of all layers."""
         self.tokens = torch.zeros(3, len(layers), self._most_experts, dtype=torch.int64)
         """[3, L, E] tokens of each expert: all, those lost, and the total at which it has got as many again."""
+        self.marks = CopyMarks(len(layers), self._most_experts)
+        """Latest copies of each expert, and the tokens that it had processed in them."""
         self.latest_LE = np.zeros((len(layers), self._most_experts), np.int64)
         """[L, E] tokens of each expert in the latest step; zeros if its update was left out."""
 

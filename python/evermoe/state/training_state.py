@@ -18,7 +18,16 @@ from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
 from evermoe.state.stored import RetainedUnits
-from evermoe.state.unit import SESSION, TensorSpec, Unit, dense_tensors, digests_of, expert_unit, read_tensors
+from evermoe.state.unit import (
+    MARKS,
+    SESSION,
+    TensorSpec,
+    Unit,
+    dense_tensors,
+    digests_of,
+    expert_unit,
+    read_tensors,
+)
 
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -34,6 +43,7 @@ class TrainingState:
         has_session: whether there is the unit `session`, with the loop's state and the experts' load.
         deferral: of a model that has no values yet: until `begin` or `adopt`, nothing is held.
         is_sharded: whether what is not an expert has owners; see `evermoe.state.sharded`.
+        has_marks: whether `session` has what is known of the experts' copies, too; see `evermoe.state.copy_marks`.
 
     Raises:
         ValueError: the optimizer is of another model.
@@ -48,6 +58,7 @@ class TrainingState:
         has_session: bool = True,
         deferral: Deferral | None = None,
         is_sharded: bool = False,
+        has_marks: bool = False,
     ) -> None:
         self.deferral, self._is_made = deferral, deferral is None
         self.layers: dict[str, Experts] = expert_layers(model)
@@ -61,6 +72,10 @@ class TrainingState:
         self._masters = create_optimizer_state(optimizer, model, [layer.weights for layer in self.layers.values()])
         self.loop, self.expert_load = LoopState(), ExpertLoad(self.layers)
         own = {"progress": self.loop.progress, "load": self.expert_load.average, "tokens": self.expert_load.tokens}
+        self.has_marks = has_marks
+        """Whether a crash of all processes leaves what is known of the experts' copies."""
+        if has_marks:
+            own[MARKS] = self.expert_load.marks.table
         self._dense = ({SESSION: own} if has_session else {}) | dense_tensors(model)
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""
@@ -83,7 +98,12 @@ class TrainingState:
         units = []
         for name, tensors in self._dense.items():
             found = [
-                TensorSpec(each, shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (), t.dtype)
+                TensorSpec(
+                    each,
+                    shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (),
+                    t.dtype,
+                    is_optional=(name, each) == (SESSION, MARKS),
+                )
                 for key, tensor in tensors.items()
                 for each, t in ({key: tensor} | self._optimizer_tensors(key, tensor)).items()
             ]

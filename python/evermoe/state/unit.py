@@ -21,6 +21,8 @@ from evermoe.experts import expert_layers
 
 SESSION = "session"
 """The unit with the small state of the training loop."""
+MARKS = "marks"
+"""Its tensor that only presets have which always may lose tokens; see `evermoe.state.copy_marks`."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    is_optional: bool = False
+    """Whether only some presets have it: it is no part of the layout, and what is saved without it has zeros there."""
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +65,17 @@ class Unit:
             views[spec.name] = part.view(spec.dtype).view(spec.shape)
             start += spec.nbytes
         return views
+
+    def fitted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, which may have been saved under another preset: with zeros for what is optional, or without it.
+
+        Optional ones come last.
+        """
+        found = {name: tensor for name, tensor in tensors.items() if (self.name, name) != (SESSION, MARKS)}
+        for spec in self.specs:
+            if spec.is_optional:
+                found[spec.name] = tensors.get(spec.name, torch.zeros(spec.shape, dtype=spec.dtype))
+        return found
 
     def layer_scalars(self, data: Tensor) -> dict[str, Tensor]:
         """Views of what an expert's bytes `[nbytes]` repeat of its whole layer: see `TrainingState.scalars`."""

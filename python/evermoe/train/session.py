@@ -102,7 +102,8 @@ class Session:
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)
         is_sharded = self.config.dense == "sharded"
-        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded)
+        has_marks = self.config.choices.may_lose_tokens
+        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=has_marks)
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node = node_name(self.config.node)

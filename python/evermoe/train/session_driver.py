@@ -240,7 +240,8 @@ class SessionDriver(RecoveryDriver):
     def checkpoint_if_due(self, version: int) -> None:
         """Begins a checkpoint of `version` if its step is due."""
         try:
-            self._checkpointer.begin_if_due(version)
+            if self._checkpointer.begin_if_due(version):
+                self._protection.ledger.checkpointed(version)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._warn_unwritten(version, lost)
 

@@ -213,7 +213,8 @@ class RecoveryDriver(Driver):
     def count_losses(self, version: int) -> Event:
         """Counts the tokens that stale experts have lost."""
         report = self._report_now()
-        report.lost_tokens = self._protection.count_losses(report.outcome.stale, step_of(version), self._before)
+        found = report.outcome  # of the copies' version: the state may have got another one since
+        report.lost_tokens = self._protection.count_losses(found.stale, found.version, self._before)
         report.plt = self._protection.ledger.plt
         return {"event": "counted"}
 

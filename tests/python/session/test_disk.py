@@ -18,6 +18,7 @@ from evermoe.persist import checkpoint_folder
 from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
 from evermoe.persist.plain_files import write_tensors
+from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.disks import BALLAST, fill, free, shrink, small_memories
@@ -169,6 +170,11 @@ def test_one_member_that_cannot_write_is_named_and_all_continue(start_job, tmp_p
     wait_until(lambda: not leftovers(saved), "failed drafts are removed")
 
 
+def saves(ledger, place):
+    """Steps of the saves of an expert that count."""
+    return [step_of(version) for version, _ in ledger.marks._of(SAVED, place)]
+
+
 def test_pec_continues_without_its_folder(tmp_path, small_disk):
     with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
         events = run(tmp_path, small_disk, 8, {2: lambda: fill(small_disk), 6: lambda: free(small_disk)}, preset="pec")
@@ -182,7 +188,8 @@ def test_pec_continues_where_its_folder_cannot_be_made(tmp_path):
 
     def check():
         ledger = sessions[0]._protection.ledger
-        assert not [unit for unit, found in ledger._marks.items() if any(0 < step < 3 for step, _ in found)]
+        for place in ledger._places.values():
+            assert not [step for step in saves(ledger, place) if 0 < step < 3]
 
     with pytest.warns(UserWarning, match=r"units cannot be saved to .*/persisted: .*File exists.*Training continues"):
         events = run(tmp_path, saved, 5, {4: check}, sessions=sessions, preset="pec")
@@ -195,18 +202,18 @@ def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, sma
     def check():
         """Of the saves since step 2, those of the latest two steps may be on their way; the others were overtaken."""
         ledger = sessions[0]._protection.ledger
-        marks = {unit: [step for step, _ in found] for unit, found in ledger._marks.items()}
+        marks = {unit: saves(ledger, place) for unit, place in ledger._places.items()}
         assert len(marks) == 10
         assert not [unit for unit, steps in marks.items() if {3, 4, 5} & set(steps)]
         old = [ledger._places[unit] for unit, steps in marks.items() if max(steps) <= 2]
         assert len(old) >= 4
-        since = {unit: total for unit, found in ledger._marks.items() for _, total in found[-1:]}
+        since = {unit: ledger.marks.newest(SAVED, place) for unit, place in ledger._places.items()}
         for unit, place in ledger._places.items():
             assert ledger.selection.at_risk[place] == ledger.total_LE[place] - since[unit], unit
 
     with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
         at = {2: lambda: fill(small_disk), 8: check, 9: lambda: free(small_disk)}
-        run(tmp_path, small_disk, 12, at, sessions=sessions, preset="pec", experts_per_copy=1)
+        run(tmp_path, small_disk, 12, at, sessions=sessions, preset="pec", experts_per_save=1)
 
 
 # ---- beside training
@@ -255,7 +262,7 @@ def test_a_checkpoint_that_a_death_interrupts_is_begun_again(start_job, tmp_path
 @pytest.mark.parametrize("ends_at", [4, 6])
 def test_pec_takes_experts_from_a_checkpoint_where_it_has_newer_ones(tmp_path, ends_at):
     saved = tmp_path / "saved"
-    options = {"preset": "pec", "experts_per_copy": 1, "checkpoint_every": 4}
+    options = {"preset": "pec", "experts_per_save": 1, "checkpoint_every": 4}
 
     def end():
         wait_until(lambda: newest_saved(saved) >= ends_at, "what is saved of the step is durable")

@@ -56,7 +56,7 @@ def is_durable(session, folder):
 def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tmp_path, monkeypatch):
     """Not even where a peer is lost before the members know what it costs."""
     options = {"job": "stale", "memory_dir": str(tmp_path), "preset": "pec", "checkpoint_dir": str(tmp_path / "saved")}
-    session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_copy=1, **options)
+    session = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_save=1, **options)
     reached = []
     for step in session.steps(100):
         with step:
@@ -65,7 +65,7 @@ def test_state_with_older_experts_never_goes_by_the_version_that_it_is_not_of(tm
         if session.step == 3:
             wait_until(lambda: is_durable(session, tmp_path / "saved"), "what is saved of step 3 is durable")
             break
-    again = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_copy=1, **options)
+    again = evermoe.Session(*make_layer(), evermoe.ElasticSampler(64, 8), experts_per_save=1, **options)
     seen, count_losses = [], again._protection.count_losses
 
     def lose_a_peer(stale, *arguments):

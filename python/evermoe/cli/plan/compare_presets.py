@@ -28,7 +28,7 @@ from evermoe.planning import (
     place,
     select_experts,
 )
-from evermoe.planning.presets import experts_per_copy, remote_bytes_per_step
+from evermoe.planning.presets import levels, remote_bytes_per_step
 from evermoe.planning.protection import RankInfo, UnitInfo, UnitProtection, plan_protection
 from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Memory, Receiver, plan_chunks
 
@@ -172,7 +172,7 @@ def _snapshots(layout: Layout, name: PresetName) -> PresetRow:
 def _pec(layout: Layout) -> PresetRow:
     """K experts of each layer by load and all of the rest each `persist_steps`; only a lost node's go back to those."""
     setting, (layers, experts), kept = layout.setting, layout.share_LE.shape, _keep(layout, "pec")
-    each = setting.pec_experts or experts_per_copy(experts)
+    each = levels(experts, per_save=setting.pec_experts).save
     tokens_LE = _tokens(layout) * setting.persist_steps
     ledger, turns = TokenLedger(layers, experts), -(-experts // each)
     at_risk, oldest = [], 0
