@@ -209,6 +209,19 @@ class RecoveryPlan:
     def reason(self) -> str:
         """Why this version, in words."""
 
+def write_safetensors(
+    path: str | PathLike[str],
+    tensors: list[tuple[str, str, list[int], NDArray[np.uint8]]],
+    metadata: dict[str, str] | None = None,
+    *,
+    threads: int = 4,
+) -> None:
+    """Write a new safetensors file of tensors (name, safetensors' dtype, shape, bytes); its content is on disk then.
+
+    So many threads write blocks past the page cache, where the file system allows that, without the GIL. OSError if the
+    file exists or cannot be written, ValueError for dtypes and sizes that do not fit; no file is left.
+    """
+
 class Arena:
     """Two versions of a set of units in a file of shared memory that outlives the process.
 
