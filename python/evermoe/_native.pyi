@@ -26,7 +26,13 @@ class LoadAverage:
     @property
     def state(self) -> NDArray[np.float64]: ...
 
-def allocate(load: NDArray[np.float64], nodes: int, slots: int, min_replicas: int) -> NDArray[np.int64]: ...
+def allocate(
+    load: NDArray[np.float64],
+    nodes: int,
+    slots: int,
+    min_replicas: int,
+    previous: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]: ...
 def place(
     replicas: NDArray[np.int64],
     nodes: int,

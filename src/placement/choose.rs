@@ -20,8 +20,10 @@ const POINTS: u32 = 20;
 const MOST_COMPARED: usize = 1 << 12;
 /// Factor on the least imbalance that the replicas allow up to which no more replicas move.
 const SLACK: f64 = 1.02;
-/// A new placement must be this much more even than one that keeps the previous to be worth the moves.
+/// A new placement must be this much more even than one that keeps most of the previous to be worth the moves.
 const WORTH_MOVING: f64 = 1.05;
+/// And this much more than the previous itself: loads that have drifted by 5 % up or down, each by itself, differ by that.
+const WORTH_CHANGING: f64 = 1.05 / 0.95;
 
 /// Upper bound on survival over all placements of these replicas: experts with one replica are on some nodes, each of
 /// which must live.
@@ -45,7 +47,13 @@ fn most_survival(problem: &Problem) -> Share {
 /// The most even within 5 points of the safer of `mro` and `spread`, where that survives half of the losses; one that
 /// keeps the previous placement where it can, if it is that safe and even enough. Where cells cannot be that safe, the
 /// safest. Where a policy's placement is better on both counts, that.
-pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
+///
+/// `unchanged` is the previous placement, with as few replicas exchanged as their wanted numbers need.
+pub(super) fn balanced(
+    problem: &Problem,
+    unchanged: Option<Candidate>,
+    classic: impl Fn(Construction) -> Candidate,
+) -> Candidate {
     let (mut reference, mut compared) = (most_survival(problem), false);
     let mut is_safe = |candidate: &Candidate| {
         let near = |most: Share| most.is_minor() || candidate.survival.is_near(most, POINTS);
@@ -60,18 +68,19 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Cand
     };
     let least = least_imbalance(problem);
     let even_enough = IMBALANCE.max(least * SLACK) + NOISE;
-    let mut kept: Option<(bool, Candidate)> = None;
+    let mut kept: Vec<(bool, f64, Candidate)> = Vec::new();
     if !problem.previous.is_empty() {
         let cells = cells(problem, true);
         let count =
             former_fragile_cells(problem, &cells).clamp(fewest_cells(problem).min(cells.len()), cells.len());
-        let built = std::iter::once_with(|| made(problem, &cells, count, even_enough));
-        for candidate in unchanged(problem).into_iter().chain(built) {
-            let safe = is_safe(&candidate) && candidate.spread(problem) >= problem.spread;
-            if safe && candidate.imbalance <= even_enough {
+        let same = unchanged.map(|same| (even_enough * WORTH_CHANGING, WORTH_CHANGING, same));
+        let built = || (even_enough, WORTH_MOVING, made(problem, &cells, count, even_enough));
+        for (limit, worth, candidate) in same.into_iter().chain(std::iter::once_with(built)) {
+            let safe = is_safe(&candidate);
+            if safe && candidate.spread(problem) >= problem.spread && candidate.imbalance <= limit {
                 return candidate;
             }
-            kept = Some((safe, candidate));
+            kept.push((safe, worth, candidate));
         }
     }
     let fresh = problem.without_previous();
@@ -97,7 +106,7 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Cand
         let safest_at = |failures: usize| {
             let problem = Problem { failures, ..fresh.clone() };
             let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.matrix);
-            weighed(safest(&problem, |construction| weighed(classic(construction), &problem)), &fresh)
+            weighed(safest(&problem, None, |construction| weighed(classic(construction), &problem)), &fresh)
         };
         let mut rivals = vec![safest_at(problem.failures)];
         if !best_is_safe && rivals[0].spread(problem) >= best.spread(problem) {
@@ -116,14 +125,13 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Cand
         }
     }
     let best = best.settled(problem);
-    match kept {
-        Some((safe, kept))
-            if safe >= best_is_safe && kept.imbalance <= best.imbalance.max(even_enough) * WORTH_MOVING =>
-        {
-            kept
-        }
-        _ => best,
-    }
+    let spread = problem.spread.min(best.spread(problem));
+    let is_kept = |(safe, worth, candidate): &(bool, f64, Candidate)| {
+        *safe >= best_is_safe
+            && candidate.spread(problem) >= spread
+            && candidate.imbalance <= best.imbalance.max(even_enough) * worth
+    };
+    kept.into_iter().find(is_kept).map_or(best, |(.., candidate)| candidate)
 }
 
 /// Of the rivals the one to take instead, if there is one that is better on one count of evenness and survival and not
@@ -167,17 +175,6 @@ fn better(
     unbeaten.iter().find(|one| is_safe(one)).or(unbeaten.first()).map(|one| (*one).clone())
 }
 
-/// The previous placement, if it has just the replicas that are wanted.
-fn unchanged(problem: &Problem) -> Option<Candidate> {
-    let experts = problem.experts;
-    let rows = problem.previous.chunks_exact(experts);
-    let fits = problem.each.iter().all(|&each| each == 0)
-        && rows.clone().all(|row| row.iter().filter(|&&held| held).count() == problem.slots)
-        && (0..experts).all(|e| rows.clone().filter(|row| row[e]).count() == problem.wanted[e]);
-    let matrix = || problem.previous.iter().map(|&held| i64::from(held)).collect();
-    fits.then(|| Candidate::new(problem, Construction::Previous, matrix()))
-}
-
 /// A placement with its fragile experts in the first `count` cells, made as even as `target` times the mean.
 fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> Candidate {
     let (mut layout, mut frame) = build(problem, cells, count);
@@ -202,7 +199,11 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
 /// The most survival of those that have every expert on as many domains as all can have; of equals the one that
 /// spreads experts most, then the one with the fewest new replicas, then the
 /// most even.
-pub(super) fn safest(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
+pub(super) fn safest(
+    problem: &Problem,
+    unchanged: Option<Candidate>,
+    classic: impl Fn(Construction) -> Candidate,
+) -> Candidate {
     let fresh = problem.without_previous();
     let mut candidates =
         Vec::from([Construction::Mro, Construction::Spread, Construction::Compact].map(classic));
@@ -220,8 +221,7 @@ pub(super) fn safest(problem: &Problem, classic: impl Fn(Construction) -> Candid
             candidates.iter().map(|candidate| climbed(&fresh, candidate.clone())).collect();
         candidates.extend(climbed);
     }
-    let settled =
-        candidates.into_iter().map(|candidate| candidate.settled(problem)).chain(unchanged(problem));
+    let settled = candidates.into_iter().map(|candidate| candidate.settled(problem)).chain(unchanged);
     let compare = |one: &Candidate, two: &Candidate| {
         let moved = |candidate: &Candidate| candidate.moved(problem);
         let spreads = [one, two].map(|candidate| candidate.spread(problem));
