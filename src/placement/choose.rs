@@ -22,7 +22,10 @@ const MOST_COMPARED: usize = 1 << 12;
 const SLACK: f64 = 1.02;
 /// A new placement must be this much more even than one that keeps most of the previous to be worth the moves.
 const WORTH_MOVING: f64 = 1.05;
-/// And this much more than the previous itself: loads that have drifted by 5 % up or down, each by itself, differ by that.
+/// Part of all replicas, in percent, that may move in any case for a placement that is even enough.
+const MOST_MOVED_PERCENT: usize = 15;
+/// Where more would move, it must be this much more even than the previous: loads that have drifted by 5 % up or down, each
+/// by itself, differ by that.
 const WORTH_CHANGING: f64 = 1.05 / 0.95;
 
 /// Upper bound on survival over all placements of these replicas: experts with one replica are on some nodes, each of
@@ -68,20 +71,31 @@ pub(super) fn balanced(
     };
     let least = least_imbalance(problem);
     let even_enough = IMBALANCE.max(least * SLACK) + NOISE;
-    let mut kept: Vec<(bool, f64, Candidate)> = Vec::new();
+    let mut kept: Vec<(f64, Candidate)> = Vec::new();
     if !problem.previous.is_empty() {
         let cells = cells(problem, true);
         let count =
             former_fragile_cells(problem, &cells).clamp(fewest_cells(problem).min(cells.len()), cells.len());
-        let same = unchanged.map(|same| (even_enough * WORTH_CHANGING, WORTH_CHANGING, same));
-        let built = || (even_enough, WORTH_MOVING, made(problem, &cells, count, even_enough));
-        for (limit, worth, candidate) in same.into_iter().chain(std::iter::once_with(built)) {
-            let safe = is_safe(&candidate);
-            if safe && candidate.spread(problem) >= problem.spread && candidate.imbalance <= limit {
-                return candidate;
-            }
-            kept.push((safe, worth, candidate));
+        let mut keeps = |candidate: &Candidate, limit: f64| {
+            candidate.imbalance <= limit && is_safe(candidate) && candidate.spread(problem) >= problem.spread
+        };
+        if let Some(same) = unchanged.as_ref().filter(|same| keeps(same, even_enough)) {
+            return same.clone();
         }
+        let built = made(problem, &cells, count, even_enough);
+        let few = problem.nodes * problem.slots_of_node() * MOST_MOVED_PERCENT / 100;
+        let (is_even, moves_little) = (keeps(&built, even_enough), built.moved(problem) <= few);
+        if is_even && moves_little {
+            return built;
+        }
+        if let Some(same) = unchanged.as_ref().filter(|same| keeps(same, even_enough * WORTH_CHANGING)) {
+            return same.clone();
+        }
+        if is_even {
+            return built;
+        }
+        kept.extend(unchanged.map(|same| (WORTH_CHANGING, same)));
+        kept.push((WORTH_MOVING, built));
     }
     let fresh = problem.without_previous();
     let cells = cells(&fresh, true);
@@ -126,12 +140,12 @@ pub(super) fn balanced(
     }
     let best = best.settled(problem);
     let spread = problem.spread.min(best.spread(problem));
-    let is_kept = |(safe, worth, candidate): &(bool, f64, Candidate)| {
-        *safe >= best_is_safe
+    let is_kept = |(worth, candidate): &(f64, Candidate)| {
+        candidate.imbalance <= best.imbalance.max(even_enough) * worth
             && candidate.spread(problem) >= spread
-            && candidate.imbalance <= best.imbalance.max(even_enough) * worth
+            && is_safe(candidate) >= best_is_safe
     };
-    kept.into_iter().find(is_kept).map_or(best, |(.., candidate)| candidate)
+    kept.into_iter().find(is_kept).map_or(best, |(_, candidate)| candidate)
 }
 
 /// Of the rivals the one to take instead, if there is one that is better on one count of evenness and survival and not

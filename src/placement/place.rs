@@ -29,9 +29,10 @@ pub enum Policy {
     /// The most even within 5 points of the survival of `Mro` and `Spread`, where the better of them survives at least
     /// half of the losses; below that no placement protects, and evenness alone decides. No other policy's that has
     /// every expert on as many domains is better on both evenness and survival, at these losses or at one more; with more
-    /// than 4,096 (node, expert) pairs a percent of evenness does not count. From a previous placement one that moves
-    /// little, if its busiest node has at most 1.05 times the mean load or little more than it must; the previous itself
-    /// up to 1.05 / 0.95 times that, by which a drift of all loads by 5 % can take it there.
+    /// than 4,096 (node, expert) pairs a percent of evenness does not count. From a previous placement one that
+    /// moves little, if its busiest node has at most 1.05 times the mean load or little more than it must. Where more than
+    /// 15 % of the replicas would move, the previous itself up to 1.05 / 0.95 times that load, by which a drift of all
+    /// loads by 5 % can take it there.
     Balanced,
 }
 

@@ -158,8 +158,9 @@ def place(
               evenness alone decides. Without `previous` no other policy's placement is better on both evenness
               and survival, at `failures` losses or at one more, unless an expert is on fewer domains there; with
               more than 4,096 (node, expert) pairs a percent of evenness does not count. With `previous`, one that
-              moves little, if no node has more than 1.05 times the mean load or little more than it must; `previous`
-              itself up to 1.05 / 0.95 times that, by which a drift of all loads by 5 % can take it there.
+              moves little, if no node has more than 1.05 times the mean load or little more than it must; where
+              more than 15 % of the replicas would move, `previous` itself up to 1.05 / 0.95 times that load, by which a
+              drift of all loads by 5 % can take it there.
         load: [E] tokens, or any measure of work; without it every replica counts the same.
         previous: [N, E] replicas that each of these nodes holds now; zero rows for new nodes.
         domains: lists of nodes that fail together (a rack, a switch); a node in none fails alone.
