@@ -90,7 +90,7 @@ fmt: setup ## Format all sources
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; the profiler
+bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
 	$(BIN)/python benches/bench_optim.py
@@ -100,6 +100,9 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step w
 	$(BIN)/python benches/bench_overlap.py
 	$(BIN)/python benches/bench_transformers.py
 	$(BIN)/python benches/bench_transport.py
+	$(BIN)/python benches/bench_recovery.py
+	$(BIN)/python benches/bench_durable.py
+	$(BIN)/python benches/bench_checkpoints.py
 	$(BIN)/python benches/kernel_table.py
 	$(BIN)/python benches/bench_profile.py
 

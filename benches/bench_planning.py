@@ -102,8 +102,10 @@ def evermoe(policy: str, load_LE: NDArray[np.float64], slots: int, previous: Mat
     least = min(2, NODES * slots // load_LE.shape[1])
     placements = []
     for layer, load_E in enumerate(load_LE):
-        replicas_E = allocate(load_E, NODES, slots, least)
         before = None if previous is None else previous[layer]
+        # Maximum rank overlap knows nothing of before, nor do its numbers of replicas.
+        now = None if before is None or policy == "mro" else before.sum(0)
+        replicas_E = allocate(load_E, NODES, slots, least, now)
         placements.append(place(replicas_E, NODES, slots, policy, load_E, before))
     return placements
 

@@ -42,7 +42,7 @@ SIZES = ("arenas MB", "other MB")
 class Candidate:
     """The workers of one way to keep the state safe; all but one candidate's wait at any time."""
 
-    def __init__(self, name, arguments):
+    def __init__(self, name, arguments, more=()):
         self.name, self.arguments = name, arguments
         self.turns = {setting: [] for setting in SETTINGS}
         self.beside = {setting: [] for setting in SETTINGS}
@@ -61,7 +61,7 @@ class Candidate:
             str(self.folder),
         ]
         self._job = LocalJob(
-            [*command, *options],
+            [*command, *options, *more],
             f"bench-{uuid.uuid4().hex[:8]}",
             arguments.workers,
             memory_dir=arguments.memory_dir,
@@ -179,13 +179,13 @@ def works(candidate, function, *of):
     return True
 
 
-def parse():
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
-    made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[1:]))
+def parser(doc, *, presets=PRESET_NAMES, rounds=4):
+    """A parser with what a bench of presets needs."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(presets))
     made.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     made.add_argument("--workers", type=int, default=2, help="of each candidate, each its own node (%(default)s)")
-    made.add_argument("--rounds", type=int, default=4, help="turns of each candidate and setting (%(default)s)")
+    made.add_argument("--rounds", type=int, default=rounds, help="turns of each candidate and setting (%(default)s)")
     made.add_argument("--steps", type=int, default=4, help="of a turn, that count (%(default)s)")
     made.add_argument("--delay-ms", type=float, default=150.0, help="of the setting idle (%(default)s)")
     made.add_argument("--threads", type=int, default=1, help="of a worker (%(default)s)")
@@ -195,9 +195,15 @@ def parse():
     for name, value in sizes.items():
         made.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="of the model (%(default)s)")
     made.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
-    made.add_argument("--no-kill", action="store_true", help="measure no recovery")
     made.add_argument("--json", help="where to write the figures")
     made.set_defaults(device="cpu")
+    return made
+
+
+def parse():
+    made = parser(__doc__)
+    made.add_argument("--baselines", nargs="*", choices=BASELINES[1:], default=list(BASELINES[1:]))
+    made.add_argument("--no-kill", action="store_true", help="measure no recovery")
     return made.parse_args()
 
 

@@ -3,8 +3,8 @@
     python benches/bench_recovery.py [--rounds 5] [--json PATH]
 
 Each round is a run of `evermoe demo` with three workers of 1.7 GB of state in all, one of which is killed in mid-step,
-and right after it one pair of members that send as many bytes as a survivor has fetched. The goal is 0.8 s and 1.5 times
-what the pair takes.
+and right after it one pair of members that send as many bytes as a survivor has fetched. The goal is 0.8 s and 1.5
+times what the pair takes.
 """
 
 import argparse

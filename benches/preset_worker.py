@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
+from evermoe.persist import checkpoint_folder
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 SPANS = {  # of the training thread, between two events of the session
@@ -164,6 +165,19 @@ def resident_bytes():
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("RssAnon"))
 
 
+def limit_writes(rate):
+    """Checkpoints reach the disk no faster than at so many bytes a second."""
+    write = checkpoint_folder.write_units
+
+    def write_slowly(path, units):
+        start = time.monotonic()
+        written = write(path, units)
+        time.sleep(max(0.0, start + sum(len(data) for _, data in units.values()) / rate - time.monotonic()))
+        return written
+
+    checkpoint_folder.write_units = write_slowly
+
+
 class Worker:
     """The training loop, and what lies between two turns."""
 
@@ -177,6 +191,10 @@ class Worker:
         keeping = {"copies": 0} if options.name in BASELINES else {"preset": options.name}
         if options.name == "pec":
             keeping["checkpoint_dir"] = f"{options.folder}/checkpoints"
+        if options.checkpoint_dir:
+            keeping |= {"checkpoint_dir": options.checkpoint_dir, "checkpoint_every": 1}
+        if options.disk_rate:
+            limit_writes(options.disk_rate)
         self.session = evermoe.Session(
             model,
             optimizer,
@@ -282,6 +300,8 @@ def main():
     made = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     made.add_argument("name", help="a preset, or one of " + ", ".join(BASELINES))
     made.add_argument("--folder", required=True, help="in memory, of all workers of this name")
+    made.add_argument("--checkpoint-dir", help="writes a checkpoint here after each step")
+    made.add_argument("--disk-rate", type=float, help="bytes a second at which they are written, at most")
     for name in (*MODEL, "batch", "slots", "threads"):
         made.add_argument(f"--{name.replace('_', '-')}", type=int, required=name != "slots")
     Worker(made.parse_args()).run()

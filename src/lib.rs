@@ -20,6 +20,7 @@
 //! | [`reach`] | whether members can be reached: a port of each that answers, and who asks |
 //! | [`transport`] | messages between members beside their collectives: from memory to memory, in threads of their own |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
+//! | [`durable`] | files that are on disk when the call returns: past the page cache, by several threads |
 //! | `store` | objects in S3, GCS, Azure and behind HTTP: create-only writes, parts, retries |
 //! | [`replay`] | pure: a step as a record, and the log of records that a replica repeats |
 //! | [`cpu`] | the torch ops' arithmetic on slices: the CPU backend and the oracle of the kernels |
@@ -34,6 +35,7 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod dispatch;
+pub mod durable;
 pub mod error;
 pub mod persist;
 pub mod placement;

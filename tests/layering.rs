@@ -39,7 +39,7 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 18] = [
+const LAYERS: [(&str, &[&str]); 19] = [
     ("error", &[]),
     ("secret", &["error"]),
     ("dispatch", &["error"]),
@@ -55,6 +55,7 @@ const LAYERS: [(&str, &[&str]); 18] = [
     ("cpu", &["error"]),
     ("replay", &["error", "cpu"]),
     ("snapshot", &["error", "cpu"]),
+    ("durable", &["error"]),
     ("store", &["error"]),
     ("cuda", &["error", "cpu"]),
     ("torch", &["error", "dispatch", "cpu", "cuda"]),

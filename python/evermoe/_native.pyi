@@ -26,7 +26,13 @@ class LoadAverage:
     @property
     def state(self) -> NDArray[np.float64]: ...
 
-def allocate(load: NDArray[np.float64], nodes: int, slots: int, min_replicas: int) -> NDArray[np.int64]: ...
+def allocate(
+    load: NDArray[np.float64],
+    nodes: int,
+    slots: int,
+    min_replicas: int,
+    previous: NDArray[np.int64] | None = None,
+) -> NDArray[np.int64]: ...
 def place(
     replicas: NDArray[np.int64],
     nodes: int,
@@ -208,6 +214,19 @@ class RecoveryPlan:
     @property
     def reason(self) -> str:
         """Why this version, in words."""
+
+def write_safetensors(
+    path: str | PathLike[str],
+    tensors: list[tuple[str, str, list[int], NDArray[np.uint8]]],
+    metadata: dict[str, str] | None = None,
+    *,
+    threads: int = 4,
+) -> None:
+    """Write a new safetensors file of tensors (name, safetensors' dtype, shape, bytes); its content is on disk then.
+
+    So many threads write blocks past the page cache, where the file system allows that, without the GIL. OSError if the
+    file exists or cannot be written, ValueError for dtypes and sizes that do not fit; no file is left.
+    """
 
 class Arena:
     """Two versions of a set of units in a file of shared memory that outlives the process.

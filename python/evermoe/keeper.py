@@ -108,6 +108,9 @@ class Assignment:
 class Keeper(Protocol):
     """Keeps copies of some units. One that has nothing to do at some point inherits the method that does nothing."""
 
+    problem: str = ""
+    """Why what was waited for is not whole, though no member is gone: this host has too little memory."""
+
     def replan(self, assignment: Assignment) -> None:
         """Follows a new plan from now on; `protect_all`, `release` and `restart` must follow."""
 
@@ -124,11 +127,6 @@ class Keeper(Protocol):
     @property
     def lost(self) -> str | None:
         """Why what was begun will not be whole: a member is gone."""
-
-    @property
-    def problem(self) -> str:
-        """Why what was begun will not be whole, though no member is gone: this host has too little memory."""
-        return ""
 
     def release(self, step: int) -> None:
         """All copies of the latest plan are complete on all members, after so many steps: earlier ones are dropped."""

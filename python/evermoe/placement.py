@@ -79,7 +79,8 @@ def place_layers(
     for (path, number), row in zip(experts.items(), load_LE, strict=True):
         slots = planning.session_slots(number, sizes, options.slots, options.replicas)
         load = np.array(row[:number], dtype=np.float64) * np.array(boosts.get(path, 1.0))
-        replicas = planning.allocate(load, len(nodes), slots, options.replicas)
+        now = previous[path].sum(axis=0)
+        replicas = planning.allocate(load, len(nodes), slots, options.replicas, now)
         placement[path] = planning.place(
             replicas, len(nodes), slots, options.placement_policy, load, previous[path], domains, failures
         ).matrix

@@ -88,7 +88,7 @@ class Protection:
         emit: Listener,
     ) -> None:
         self.state, self.options, self._emit = state, options, emit
-        self._membership, self.preset = membership, options.choices
+        self._membership, self.preset, self._directory = membership, options.choices, store.directory
         self.plan = ProtectionPlan([], "not arranged yet")
         self.active: dict[str, tuple[int, ...]] = {}
         """Per unit, the ranks that train it, as of the latest plan."""
@@ -164,9 +164,7 @@ class Protection:
         is_followed_late = any(each.kind == "snapshot" and each.period == 1 for each in kept)
         self.copies_late = self.options.copies > 0 and (self.preset.copies_late or is_followed_late)
         assignment = Assignment(self.plan, self.active, generation, member, self.copies_late, copies)
-        is_roomy = has_room(
-            self.plan, self.state, self._membership.nodes, group.rank, self.snapshots.room_for(assignment)
-        )
+        is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.copies or any(each["failed"] for each in everyone)
         assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
         for keeper in self.keepers:

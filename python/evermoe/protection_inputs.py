@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from evermoe.comm.membership import Membership
 from evermoe.events import Covered
-from evermoe.keeper import CopyOptions
+from evermoe.keeper import Assignment, CopyOptions
 from evermoe.planning.placement import spread_over
 from evermoe.planning.protection import ProtectionPlan, RankInfo, UnitInfo, fatal_losses, survival
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.replay.part import parts_of
 from evermoe.replay.replicas import Replicas
-from evermoe.snapshot.bundles import ArenaRoom
+from evermoe.snapshot.bundles import room_for
+from evermoe.snapshot.snapshots import planned_bundles
 from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
@@ -85,21 +87,25 @@ def missing_bytes(plan: ProtectionPlan, nbytes: Mapping[str, int], copies: KeptC
     )
 
 
-def has_room(plan: ProtectionPlan, state: TrainingState, nodes: Sequence[str], rank: int, arenas: ArenaRoom) -> bool:
+def has_room(
+    assignment: Assignment, state: TrainingState, membership: Membership, options: CopyOptions, directory: Path
+) -> bool:
     """Whether this host has memory for a step's gradients and a plan's copies beside those of before, which are there.
 
     Args:
-        plan: the new one.
+        assignment: the new plan.
         state: of this member.
-        nodes: by rank.
-        rank: this one.
-        arenas: of this member's snapshots.
+        membership: who takes part.
+        options: preset and copies.
+        directory: of the arenas.
     """
+    nodes, rank, sizes = membership.nodes, membership.everyone.rank, dict(state.catalog.sizes())
+    found, local = planned_bundles(assignment, membership, options)
+    arenas = room_for([*found, *local], rank, sizes, directory)
     if arenas.nbytes > arenas.free // nodes.count(nodes[rank]):
         return False
     free = share_of_host_bytes(nodes, rank)
-    sizes = dict(state.catalog.sizes())
-    kept = [each.unit for each in plan.units if rank in each.holders and each.kind == "replayed"]
+    kept = [each.unit for each in assignment.plan.units if rank in each.holders and each.kind == "replayed"]
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     gradients = sum(p.nbytes for p in parameters if p.device.type == "cpu")
     return free is None or free > VERSIONS * sum(sizes[unit] for unit in kept) + gradients + arenas.nbytes

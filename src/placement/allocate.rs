@@ -31,8 +31,12 @@ pub fn allocate(load: &[f64], nodes: usize, slots: usize, min_replicas: usize) -
         min_replicas > 0,
         "min_replicas: expected 1 or more, got 0; an expert without a replica cannot compute"
     );
-    let floor = min_replicas.min(places / load.len());
-    Ok(shares(&whole(load), places as u128, floor as u128))
+    Ok(shares(&whole(load), places as u128, floor(load.len(), places, min_replicas) as u128))
+}
+
+/// Replicas that every expert has at least: as many as asked, or as all can have.
+pub(super) fn floor(experts: usize, places: usize, min_replicas: usize) -> usize {
+    min_replicas.min(places / experts)
 }
 
 fn check(load: &[f64], nodes: usize, slots: usize, places: usize) -> Result<()> {
@@ -51,7 +55,7 @@ fn check(load: &[f64], nodes: usize, slots: usize, places: usize) -> Result<()> 
 
 /// The loads as whole numbers in the same proportions, the largest below 2^63: what a load has below the last bit is
 /// less than any share of 2^24 slots. With no load at all every expert has the same.
-fn whole(load: &[f64]) -> Vec<u128> {
+pub(super) fn whole(load: &[f64]) -> Vec<u128> {
     let most = load.iter().copied().fold(0.0, f64::max);
     if most == 0.0 {
         return vec![1; load.len()];

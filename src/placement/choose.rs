@@ -20,8 +20,13 @@ const POINTS: u32 = 20;
 const MOST_COMPARED: usize = 1 << 12;
 /// Factor on the least imbalance that the replicas allow up to which no more replicas move.
 const SLACK: f64 = 1.02;
-/// A new placement must be this much more even than one that keeps the previous to be worth the moves.
+/// A new placement must be this much more even than one that keeps most of the previous to be worth the moves.
 const WORTH_MOVING: f64 = 1.05;
+/// Part of all replicas, in percent, that may move in any case for a placement that is even enough.
+const MOST_MOVED_PERCENT: usize = 15;
+/// Where more would move, it must be this much more even than the previous: loads that have drifted by 5 % up or down, each
+/// by itself, differ by that.
+const WORTH_CHANGING: f64 = 1.05 / 0.95;
 
 /// Upper bound on survival over all placements of these replicas: experts with one replica are on some nodes, each of
 /// which must live.
@@ -45,7 +50,13 @@ fn most_survival(problem: &Problem) -> Share {
 /// The most even within 5 points of the safer of `mro` and `spread`, where that survives half of the losses; one that
 /// keeps the previous placement where it can, if it is that safe and even enough. Where cells cannot be that safe, the
 /// safest. Where a policy's placement is better on both counts, that.
-pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
+///
+/// `unchanged` is the previous placement, with as few replicas exchanged as their wanted numbers need.
+pub(super) fn balanced(
+    problem: &Problem,
+    unchanged: Option<Candidate>,
+    classic: impl Fn(Construction) -> Candidate,
+) -> Candidate {
     let (mut reference, mut compared) = (most_survival(problem), false);
     let mut is_safe = |candidate: &Candidate| {
         let near = |most: Share| most.is_minor() || candidate.survival.is_near(most, POINTS);
@@ -60,19 +71,31 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Cand
     };
     let least = least_imbalance(problem);
     let even_enough = IMBALANCE.max(least * SLACK) + NOISE;
-    let mut kept: Option<(bool, Candidate)> = None;
+    let mut kept: Vec<(f64, Candidate)> = Vec::new();
     if !problem.previous.is_empty() {
         let cells = cells(problem, true);
         let count =
             former_fragile_cells(problem, &cells).clamp(fewest_cells(problem).min(cells.len()), cells.len());
-        let built = std::iter::once_with(|| made(problem, &cells, count, even_enough));
-        for candidate in unchanged(problem).into_iter().chain(built) {
-            let safe = is_safe(&candidate) && candidate.spread(problem) >= problem.spread;
-            if safe && candidate.imbalance <= even_enough {
-                return candidate;
-            }
-            kept = Some((safe, candidate));
+        let mut keeps = |candidate: &Candidate, limit: f64| {
+            candidate.imbalance <= limit && is_safe(candidate) && candidate.spread(problem) >= problem.spread
+        };
+        if let Some(same) = unchanged.as_ref().filter(|same| keeps(same, even_enough)) {
+            return same.clone();
         }
+        let built = made(problem, &cells, count, even_enough);
+        let few = problem.nodes * problem.slots_of_node() * MOST_MOVED_PERCENT / 100;
+        let (is_even, moves_little) = (keeps(&built, even_enough), built.moved(problem) <= few);
+        if is_even && moves_little {
+            return built;
+        }
+        if let Some(same) = unchanged.as_ref().filter(|same| keeps(same, even_enough * WORTH_CHANGING)) {
+            return same.clone();
+        }
+        if is_even {
+            return built;
+        }
+        kept.extend(unchanged.map(|same| (WORTH_CHANGING, same)));
+        kept.push((WORTH_MOVING, built));
     }
     let fresh = problem.without_previous();
     let cells = cells(&fresh, true);
@@ -97,7 +120,7 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Cand
         let safest_at = |failures: usize| {
             let problem = Problem { failures, ..fresh.clone() };
             let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.matrix);
-            weighed(safest(&problem, |construction| weighed(classic(construction), &problem)), &fresh)
+            weighed(safest(&problem, None, |construction| weighed(classic(construction), &problem)), &fresh)
         };
         let mut rivals = vec![safest_at(problem.failures)];
         if !best_is_safe && rivals[0].spread(problem) >= best.spread(problem) {
@@ -116,14 +139,13 @@ pub(super) fn balanced(problem: &Problem, classic: impl Fn(Construction) -> Cand
         }
     }
     let best = best.settled(problem);
-    match kept {
-        Some((safe, kept))
-            if safe >= best_is_safe && kept.imbalance <= best.imbalance.max(even_enough) * WORTH_MOVING =>
-        {
-            kept
-        }
-        _ => best,
-    }
+    let spread = problem.spread.min(best.spread(problem));
+    let is_kept = |(worth, candidate): &(f64, Candidate)| {
+        candidate.imbalance <= best.imbalance.max(even_enough) * worth
+            && candidate.spread(problem) >= spread
+            && is_safe(candidate) >= best_is_safe
+    };
+    kept.into_iter().find(is_kept).map_or(best, |(_, candidate)| candidate)
 }
 
 /// Of the rivals the one to take instead, if there is one that is better on one count of evenness and survival and not
@@ -167,17 +189,6 @@ fn better(
     unbeaten.iter().find(|one| is_safe(one)).or(unbeaten.first()).map(|one| (*one).clone())
 }
 
-/// The previous placement, if it has just the replicas that are wanted.
-fn unchanged(problem: &Problem) -> Option<Candidate> {
-    let experts = problem.experts;
-    let rows = problem.previous.chunks_exact(experts);
-    let fits = problem.each.iter().all(|&each| each == 0)
-        && rows.clone().all(|row| row.iter().filter(|&&held| held).count() == problem.slots)
-        && (0..experts).all(|e| rows.clone().filter(|row| row[e]).count() == problem.wanted[e]);
-    let matrix = || problem.previous.iter().map(|&held| i64::from(held)).collect();
-    fits.then(|| Candidate::new(problem, Construction::Previous, matrix()))
-}
-
 /// A placement with its fragile experts in the first `count` cells, made as even as `target` times the mean.
 fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> Candidate {
     let (mut layout, mut frame) = build(problem, cells, count);
@@ -202,7 +213,11 @@ fn former_fragile_cells(problem: &Problem, cells: &[Vec<usize>]) -> usize {
 /// The most survival of those that have every expert on as many domains as all can have; of equals the one that
 /// spreads experts most, then the one with the fewest new replicas, then the
 /// most even.
-pub(super) fn safest(problem: &Problem, classic: impl Fn(Construction) -> Candidate) -> Candidate {
+pub(super) fn safest(
+    problem: &Problem,
+    unchanged: Option<Candidate>,
+    classic: impl Fn(Construction) -> Candidate,
+) -> Candidate {
     let fresh = problem.without_previous();
     let mut candidates =
         Vec::from([Construction::Mro, Construction::Spread, Construction::Compact].map(classic));
@@ -220,8 +235,7 @@ pub(super) fn safest(problem: &Problem, classic: impl Fn(Construction) -> Candid
             candidates.iter().map(|candidate| climbed(&fresh, candidate.clone())).collect();
         candidates.extend(climbed);
     }
-    let settled =
-        candidates.into_iter().map(|candidate| candidate.settled(problem)).chain(unchanged(problem));
+    let settled = candidates.into_iter().map(|candidate| candidate.settled(problem)).chain(unchanged);
     let compare = |one: &Candidate, two: &Candidate| {
         let moved = |candidate: &Candidate| candidate.moved(problem);
         let spreads = [one, two].map(|candidate| candidate.spread(problem));

@@ -1,7 +1,7 @@
 //! Replicas of each expert, their nodes, and the holders of copies: pure functions, the same on every rank.
 //!
 //! ```text
-//! load ─ allocate ─ replicas ─ place ─ matrix [nodes, experts]
+//! load ─ allocate, reallocate ─ replicas ─ place ─ matrix [nodes, experts]
 //! nodes ─ copy_holders, training_copy_holders ─ holders of a rank's copies
 //! holders ─ primaries ─ the rank that makes a unit's copies
 //! both ─ unit_copy_holders ─ holders of a unit's copies
@@ -9,6 +9,7 @@
 //! any of them ─ survival ─ how likely nothing is lost when some nodes fail at once
 //! ```
 
+mod adjust;
 mod allocate;
 mod assign;
 mod candidate;
@@ -22,6 +23,7 @@ mod improve;
 mod layout;
 mod migrate;
 mod place;
+mod reallocate;
 mod respread;
 mod result;
 mod survival;
@@ -32,6 +34,7 @@ pub use allocate::allocate;
 pub use holders::{CopyPolicy, copy_holders, primaries};
 pub use migrate::{ExpertTransfer, Migration, migrate};
 pub use place::{Policy, Request, place};
+pub use reallocate::reallocate;
 pub use result::{Construction, Placement, Reason};
 #[cfg(feature = "python")]
 pub(crate) use survival::{Draws, copy_recovery_until, recovery_until};

@@ -1,5 +1,6 @@
 //! Placement of experts on nodes, by policy: the face of the placements and the choice between them.
 
+use super::adjust::adjusted;
 use super::candidate::Candidate;
 use super::choose::{balanced, safest};
 use super::classic::{compact, mro, spread};
@@ -28,8 +29,10 @@ pub enum Policy {
     /// The most even within 5 points of the survival of `Mro` and `Spread`, where the better of them survives at least
     /// half of the losses; below that no placement protects, and evenness alone decides. No other policy's that has
     /// every expert on as many domains is better on both evenness and survival, at these losses or at one more; with more
-    /// than 4,096 (node, expert) pairs a percent of evenness does not count. From a previous placement one that moves
-    /// little, if its busiest node has at most 1.05 times the mean load or little more than it must.
+    /// than 4,096 (node, expert) pairs a percent of evenness does not count. From a previous placement one that
+    /// moves little, if its busiest node has at most 1.05 times the mean load or little more than it must. Where more than
+    /// 15 % of the replicas would move, the previous itself up to 1.05 / 0.95 times that load, by which a drift of all
+    /// loads by 5 % can take it there.
     Balanced,
 }
 
@@ -95,9 +98,12 @@ pub fn place(request: &Request<'_>) -> Result<Placement> {
         };
         Candidate::new(&problem, construction, matrix)
     };
+    let weight = &problem.weight;
+    let unchanged = request.previous.and_then(|previous| adjusted(previous, replicas, request.slots, weight));
+    let unchanged = unchanged.map(|matrix| Candidate::new(&problem, Construction::Previous, matrix));
     let candidate = match request.policy {
-        Policy::Balanced => balanced(&problem, made),
-        Policy::Safest => safest(&problem, made),
+        Policy::Balanced => balanced(&problem, unchanged, made),
+        Policy::Safest => safest(&problem, unchanged, made),
         Policy::Mro => made(Construction::Mro).settled(&problem),
         Policy::Spread => made(Construction::Spread).settled(&problem),
         Policy::Compact => made(Construction::Compact).settled(&problem),

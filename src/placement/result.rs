@@ -43,7 +43,7 @@ pub enum Construction {
     Cells(usize),
     /// Cells, starting from the previous placement.
     Kept(usize),
-    /// The previous placement, as it was.
+    /// The previous placement, with as few replicas exchanged as their new numbers need.
     Previous,
     /// One of the others, made safer by exchanging replicas.
     Exchanged,

@@ -3,6 +3,7 @@
 mod capture;
 #[cfg(feature = "cuda")]
 mod chunks;
+mod durable;
 mod error;
 mod ops;
 mod persist;
@@ -26,6 +27,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     capture::register(module)?;
     #[cfg(feature = "cuda")]
     chunks::register(module)?;
+    durable::register(module)?;
     ops::register(module)?;
     persist::register(module)?;
     planning::register(module)?;

@@ -27,13 +27,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from evermoe._native import digest
 from evermoe.errors import CorruptCopy, PersistFailed
 from evermoe.persist.folder import PersistedUnit, units_of
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, read_manifest
 from evermoe.persist.owner import Claim, Owner, read_owner
 from evermoe.persist.place import Location
-from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_tensors, write_text
+from evermoe.persist.plain_files import PROBE, flush, make_folder, probe, write_text, write_units
 from evermoe.persist.retention import NEWEST, Retention
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
@@ -237,13 +236,9 @@ class CheckpointFolder:
             OSError: they cannot be written.
         """
         self.begin(draft)
-        file, tensors = f"units-{rank}.safetensors", dict[str, Tensor]()
-        written: dict[str, Entry] = {}
-        for name, (unit, data) in units.items():
-            written[name] = (file, digest(data.numpy()), [spec.name for spec in unit.specs])
-            tensors |= {f"{name}/{key}": tensor.contiguous() for key, tensor in unit.tensors(data).items()}
-        write_tensors(draft / file, tensors)
-        return written
+        file = f"units-{rank}.safetensors"
+        digests = write_units(draft / file, units)
+        return {name: (file, digests[name], [spec.name for spec in unit.specs]) for name, (unit, _) in units.items()}
 
     def publish(self, draft: Path, version: int, manifest: str) -> Path:
         """Makes a draft whose units are on disk the checkpoint of its version, and removes what it supersedes.

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from evermoe._native import TripleBuffer, digest
+from evermoe._native import TripleBuffer, digests
 from evermoe.errors import LeftBehind, PersistFailed
 from evermoe.persist.folder import DATA, DRAFT, folder_name, folders, manifests, prune, remove
 from evermoe.persist.manifest import MANIFEST, manifest_text
@@ -44,7 +44,6 @@ class _Snapshot:
     version: int = 0
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     units: dict[str, Tensor] = field(default_factory=dict)
-    digests: dict[str, int] = field(default_factory=dict)
 
     def hold(self, version: int, units: Mapping[str, int]) -> _Snapshot:
         """Room for other units, in the same memory if that is large enough."""
@@ -166,15 +165,11 @@ class Persister:
         return views
 
     def commit(self) -> None:
-        """The snapshot is whole: makes the digests and lets the persister have it.
+        """The snapshot is whole: lets the persister have it.
 
         Raises:
             ValueError: none is being written.
         """
-        slot = self._buffer.writing
-        if slot is not None:
-            snapshot = self._slots[slot]
-            snapshot.digests = {name: digest(data.numpy()) for name, data in snapshot.units.items()}
         with self._changed:
             self._buffer.commit()
             self._may_try = True
@@ -305,9 +300,10 @@ class Persister:
         """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""
         remove(path)  # what a failed attempt left
         path.mkdir()
+        made = digests([[data.numpy()] for data in snapshot.units.values()])
         units = {
             name: (DATA, value, [spec.name for spec in self._by_name[name].specs])
-            for name, value in snapshot.digests.items()
+            for name, value in zip(snapshot.units, made, strict=True)
         }
         write_text(path / DRAFT, manifest_text(snapshot.version, self.layout, units))
         tensors = {

@@ -6,12 +6,15 @@ import contextlib
 import os
 import stat
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from evermoe.errors import CorruptCopy
+from evermoe._native import digests, write_safetensors
+from evermoe.errors import CorruptCopy, UnsupportedState
+from evermoe.state.unit import Unit
 
 
 def flush(path: Path) -> None:
@@ -43,13 +46,66 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+WRITING_THREADS = 4
+"""Threads that write a file: a disk takes several blocks at a time."""
+_DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+"""What safetensors calls them."""
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Writes a safetensors file and waits until its content is on disk."""
-    path.touch()
-    mode = stat.S_IMODE(path.stat().st_mode)
-    save_file(dict(tensors), path, metadata)  # replaces the file by one for the owner alone
-    path.chmod(mode)
-    flush(path)
+    """Writes a new safetensors file and waits until its content is on disk: past the page cache, by several threads.
+
+    Args:
+        path: of the file; its name is on disk once the folder is flushed.
+        tensors: by name.
+        metadata: of the file.
+
+    Raises:
+        UnsupportedState: a tensor is of a dtype that safetensors has not.
+        OSError: there is such a file, or it cannot be written; then none is left.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise UnsupportedState(f"{name} is of {tensor.dtype}, for which safetensors files have no type")
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        found.append((name, _DTYPES[tensor.dtype], list(tensor.shape), data))
+    write_safetensors(path, found, metadata, threads=WRITING_THREADS)
+
+
+def write_units(path: Path, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, int]:
+    """Writes units to a new file, as `write_tensors` does, with tensors named `<unit>/<piece>`; returns their digests.
+
+    These are made meanwhile.
+
+    Args:
+        path: of the file.
+        units: by name, and their bytes, uint8 `[nbytes]`.
+    """
+    tensors = {
+        f"{name}/{key}": tensor for name, (unit, data) in units.items() for key, tensor in unit.tensors(data).items()
+    }
+    with ThreadPoolExecutor(1, thread_name_prefix="evermoe-digest") as pool:
+        made = pool.submit(digests, [[data.numpy()] for _, data in units.values()])
+        write_tensors(path, tensors)
+        return dict(zip(units, made.result(), strict=True))
 
 
 def probe(folder: Path, name: str) -> None:

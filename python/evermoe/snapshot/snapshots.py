@@ -16,7 +16,7 @@ from evermoe.keeper import Assignment, CopyOptions, Due, StateKeeper
 from evermoe.planning.placement import spread_over
 from evermoe.planning.protection import UnitProtection
 from evermoe.profile.memory import share_of_host_bytes
-from evermoe.snapshot.bundles import ArenaRoom, Bundle, bundles, room_for
+from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
@@ -48,6 +48,27 @@ def local_bundles(assignment: Assignment, nodes: Sequence[str], options: CopyOpt
     if options.choices.per_expert_versions:
         return [Bundle(bundle.holders, (unit,)) for bundle in local for unit in bundle.units]
     return local
+
+
+def planned_bundles(
+    assignment: Assignment, membership: Membership, options: CopyOptions
+) -> tuple[list[Bundle], list[Bundle]]:
+    """The bundles of a plan: those that others keep, too, and those that stay on their own nodes.
+
+    Args:
+        assignment: the plan.
+        membership: who takes part.
+        options: preset and copies; without any there are none.
+    """
+    if not options.copies:
+        return [], []
+    snapshots = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
+    found = []
+    for period in sorted({kept.period for kept in snapshots}):
+        some = [kept for kept in snapshots if kept.period == period]
+        found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
+    spread = spread_over(membership.nodes, membership.domains, options.copies)
+    return found, local_bundles(assignment, spread, options)
 
 
 def _local_keepers(kept: UnitProtection, assignment: Assignment, nodes: Sequence[str], copies: int) -> list[int]:
@@ -122,14 +143,14 @@ class Snapshots(StateKeeper):
         Raises:
             OSError: a job starts, and the shared memory is too small.
         """
-        self.missing, self.locked_bytes = {}, 0
+        self.missing, self.locked_bytes, self.problem = {}, 0, ""
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
         self._copies = assignment.copies
         self._local_steps = self._fixed_steps or 1
         if not self._options.copies:
             return
-        by_unit, (found, local) = assignment.plan.by_unit, self._planned(assignment)
-        planned = [*found, *local]
+        found, local = planned_bundles(assignment, self._membership, self._options)
+        by_unit, planned = assignment.plan.by_unit, [*found, *local]
         share = share_of_host_bytes(self._membership.nodes, self._membership.everyone.rank)
         is_on_gpu = self._membership.device.type == "cuda"  # whose driver page-locks what is there
         kept = self._store.replace_arenas(
@@ -146,22 +167,6 @@ class Snapshots(StateKeeper):
         for bundle, now in zip(planned, kept, strict=True):
             lacking = set(bundle.holders) - set(now.holders)
             self.missing |= dict.fromkeys(bundle.units, lacking) if lacking else {}
-
-    def room_for(self, assignment: Assignment) -> ArenaRoom:
-        """What this member's arenas of a plan would need, and what is free."""
-        found, local = self._planned(assignment) if self._options.copies else ([], [])
-        sizes = dict(self._state.catalog.sizes())
-        return room_for([*found, *local], self._membership.everyone.rank, sizes, self._store.directory)
-
-    def _planned(self, assignment: Assignment) -> tuple[list[Bundle], list[Bundle]]:
-        """The bundles of a plan: those that others keep, too, and those that stay on their own nodes."""
-        snapshots = [kept for kept in assignment.plan.units if kept.kind == "snapshot"]
-        found = []
-        for period in sorted({kept.period for kept in snapshots}):
-            some = [kept for kept in snapshots if kept.period == period]
-            found += bundles([k.unit for k in some], [[k.primary, *k.holders] for k in some])
-        spread = spread_over(self._membership.nodes, self._membership.domains, self._options.copies)
-        return found, local_bundles(assignment, spread, self._options)
 
     @property
     def local_units(self) -> list[str]:
@@ -212,14 +217,10 @@ class Snapshots(StateKeeper):
             return True
         task, group = self._round.task, self._membership.trainer_group
         is_done = self.courier.wait(task, group)
-        if self._round.problem:
-            group.drop(f"no memory for copies: {self._round.problem}")  # others wait for what is not sent
+        self.problem = self._round.problem
+        if self.problem:
+            group.drop(f"no memory for copies: {self.problem}")  # others wait for what is not sent
         return is_done and bool(task.result)
-
-    @property
-    def problem(self) -> str:
-        """Why the version that is under way will not be whole: this host has too little memory."""
-        return "" if self._round is None else self._round.problem
 
     @property
     def lost(self) -> str | None:

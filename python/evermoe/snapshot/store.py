@@ -62,6 +62,16 @@ class BundleArena:
     """What tensors on a GPU are captured through."""
 
 
+def _reserve(arenas: Sequence[BundleArena]) -> str:
+    """Reserves the space of arenas; why that cannot be, or nothing."""
+    try:
+        for kept in arenas:
+            kept.arena.reserve(kept.arena.mapped_bytes)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
 def _open_engine() -> CopyEngine:
     engine = CopyEngine()
     engine.open()
@@ -180,7 +190,9 @@ class SnapshotStore:
             return list(planned)
         copies.forget()
         if not reserves and not problem:  # others are short of memory, and all wait now
-            problem = self._reserve()
+            problem = _reserve([*self.own, *self.peers])
+            if problem:
+                self._give_up()
         if problem:
             warnings.warn(f"{problem}. Earlier copies make room, before the new ones are there", stacklevel=5)
             self.prune(generation)
@@ -198,22 +210,6 @@ class SnapshotStore:
         ]
         self._keep_only(kept)
         return kept
-
-    def _reserve(self) -> str:
-        """Reserves the space of all arenas; where that cannot be, removes them, and says why."""
-        try:
-            for kept in (*self.own, *self.peers):
-                kept.arena.reserve(kept.arena.mapped_bytes)
-        except OSError as error:
-            self._remove()
-            return str(error)
-        return ""
-
-    def _remove(self) -> None:
-        """Removes this rank's arenas."""
-        for kept in (*self.own, *self.peers):
-            kept.arena.unlink()
-        self.release()
 
     def _create_fitting(self, planned: Sequence[Bundle], generation: int, member: str, rank: int) -> list[int]:
         """Makes the arenas that have room, those first that this rank fills; returns the numbers of the others."""
@@ -256,23 +252,23 @@ class SnapshotStore:
         """
         self.release()
         try:
-            self._create_arenas(planned, generation, member, rank, reserves)
+            make_private(self.directory.parent)
+            make_private(self.directory)
+            for number, bundle in enumerate(planned):
+                if rank in bundle.holders:
+                    self._create_arena(number, bundle, generation, member, rank, reserves=reserves)
         except OSError:
-            self._remove()
+            self._give_up()
             raise
+
+    def _give_up(self) -> None:
+        for kept in (*self.own, *self.peers):
+            kept.arena.unlink()
+        self.release()
 
     def release(self) -> None:
         """Lets go of this rank's arenas; their files stay."""
         self.own, self.peers, self.segments = [], [], None
-
-    def _create_arenas(
-        self, planned: Sequence[Bundle], generation: int, member: str, rank: int, reserves: bool
-    ) -> None:
-        make_private(self.directory.parent)
-        make_private(self.directory)
-        for number, bundle in enumerate(planned):
-            if rank in bundle.holders:
-                self._create_arena(number, bundle, generation, member, rank, reserves=reserves)
 
     def _create_arena(
         self, number: int, bundle: Bundle, generation: int, member: str, rank: int, *, reserves: bool = True

@@ -101,7 +101,7 @@ class PipelineDriver(Driver):
         """
         found, step = _gradients(self._optimizer), self.attempt
         is_clipped = self._options.max_grad_norm is not None and bool(found)
-        norms_there = torch.stack(torch._foreach_norm(found, 2, torch.float64)) if is_clipped else torch.zeros(0)
+        norms_there = gradients.norms(found if is_clipped else [])
         loss_there, counted_there, has_loss, is_counted = torch.zeros(1), torch.zeros(1), False, False
         if step is not None and step.loss is not None:
             loss_there, has_loss, is_counted = step.loss, True, step.count is not None

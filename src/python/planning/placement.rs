@@ -14,15 +14,21 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 }
 
 #[pyfunction]
+#[pyo3(signature = (load, nodes, slots, min_replicas, previous = None))]
 fn allocate<'py>(
     py: Python<'py>,
     load: PyReadonlyArray1<'py, f64>,
     nodes: usize,
     slots: usize,
     min_replicas: usize,
+    previous: Option<PyReadonlyArray1<'py, i64>>,
 ) -> PyResult<Bound<'py, PyArray1<i64>>> {
     let load: Vec<f64> = load.as_array().iter().copied().collect();
-    let replicas = py.detach(|| placement::allocate(&load, nodes, slots, min_replicas))?;
+    let previous: Option<Vec<i64>> = previous.map(|counts| counts.as_array().iter().copied().collect());
+    let replicas = py.detach(|| match &previous {
+        Some(previous) => placement::reallocate(&load, nodes, slots, min_replicas, previous),
+        None => placement::allocate(&load, nodes, slots, min_replicas),
+    })?;
     Ok(PyArray1::from_vec(py, replicas))
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, safe_open
 
 from evermoe import CorruptCopy
 from evermoe.persist.owner import LOCK, OWNER
@@ -260,8 +261,16 @@ def copied(run: Path, place: Path) -> Path:
 
 
 def is_within_file(run: Path) -> bool:
-    """Whether the kill came before safetensors had given a file its name."""
-    return any(path.name.startswith(".tmp") for path in run.rglob("*"))
+    """Whether the kill came before all bytes of a file were there."""
+    return not all(map(is_whole_file, run.rglob("*.safetensors")))
+
+
+def is_whole_file(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt"):
+            return True
+    except (SafetensorError, OSError):  # for an empty one
+        return False
 
 
 def is_without_manifest(run: Path) -> bool:
@@ -320,7 +329,7 @@ def test_what_gets_its_name_is_on_disk_and_the_old_one_goes_when_the_name_is_too
                 inside = [path for path in changed if path.is_relative_to(paths[0])]
                 assert not inside, f"{paths[0]} gets its name before these are on disk: {inside}"
                 named |= {paths[1].parent} | ({paths[1].parent.parent} if paths[1].name == "manifest.json" else set())
-            elif kind == "rename" and not is_safetensors_own(*paths):
+            elif kind == "rename" and paths[1].name != OWNER:
                 assert not named, f"{paths[0]} goes before new names in these are on disk: {named}"
             if kind == "rename" and paths[0] in changed:
                 changed.add(paths[1])
@@ -339,10 +348,6 @@ def write_below(run: Path, store) -> None:
 def is_publication(kind: str, source: Path, target: Path | None = None) -> bool:
     names = (source.name, target.name if target is not None else "")
     return kind == "rename" and (names[1] == "manifest.json" or bool(re.fullmatch(r"step-\d+", names[1])))
-
-
-def is_safetensors_own(source: Path, target: Path) -> bool:
-    return source.name.startswith(".tmp") or target.name == OWNER
 
 
 def check_that_the_same_versions_are_written(store, place: Path, runs: list[Path]) -> None:

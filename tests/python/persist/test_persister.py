@@ -10,7 +10,7 @@ import pytest
 
 from evermoe._native import TripleBuffer
 from evermoe.errors import PersistFailed
-from evermoe.persist import plain_files
+from evermoe.persist import persister
 from evermoe.persist.persister import Persister
 from support.harness import PATIENCE
 from support.persisting import NBYTES, UNITS, content, versions
@@ -21,13 +21,13 @@ class Slow:
     """Writing blocks until `go` is set."""
 
     def __init__(self, monkeypatch):
-        self.entered, self.go, self.save_file = threading.Event(), threading.Event(), plain_files.save_file
-        monkeypatch.setattr(plain_files, "save_file", self)
+        self.entered, self.go, self.write = threading.Event(), threading.Event(), persister.write_tensors
+        monkeypatch.setattr(persister, "write_tensors", self)
 
-    def __call__(self, tensors, path, metadata=None):
+    def __call__(self, path, tensors):
         self.entered.set()
         assert self.go.wait(PATIENCE)
-        self.save_file(tensors, path, metadata)
+        self.write(path, tensors)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_a_failure_is_warned_of_by_the_next_call(tmp_path, join, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(plain_files, "save_file", fail)
+        patch.setattr(persister, "write_tensors", fail)
         member.snapshot(1, ["a"])
         assert failed.wait(PATIENCE)
         with member.persister._changed:

@@ -17,7 +17,7 @@ from evermoe.events import Begin, Checkpoint, Recovered
 from evermoe.persist import checkpoint_folder
 from evermoe.persist.checkpoint_folder import PERSISTED, find
 from evermoe.persist.folder import find_persisted
-from evermoe.persist.plain_files import write_tensors
+from evermoe.persist.plain_files import write_units
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
@@ -223,9 +223,9 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
     """The checkpoint is of its step, whatever training does until it is on disk; those due meanwhile are left out."""
     saved, weights, sessions, may_write = tmp_path / "saved", {}, [], threading.Event()
 
-    def write_late(path, tensors):
+    def write_late(path, units):
         assert may_write.wait(WRITTEN_SECONDS)
-        write_tensors(path, tensors)
+        return write_units(path, units)
 
     def note():
         weights.update(copy.deepcopy(sessions[0].model.state_dict()))
@@ -240,7 +240,7 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
         load_weights(model, saved / "step-00000003")
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
-    monkeypatch.setattr(checkpoint_folder, "write_tensors", write_late)
+    monkeypatch.setattr(checkpoint_folder, "write_units", write_late)
     at = {3: note, 7: let_write, 8: lambda: wait_until_written(sessions[0]), 9: check}
     with pytest.warns(UserWarning, match="checkpoint of step 6 is left out: that of step 3 is still being written"):
         events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, checkpoint_every=3)

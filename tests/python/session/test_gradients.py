@@ -9,7 +9,7 @@ from torch import nn
 
 from evermoe import MoE
 from evermoe.state.training_state import TrainingState
-from evermoe.train.gradients import SquareSum, are_finite, read
+from evermoe.train.gradients import NORM_ELEMENTS, SquareSum, are_finite, norms, read
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -50,7 +50,34 @@ def test_squares_are_those_of_all_gradients_once(device, dtype):
         layer.router.weight.grad = None
         layer.experts.weights = nn.Parameter(torch.zeros(3, width, device=device, dtype=dtype))
     expected = everything.double().square().sum() + dense.double().square().sum()
-    assert total == pytest.approx(float(expected), rel=1e-12)
+    assert total == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_norms_of_all_sizes_are_those_in_float64(device, dtype):
+    random = torch.Generator().manual_seed(0)
+    shapes = [(), (0,), (1,), (NORM_ELEMENTS - 1,), (NORM_ELEMENTS,), (3, NORM_ELEMENTS + 1), (70, 1000)]
+    gradients = [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
+    gradients.append(gradients[-1].t())
+    found = norms(gradients)
+    assert found.dtype == torch.float64
+    expected = [float(each.double().norm()) for each in gradients]
+    assert found.tolist() == pytest.approx(expected, rel=1e-12 if dtype == torch.float64 else 1e-6)
+    assert norms([]).tolist() == []
+
+
+@pytest.mark.parametrize("largest", [1e18, 1e25, 3e38])
+def test_norms_whose_squares_no_float32_holds(device, largest):
+    gradient = torch.full((2 * NORM_ELEMENTS + 1,), largest, device=device)
+    assert norms([gradient]).item() == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_element_shows_in_the_norm(device, bad):
+    for place in (0, NORM_ELEMENTS - 1, NORM_ELEMENTS, 2 * NORM_ELEMENTS + 7):
+        gradient = torch.ones(2 * NORM_ELEMENTS + 8, device=device)
+        gradient[place] = bad
+        assert not math.isfinite(norms([gradient, torch.ones(3, device=device)])[0])
 
 
 def test_squares_that_no_float_holds_are_infinite():

@@ -1,0 +1,63 @@
+"""A step's time with a checkpoint after each, over that without: on the disk as it is, and on one of 20 MB/s.
+
+    python benches/bench_checkpoints.py [--presets auto gemini …] [--rounds 6] [--folder FOLDER] [--json PATH]
+
+As `bench_presets.py` measures: all candidates of a preset live at once and train in turns, each beside one without
+checkpoints. `again` has none either: how far its ratio is from 1 is what chance does here. On a slow disk a checkpoint
+takes several steps, and those due meanwhile are left out.
+"""
+
+import random
+import sys
+import tempfile
+
+from bench_presets import Candidate, figures, parser
+from common import Table
+
+KINDS = ("again", "disk", "slow disk")
+
+
+def main():
+    made = parser(__doc__, presets=("auto", "gemini"), rounds=6)
+    made.add_argument("--folder", default=".", help="of the checkpoints, on the disk to measure (%(default)s)")
+    made.add_argument("--rate", type=float, default=20e6, help="bytes a second of the slow disk (%(default)s)")
+    arguments = made.parse_args()
+    random.seed(0)
+    columns = {"setting": "<8", "preset": "<9", "checkpoints": "<12", "step ms": "8.0f", "ratio": "7.3f"}
+    columns |= {"quartiles": "<13", "95 %": "<13", "processor": "10.3f"}
+    table = Table("Each beside the same steps without checkpoints; medians over the rounds", columns)
+    for preset in arguments.presets:
+        for setting, kind, row in measure(preset, arguments):
+            table.add(setting=setting, preset=preset, checkpoints=kind, **row)
+    table.write(arguments)
+
+
+def measure(preset, arguments):
+    """The figures of each setting and kind of disk."""
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        more = {
+            "again": [],
+            "disk": ["--checkpoint-dir", f"{folder}/disk"],
+            "slow disk": ["--checkpoint-dir", f"{folder}/slow", "--disk-rate", str(arguments.rate)],
+        }
+        started = [Candidate(preset, arguments)]
+        try:
+            started += [Candidate(preset, arguments, more[kind]) for kind in KINDS]
+            for candidate in started:
+                candidate.start()
+            plain, *others = started
+            for number in range(arguments.rounds):
+                for setting in arguments.settings:
+                    for candidate in random.sample(others, len(others)):
+                        candidate.pair(plain, setting)
+                print(f"{preset}: round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
+        finally:
+            for candidate in started:
+                candidate.close()
+    for setting in arguments.settings:
+        for kind, candidate in zip(KINDS, others, strict=True):
+            yield setting, kind, figures(candidate.turns[setting], candidate.beside[setting])
+
+
+if __name__ == "__main__":
+    main()

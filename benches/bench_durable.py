@@ -1,0 +1,148 @@
+"""Seconds until tensors are on disk: evermoe's writer beside plain writes, safetensors, torch's checkpoints and fio.
+
+    python benches/bench_durable.py [--mib 1024] [--rounds 7] [--folder FOLDER] [--json PATH]
+
+All take turns in one run, each with new files of the same bytes in the same folder, and end with what is written on
+disk. `plain` is one write and fsync of bytes that are ready; `evermoe` makes digests, too. `fio` writes as many bytes
+past the page cache by four jobs, without reading them from a program's memory first (`apt install fio`).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from common import Table
+from evermoe.persist.plain_files import flush, write_units
+from evermoe.state.unit import TensorSpec, Unit
+
+TENSORS_IN_UNIT = 3
+"""As of a float32 parameter with AdamW."""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--mib", type=int, default=1024, help="of each file")
+    parser.add_argument("--units", type=int, default=32, help="of as many bytes each")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", default=".", help="on the disk to measure")
+    parser.add_argument("--json", help="where to write the figures")
+    arguments = parser.parse_args()
+    units = make_units(arguments.mib << 20, arguments.units)
+    nbytes = sum(len(data) for _, data in units.values())
+    store = dist.FileStore(tempfile.mktemp(), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    writers = {
+        "plain": plain,
+        "evermoe": evermoe,
+        "safetensors": safetensors,
+        "DCP async_save": by_dcp,
+    }
+    if shutil.which("fio"):
+        writers["fio"] = fio
+    seconds = {name: [] for name in writers}
+    for turn in range(arguments.rounds + 1):
+        for name, writer in writers.items():
+            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+                os.sync()
+                start = time.perf_counter()
+                own = writer(Path(folder), units)
+                taken = time.perf_counter() - start if own is None else own
+            if turn:  # the first one warms up
+                seconds[name].append(taken)
+    dist.destroy_process_group()
+    report(seconds, nbytes, arguments)
+
+
+def report(seconds, nbytes, arguments):
+    columns = {
+        "writer": "<16s",
+        "s": "7.2f",
+        "GB/s": "6.2f",
+        "of plain": "9.2f",
+        "from": "6.2f",
+        "to": "6.2f",
+        "of fio": "7.2f",
+    }
+    table = Table(
+        f"{nbytes >> 20} MiB in {arguments.units} units: median seconds; ratios of turns beside each other", columns
+    )
+    for name, taken in seconds.items():
+        ratios = sorted(a / b for a, b in zip(taken, seconds["plain"], strict=True))
+        rate = [b / a for a, b in zip(taken, seconds.get("fio", []), strict=False)]
+        middle = statistics.median(taken)
+        table.add(
+            writer=name,
+            **{"s": middle, "GB/s": nbytes / middle / 1e9, "of plain": statistics.median(ratios)},
+            **{"from": ratios[len(ratios) // 4], "to": ratios[-1 - len(ratios) // 4]},
+            **{"of fio": statistics.median(rate) if rate else None},
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"rows": table.rows, "seconds": seconds}, indent=2) + "\n")
+
+
+def make_units(nbytes, number):
+    """Units by name with their bytes, as a session reads them."""
+    elements = nbytes // number // TENSORS_IN_UNIT // 4
+    specs = tuple(TensorSpec(name, (elements,), torch.float32) for name in ("weights", "exp_avg", "exp_avg_sq"))
+    data = torch.randint(0, 256, (number, TENSORS_IN_UNIT * elements * 4), dtype=torch.uint8)
+    return {f"moe.experts.{at}": (Unit(f"moe.experts.{at}", specs, "moe", at), data[at]) for at in range(number)}
+
+
+def tensors_of(units):
+    return {f"{name}/{key}": each for name, (unit, data) in units.items() for key, each in unit.tensors(data).items()}
+
+
+def plain(folder, units):
+    with (folder / "file").open("wb", buffering=0) as file:
+        for _, data in units.values():
+            file.write(data.numpy())
+        os.fsync(file.fileno())
+    flush(folder)
+
+
+def evermoe(folder, units):
+    write_units(folder / "file.safetensors", units)
+    flush(folder)
+
+
+def safetensors(folder, units):
+    save_file(tensors_of(units), folder / "file.safetensors")
+    flush(folder / "file.safetensors")
+    flush(folder)
+
+
+def by_dcp(folder, units):
+    """Its files are flushed by itself."""
+    writer = dcp.FileSystemWriter(folder, sync_files=True)
+    dcp.async_save(tensors_of(units), storage_writer=writer).result()
+
+
+def fio(folder, units):
+    """Seconds of its writes alone."""
+    nbytes = sum(len(data) for _, data in units.values()) // 4 >> 22 << 22
+    options = ["--name=write", "--rw=write", "--bs=4m", "--direct=1", "--ioengine=psync", "--numjobs=4", "--thread"]
+    options += [
+        f"--size={nbytes}",
+        f"--directory={folder}",
+        "--end_fsync=1",
+        "--group_reporting",
+        "--output-format=json",
+    ]
+    done = subprocess.run(["fio", *options], check=True, capture_output=True, text=True)
+    written = json.loads(done.stdout)["jobs"][0]["write"]
+    return sum(len(data) for _, data in units.values()) / written["bw_bytes"]
+
+
+if __name__ == "__main__":
+    main()

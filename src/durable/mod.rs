@@ -1,0 +1,17 @@
+//! Files that are on disk when the call returns: past the page cache where the file system allows it, by several threads.
+//!
+//! ```text
+//! header, tensors ─ Content ─┬ thread: take the next block ─ copy it to an aligned buffer ─ write ─┐
+//!                            ├ thread: …                                                           ├─ sync ─ there
+//!                            └ …                                                                   ┘
+//! ```
+//!
+//! A plain write goes through the page cache first, and a sync then waits for all of it: the copies, and one queue.
+
+mod content;
+mod safetensors;
+mod writer;
+
+pub use content::Content;
+pub use safetensors::{Piece, header};
+pub use writer::write;

@@ -1,0 +1,158 @@
+//! Writes a file, and waits until it is on disk.
+
+use super::Content;
+use crate::error::{Error, Result};
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Bytes that a thread writes at a time.
+const BLOCK_BYTES: usize = 4 << 20;
+/// Of addresses, offsets and lengths of writes past the page cache: that of most disks' blocks, and of memory's pages.
+const ALIGNMENT: usize = 4096;
+
+/// Writes a new file by so many threads, and returns once its content is on disk. Its name is not: that is the folder's.
+///
+/// # Errors
+/// [`Error::Io`] when there is such a file already, or the system refuses; then no file is left, if it can be removed.
+pub fn write(path: &Path, content: &Content<'_>, threads: usize) -> Result<()> {
+    let doing = |error| Error::io(format!("writing {}", path.display()), error);
+    let file = OpenOptions::new().write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).open(path);
+    let file = file.map_err(doing)?;
+    let written = fill(path, &file, content, threads).and_then(|()| file.sync_data());
+    written.map_err(|error| {
+        // Best effort: what is left is no whole file, and nothing says that it is one.
+        let _ = fs::remove_file(path);
+        doing(error)
+    })
+}
+
+fn fill(path: &Path, file: &File, content: &Content<'_>, threads: usize) -> io::Result<()> {
+    reserve(file, content.len())?;
+    let blocks = content.len().div_ceil(BLOCK_BYTES);
+    let writer = Writer {
+        file,
+        direct: direct(path).ok(),
+        is_direct: AtomicBool::new(true),
+        content,
+        next: AtomicUsize::new(0),
+        problem: Mutex::new(None),
+    };
+    std::thread::scope(|scope| {
+        for _ in 1..threads.clamp(1, blocks.max(1)) {
+            let spawned =
+                std::thread::Builder::new().name("evermoe-write".into()).spawn_scoped(scope, || writer.run());
+            if spawned.is_err() {
+                break; // the others write it all
+            }
+        }
+        writer.run();
+    });
+    writer.problem.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+/// Takes the space at once: one piece of the disk, and no write that makes the file longer has to wait for another.
+fn reserve(file: &File, bytes: usize) -> io::Result<()> {
+    if bytes == 0 {
+        return Ok(());
+    }
+    #[cfg(target_os = "linux")]
+    // SAFETY: the descriptor is open for writing; the call touches no memory of ours.
+    if unsafe { libc::fallocate(file.as_raw_fd(), 0, 0, bytes as libc::off_t) } != 0 {
+        let error = io::Error::last_os_error();
+        // Some file systems cannot; then each write takes its own.
+        if !matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINTR)) {
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// The same file, past the page cache; refused by some file systems.
+fn direct(path: &Path) -> io::Result<File> {
+    #[cfg(target_os = "linux")]
+    return OpenOptions::new().write(true).custom_flags(libc::O_DIRECT | libc::O_NOFOLLOW).open(path);
+    #[cfg(not(target_os = "linux"))]
+    Err(io::Error::new(io::ErrorKind::Unsupported, path.display().to_string()))
+}
+
+struct Writer<'a> {
+    file: &'a File,
+    direct: Option<File>,
+    /// Until a write past the page cache is refused.
+    is_direct: AtomicBool,
+    content: &'a Content<'a>,
+    /// The block that nobody writes yet.
+    next: AtomicUsize,
+    /// The first one.
+    problem: Mutex<Option<io::Error>>,
+}
+
+impl Writer<'_> {
+    /// One thread: block by block, until none is left or something went wrong.
+    fn run(&self) {
+        let mut buffer = Buffer::new();
+        loop {
+            let start = self.next.fetch_add(1, Ordering::Relaxed).saturating_mul(BLOCK_BYTES);
+            if start >= self.content.len() {
+                return;
+            }
+            let block = &mut buffer.bytes()[..BLOCK_BYTES.min(self.content.len() - start)];
+            self.content.copy(start, block);
+            if let Err(error) = self.write(block, start as u64) {
+                self.next.store(usize::MAX / 2 / BLOCK_BYTES, Ordering::Relaxed);
+                self.problem.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                return;
+            }
+        }
+    }
+
+    /// Past the page cache as far as whole units of the disk go, the rest through it.
+    fn write(&self, block: &[u8], start: u64) -> io::Result<()> {
+        let whole = block.len() / ALIGNMENT * ALIGNMENT;
+        let direct = self.direct.as_ref().filter(|_| whole > 0 && self.is_direct.load(Ordering::Relaxed));
+        let Some(direct) = direct else { return self.file.write_all_at(block, start) };
+        match direct.write_all_at(&block[..whole], start) {
+            Ok(()) => self.file.write_all_at(&block[whole..], start + whole as u64),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                self.is_direct.store(false, Ordering::Relaxed);
+                self.file.write_all_at(block, start)
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Memory for a block, at an address that a disk takes.
+struct Buffer(NonNull<u8>);
+
+impl Buffer {
+    const LAYOUT: Layout = match Layout::from_size_align(BLOCK_BYTES, ALIGNMENT) {
+        Ok(layout) => layout,
+        Err(_) => panic!("the block's size is a multiple of its alignment"),
+    };
+
+    fn new() -> Self {
+        // SAFETY: the layout is not empty.
+        let memory = unsafe { alloc_zeroed(Self::LAYOUT) };
+        Self(NonNull::new(memory).unwrap_or_else(|| handle_alloc_error(Self::LAYOUT)))
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: so many bytes were allocated and zeroed, and nobody else has them.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_ptr(), BLOCK_BYTES) }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout, and not freed before.
+        unsafe { dealloc(self.0.as_ptr(), Self::LAYOUT) }
+    }
+}

@@ -1,0 +1,40 @@
+//! Python face of files that are on disk when the call returns.
+
+use super::snapshot::bytes_of;
+use crate::durable::{self, Content, Piece};
+use numpy::PyReadonlyArray1;
+use pyo3::prelude::*;
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(write_safetensors, module)?)
+}
+
+/// Name, type, shape and bytes of a tensor.
+type Tensor<'py> = (String, String, Vec<usize>, PyReadonlyArray1<'py, u8>);
+
+#[pyfunction]
+#[pyo3(signature = (path, tensors, metadata = None, *, threads = 4))]
+fn write_safetensors(
+    py: Python<'_>,
+    path: PathBuf,
+    tensors: Vec<Tensor<'_>>,
+    metadata: Option<HashMap<String, String>>,
+    threads: usize,
+) -> PyResult<()> {
+    let (mut pieces, mut data) = (Vec::with_capacity(tensors.len()), Vec::with_capacity(tensors.len()));
+    for (name, dtype, shape, array) in &tensors {
+        let bytes = bytes_of(array)?;
+        pieces.push(Piece {
+            name: name.clone(),
+            dtype: dtype.clone(),
+            shape: shape.clone(),
+            bytes: bytes.len(),
+        });
+        data.push(bytes);
+    }
+    let (head, order) = durable::header(&pieces, metadata)?;
+    let content = Content::new(std::iter::once(&head[..]).chain(order.iter().map(|&at| data[at])));
+    Ok(py.detach(|| durable::write(&path, &content, threads))?)
+}

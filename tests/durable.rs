@@ -1,0 +1,49 @@
+//! Files that are written past the page cache, through the Rust face.
+
+use evermoe::durable::{Content, write};
+use evermoe::error::Error;
+use std::fs;
+use std::path::Path;
+
+const BLOCK: usize = 4 << 20;
+
+/// Bytes that differ from block to block.
+fn bytes(count: usize) -> Vec<u8> {
+    (0..count).map(|at| (at % 251) as u8 ^ (at / BLOCK) as u8).collect()
+}
+
+#[test]
+fn files_of_all_sizes_around_blocks_and_pages_have_their_bytes() {
+    // On a disk, and in memory, which some systems do not write past the page cache.
+    let folders = [Some(env!("CARGO_TARGET_TMPDIR")), Path::new("/dev/shm").is_dir().then_some("/dev/shm")];
+    for folder in folders.into_iter().flatten() {
+        let folder = tempfile::tempdir_in(folder).unwrap();
+        for size in [0, 1, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 4097] {
+            let whole = bytes(size);
+            for (threads, cut) in [(0, 1000), (1, 3), (4, 1 << 20), (64, 5 << 20)] {
+                let path = folder.path().join(format!("{size}-{threads}"));
+                write(&path, &Content::new(whole.chunks(cut)), threads).unwrap();
+                assert!(fs::read(&path).unwrap() == whole, "{} differs", path.display());
+                fs::remove_file(path).unwrap();
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_there_stays_and_what_cannot_be_written_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let there = folder.path().join("there");
+    fs::write(&there, "old").unwrap();
+    std::os::unix::fs::symlink(&there, folder.path().join("link")).unwrap();
+    for name in ["there", "link", "missing/file"] {
+        let path = folder.path().join(name);
+        let error = write(&path, &Content::new([&b"new"[..]]), 2).unwrap_err();
+        assert!(
+            matches!(&error, Error::Io { .. }) && error.to_string().contains(path.to_str().unwrap()),
+            "{error}"
+        );
+    }
+    assert_eq!(fs::read(&there).unwrap(), b"old");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
+}
