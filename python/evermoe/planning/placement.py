@@ -76,7 +76,7 @@ def allocate(
     go, `previous` does not count.
 
         >>> allocate([21, 19, 20], nodes=4, slots=2, min_replicas=1)
-        array([3, 2, 3])
+        array([4, 2, 2])
         >>> allocate([21, 19, 20], nodes=4, slots=2, min_replicas=1, previous=[2, 3, 3])
         array([2, 3, 3])
 
