@@ -1,0 +1,153 @@
+"""One checkpoint on its way to disk, beside training.
+
+    begin ─ read ─ [update] ─ write ─ say so to rank 0 ─ published by it ─ known to all ─ VOTE: all know
+
+Every member writes its units to a draft in a thread of its own. The same threads tell rank 0 what is written, which
+then publishes it and tells all. The training thread waits for nothing but that its state is read.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.council import Council
+from evermoe.comm.group import Group
+from evermoe.comm.tags import CHECKPOINT
+from evermoe.comm.task import T, Task
+from evermoe.errors import PeerLost, PersistFailed
+from evermoe.persist.checkpoint_store import CheckpointStore
+from evermoe.persist.manifest import Entry, manifest_text
+from evermoe.persist.place import Location
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import read_tensors
+
+MOST_PROBLEMS = 3
+"""Ranks whose problems are named when a checkpoint cannot be written."""
+
+
+class Result(NamedTuple):
+    """What a member did of a checkpoint, or became of it; or why that could not be."""
+
+    value: Any = None
+    problem: str = ""
+
+
+class CheckpointWrite:
+    """One checkpoint on its way to the store. All ranks make it alike.
+
+    Args:
+        store: of rank 0 the one that publishes.
+        state: this rank's units; not to be changed before `wait_captured`.
+        mine: names of the units that this rank writes. Over all ranks every unit must be in exactly one `mine`.
+        version: of the state.
+        generation: of the group's members.
+        group: all that train.
+        attempt: the same word on all ranks, which no other attempt has; a member that is alone needs none.
+
+    Raises:
+        PeerLost: a member is gone.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        state: TrainingState,
+        mine: Sequence[str],
+        version: int,
+        generation: int,
+        group: Group,
+        attempt: str = "",
+    ) -> None:
+        assert attempt or group.size == 1
+        self.version = version
+        self._store, self._state, self._mine = store, state, mine
+        self._council = Council(group, CHECKPOINT)
+        self._draft = store.draft(version, generation, attempt or uuid.uuid4().hex[:8])
+        self._captured = threading.Event()
+        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is written.
+        self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
+        self._task = self._start(self._run)
+
+    def wait_captured(self) -> None:
+        """Waits until the state may be changed: what this rank writes of it is in memory of its own."""
+        self._captured.wait()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank knows what became of it."""
+        return self._task.is_over_within(0)
+
+    def complete(self) -> Location:
+        """Waits until it is published; returns where it is.
+
+        Raises:
+            PersistFailed: some rank could not do its part; the same on all of them, and no other checkpoint changed.
+            PeerLost: a member is gone, and this one does not know whether it is published.
+        """
+        if not self._task.wait():
+            raise PeerLost(self._task.lost or "")
+        assert self._task.result is not None
+        name, problem = self._task.result
+        if problem:
+            if self._council.rank == 0:
+                self._start(lambda: self._store.discard(self._draft))
+            raise PersistFailed(problem)
+        path: Location = self._store.directory / name
+        return path
+
+    def _start(self, part: Callable[[], T]) -> Task[T]:
+        device = next((t.device for units in self._state.tensors(self._mine) for t in units if t.is_cuda), None)
+        after = None if device is None else torch.cuda.current_stream(device).record_event()
+
+        def run_beside() -> None:
+            if device is None:
+                task.run()
+                return
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                task.run()
+
+        task = Task(part, after)
+        threading.Thread(target=run_beside, name="evermoe-checkpoint", daemon=True).start()
+        return task
+
+    def _run(self) -> Result:
+        return Result(*self._council.decide(_tried(self._write), self._conclude))
+
+    def _write(self) -> Mapping[str, Entry]:
+        """Writes this rank's units, and says where they are."""
+        try:
+            copies = {name: self._read(name) for name in self._mine}
+        finally:
+            self._tensors = {}
+            self._captured.set()
+        units = {name: (self._state.catalog.by_name[name], data) for name, data in copies.items()}
+        return self._store.write(self._draft, self._council.rank, units)
+
+    def _read(self, name: str) -> Tensor:
+        data = torch.empty(self._state.catalog.by_name[name].nbytes, dtype=torch.uint8)
+        read_tensors(self._tensors[name], data)
+        return data
+
+    def _conclude(self, everyone: list[Any]) -> Result:
+        """On rank 0: publishes what all have written, unless some could not."""
+        parts = [Result(problem="it is gone") if each is None else Result(*each) for each in everyone]
+        problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(parts) if each.problem]
+        if problems:
+            return Result(problem="; ".join(problems[:MOST_PROBLEMS]))
+        units = {name: entry for each in parts for name, entry in each.value.items()}
+        text = manifest_text(self.version, self._state.catalog.layout, units)
+        published = _tried(lambda: str(self._store.publish(self._draft, self.version, text).name))
+        return published._replace(problem=published.problem and f"rank 0: {published.problem}")
+
+
+def _tried(part: Callable[[], Any]) -> Result:
+    try:
+        return Result(part())
+    except Exception as error:  # whatever it is, training continues
+        return Result(problem=str(error) or type(error).__name__)
