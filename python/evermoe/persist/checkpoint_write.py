@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from evermoe._native import copy_units
 from evermoe.comm.council import Council
 from evermoe.comm.group import Group
 from evermoe.comm.tags import CHECKPOINT
-from evermoe.comm.task import T, Task
+from evermoe.comm.task import T, Task, Worker
 from evermoe.errors import PeerLost, PersistFailed
 from evermoe.persist.checkpoint_store import CheckpointStore
 from evermoe.persist.manifest import Entry, manifest_text
@@ -27,6 +28,8 @@ from evermoe.persist.place import Location
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import read_tensors
 
+THREAD = "evermoe-checkpoint"
+"""Name of the threads that write."""
 MOST_PROBLEMS = 3
 """Ranks whose problems are named when a checkpoint cannot be written."""
 
@@ -49,6 +52,7 @@ class CheckpointWrite:
         generation: of the group's members.
         group: all that train.
         attempt: the same word on all ranks, which no other attempt has; a member that is alone needs none.
+        worker: the thread that writes; None for a new one.
 
     Raises:
         PeerLost: a member is gone.
@@ -63,6 +67,7 @@ class CheckpointWrite:
         generation: int,
         group: Group,
         attempt: str = "",
+        worker: Worker | None = None,
     ) -> None:
         assert attempt or group.size == 1
         self.version = version
@@ -72,7 +77,7 @@ class CheckpointWrite:
         self._captured = threading.Event()
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is written.
         self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
-        self._task = self._start(self._run)
+        self._task = self._start(self._run, worker)
 
     def wait_captured(self) -> None:
         """Waits until the state may be changed: what this rank writes of it is in memory of its own."""
@@ -101,7 +106,7 @@ class CheckpointWrite:
         path: Location = self._store.directory / name
         return path
 
-    def _start(self, part: Callable[[], T]) -> Task[T]:
+    def _start(self, part: Callable[[], T], worker: Worker | None = None) -> Task[T]:
         device = next((t.device for units in self._state.tensors(self._mine) for t in units if t.is_cuda), None)
         after = None if device is None else torch.cuda.current_stream(device).record_event()
 
@@ -113,7 +118,10 @@ class CheckpointWrite:
                 task.run()
 
         task = Task(part, after)
-        threading.Thread(target=run_beside, name="evermoe-checkpoint", daemon=True).start()
+        if worker is not None:
+            worker.submit(run_beside)
+        else:
+            threading.Thread(target=run_beside, name=THREAD, daemon=True).start()
         return task
 
     def _run(self) -> Result:
@@ -122,17 +130,23 @@ class CheckpointWrite:
     def _write(self) -> Mapping[str, Entry]:
         """Writes this rank's units, and says where they are."""
         try:
-            copies = {name: self._read(name) for name in self._mine}
+            copies = self._read()
         finally:
             self._tensors = {}
             self._captured.set()
         units = {name: (self._state.catalog.by_name[name], data) for name, data in copies.items()}
         return self._store.write(self._draft, self._council.rank, units)
 
-    def _read(self, name: str) -> Tensor:
-        data = torch.empty(self._state.catalog.by_name[name].nbytes, dtype=torch.uint8)
-        read_tensors(self._tensors[name], data)
-        return data
+    def _read(self) -> dict[str, Tensor]:
+        """Copies of this rank's units, uint8 `[nbytes]`."""
+        sizes = {name: self._state.catalog.by_name[name].nbytes for name in self._mine}
+        copies = {name: torch.empty(nbytes, dtype=torch.uint8) for name, nbytes in sizes.items()}
+        there = [name for name in self._mine if all(map(_is_in_one_piece, self._tensors[name]))]
+        runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors[name]] for name in there]
+        copy_units(runs, [copies[name].numpy() for name in there])
+        for name in copies.keys() - set(there):
+            read_tensors(self._tensors[name], copies[name])
+        return copies
 
     def _conclude(self, everyone: list[Any]) -> Result:
         """On rank 0: publishes what all have written, unless some could not."""
@@ -144,6 +158,10 @@ class CheckpointWrite:
         text = manifest_text(self.version, self._state.catalog.layout, units)
         published = _tried(lambda: str(self._store.publish(self._draft, self.version, text).name))
         return published._replace(problem=published.problem and f"rank 0: {published.problem}")
+
+
+def _is_in_one_piece(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous()
 
 
 def _tried(part: Callable[[], Any]) -> Result:

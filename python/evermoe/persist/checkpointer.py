@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
+from evermoe.comm.task import Worker
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint, Listener
 from evermoe.options import Options, option
 from evermoe.persist.checkpoint_store import CheckpointStore, find, is_read_only, open_store
-from evermoe.persist.checkpoint_write import CheckpointWrite
+from evermoe.persist.checkpoint_write import THREAD, CheckpointWrite
 from evermoe.persist.owner import Owner
 from evermoe.persist.place import PATIENCE, Location, locate
 from evermoe.persist.retention import Retention
@@ -94,6 +96,8 @@ class Checkpointer:
         """What this member writes of each, as long as the members stay the same; None: not known yet."""
         self._attempts: Iterator[str] = iter(())
         """Names of attempts, the same on all members."""
+        self._worker: Worker | None = None
+        """The thread that writes."""
         self._is_told = False
         """Whether a warning has told that checkpoints are left out while one is under way."""
         self._is_owed = False
@@ -131,9 +135,11 @@ class Checkpointer:
         told = gather_json(group, (self._is_owed or self._write is not None, uuid.uuid4().hex[:8]))
         self._is_owed = any(is_owed for is_owed, _ in told)
         self._attempts = (f"{told[0][1]}{number:04x}" for number in itertools.count())
+        if self._write is not None and not self._write.is_over:
+            self._end_worker()  # which may be busy with what is void for as long as the disk takes
         self._newest, self._write, self._mine = -1, None, None
-        if self._store is not None and group.rank == 0:
-            self._store.sweep(generation)
+        if self._store is not None and group.rank == 0:  # the members do not wait for the disk
+            threading.Thread(target=self._store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
 
     # ---- a step
 
@@ -176,7 +182,8 @@ class Checkpointer:
             active = self._state.active(group.size)
             self._mine = primary_units(self._state.catalog.units, active, group.rank, group.size)
         self._is_told, attempt = False, next(self._attempts)
-        return CheckpointWrite(self._store, self._state, self._mine, version, generation, group, attempt)
+        self._worker = self._worker or Worker(THREAD)
+        return CheckpointWrite(self._store, self._state, self._mine, version, generation, group, attempt, self._worker)
 
     def advance(self) -> None:
         """What is under way is over on all members. A failure is told by a warning.
@@ -243,7 +250,13 @@ class Checkpointer:
         name = gather_json(group, None if path is None else path.name)[0]
         return None if name is None else directory / name
 
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
     def close(self) -> None:
         """Lets other jobs have the folder."""
+        self._end_worker()
         if self._store is not None:
             self._store.close()
