@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
-from evermoe.persist import checkpoint_folder
+from evermoe.persist import checkpoint_folder, persister
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 SPANS = {  # of the training thread, between two events of the session
@@ -183,16 +183,19 @@ def resident_bytes():
 
 
 def limit_writes(rate):
-    """Checkpoints reach the disk no faster than at so many bytes a second."""
-    write = checkpoint_folder.write_units
+    """What checkpoints, and the saves of pec, write gets to the disk no faster than at so many bytes a second."""
 
-    def write_slowly(path, units):
-        start = time.monotonic()
-        written = write(path, units)
-        time.sleep(max(0.0, start + sum(len(data) for _, data in units.values()) / rate - time.monotonic()))
-        return written
+    def limited(write, nbytes):
+        def write_slowly(path, what):
+            start = time.monotonic()
+            written = write(path, what)
+            time.sleep(max(0.0, start + sum(map(nbytes, what.values())) / rate - time.monotonic()))
+            return written
 
-    checkpoint_folder.write_units = write_slowly
+        return write_slowly
+
+    checkpoint_folder.write_units = limited(checkpoint_folder.write_units, lambda unit: len(unit[1]))
+    persister.write_tensors = limited(persister.write_tensors, lambda tensor: tensor.nbytes)
 
 
 class Worker:

@@ -40,12 +40,7 @@ pub fn write(path: &Path, content: &Content<'_>, threads: usize) -> Result<()> {
 ///
 /// # Errors
 /// Those of [`write`].
-pub fn write_hashed(
-    path: &Path,
-    content: &Content<'_>,
-    threads: usize,
-    units: &[&[u8]],
-) -> Result<Vec<u64>> {
+pub fn write_hashed(path: &Path, content: &Content<'_>, threads: usize, units: &[&[u8]]) -> Result<Vec<u64>> {
     let hash = || units.iter().map(|unit| digest(unit)).collect();
     std::thread::scope(|scope| {
         let hashing = std::thread::Builder::new().name("evermoe-digest".into()).spawn_scoped(scope, || {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -41,28 +42,38 @@ class Council:
     def decide(self, mine: object, conclude: Callable[[list[Any]], object]) -> Any:
         """What `conclude` makes on rank 0 of what each member says, by rank; all as JSON returns it.
 
-        Who cannot be heard any more has said None.
-
         Raises:
-            PeerLost: rank 0 cannot be heard any more.
+            PeerLost: a member cannot be heard any more. If that is known before rank 0 concludes, nothing is decided;
+                else others may know the decision.
         """
         said = json.dumps(mine)
         if self.rank:
             self._tell(0, said)
-            return json.loads(self._hear(0))
-        decided = json.dumps(conclude([json.loads(said), *map(self._hear_any, range(1, self.size))]))
-        for peer in range(1, self.size):
-            try:
-                self._tell(peer, decided)
-            except PeerLost:
-                continue  # the group notices it, too
+            decided = self._hear(0)
+        else:
+            decided = self._decide(said, conclude)
+        if not decided:
+            raise PeerLost("not all members can be heard any more")
         return json.loads(decided)
+
+    def _decide(self, mine: str, conclude: Callable[[list[Any]], object]) -> str:
+        """On rank 0; nothing if it is no decision."""
+        try:
+            said = [mine, *map(self._hear, range(1, self.size))]
+        except PeerLost:
+            decided = ""
+        else:
+            decided = json.dumps(conclude([json.loads(text) for text in said]))
+        for peer in range(1, self.size):
+            with suppress(PeerLost):  # the group notices it, too
+                self._tell(peer, decided)
+        return decided
 
     def _tell(self, peer: int, text: str) -> None:
         assert self._channel is not None
         data = bytearray(text.encode())
         length = bytearray(len(data).to_bytes(_LENGTH_BYTES, "little"))
-        for part in (length, data):
+        for part in (length, data) if data else (length,):
             self._channel.send(torch.frombuffer(part, dtype=torch.uint8), peer, UNLIMITED)
 
     def _hear(self, peer: int) -> str:
@@ -70,11 +81,6 @@ class Council:
         length = torch.empty(_LENGTH_BYTES, dtype=torch.uint8)
         self._channel.receive(length, peer, UNLIMITED)
         data = torch.empty(int.from_bytes(length.numpy().tobytes(), "little"), dtype=torch.uint8)
-        self._channel.receive(data, peer, UNLIMITED)
+        if len(data):
+            self._channel.receive(data, peer, UNLIMITED)
         return data.numpy().tobytes().decode()
-
-    def _hear_any(self, peer: int) -> Any:
-        try:
-            return json.loads(self._hear(peer))
-        except PeerLost:
-            return None

@@ -9,6 +9,7 @@ then publishes it and tells all. The training thread waits for nothing but that 
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ from evermoe.state.unit import read_tensors
 
 THREAD = "evermoe-checkpoint"
 """Name of the threads that write."""
+PROGRESS_CHECKS, LONGEST_CHECK = 16, 1.0
+"""Looks whether others are late, per hang limit, and the seconds between two of them at most."""
 MOST_PROBLEMS = 3
 """Ranks whose problems are named when a checkpoint cannot be written."""
 
@@ -71,10 +74,12 @@ class CheckpointWrite:
     ) -> None:
         assert attempt or group.size == 1
         self.version = version
-        self._store, self._state, self._mine = store, state, mine
+        self._store, self._state, self._mine, self._group = store, state, mine, group
         self._council = Council(group, CHECKPOINT)
         self._draft = store.draft(version, generation, attempt or uuid.uuid4().hex[:8])
         self._captured = threading.Event()
+        self._is_busy = True
+        """Whether it waits for this rank's disk, not for other ranks."""
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is written.
         self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
         self._task = self._start(self._run, worker)
@@ -91,10 +96,14 @@ class CheckpointWrite:
     def complete(self) -> Location:
         """Waits until it is published; returns where it is.
 
+        A rank waits for its own disk as long as that takes, and for others as long as a collective would.
+
         Raises:
             PersistFailed: some rank could not do its part; the same on all of them, and no other checkpoint changed.
-            PeerLost: a member is gone, and this one does not know whether it is published.
+            PeerLost: a member is gone or late, and this one does not know whether it is published.
         """
+        if self._group.size > 1:
+            self._wait_for_others()
         if not self._task.wait():
             raise PeerLost(self._task.lost or "")
         assert self._task.result is not None
@@ -105,6 +114,19 @@ class CheckpointWrite:
             raise PersistFailed(problem)
         path: Location = self._store.directory / name
         return path
+
+    def _wait_for_others(self) -> None:
+        limit, since, is_waiting = self._group.limit_seconds, time.monotonic(), False
+        while not self._task.is_over_within(min(limit / PROGRESS_CHECKS, LONGEST_CHECK)):
+            if is_waiting == self._is_busy:
+                is_waiting, since = not is_waiting, time.monotonic()
+                self._group.on_wait(is_waiting)
+            elif is_waiting and time.monotonic() - since >= limit:
+                self._group.timed_out = True
+                self._group.drop("a checkpoint has stopped: a member is silent, or its disk is")
+                break
+        if is_waiting:
+            self._group.on_wait(False)
 
     def _start(self, part: Callable[[], T], worker: Worker | None = None) -> Task[T]:
         device = next((t.device for units in self._state.tensors(self._mine) for t in units if t.is_cuda), None)
@@ -135,7 +157,10 @@ class CheckpointWrite:
             self._tensors = {}
             self._captured.set()
         units = {name: (self._state.catalog.by_name[name], data) for name, data in copies.items()}
-        return self._store.write(self._draft, self._council.rank, units)
+        try:
+            return self._store.write(self._draft, self._council.rank, units)
+        finally:
+            self._is_busy = False
 
     def _read(self) -> dict[str, Tensor]:
         """Copies of this rank's units, uint8 `[nbytes]`."""
@@ -150,11 +175,12 @@ class CheckpointWrite:
 
     def _conclude(self, everyone: list[Any]) -> Result:
         """On rank 0: publishes what all have written, unless some could not."""
-        parts = [Result(problem="it is gone") if each is None else Result(*each) for each in everyone]
+        parts = [Result(*each) for each in everyone]
         problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(parts) if each.problem]
         if problems:
             return Result(problem="; ".join(problems[:MOST_PROBLEMS]))
         units = {name: entry for each in parts for name, entry in each.value.items()}
+        self._is_busy = True
         text = manifest_text(self.version, self._state.catalog.layout, units)
         published = _tried(lambda: str(self._store.publish(self._draft, self.version, text).name))
         return published._replace(problem=published.problem and f"rank 0: {published.problem}")

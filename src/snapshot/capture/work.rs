@@ -194,7 +194,12 @@ impl Work {
 /// # Safety
 /// The runs are readable, apart from `outs`, and no other code writes them meanwhile.
 pub unsafe fn copy_units(sources: &[Vec<Run>], outs: &mut [&mut [u8]]) -> Result<()> {
-    ensure!(sources.len() == outs.len(), "outs: expected {}, one for each unit, got {}", sources.len(), outs.len());
+    ensure!(
+        sources.len() == outs.len(),
+        "outs: expected {}, one for each unit, got {}",
+        sources.len(),
+        outs.len()
+    );
     for (runs, out) in sources.iter().zip(outs.iter()) {
         let bytes = runs.iter().fold(0, |bytes: usize, run| bytes.saturating_add(run.bytes));
         ensure!(bytes == out.len(), "sources: expected runs of {} bytes in all, got {bytes}", out.len());
@@ -320,7 +325,11 @@ mod tests {
     #[test]
     fn units_are_copied_from_their_runs() {
         let source: Vec<u8> = (0..70_000u32).map(|value| (value * 7 % 251) as u8).collect();
-        let runs = [vec![run(&source[500..700]), run(&source[..0]), run(&source[..301])], vec![], vec![run(&source)]];
+        let runs = [
+            vec![run(&source[500..700]), run(&source[..0]), run(&source[..301])],
+            vec![],
+            vec![run(&source)],
+        ];
         let mut whole = vec![0xEE_u8; 80_000];
         let (first, rest) = whole.split_at_mut(501);
         let (second, rest) = rest.split_at_mut(0);
