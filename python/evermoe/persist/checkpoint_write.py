@@ -129,7 +129,7 @@ class CheckpointWrite:
             self._group.on_wait(False)
 
     def _start(self, part: Callable[[], T], worker: Worker | None = None) -> Task[T]:
-        device = next((t.device for units in self._state.tensors(self._mine) for t in units if t.is_cuda), None)
+        device = next((t.device for tensors in self._tensors.values() for t in tensors if t.is_cuda), None)
         after = None if device is None else torch.cuda.current_stream(device).record_event()
 
         def run_beside() -> None:
@@ -147,7 +147,9 @@ class CheckpointWrite:
         return task
 
     def _run(self) -> Result:
-        return Result(*self._council.decide(_tried(self._write), self._conclude))
+        mine = _tried(self._write)
+        self._is_busy = False
+        return Result(*self._council.decide(mine, self._conclude))
 
     def _write(self) -> Mapping[str, Entry]:
         """Writes this rank's units, and says where they are."""
@@ -157,10 +159,7 @@ class CheckpointWrite:
             self._tensors = {}
             self._captured.set()
         units = {name: (self._state.catalog.by_name[name], data) for name, data in copies.items()}
-        try:
-            return self._store.write(self._draft, self._council.rank, units)
-        finally:
-            self._is_busy = False
+        return self._store.write(self._draft, self._council.rank, units)
 
     def _read(self) -> dict[str, Tensor]:
         """Copies of this rank's units, uint8 `[nbytes]`."""
