@@ -100,6 +100,7 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step w
 	$(BIN)/python benches/bench_overlap.py
 	$(BIN)/python benches/bench_transformers.py
 	$(BIN)/python benches/bench_transport.py
+	$(BIN)/python benches/bench_account.py
 	$(BIN)/python benches/bench_recovery.py
 	$(BIN)/python benches/bench_durable.py
 	$(BIN)/python benches/bench_checkpoints.py

@@ -11,7 +11,9 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import evermoe
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.model import ByteGPT
-from evermoe.persist import checkpoint_folder
+from evermoe.persist import checkpoint_folder, persister
 
 MODEL = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 SPANS = {  # of the training thread, between two events of the session
@@ -159,6 +161,21 @@ class Clock:
                 self.seconds[span] += now - self._at[start]
 
 
+def thread_times():
+    """Seconds of this process's threads by name: on a processor, and ready for one but without it."""
+    found = {}
+    own = {thread.native_id: thread.name for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = own.get(int(task.name)) or (task / "comm").read_text().strip()
+            ran, waited, _ = map(int, (task / "schedstat").read_text().split())
+        except OSError:  # it has ended
+            continue
+        before = found.get(name, (0.0, 0.0))
+        found[name] = (before[0] + ran / 1e9, before[1] + waited / 1e9)
+    return found
+
+
 def resident_bytes():
     """Anonymous memory of this process: without arenas, which are shared."""
     with open("/proc/self/status") as file:
@@ -166,16 +183,19 @@ def resident_bytes():
 
 
 def limit_writes(rate):
-    """Checkpoints reach the disk no faster than at so many bytes a second."""
-    write = checkpoint_folder.write_units
+    """What checkpoints, and the saves of pec, write gets to the disk no faster than at so many bytes a second."""
 
-    def write_slowly(path, units):
-        start = time.monotonic()
-        written = write(path, units)
-        time.sleep(max(0.0, start + sum(len(data) for _, data in units.values()) / rate - time.monotonic()))
-        return written
+    def limited(write, nbytes):
+        def write_slowly(path, what):
+            start = time.monotonic()
+            written = write(path, what)
+            time.sleep(max(0.0, start + sum(map(nbytes, what.values())) / rate - time.monotonic()))
+            return written
 
-    checkpoint_folder.write_units = write_slowly
+        return write_slowly
+
+    checkpoint_folder.write_units = limited(checkpoint_folder.write_units, lambda unit: len(unit[1]))
+    persister.write_tensors = limited(persister.write_tensors, lambda tensor: tensor.nbytes)
 
 
 class Worker:
@@ -268,9 +288,9 @@ class Turn:
         worker.clock.mark("end")
         self._committed_at.append(time.monotonic())
         if step.number == self.first:
-            self._before = self._mark()
+            self._before, self._threads_before = self._mark(), thread_times()
         elif step.number == self.first + self.steps:
-            self._after = self._mark()
+            self._after, self._threads = self._mark(), thread_times()
 
     def _mark(self):
         return {"seconds": time.perf_counter(), "processor": time.process_time(), "training thread": time.thread_time()}
@@ -282,8 +302,17 @@ class Turn:
         sent = worker.baseline.nbytes - self._sent_before + worker.sent_since(self._start_ns)
         per_step = {name: (self._after[name] - value) / self.steps for name, value in self._before.items()}
         spans, worker.clock.seconds = worker.clock.seconds, dict.fromkeys(SPANS, 0.0)
+        nothing = (0.0, 0.0)
+        threads = {
+            name: [
+                (now - was) / self.steps
+                for now, was in zip(times, self._threads_before.get(name, nothing), strict=True)
+            ]
+            for name, times in self._threads.items()
+        }
         return {
             **per_step,
+            "threads": threads,
             "spans": {name: value / (self.steps + 1) for name, value in spans.items()},
             "sent": sent / (self.steps + 1),
             "rss": resident_bytes(),

@@ -17,6 +17,7 @@
 //! | [`recovery`] | pure: what survives → target version and transfers |
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
 //! | [`selection`] | pure: tokens at risk → which experts to copy now; which rank saves which part of the rest |
+//! | [`beside`] | threads beside training, which give way to its own |
 //! | [`reach`] | whether members can be reached: a port of each that answers, and who asks |
 //! | [`transport`] | messages between members beside their collectives: from memory to memory, in threads of their own |
 //! | [`snapshot`] | arenas in named shared memory that outlive a crash of the process; the thread that captures into them |
@@ -31,6 +32,7 @@
 //! Imports point one way: `error ← planners, reach and cpu ← replay, snapshot, cuda, torch ← python`; of the planners `placement`
 //! uses `dispatch`, `schedule` uses `placement`, and `protection` uses both of these.
 
+pub mod beside;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;

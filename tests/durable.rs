@@ -1,7 +1,8 @@
 //! Files that are written past the page cache, through the Rust face.
 
-use evermoe::durable::{Content, write};
+use evermoe::durable::{Content, write, write_hashed};
 use evermoe::error::Error;
+use evermoe::snapshot::digest;
 use std::fs;
 use std::path::Path;
 
@@ -28,6 +29,17 @@ fn files_of_all_sizes_around_blocks_and_pages_have_their_bytes() {
             }
         }
     }
+}
+
+#[test]
+fn digests_are_made_meanwhile() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (whole, path) = (bytes(BLOCK + 5), folder.path().join("file"));
+    let units: Vec<&[u8]> = whole.chunks(1 << 20).collect();
+    let made = write_hashed(&path, &Content::new(units.iter().copied()), 4, &units).unwrap();
+    assert_eq!(made, units.iter().map(|unit| digest(unit)).collect::<Vec<_>>());
+    assert!(fs::read(&path).unwrap() == whole);
+    write_hashed(&path, &Content::new(units.iter().copied()), 4, &units).unwrap_err();
 }
 
 #[test]

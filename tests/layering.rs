@@ -39,8 +39,9 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 19] = [
+const LAYERS: [(&str, &[&str]); 20] = [
     ("error", &[]),
+    ("beside", &[]),
     ("secret", &["error"]),
     ("dispatch", &["error"]),
     ("persist", &["error"]),
@@ -54,8 +55,8 @@ const LAYERS: [(&str, &[&str]); 19] = [
     ("selection", &["error"]),
     ("cpu", &["error"]),
     ("replay", &["error", "cpu"]),
-    ("snapshot", &["error", "cpu"]),
-    ("durable", &["error"]),
+    ("snapshot", &["error", "beside", "cpu"]),
+    ("durable", &["error", "beside", "snapshot"]),
     ("store", &["error"]),
     ("cuda", &["error", "cpu"]),
     ("torch", &["error", "dispatch", "cpu", "cuda"]),

@@ -221,10 +221,12 @@ def write_safetensors(
     metadata: dict[str, str] | None = None,
     *,
     threads: int = 4,
-) -> None:
+    hashed: Sequence[NDArray[np.uint8]] = (),
+) -> list[int]:
     """Write a new safetensors file of tensors (name, safetensors' dtype, shape, bytes); its content is on disk then.
 
-    So many threads write blocks past the page cache, where the file system allows that, without the GIL. OSError if the
+    So many threads, which give way to others, write blocks past the page cache, where the file system allows that,
+    without the GIL; one more makes the digests of `hashed`, which are returned. OSError if the
     file exists or cannot be written, ValueError for dtypes and sizes that do not fit; no file is left.
     """
 
@@ -308,6 +310,13 @@ def digests(units: Sequence[Sequence[NDArray[np.uint8]]]) -> list[int]:
 # ---- end of planners and arenas ----
 
 # ---- captures: src/python/engine.rs -----------------------------------------------------------
+
+def copy_units(sources: Sequence[Sequence[tuple[int, int]]], outs: list[NDArray[np.uint8]]) -> None:
+    """Copy the runs (address, nbytes) of each unit in CPU memory, one after the other, to `outs`, without the GIL.
+
+    A thread that gives way to others copies, and is waited for. Nobody may write the runs meanwhile, or let them go.
+    ValueError for runs that do not add up to their place.
+    """
 
 class CopyEngine:
     """A thread that captures scattered memory into arenas beside training, while its gate is open.

@@ -14,4 +14,4 @@ mod writer;
 
 pub use content::Content;
 pub use safetensors::{Piece, header};
-pub use writer::write;
+pub use writer::{write, write_hashed};

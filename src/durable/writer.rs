@@ -1,12 +1,15 @@
 //! Writes a file, and waits until it is on disk.
 
 use super::Content;
+use crate::beside::give_way;
 use crate::error::{Error, Result};
+use crate::snapshot::digest;
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::panic::resume_unwind;
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -17,7 +20,7 @@ const BLOCK_BYTES: usize = 4 << 20;
 /// Of addresses, offsets and lengths of writes past the page cache: that of most disks' blocks, and of memory's pages.
 const ALIGNMENT: usize = 4096;
 
-/// Writes a new file by so many threads, and returns once its content is on disk. Its name is not: that is the folder's.
+/// Writes a new file by so many threads, which give way to others, and returns once its content is on disk. Its name is not: that is the folder's.
 ///
 /// # Errors
 /// [`Error::Io`] when there is such a file already, or the system refuses; then no file is left, if it can be removed.
@@ -33,6 +36,22 @@ pub fn write(path: &Path, content: &Content<'_>, threads: usize) -> Result<()> {
     })
 }
 
+/// Writes a file like [`write`], and makes the digests of some units meanwhile, in one more thread.
+///
+/// # Errors
+/// Those of [`write`].
+pub fn write_hashed(path: &Path, content: &Content<'_>, threads: usize, units: &[&[u8]]) -> Result<Vec<u64>> {
+    let hash = || units.iter().map(|unit| digest(unit)).collect();
+    std::thread::scope(|scope| {
+        let hashing = std::thread::Builder::new().name("evermoe-digest".into()).spawn_scoped(scope, || {
+            give_way();
+            hash()
+        });
+        write(path, content, threads)?;
+        Ok(hashing.map_or_else(|_| hash(), |made| made.join().unwrap_or_else(|panic| resume_unwind(panic))))
+    })
+}
+
 fn fill(path: &Path, file: &File, content: &Content<'_>, threads: usize) -> io::Result<()> {
     reserve(file, content.len())?;
     let blocks = content.len().div_ceil(BLOCK_BYTES);
@@ -45,14 +64,16 @@ fn fill(path: &Path, file: &File, content: &Content<'_>, threads: usize) -> io::
         problem: Mutex::new(None),
     };
     std::thread::scope(|scope| {
-        for _ in 1..threads.clamp(1, blocks.max(1)) {
-            let spawned =
-                std::thread::Builder::new().name("evermoe-write".into()).spawn_scoped(scope, || writer.run());
-            if spawned.is_err() {
-                break; // the others write it all
-            }
+        let threads = threads.clamp(1, blocks.max(1));
+        let spawn = || {
+            std::thread::Builder::new().name("evermoe-write".into()).spawn_scoped(scope, || {
+                give_way();
+                writer.run();
+            })
+        };
+        if (0..threads).map(|_| spawn()).take_while(io::Result::is_ok).count() == 0 {
+            writer.run(); // as there are no threads
         }
-        writer.run();
     });
     writer.problem.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }

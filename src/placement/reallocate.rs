@@ -18,7 +18,7 @@ const TOLERATED: (u128, u128) = (21, 19);
 /// ```
 /// use evermoe::placement::{allocate, reallocate};
 /// // 4 nodes × 2 slots. A drift by 5 % moves nothing, though a new allocation would.
-/// assert_eq!(allocate(&[21.0, 19.0, 20.0], 4, 2, 1)?, [3, 2, 3]);
+/// assert_eq!(allocate(&[21.0, 19.0, 20.0], 4, 2, 1)?, [4, 2, 2]);
 /// assert_eq!(reallocate(&[21.0, 19.0, 20.0], 4, 2, 1, &[2, 3, 3])?, [2, 3, 3]);
 /// // Where the first has more, it gets replicas one by one: 30 over 2 is too much, and 20 over 2 is not.
 /// assert_eq!(reallocate(&[30.0, 20.0, 20.0], 4, 2, 1, &[2, 3, 3])?, [3, 2, 3]);

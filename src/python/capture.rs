@@ -9,12 +9,31 @@ use crate::cuda;
 use crate::ensure;
 use crate::error::Error;
 use crate::snapshot::{self, CaptureState, Run};
+use numpy::PyReadwriteArray1;
 use pyo3::prelude::*;
 use std::time::{Duration, Instant};
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_function(wrap_pyfunction!(copy_units, module)?)?;
     module.add_class::<CopyEngine>()?;
     module.add_class::<Capture>()
+}
+
+#[pyfunction]
+fn copy_units(
+    py: Python<'_>,
+    sources: Vec<Vec<(usize, usize)>>,
+    mut outs: Vec<PyReadwriteArray1<'_, u8>>,
+) -> PyResult<()> {
+    let sources: Vec<Vec<Run>> = sources.into_iter().map(runs).collect();
+    let outs = outs.iter_mut().map(|out| out.as_slice_mut());
+    let mut outs = outs.collect::<Result<Vec<&mut [u8]>, _>>()?;
+    // SAFETY: the caller promises that the sources stay as they are, see the stub.
+    Ok(py.detach(|| unsafe { snapshot::copy_units(&sources, &mut outs) })?)
+}
+
+fn runs(unit: Vec<(usize, usize)>) -> Vec<Run> {
+    unit.into_iter().map(|(address, bytes)| Run { address, bytes }).collect()
 }
 
 /// A wait looks for signals, such as Ctrl-C, this often.
@@ -41,9 +60,6 @@ impl CopyEngine {
         keep: Py<PyAny>,
     ) -> PyResult<Capture> {
         let arena = arena.get().0.clone();
-        let runs = |unit: Vec<(usize, usize)>| {
-            unit.into_iter().map(|(address, bytes)| Run { address, bytes }).collect()
-        };
         let sources: Vec<Vec<Run>> = sources.into_iter().map(runs).collect();
         // SAFETY: `keep` owns the sources; the caller promises that they are not written, see the stub.
         let capture = py.detach(|| unsafe { self.0.capture(&arena, version, &sources, Box::new(keep)) })?;

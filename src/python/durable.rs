@@ -15,14 +15,15 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 type Tensor<'py> = (String, String, Vec<usize>, PyReadonlyArray1<'py, u8>);
 
 #[pyfunction]
-#[pyo3(signature = (path, tensors, metadata = None, *, threads = 4))]
+#[pyo3(signature = (path, tensors, metadata = None, *, threads = 4, hashed = vec![]))]
 fn write_safetensors(
     py: Python<'_>,
     path: PathBuf,
     tensors: Vec<Tensor<'_>>,
     metadata: Option<HashMap<String, String>>,
     threads: usize,
-) -> PyResult<()> {
+    hashed: Vec<PyReadonlyArray1<'_, u8>>,
+) -> PyResult<Vec<u64>> {
     let (mut pieces, mut data) = (Vec::with_capacity(tensors.len()), Vec::with_capacity(tensors.len()));
     for (name, dtype, shape, array) in &tensors {
         let bytes = bytes_of(array)?;
@@ -36,5 +37,6 @@ fn write_safetensors(
     }
     let (head, order) = durable::header(&pieces, metadata)?;
     let content = Content::new(std::iter::once(&head[..]).chain(order.iter().map(|&at| data[at])));
-    Ok(py.detach(|| durable::write(&path, &content, threads))?)
+    let hashed = hashed.iter().map(bytes_of).collect::<PyResult<Vec<&[u8]>>>()?;
+    Ok(py.detach(|| durable::write_hashed(&path, &content, threads, &hashed))?)
 }

@@ -19,6 +19,6 @@ mod mapping;
 mod state;
 
 pub use arena::{Arena, PageLock};
-pub use capture::{Capture, CaptureState, CopyEngine, Fetch, Run};
+pub use capture::{Capture, CaptureState, CopyEngine, Fetch, Run, copy_units};
 pub use digests::{digest, digests};
 pub use layout::{Layout, Unit};

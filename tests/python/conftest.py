@@ -97,3 +97,18 @@ def small_disk(tmp_path):
         pytest.skip("this process may not mount file systems")
     with disks.small_disk(tmp_path / "disk", 1) as folder:
         yield folder
+
+
+@pytest.fixture
+def dying_disk(tmp_path):
+    """A disk of 64 MiB, which can be stopped."""
+    from support import disks
+
+    if not disks.may_mount():
+        pytest.skip("this process may not mount file systems")
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(disks.dying_disk(tmp_path / "disk", 64))
+        except OSError as error:
+            pytest.skip(str(error))
+        yield folder

@@ -6,6 +6,8 @@ REPLAY_HEAD, REPLAY_TAIL = 1, 2
 """Records of a step for replicas: the message of a known size, and what it had no room for."""
 FETCH = 3
 """Units of a recovery."""
+CHECKPOINT = 4
+"""What members have written of a checkpoint, and what becomes of it."""
 SNAPSHOT_FIRST = 16
 """The first tag of snapshots: each bundle has `SNAPSHOT_EACH` of them from here on."""
 SNAPSHOT_EACH = 4096

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -53,3 +54,28 @@ class Task(Generic[T]):
         if self.error is not None:
             raise self.error
         return self.lost is None
+
+
+class Worker:
+    """A thread that does one thing after the other. To give it something to do, nobody waits until it runs.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._parts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, part: Callable[[], None]) -> None:
+        """Does `part`, which raises nothing, after what came before."""
+        self._parts.put(part)
+
+    def close(self) -> None:
+        """Ends the thread after what it has to do; waits for nothing."""
+        self._parts.put(None)
+
+    def _run(self) -> None:
+        while (part := self._parts.get()) is not None:
+            part()
+            del part

@@ -122,6 +122,45 @@ class Transfer:
             raise PeerLost(f"{self._name} among {count(self._transport.size, 'member')} failed: {failure}")
 
 
+class Channel:
+    """Messages of one tag among the members of the group that is connected now: of no other one that comes later.
+
+    For threads that outlive a group. A message that fails drops nothing.
+
+    Args:
+        transport: of this member.
+        tag: of the messages.
+
+    Raises:
+        PeerLost: the connections were dropped.
+    """
+
+    def __init__(self, transport: Transport, tag: int) -> None:
+        self._transport, self._tag = transport, tag
+        self._links = transport._open("a channel")
+
+    def send(self, tensor: torch.Tensor, destination: int, limit: timedelta) -> None:
+        """Sends a contiguous tensor on the CPU, as `Transport.send` does, and waits for that.
+
+        Raises:
+            PeerLost: the other member is gone, or the group is another one.
+        """
+        self._wait("send", self._links.send(_bytes(tensor), destination, self._tag), limit)
+
+    def receive(self, tensor: torch.Tensor, source: int, limit: timedelta) -> None:
+        """Receives into a contiguous tensor on the CPU, as `Transport.receive` does, and waits for that.
+
+        Raises:
+            PeerLost: the other member is gone, or the group is another one.
+        """
+        self._wait("receive", self._links.receive(_bytes(tensor), source, self._tag), limit)
+
+    def _wait(self, name: str, transfer: _native.Transfer, limit: timedelta) -> None:
+        failure = transfer.wait(round(limit.total_seconds() * 1000))
+        if failure is not None:
+            raise PeerLost(f"{name} among {count(self._transport.size, 'member')} failed: {failure}")
+
+
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's own bytes, as an array that keeps it alive."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()

@@ -41,7 +41,7 @@ class Ballot(NamedTuple):
     counted: float = 0.0
     """Over how many: tokens, for example."""
     written: float = 0.0
-    """1 from a member that has done its part of the checkpoint that is under way."""
+    """1 from a member that knows what became of the checkpoint that is under way."""
 
     @property
     def mean_loss(self) -> float:

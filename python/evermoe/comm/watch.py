@@ -139,7 +139,8 @@ class Watch:
         else:
             self._waited = time.monotonic() - self._began
         self._is_waiting = begins
-        if self._is_training:
+        # Whose wait failed still waits for others, and does not compute.
+        if self._is_training and not any(group.broken for group in self._groups):
             self._reach.say(computes=0 if begins else self._epoch)
 
     def _wait(self, asking: _native.Watch) -> None:

@@ -1,44 +1,35 @@
-"""Checkpoints of a session, written beside training: read while the next step computes, agreed on at the votes.
+"""When a session writes checkpoints. How they are written beside training is in `evermoe.persist.checkpoint_write`.
 
-    begin ─ read ─ [update] ─ write ─ VOTE: all have written ─ publish ─ VOTE: it is published
-
-Every member writes its units to a draft in a thread of its own. What the ballots say, all members see at the same
-step; so all know alike whether a checkpoint is under way.
+What the ballots say, all members see at the same step; so all know alike whether a checkpoint is under way. The
+training thread exchanges nothing else for them while the members stay the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from evermoe.comm.gather import gather_json
-from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
-from evermoe.comm.task import Task
+from evermoe.comm.task import Worker
 from evermoe.errors import PersistFailed
 from evermoe.events import Checkpoint, Listener
 from evermoe.options import Options, option
 from evermoe.persist.checkpoint_store import CheckpointStore, find, is_read_only, open_store
-from evermoe.persist.manifest import Entry, manifest_text
+from evermoe.persist.checkpoint_write import THREAD, CheckpointWrite
 from evermoe.persist.owner import Owner
 from evermoe.persist.place import PATIENCE, Location, locate
 from evermoe.persist.retention import Retention
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import primary_units, read_tensors
+from evermoe.state.unit import primary_units
 from evermoe.state.version import step_of
-
-MOST_PROBLEMS = 3
-"""Ranks whose problems are named when a checkpoint cannot be written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,130 +71,6 @@ class CheckpointOptions(Options):
         return locate(self.checkpoint_dir, patience=patience, upload_limit=self.checkpoint_upload_limit)
 
 
-class Result(NamedTuple):
-    """What a rank did of a checkpoint, or why it could not."""
-
-    value: Any = None
-    problem: str = ""
-
-
-class CheckpointWrite:
-    """One checkpoint on its way to the store. All ranks make and drive it alike.
-
-    Args:
-        store: of rank 0 the one that publishes.
-        state: this rank's units; not to be changed before `wait_captured`.
-        mine: names of the units that this rank writes. Over all ranks every unit must be in exactly one `mine`.
-        version: of the state.
-        generation: of the group's members.
-        group: all that train.
-
-    Raises:
-        PeerLost: a member is gone.
-    """
-
-    def __init__(
-        self,
-        store: CheckpointStore,
-        state: TrainingState,
-        mine: Sequence[str],
-        version: int,
-        generation: int,
-        group: Group,
-    ) -> None:
-        self.version = version
-        self._store, self._state, self._mine, self._group = store, state, mine, group
-        attempt = gather_json(group, uuid.uuid4().hex[:8])[0]
-        self._draft = store.draft(version, generation, attempt)
-        self._captured = threading.Event()
-        # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is written.
-        self._tensors = dict(zip(mine, state.tensors(mine), strict=True))
-        self._is_publishing = False
-        self._task = self._start(self._write)
-
-    def wait_captured(self) -> None:
-        """Waits until the state may be changed: what this rank writes of it is in memory of its own."""
-        self._captured.wait()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether this rank has nothing to do before the next `agree`."""
-        return self._task.is_over_within(0)
-
-    def agree(self) -> Location | None:
-        """Tells all ranks what each has done, which must be over on all of them; collective.
-
-        Returns:
-            Where the checkpoint is, when it is published. None when all have written their units: rank 0 begins to
-            publish it.
-
-        Raises:
-            PersistFailed: some rank could not do its part; the same on all of them, and no other checkpoint changed.
-            PeerLost: a member is gone.
-        """
-        self._task.wait()
-        everyone = [Result(*each) for each in gather_json(self._group, self._task.result)]
-        problems = [f"rank {rank}: {each.problem}" for rank, each in enumerate(everyone) if each.problem]
-        if problems:
-            if self._group.rank == 0:
-                self._start(lambda: self._store.discard(self._draft))
-            raise PersistFailed("; ".join(problems[:MOST_PROBLEMS]))
-        if self._is_publishing:
-            path: Location = self._store.directory / everyone[0].value
-            return path
-        self._is_publishing = True
-        units = {name: entry for each in everyone for name, entry in each.value.items()}
-        self._task = self._start(lambda: self._publish(units) if self._group.rank == 0 else None)
-        return None
-
-    def complete(self) -> Location:
-        """Waits until it is published; collective. Raises what `agree` does."""
-        while True:
-            path = self.agree()
-            if path is not None:
-                return path
-
-    def _start(self, part: Callable[[], Any]) -> Task[Result]:
-        def run() -> Result:
-            try:
-                return Result(part())
-            except Exception as error:  # whatever it is, training continues
-                return Result(problem=str(error) or type(error).__name__)
-
-        device = next((t.device for units in self._state.tensors(self._mine) for t in units if t.is_cuda), None)
-        after = None if device is None else torch.cuda.current_stream(device).record_event()
-
-        def run_beside() -> None:
-            if device is None:
-                task.run()
-                return
-            with torch.cuda.stream(torch.cuda.Stream(device)):
-                task.run()
-
-        task = Task(run, after)
-        threading.Thread(target=run_beside, name="evermoe-checkpoint", daemon=True).start()
-        return task
-
-    def _write(self) -> Mapping[str, Entry]:
-        """Writes this rank's units, and says where they are."""
-        try:
-            copies = {name: self._read(name) for name in self._mine}
-        finally:
-            self._tensors = {}
-            self._captured.set()
-        units = {name: (self._state.catalog.by_name[name], data) for name, data in copies.items()}
-        return self._store.write(self._draft, self._group.rank, units)
-
-    def _read(self, name: str) -> Tensor:
-        data = torch.empty(self._state.catalog.by_name[name].nbytes, dtype=torch.uint8)
-        read_tensors(self._tensors[name], data)
-        return data
-
-    def _publish(self, units: dict[str, Any]) -> str:
-        text = manifest_text(self.version, self._state.catalog.layout, units)
-        return str(self._store.publish(self._draft, self.version, text).name)
-
-
 class Checkpointer:
     """When a session writes checkpoints, and which units each of its members writes.
 
@@ -225,6 +92,14 @@ class Checkpointer:
         self._newest = -1
         self._write: CheckpointWrite | None = None
         """The checkpoint that is under way, on all members or none."""
+        self._mine: list[str] | None = None
+        """What this member writes of each, as long as the members stay the same; None: not known yet."""
+        self._attempts: Iterator[str] = iter(())
+        """Names of attempts, the same on all members."""
+        self._worker: Worker | None = None
+        """The thread that writes."""
+        self._is_told = False
+        """Whether a warning has told that checkpoints are left out while one is under way."""
         self._is_owed = False
         """Whether the one that was under way when members changed was given up."""
         self._published = 0
@@ -257,10 +132,14 @@ class Checkpointer:
         if self._membership.role != "train":
             return
         group = self._membership.trainer_group
-        self._is_owed = any(gather_json(group, self._is_owed or self._write is not None))
-        self._newest, self._write = -1, None
-        if self._store is not None and group.rank == 0:
-            self._store.sweep(generation)
+        told = gather_json(group, (self._is_owed or self._write is not None, uuid.uuid4().hex[:8]))
+        self._is_owed = any(is_owed for is_owed, _ in told)
+        self._attempts = (f"{told[0][1]}{number:04x}" for number in itertools.count())
+        if self._write is not None and not self._write.is_over:
+            self._end_worker()  # which may be busy with what is void for as long as the disk takes
+        self._newest, self._write, self._mine = -1, None, None
+        if self._store is not None and group.rank == 0:  # the members do not wait for the disk
+            threading.Thread(target=self._store.sweep, args=[generation], name="evermoe-sweep", daemon=True).start()
 
     # ---- a step
 
@@ -271,11 +150,11 @@ class Checkpointer:
 
     @property
     def is_over(self) -> bool:
-        """Whether a checkpoint is under way, and this member has done its part of it."""
+        """Whether a checkpoint is under way, and this member knows what became of it."""
         return self._write is not None and self._write.is_over
 
     def begin_if_due(self, version: int) -> bool:
-        """Begins the checkpoint of the state, which is that of `version`, if that is due; collective.
+        """Begins the checkpoint of the state, which is that of `version`, if that is due; on all members alike.
 
         Returns:
             Whether it has begun; the same on all members that train.
@@ -288,11 +167,13 @@ class Checkpointer:
         if self._store is None or not is_due:
             return False
         if self._write is not None:
-            warnings.warn(
-                f"the checkpoint of step {step} is left out: that of step {step_of(self._write.version)} is still "
-                "being written",
-                stacklevel=5,
-            )
+            if not self._is_told:
+                self._is_told = True
+                warnings.warn(
+                    f"the checkpoint of step {step} is left out: that of step {step_of(self._write.version)} is still "
+                    "being written, and until it is, none is begun",
+                    stacklevel=5,
+                )
             return False
         self._is_owed = False
         self._write = self._begin(version)
@@ -301,19 +182,23 @@ class Checkpointer:
     def _begin(self, version: int) -> CheckpointWrite:
         assert self._store is not None
         group, generation = self._membership.trainer_group, self._membership.generation
-        mine = primary_units(self._state.catalog.units, self._state.active(group.size), group.rank, group.size)
-        return CheckpointWrite(self._store, self._state, mine, version, generation, group)
+        if self._mine is None:
+            active = self._state.active(group.size)
+            self._mine = primary_units(self._state.catalog.units, active, group.rank, group.size)
+        self._is_told, attempt = False, next(self._attempts)
+        self._worker = self._worker or Worker(THREAD)
+        return CheckpointWrite(self._store, self._state, self._mine, version, generation, group, attempt, self._worker)
 
     def advance(self) -> None:
-        """All members have done their parts of what is under way; collective. A failure is told by a warning.
+        """What is under way is over on all members. A failure is told by a warning.
 
         Raises:
-            PeerLost: a member is gone.
+            PeerLost: a member was gone before this one knew what became of it.
         """
         assert self._write is not None
         version = self._write.version
         try:
-            path = self._write.agree()
+            path = self._write.complete()
         except PersistFailed as failed:
             self._write = None
             warnings.warn(
@@ -322,9 +207,8 @@ class Checkpointer:
                 stacklevel=5,
             )
             return
-        if path is not None:
-            self._write = None
-            self._note(version, path)
+        self._write = None
+        self._note(version, path)
 
     def _note(self, version: int, path: Location) -> None:
         self._newest, self._published = version, step_of(version)
@@ -370,7 +254,13 @@ class Checkpointer:
         name = gather_json(group, None if path is None else path.name)[0]
         return None if name is None else directory / name
 
+    def _end_worker(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
     def close(self) -> None:
         """Lets other jobs have the folder."""
+        self._end_worker()
         if self._store is not None:
             self._store.close()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from evermoe._native import digests, write_safetensors
+from evermoe._native import write_safetensors
 from evermoe.errors import CorruptCopy, UnsupportedState
 from evermoe.state.unit import Unit
 
@@ -81,13 +80,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
         UnsupportedState: a tensor is of a dtype that safetensors has not.
         OSError: there is such a file, or it cannot be written; then none is left.
     """
+    _write(path, tensors, metadata)
+
+
+def _write(
+    path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None, hashed: Sequence[Tensor] = ()
+) -> list[int]:
     found = []
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise UnsupportedState(f"{name} is of {tensor.dtype}, for which safetensors files have no type")
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         found.append((name, _DTYPES[tensor.dtype], list(tensor.shape), data))
-    write_safetensors(path, found, metadata, threads=WRITING_THREADS)
+    return write_safetensors(path, found, metadata, threads=WRITING_THREADS, hashed=[each.numpy() for each in hashed])
 
 
 def write_units(path: Path, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[str, int]:
@@ -102,10 +107,8 @@ def write_units(path: Path, units: Mapping[str, tuple[Unit, Tensor]]) -> dict[st
     tensors = {
         f"{name}/{key}": tensor for name, (unit, data) in units.items() for key, tensor in unit.tensors(data).items()
     }
-    with ThreadPoolExecutor(1, thread_name_prefix="evermoe-digest") as pool:
-        made = pool.submit(digests, [[data.numpy()] for _, data in units.values()])
-        write_tensors(path, tensors)
-        return dict(zip(units, made.result(), strict=True))
+    made = _write(path, tensors, hashed=[data for _, data in units.values()])
+    return dict(zip(units, made, strict=True))
 
 
 def probe(folder: Path, name: str) -> None:

@@ -71,12 +71,12 @@ def allocate(
         array([1, 1, 4])
 
     With `previous` as few of these change as needed: the busiest expert gets replicas one by one, from those that lose
-    least by it, until no replica has more than 1.05 / 0.95 times the tokens of the busiest without `previous`. So a drift
-    of all loads by 5 %, up or down, changes hardly any. Where they do not fill the slots, as when nodes come or go,
-    `previous` does not count.
+    least by it, until no replica has more than 1.05 / 0.95 times the tokens of the busiest without `previous`. So a
+    drift of all loads by 5 %, up or down, changes hardly any. Where they do not fill the slots, as when nodes come or
+    go, `previous` does not count.
 
         >>> allocate([21, 19, 20], nodes=4, slots=2, min_replicas=1)
-        array([3, 2, 3])
+        array([4, 2, 2])
         >>> allocate([21, 19, 20], nodes=4, slots=2, min_replicas=1, previous=[2, 3, 3])
         array([2, 3, 3])
 

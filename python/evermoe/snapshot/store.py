@@ -62,6 +62,14 @@ class BundleArena:
     """What tensors on a GPU are captured through."""
 
 
+def _has_version(path: Path) -> bool:
+    """Whether an arena has anything that a recovery could need."""
+    try:
+        return bool(Arena.open(str(path)).versions())
+    except (CorruptCopy, FileNotFoundError):
+        return False
+
+
 def _reserve(arenas: Sequence[BundleArena]) -> str:
     """Reserves the space of arenas; why that cannot be, or nothing."""
     try:
@@ -243,14 +251,18 @@ class SnapshotStore:
     ) -> None:
         """Makes new, empty arenas for what this rank is primary for and what it keeps for peers.
 
-        The arenas of earlier generations stay until `prune`: they are what a failure would need now. Where it does not
-        reserve their space, that is only free now, and a round reserves it.
+        The arenas of earlier generations stay until `prune`: they are what a failure would need now; but those of this
+        member that no version came into go. Where it does not reserve the space of the new ones, that is only free now,
+        and a round reserves it.
 
         Raises:
             UnsafeFolder: the directory is not this user's alone.
             OSError: the shared memory is too small; the message says how many bytes are needed and free. None was made.
         """
         self.release()
+        for made, path in self._files():
+            if made < generation and path.name.endswith(f"-{member}.arena") and not _has_version(path):
+                path.unlink(missing_ok=True)
         try:
             make_private(self.directory.parent)
             make_private(self.directory)

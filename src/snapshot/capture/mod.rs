@@ -12,6 +12,7 @@ mod shared;
 mod work;
 
 use super::Arena;
+use crate::beside::give_way;
 use crate::ensure;
 use crate::error::{Error, Result};
 use shared::{BY_CALLER, Entry, Record, Shared, answer};
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 use work::Work;
 
 pub use shared::CaptureState;
-pub use work::{Fetch, Run};
+pub use work::{Fetch, Run, copy_units};
 
 /// One thread that captures memory into arenas, one capture after the other, in their order.
 ///
@@ -47,7 +48,7 @@ impl CopyEngine {
             let shared = shared.clone();
             let builder = std::thread::Builder::new().name("evermoe-copy".into());
             builder.spawn(move || {
-                lower_priority();
+                give_way();
                 shared.run();
             })
         };
@@ -246,16 +247,5 @@ impl fmt::Debug for Capture {
         let mut debug = formatter.debug_struct("Capture");
         debug.field("version", &self.record.version).field("index", &self.record.index);
         debug.field("state", &progress.state).field("done_bytes", &progress.done_bytes).finish()
-    }
-}
-
-/// Best effort: a system that refuses leaves the thread as important as the others.
-fn lower_priority() {
-    #[cfg(target_os = "linux")]
-    // SAFETY: plain calls; on Linux both are about the calling thread alone.
-    unsafe {
-        let _ = libc::nice(5);
-        let parameters = std::mem::zeroed::<libc::sched_param>();
-        let _ = libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameters);
     }
 }

@@ -1,8 +1,9 @@
 //! One capture's bytes: from scattered runs of memory into a buffer, each unit hashed while it is in the cache.
 
+use crate::beside::give_way;
 use crate::cpu::memory::{copy, finish_stream};
 use crate::ensure;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::snapshot::{Layout, Unit};
 use std::any::Any;
 use xxhash_rust::xxh3::Xxh3Default;
@@ -184,6 +185,47 @@ impl Work {
     }
 }
 
+/// Copies the runs of each unit, one after the other, to its place in `outs`, past the cache and in a thread that gives way;
+/// returns when all is there.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::error::Error::Invalid) for runs that do not add up to their units.
+///
+/// # Safety
+/// The runs are readable, apart from `outs`, and no other code writes them meanwhile.
+pub unsafe fn copy_units(sources: &[Vec<Run>], outs: &mut [&mut [u8]]) -> Result<()> {
+    ensure!(
+        sources.len() == outs.len(),
+        "outs: expected {}, one for each unit, got {}",
+        sources.len(),
+        outs.len()
+    );
+    for (runs, out) in sources.iter().zip(outs.iter()) {
+        let bytes = runs.iter().fold(0, |bytes: usize, run| bytes.saturating_add(run.bytes));
+        ensure!(bytes == out.len(), "sources: expected runs of {} bytes in all, got {bytes}", out.len());
+    }
+    let work = || {
+        give_way();
+        for (runs, out) in sources.iter().zip(outs) {
+            let mut rest = &mut **out;
+            for run in runs.iter().filter(|run| run.bytes > 0) {
+                // SAFETY: by the caller's promise.
+                let from = unsafe {
+                    std::slice::from_raw_parts(std::ptr::with_exposed_provenance(run.address), run.bytes)
+                };
+                let (to, after) = rest.split_at_mut(run.bytes);
+                copy_past_cache(from, to);
+                rest = after;
+            }
+        }
+        finish_stream();
+    };
+    std::thread::scope(|scope| {
+        let spawned = std::thread::Builder::new().name("evermoe-copy".into()).spawn_scoped(scope, work);
+        spawned.map(drop).map_err(|error| Error::io("starting a thread that copies", error))
+    })
+}
+
 /// Whole cache lines past the cache, which belongs to the training threads, and the rest through it.
 fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
@@ -278,6 +320,28 @@ mod tests {
             assert_eq!(work.digests(), [digest(unit(0)), digest(&[]), digest(unit(2))]);
             assert!(buffer[..64].iter().all(|&byte| byte == 0xEE), "the table is not the copy's to write");
         }
+    }
+
+    #[test]
+    fn units_are_copied_from_their_runs() {
+        let source: Vec<u8> = (0..70_000u32).map(|value| (value * 7 % 251) as u8).collect();
+        let runs = [
+            vec![run(&source[500..700]), run(&source[..0]), run(&source[..301])],
+            vec![],
+            vec![run(&source)],
+        ];
+        let mut whole = vec![0xEE_u8; 80_000];
+        let (first, rest) = whole.split_at_mut(501);
+        let (second, rest) = rest.split_at_mut(0);
+        let mut outs = [first, second, &mut rest[3..70_003]];
+        // SAFETY: the sources and the places live here, and nothing else uses them.
+        unsafe { copy_units(&runs, &mut outs) }.unwrap();
+        assert!(whole[..501] == [&source[500..700], &source[..301]].concat() && whole[504..70_504] == source);
+        assert!(whole[501..504].iter().chain(&whole[70_504..]).all(|&byte| byte == 0xEE));
+        let mut short = [&mut whole[..1]];
+        // SAFETY: as above.
+        let error = unsafe { copy_units(&runs[2..], &mut short) }.unwrap_err();
+        assert_eq!(error.to_string(), "sources: expected runs of 1 bytes in all, got 70000");
     }
 
     #[test]

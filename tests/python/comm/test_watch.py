@@ -8,6 +8,9 @@ import threading
 import pytest
 
 from evermoe._native import Door, Watch
+from evermoe.comm.group import Group
+from evermoe.comm.reach import LOOPBACK, Place, Reach
+from evermoe.comm.watch import Watch as GroupWatch
 from support.harness import PATIENCE, SERVER
 
 HOUR = 3_600_000
@@ -51,3 +54,20 @@ def test_a_watch_that_is_stopped_sees_nothing(member):
     watch = Watch([("a", f"127.0.0.1:{port}")], 1, HOUR)
     watch.stop()
     assert seen(watch) == [([], None)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_member_whose_wait_failed_does_not_say_that_it_computes(fails):
+    """Or those who ask next would take it, too, for one that they have waited for."""
+    group, here, there = Group(), *(Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
+    limits = {"heartbeat_limit": 9.0, "hang_limit": 9.0}
+    watch = GroupWatch(here, [group], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
+    watch.begin(7, {"b": there.address}, 0)
+    watch.step_begins()
+    group.on_wait(True)
+    if fails:
+        group.drop("timed out")
+    group.on_wait(False)
+    there.look_around({"a": here.address}, [])
+    watch.end()
+    assert there.said["a"][0] == (0 if fails else 7)

@@ -15,7 +15,7 @@ from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import as_bytes, read_manifest, read_units
 from support.harness import SERVER
 from support.object_servers import s3_server
-from support.places import Spot, Writer, all_whole, forget, is_whole, steps, write, write_as_process
+from support.places import Spot, Stop, Writer, all_whole, forget, is_whole, steps, write, write_as_process
 from support.proxy import Fault, Request, proxy_to
 from support.stores import contents, names
 
@@ -155,12 +155,13 @@ def test_two_writers_that_decide_at_the_same_moment_agree(proxy, behind):
     for number in range(6):
         spot = behind(f"race-{number}")
         writer, other = Writer(spot), Writer(spot, 4, "other")
+        stop = Stop(writer.store)
         write_ = writer.begin(1)
-        while not write_.is_over:
-            write_._task.wait()
+        stop.wait()
         proxy.reset(lambda request: Fault("delay", 0.01 * (request.number % 3)))
         giving_up = SERVER.Process(target=sweep_as_process, args=(spot, 4))
         giving_up.start()
+        stop.go_on()
         try:
             path = write_.complete()
         except Exception as error:
@@ -179,14 +180,16 @@ def test_the_files_of_a_checkpoint_that_goes_stay_for_one_that_is_just_being_pub
     spot = behind("late")
     writer, late = Writer(spot), Writer(spot, member="late")
     writer.write(1)
+    stop = Stop(late.store)
     write_ = late.begin(2, contents(1))
-    write_._task.wait()
+    stop.wait()
     proxy.reset(
         lambda request: (
             Fault("hold") if request.method == "PUT" and re.search("step-00000002.*manifest", request.path) else None
         )
     )
     with ThreadPoolExecutor(1) as pool:
+        stop.go_on()
         publishing = pool.submit(write_.complete)
         assert proxy.held.wait(LIMIT)
         writer.write(3)

@@ -19,7 +19,7 @@ from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
 from support.models import make
 from support.object_servers import GCS_ADDRESS, GcsAddress, azure_server, s3_server
-from support.places import Spot, Writer, all_whole, beside, forget, is_whole, steps, write
+from support.places import Spot, Stop, Writer, all_whole, beside, forget, is_whole, steps, write
 from support.stores import contents, model
 
 BUCKETS = ["s3", pytest.param("azure", marks=pytest.mark.long), pytest.param("gcs", marks=pytest.mark.long)]
@@ -249,13 +249,14 @@ def test_what_has_not_changed_is_not_written_again_and_stays_as_long_as_it_is_us
 
 def test_a_stopped_writer_that_goes_on_finds_its_attempt_given_up(bucket):
     stopped = Writer(bucket)
+    stop = Stop(stopped.store)
     slow = stopped.begin(1)
-    while not slow.is_over:
-        slow._task.wait()
+    stop.wait()
     successor = Writer(bucket, 4)
     successor.store._sweep(4)
     successor.write(1)
     successor.write(2)
+    stop.go_on()
     with pytest.raises(PersistFailed, match="was given up by members that went on without this one"):
         slow.complete()
     assert sorted(find(bucket.locate())) == [4 << 40 | 1, 4 << 40 | 2]
@@ -286,11 +287,12 @@ def test_a_checkpoint_is_not_published_when_what_it_shares_has_gone(bucket):
     """Its base was removed by a person after it was read, so its attempt was begun too late to keep the files."""
     writer = Writer(bucket)
     writer.write(1)
+    stop = Stop(writer.store)
     write = writer.begin(2, contents(1))
-    while not write.is_over:
-        write._task.wait()
+    stop.wait()
     (path,) = find(bucket.locate()).values()
     bucket.write(f"{path.name}/manifest.json", b"")
+    stop.go_on()
     with pytest.raises(PersistFailed, match="what has not changed since a checkpoint was removed with that one"):
         write.complete()
     assert steps(bucket) == []
@@ -303,13 +305,14 @@ def test_files_stay_while_an_attempt_is_undecided(bucket):
     old = writer.write(1)
     writer.write(2)
     other = Writer(bucket, member="other")
+    stop = Stop(other.store)
     write = other.begin(3)
-    while not write.is_over:
-        write._task.wait()
+    stop.wait()
     with pytest.raises(ValueError, match=r"is being written.*--abandoned"):
         list(prune(bucket.locate(), Retention(1)))
     assert len(list(prune(bucket.locate(), Retention(1), abandoned=True))) == 1
     assert not [name for name in bucket.files() if name.startswith(old.name) and "safetensors" in name]
+    stop.go_on()
     with pytest.raises(PersistFailed, match="was given up"):
         write.complete()
 

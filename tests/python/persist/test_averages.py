@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from evermoe import EMA, ElasticSampler, Session
-from evermoe.persist.checkpointer import CheckpointWrite
+from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.folder import find_persisted
 from evermoe.persist.partial import PartialCheckpoint
 from evermoe.state.version import step_of

@@ -15,11 +15,11 @@ from evermoe.comm.group import Group
 from evermoe.events import Checkpoint, Recovered
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.checkpointer import CheckpointWrite
+from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.manifest import MANIFEST_BYTES, read_manifest
 from evermoe.persist.owner import Owner
-from support.harness import wait_until
 from support.models import digests, everyone, make
+from support.places import Stop
 from support.worker import SAMPLES, Model, dataset, wait_until_written
 
 
@@ -79,9 +79,11 @@ def test_a_stopped_writer_that_goes_on_replaces_and_removes_nothing(tmp_path):
     """Its members were left behind in generation 3; those of generation 4 have written the same step and later ones."""
     _, _, state = make("sgd")
     stopped = CheckpointFolder(tmp_path, Owner("job", state.catalog.layout), "stopped")
+    stop = Stop(stopped)
     slow = CheckpointWrite(stopped, state, names(state), 3 << 40 | 1, 3, Group())
-    wait_until(lambda: slow.is_over, "all is written but the manifest")
+    stop.wait()
     others = [write(tmp_path, state, step, generation=4) for step in (1, 2)]
+    stop.go_on()
     late = slow.complete()
     stopped.close()
     assert late.name == "step-00000001-2"

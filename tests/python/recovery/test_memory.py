@@ -99,8 +99,7 @@ def test_process_restarted_on_a_living_node_joins_again(start_job):
     for each in (a, c):
         each.wait_for("gate", step=8)
     again = job.start("b", steps=30)
-    again.wait_for("phase", phase="agree")
-    job.open_gate(30)
+    job.take_in(again, until=30)
     assert [each.join() for each in (a, c, again)] == [0, 0, 0]
     check_history(job.workers)
     assert check_recovered(job.workers, again, 0)["step"] >= 8

@@ -57,8 +57,7 @@ def test_a_deferred_joiner_gets_its_units_from_the_others(start_job):
     workers = job.start_all({}, "ab", gated=True, steps=20, deferred=True)
     workers[0].wait_for("gate", step=6)
     workers.append(job.start("c", steps=20, deferred=True))
-    workers[2].wait_for("phase", phase="agree")
-    job.open_gate(20)
+    job.take_in(workers[2], until=20)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     assert workers[2].events("recovered")[0]["fetched_units"] > 0

@@ -21,7 +21,7 @@ from evermoe.persist.plain_files import write_units
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
-from support.disks import BALLAST, fill, free, shrink, small_memories
+from support.disks import BALLAST, fill, free, freeze, shrink, small_memories, thaw
 from support.harness import FEWEST, wait_until
 from support.history import check_history
 from support.worker import SAMPLES, WRITTEN_SECONDS, Fault, Model, dataset, wait_until_written
@@ -176,8 +176,16 @@ def saves(ledger, place):
 
 
 def test_pec_continues_without_its_folder(tmp_path, small_disk):
+    sessions = []
+
+    def mend():
+        saves = sessions[0]._protection.keepers[1]
+        wait_until(lambda: saves._persister.error is not None, "a save has failed")
+        free(small_disk)
+
     with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
-        events = run(tmp_path, small_disk, 8, {2: lambda: fill(small_disk), 6: lambda: free(small_disk)}, preset="pec")
+        at = {2: lambda: fill(small_disk), 6: mend}
+        events = run(tmp_path, small_disk, 8, at, sessions=sessions, preset="pec")
     assert written(events) == [8]
 
 
@@ -245,6 +253,50 @@ def test_a_slow_disk_does_not_hold_up_training(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="checkpoint of step 6 is left out: that of step 3 is still being written"):
         events = run(tmp_path, saved, 11, at, sessions=sessions, waits=False, checkpoint_every=3)
     assert written(events) == [3, 9, 11]
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini", "pec"])
+def test_a_disk_that_stops_holds_up_no_member_s_training(start_job, dying_disk, preset):
+    """Whatever is written to it waits in the kernel, as on a disk that has died; the lag shows, and all catch up."""
+    job = start_job(2, checkpoint_dir=str(dying_disk), checkpoint_every=1, preset=preset)
+    job.open_gate(3)
+    workers = job.start_all({}, "ab", gated=True, waits_for_disk=False, steps=14)
+    for each in workers:
+        each.wait_for("gate", step=3)
+    freeze(dying_disk)
+    job.open_gate(12)
+    for each in workers:
+        each.wait_for("gate", step=12)
+        lag = each.events("measured", step=11)[0]["lag"]
+        assert lag["checkpoint"] >= 8
+        assert preset != "pec" or lag["persisted"] >= 8
+        assert "is left out: that of step" in each.log()
+    thaw(dying_disk)
+    job.open_gate(1 << 60)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    for each in workers:
+        assert each.events("checkpoint")[-1]["step"] == 14
+        assert len(each.events("recovered")) == 1, "nobody was given up for its disk"
+
+
+def test_a_death_while_the_disk_stands_still_holds_up_nobody(start_job, dying_disk):
+    """What the survivors were writing is void, and still waits; what they write instead gets to the disk after it."""
+    job = start_job(3, checkpoint_dir=str(dying_disk), checkpoint_every=1)
+    job.open_gate(3)
+    workers = job.start_all({"c": [Fault("reduce", 6)]}, gated=True, waits_for_disk=False, steps=14)
+    for each in workers:
+        each.wait_for("gate", step=3)
+    freeze(dying_disk)
+    job.open_gate(12)
+    for each in workers[:2]:
+        each.wait_for("gate", step=12)
+    thaw(dying_disk)
+    job.open_gate(1 << 60)
+    assert [each.join() for each in workers] == [0, 0, -9]
+    check_history(workers)
+    for each in workers[:2]:
+        assert each.events("checkpoint")[-1]["step"] == 14
 
 
 def test_a_checkpoint_that_a_death_interrupts_is_begun_again(start_job, tmp_path):

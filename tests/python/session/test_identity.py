@@ -109,8 +109,7 @@ def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
     a, b = job.start_all({name: [Fault("phase fetch", nth=2)] for name in "ab"}, "ab", gated=True, steps=500)
     a.wait_for("gate", step=6)
     c = job.start("c", steps=500)
-    c.wait_for("phase", phase="agree")
-    job.open_gate(500)
+    job.take_in(c, until=500)
     assert [a.join(), b.join()] == [-9, -9]
     again = job.start("a", steps=500)
     assert [again.join(), c.join()] == [0, 0]
@@ -127,8 +126,7 @@ def test_joiner_left_alone_with_nothing_does_not_start_the_job_again(start_job):
     a = job.start("a", Fault("phase fetch", nth=2), gated=True, steps=500)
     a.wait_for("gate", step=6)
     c = job.start("c", steps=500)
-    c.wait_for("phase", phase="agree")
-    job.open_gate(500)
+    job.take_in(c, until=500)
     assert a.join() == -9
     job.lose_node("a")
     assert c.join(30) == 1
@@ -154,8 +152,7 @@ def test_worker_of_another_job_is_turned_away(start_job):
     workers = job.start_all({}, "ab", gated=True, steps=20)
     workers[0].wait_for("gate", step=6)
     stranger = job.start("c", session={"job": "another"}, steps=20)
-    stranger.wait_for("phase", phase="agree")
-    job.open_gate(20)
+    job.take_in(stranger, until=20)
     assert stranger.join() == 1
     assert "start one Lighthouse for each job" in stranger.events("failed")[0]["message"]
     assert [each.join() for each in workers] == [0, 0]

@@ -10,18 +10,17 @@ from support.worker import Fault
 
 JOIN = 10
 """Step before which the survivor looks for new members."""
+STEPS = 20
 
 
 def join_and_die(job, *faults, names="c"):
     """One of two members dies, the other one trains on alone; then joiners come, each of which dies by its fault."""
     job.open_gate(8)
-    a, b = workers = job.start_all({"b": [Fault("vote", 3)]}, "ab", gated=True, steps=15)
+    a, b = workers = job.start_all({"b": [Fault("vote", 3)]}, "ab", gated=True, steps=STEPS)
     assert b.join() == -9
     a.wait_for("gate", step=8)
-    joiners = [job.start(name, fault, steps=15) for name, fault in zip(names, faults, strict=True)]
-    for each in joiners:
-        each.wait_for("phase", phase="agree")
-    job.open_gate(15)
+    joiners = [job.start(name, fault, steps=STEPS) for name, fault in zip(names, faults, strict=True)]
+    job.take_in(*joiners, until=STEPS)
     assert [each.join() for each in joiners] == [-9] * len(joiners)
     assert a.join() == 0
     return a, [*workers, *joiners]

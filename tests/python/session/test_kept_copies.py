@@ -64,8 +64,7 @@ def test_a_newcomer_gets_the_copies_that_it_keeps(start_job):
     for each in workers:
         each.wait_for("gate", step=4)
     workers.append(job.start("c", gated=True, steps=30))
-    workers[2].wait_for("phase", phase="agree")
-    job.open_gate(30)
+    job.take_in(workers[2], until=30)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     missing_R, sent_R = zip(*(arrangements(each)[-1] for each in workers), strict=True)

@@ -81,8 +81,7 @@ def test_schedule_survives(start_job, schedule):
     workers = job.start_all({"b": [Fault("update", 5)]}, gated=True, schedule=schedule, steps=20)
     workers[0].wait_for("gate", step=8)
     workers.append(job.start("d", schedule=schedule, steps=20))
-    workers[3].wait_for("phase", phase="agree")
-    job.open_gate(20)
+    job.take_in(workers[3], until=20)
     assert [each.join() for each in workers] == [0, -9, 0, 0]
     check_history(workers)
     _, rates = reference(20, schedule=schedule)

@@ -58,8 +58,7 @@ def test_whole_group_trains_on_without_a_lighthouse_and_says_so(start_job):
     for each in workers:
         wait_until(lambda each=each: "answers again" in each.log(), "the log says so")
     workers.append(job.start("d", steps=200))
-    workers[3].wait_for("phase", phase="agree")
-    job.open_gate(200)
+    job.take_in(workers[3], until=200)
     assert [each.join() for each in workers] == [0, 0, 0, 0]
     check_history(workers)
     assert workers[0].events("recovered")[-1]["members"] == 4
@@ -87,8 +86,7 @@ def test_newcomer_joins_members_that_come_to_their_steps_far_apart(start_job):
     workers = [job.start("a", gated=True, steps=12), job.start("b", gated=True, steps=12, late=1.5)]
     workers[0].wait_for("gate", step=6)
     workers.append(job.start("c", steps=12))
-    workers[2].wait_for("phase", phase="agree")
-    job.open_gate(12)
+    job.take_in(workers[2], until=12)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     assert workers[0].events("recovered")[-1]["members"] == 3
@@ -183,8 +181,7 @@ def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_
     workers = job.start_all({}, "ab", gated=True, steps=30)
     workers[0].wait_for("gate", step=6)
     stranger = job.start("c", **{"steps": 30, **other})
-    stranger.wait_for("phase", phase="agree")
-    job.open_gate(30)
+    job.take_in(stranger, until=30)
     assert stranger.join() == 1
     assert stranger.events("failed")[0]["error"] == "ValueError"
     assert message in stranger.events("failed")[0]["message"]

@@ -52,8 +52,7 @@ def test_replica_node_is_killed_and_comes_back(start_job, point):
     a, b, y = start(job, faults, steps=20, gated=True)
     assert y.join() == -9
     again = job.start("y", session={"role": "replica"}, steps=20)
-    again.wait_for("phase", phase="agree")
-    job.open_gate(20)
+    job.take_in(again, until=20)
     assert [each.join() for each in (a, b, again)] == [0, 0, 0]
     check_history([a, b])
     for each in (a, b, again):
@@ -76,8 +75,7 @@ def test_trainer_dies_with_clipping_and_another_comes(start_job):
     a, b, y = start(job, {"b": [Fault("vote", 5)]}, steps=20, gated=True, optimizer="evermoe")
     a.wait_for("gate", step=8)
     c = job.start("c", steps=20, optimizer="evermoe")
-    c.wait_for("phase", phase="agree")
-    job.open_gate(20)
+    job.take_in(c, until=20)
     assert [each.join() for each in (a, b, c, y)] == [0, -9, 0, 0]
     check_history([a, b, c])
     assert a.events("verified")[0]["digests_mismatched"] == 0

@@ -145,8 +145,7 @@ def test_joiner_is_taken_in_at_a_step_boundary(start_job):
     workers = job.start_all({}, "ab", gated=True, steps=30)
     workers[0].wait_for("gate", step=6)
     workers.append(job.start("c", steps=30))
-    workers[2].wait_for("phase", phase="agree")
-    job.open_gate(30)
+    job.take_in(workers[2], until=30)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)
     recovered = check_recovered(workers, workers[2])
@@ -161,8 +160,7 @@ def test_joiner_dies_while_it_joins(start_job, point):
     workers = job.start_all({}, "ab", gated=True, steps=20)
     workers[0].wait_for("gate", step=6)
     workers.append(job.start("c", Fault(point), steps=20))
-    workers[2].wait_for("phase", phase="agree")
-    job.open_gate(20)
+    job.take_in(workers[2], until=20)
     assert [each.join() for each in workers] == [0, 0, -9]
     check_history(workers)
     assert workers[0].events("done")[0]["version"] == workers[1].events("done")[0]["version"]
@@ -177,8 +175,7 @@ def test_every_worker_is_replaced_one_after_the_other(start_job):
             each.wait_for("gate", step=5 + 10 * turn)
         living.pop(0).signal(signal.SIGKILL)
         living.append(job.start(name, gated=True, steps=40))
-        living[-1].wait_for("phase", phase="agree")
-        job.open_gate(15 + 10 * turn)
+        job.take_in(living[-1], until=15 + 10 * turn)
     job.open_gate(40)
     assert [each.join() for each in living] == [0, 0, 0]
     check_history(job.workers)

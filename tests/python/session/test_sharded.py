@@ -151,9 +151,7 @@ def test_owners_follow_the_members(start_job):
     a.wait_for("gate", step=11)
     assert owned(a.events("copy")[-1]) == {"embedding", "first.router", "second.router", "head"}
     d, e = (job.start(name, gated=True, steps=30) for name in "de")
-    for each in (d, e):
-        each.wait_for("phase", phase="agree")
-    job.open_gate(30)
+    job.take_in(d, e, until=30)
     assert [each.join() for each in (a, d, e)] == [0, 0, 0]
     check_history(job.workers)
     assert sum(len(owned(each.events("done")[0])) for each in (a, d, e)) == 4

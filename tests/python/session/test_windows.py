@@ -84,8 +84,7 @@ def test_a_profile_follows_each_change_of_members(start_job):
     workers = job.start_all({}, "ab", gated=True, steps=40, work=BUSY)
     workers[0].wait_for("gate", step=14)
     joiner = job.start("c", steps=40, work=BUSY)
-    joiner.wait_for("phase", phase="agree")
-    job.open_gate(40)
+    job.take_in(joiner, until=40)
     workers.append(joiner)
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers)

@@ -35,6 +35,37 @@ def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+@contextlib.contextmanager
+def dying_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
+    """A disk of this size at `folder`, which is made: ext4 in a file beside it, for `freeze`.
+
+    Raises:
+        OSError: there is no ext4 here, or no file that can be a disk.
+    """
+    image = folder.with_name(f"{folder.name}.image")
+    with image.open("wb") as file:
+        file.truncate(mebibytes << 20)
+    folder.mkdir()
+    for line in (["mkfs.ext4", "-q", str(image)], ["mount", "-o", "loop", str(image), str(folder)]):
+        if subprocess.run(line, capture_output=True, check=False).returncode:
+            raise OSError(f"{' '.join(line)} failed")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["fsfreeze", "-u", folder], capture_output=True, check=False)
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def freeze(folder: Path) -> None:
+    """Stops a disk: who writes there waits until `thaw`, in the kernel."""
+    subprocess.run(["fsfreeze", "-f", folder], check=True)
+
+
+def thaw(folder: Path) -> None:
+    """Lets writes to a disk go on."""
+    subprocess.run(["fsfreeze", "-u", folder], check=True)
+
+
 def fill(folder: Path) -> None:
     """Takes all the room that is left."""
     with contextlib.suppress(OSError), (folder / BALLAST).open("wb", buffering=0) as file:

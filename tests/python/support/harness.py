@@ -104,6 +104,12 @@ class Worker:
         stat = Path(f"/proc/{self.pid}/stat")
         wait_until(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "T", f"{self.name} is stopped")
 
+    def has_met_members(self) -> bool:
+        """Whether the Lighthouse has named it together with members that train."""
+        said = (json.loads(event["said"]) for event in self.events("protocol"))
+        met = (each for event in said for each in event.get("participants", []))
+        return any(each["standing"]["established"] for each in met)
+
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
@@ -145,9 +151,24 @@ class Job:
 
     def open_gate(self, step: int) -> None:
         """Lets all gated workers pass up to `step` (exclusive)."""
+        self._gate = step
         draft = self.folder / "gate.new"
         draft.write_text(str(step))
         draft.rename(self.folder / "gate")
+
+    def take_in(self, *joiners: Worker, until: int) -> None:
+        """Opens the gate up to `until` once the members, who look for newcomers on the way, know of the joiners.
+
+        The members ask the Lighthouse beside their steps: without a gate they may all be done before it answers.
+        """
+        for each in joiners:
+            each.wait_for("phase", phase="agree")
+        every = self.session["join_every"]
+        self.open_gate((self._gate // every + 1) * every + 1)
+        for each in joiners:
+            knows = lambda each=each: each.has_met_members() or not each.process.is_alive()  # noqa: E731
+            wait_until(knows, f"{each.name} and the members are named together")
+        self.open_gate(until)
 
     def wake(self) -> None:
         """Ends the faults in which workers hang."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.persist import attempts, checkpoint
-from evermoe.persist.checkpoint_store import find, open_store
-from evermoe.persist.checkpointer import CheckpointWrite
+from evermoe.persist.checkpoint_store import CheckpointStore, find, open_store
+from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.manifest import read_manifest
 from evermoe.persist.owner import Owner
 from evermoe.persist.place import Location, ObjectPath, locate
@@ -22,6 +23,7 @@ from support.models import everyone, make
 from support.stores import Units, contents, model, names
 
 PATIENCE = 20.0
+LONGEST_STOP = 100.0
 
 
 @dataclass
@@ -72,6 +74,28 @@ class Spot:
 def beside(spot: Spot) -> Spot:
     """Another place of the same kind, which nothing else uses."""
     return Spot(f"{spot.url.rpartition('/')[0]}/{uuid.uuid4().hex[:8]}", spot.environment)
+
+
+class Stop:
+    """Where a writer stops: all its units are written, and then it publishes them no sooner than it may go on."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._publish = store.publish
+        self._is_reached, self._may_go_on = threading.Event(), threading.Event()
+        store.publish = self._publish_late  # type: ignore[method-assign]
+
+    def _publish_late(self, *arguments: object) -> Location:
+        self._is_reached.set()
+        assert self._may_go_on.wait(LONGEST_STOP)
+        path: Location = self._publish(*arguments)  # type: ignore[arg-type]
+        return path
+
+    def wait(self) -> None:
+        """Until all is written but the manifest."""
+        assert self._is_reached.wait(PATIENCE)
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
 
 
 class Writer:

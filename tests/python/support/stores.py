@@ -18,7 +18,7 @@ from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_folder import CheckpointFolder, find
-from evermoe.persist.checkpointer import CheckpointWrite
+from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.folder import find_persisted, read_persisted, sweep
 from evermoe.persist.manifest import read_manifest
 from evermoe.persist.owner import Owner

@@ -1,0 +1,101 @@
+"""Decisions of all members beside training: alike on all, in the group in which they were begun or in none."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from evermoe.comm.council import Council
+from evermoe.comm.group import Group
+from evermoe.comm.tags import CHECKPOINT
+from evermoe.errors import PeerLost
+from support.ranks import members, run_ranks
+
+LIMIT = 10.0
+
+
+def test_who_is_alone_decides_alone():
+    assert Council(Group(), CHECKPOINT).decide(("a", 1), lambda said: said) == [["a", 1]]
+
+
+def decide_in_turns(group, folder):
+    found, _ = members(group, folder, LIMIT)
+    councils = [Council(found, CHECKPOINT) for _ in range(3)]
+    long = "é" * 100_000
+    decided = [
+        council.decide({"rank": found.rank, "of": number, "long": long}, lambda said: {"said": said, "by": found.rank})
+        for number, council in enumerate(councils)
+    ]
+    group.all_reduce(torch.ones(1))
+    return decided
+
+
+def test_all_have_what_rank_0_makes_of_what_each_says(tmp_path):
+    ranks = run_ranks(tmp_path, 3, decide_in_turns, str(tmp_path))
+    for number in range(3):
+        said = [{"rank": rank, "of": number, "long": "é" * 100_000} for rank in range(3)]
+        assert [decided[number] for decided in ranks] == [{"said": said, "by": 0}] * 3
+
+
+def lose_one(group, folder):
+    """Rank 2 goes without a word."""
+    found, transport = members(group, folder, LIMIT)
+    council = Council(found, CHECKPOINT)
+    if found.rank == 2:
+        transport.drop("it dies")
+        return "dropped"
+    with pytest.raises(PeerLost) as lost:
+        council.decide(found.rank, lambda said: said)
+    return str(lost.value)
+
+
+def test_where_one_is_gone_nothing_is_decided_and_the_others_know(tmp_path):
+    assert run_ranks(tmp_path, 3, lose_one, str(tmp_path)) == ["not all members can be heard any more"] * 2 + [
+        "dropped"
+    ]
+
+
+def outlive_the_group(group, folder):
+    """Rank 0 would hear rank 1 in the next group, and decide with it, which must not be."""
+    found, transport = members(group, folder, LIMIT)
+    old = Council(found, CHECKPOINT)
+    outcome = []
+
+    def decide():
+        try:
+            outcome.append(old.decide("old", lambda said: said))
+        except PeerLost as lost:
+            outcome.append(str(lost))
+
+    deciding = threading.Thread(target=decide)
+    if found.rank == 0:
+        deciding.start()
+    addresses = [each.decode() for each in group.all_gather_bytes(transport.address.encode())]
+    transport.connect(99, group.rank, addresses, timedelta(seconds=LIMIT), timedelta(seconds=LIMIT))
+    if found.rank == 1:
+        deciding.start()
+    deciding.join(LIMIT)
+    new = Council(found, CHECKPOINT).decide("new", lambda said: said)
+    group.all_reduce(torch.ones(1))
+    return outcome, new, transport.broken
+
+
+def test_a_council_of_an_earlier_group_takes_no_part_in_the_next(tmp_path):
+    first, second = run_ranks(tmp_path, 2, outlive_the_group, str(tmp_path))
+    assert first == (["not all members can be heard any more"], ["new", "new"], None)
+    assert second[1:] == (["new", "new"], None)
+    assert "failed" in second[0][0]
+
+
+def test_a_group_that_was_dropped_has_no_council(tmp_path):
+    with pytest.raises(AssertionError, match="the next group begins"):
+        run_ranks(tmp_path, 2, drop_first, str(tmp_path))
+
+
+def drop_first(group, folder):
+    found, transport = members(group, folder, LIMIT)
+    transport.drop("the next group begins")
+    Council(found, CHECKPOINT)
