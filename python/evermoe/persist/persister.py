@@ -135,8 +135,9 @@ class Persister:
         with self._changed:
             slots = [self._slots[at] for at, (what, _) in enumerate(self._buffer.slots) if what in WHOLE]
         for snapshot in slots:
-            for name, data in snapshot.units.items():
-                yield HeldUnit(name, snapshot.version, snapshot.digests[name], data)
+            made = digests([[data.numpy()] for data in snapshot.units.values()])
+            for (name, data), value in zip(snapshot.units.items(), made, strict=True):
+                yield HeldUnit(name, snapshot.version, value, data)
 
     def begin(self, version: int, units: Mapping[str, int]) -> dict[str, Tensor]:
         """Starts a snapshot of `units` (name → bytes): for each the view to write, uint8 `[nbytes]`.
