@@ -3,7 +3,7 @@
 use evermoe::persist::retained;
 use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_lagging};
 use proptest::prelude::*;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 fn held(unit: usize, version: u64, kind: Kind) -> Holding {
     Holding { unit, version, digest: 7, kind }
@@ -99,6 +99,8 @@ fn may_lag_names_units() {
 }
 
 const UNITS: usize = 3;
+/// Members that save units.
+const SAVERS: usize = 3;
 const KINDS: [Kind; 4] = [Kind::Active, Kind::Replayed, Kind::Snapshot, Kind::Persisted];
 
 #[derive(Clone, Debug)]
@@ -251,24 +253,48 @@ proptest! {
 
     #[test]
     fn what_is_not_retained_is_not_missed(
-        steps in prop::collection::vec((0..UNITS, 2_u64..9), 0..16),
+        steps in prop::collection::vec((0..SAVERS, 2_u64..9), 0..16),
+        shares in prop::collection::vec(1_u8..1 << SAVERS, 9 * UNITS),
         may_lag in prop::collection::vec(0..UNITS, 0..4),
         spare in 1..3_usize,
     ) {
-        // Each unit is persisted in order; after each step the store is pruned, or never.
-        let (mut pruned, mut full) = (vec![vec![1_u64]; UNITS], vec![vec![1_u64]; UNITS]);
-        for (unit, version) in steps {
-            if full[unit].last() >= Some(&version) {
+        // Each member saves its parts of versions in order, and leaves some out; after each step the store is pruned, or
+        // never. Who saves parts of a unit is another matter for each version.
+        let shared = |unit: usize, version: u64| shares[version as usize * UNITS + unit];
+        let mut done = vec![vec![1_u64]; SAVERS];
+        let (mut pruned, mut full) = (BTreeMap::new(), BTreeMap::new());
+        for unit in 0..UNITS {
+            pruned.insert((unit, 1), shared(unit, 1));
+            full.insert((unit, 1), shared(unit, 1));
+        }
+        for (saver, version) in steps {
+            if done[saver].last() >= Some(&version) {
                 continue;
             }
-            full[unit].push(version);
-            pruned[unit].push(version);
-            pruned = retained(&pruned, &may_lag, spare).unwrap();
-            let target = |store: &[Vec<u64>]| from_store(store, &may_lag);
-            prop_assert_eq!(target(&pruned), target(&full));
-            for (unit, found) in full.iter().enumerate() {
+            done[saver].push(version);
+            for unit in (0..UNITS).filter(|&unit| shared(unit, version) & 1 << saver != 0) {
+                *pruned.entry((unit, version)).or_default() |= 1 << saver;
+                *full.entry((unit, version)).or_default() |= 1 << saver;
+            }
+            let with = |store: &BTreeMap<(usize, u64), u8>, is_whole: bool| -> Vec<Vec<u64>> {
+                let of = |unit| store.iter().filter(move |((at, _), _)| *at == unit);
+                let versions = |unit| of(unit).filter(|((_, at), parts)| (shared(unit, *at) == **parts) == is_whole);
+                (0..UNITS).map(|unit| versions(unit).map(|((_, at), _)| *at).collect()).collect()
+            };
+            let may_come = |at: u64, saver: usize| done[saver].contains(&at) || *done[saver].last().unwrap() < at;
+            let takes_part = |at: u64, saver: usize| (0..UNITS).any(|unit| shared(unit, at) & 1 << saver != 0);
+            let all = |at: u64, what: &dyn Fn(u64, usize) -> bool| {
+                (0..SAVERS).all(|saver| !takes_part(at, saver) || what(at, saver))
+            };
+            let is_saved = |at: u64, saver: usize| done[saver].contains(&at);
+            let open: Vec<u64> = (2..9).filter(|&at| !all(at, &is_saved) && all(at, &may_come)).collect();
+            let stay = retained(&with(&pruned, true), &with(&pruned, false), &open, &may_lag, spare).unwrap();
+            pruned.retain(|(unit, at), _| stay[*unit].contains(at));
+            let whole = with(&pruned, true);
+            prop_assert_eq!(from_store(&whole, &may_lag), from_store(&with(&full, true), &may_lag));
+            for (unit, found) in with(&full, true).iter().enumerate() {
                 let newest: Vec<u64> = found.iter().rev().take(spare).rev().copied().collect();
-                prop_assert!(pruned[unit].ends_with(&newest));
+                prop_assert!(whole[unit].ends_with(&newest));
             }
         }
     }
