@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RANK@STEP",
         help="SIGKILL a worker in the middle of this step, and take its node's memory away; repeatable. A kill due at "
         "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all. "
-        "With moetion and pec, which may lose tokens, --slots is the fewest by default: each expert trains on one "
-        "worker alone, so that this kill shows what such a preset loses",
+        "With moetion and pec, which may lose tokens, --slots is the fewest by default: experts train on one worker "
+        "alone, as far as slots come out even, so that this kill shows what such a preset loses",
     )
     show.add_argument("--no-kill", action="store_true", help="no worker dies")
     show.add_argument(

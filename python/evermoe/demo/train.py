@@ -81,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
     run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (%(default)s)")
-    run.add_argument("--slots", type=int, help="expert replicas per worker and layer (default: the fewest plus one)")
+    run.add_argument(
+        "--slots",
+        type=int,
+        help="expert replicas per worker and layer (default: the fewest plus one; evermoe demo of moetion and pec: the "
+        "fewest)",
+    )
     run.add_argument("--placement", choices=POLICIES, help="of experts on workers (default: the preset's)")
     run.add_argument("--min-replicas", type=int, help="of each expert (default: 1; --copies with lazarus)")
     run.add_argument("--copies", type=int, default=2, help="nodes that hold each unit's state; 0: none (%(default)s)")
