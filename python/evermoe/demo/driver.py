@@ -260,7 +260,7 @@ def _lost(result: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
         fewest, most = back["fewest_steps"], back["most_steps"]
         ages = str(most) if fewest == most else f"{fewest} to {most}"
         went = f"{count(back['experts'], 'expert')} went back by {ages} {'step' if most == 1 else 'steps'}"
-        lines.append(f"step {back['step']}: {went}, as only the dead had trained newer ones")
+        lines.append(f"step {back['step']}: {went}, as only dead workers had newer ones")
     if result["rolled_back"]:
         lines.append(copied_at_a_time(options))
     else:
