@@ -85,11 +85,13 @@ fn a_unit_that_may_lag_and_is_nowhere_is_lost() {
 
 #[test]
 fn one_version_of_each_unit_stays_at_least() {
-    assert_eq!(retained(&[vec![1], vec![2], vec![]], &[], 1).unwrap(), [vec![1], vec![2], vec![]]);
-    let error = retained(&[vec![1]], &[], 0).unwrap_err().to_string();
+    assert_eq!(retained(&[vec![1], vec![2], vec![]], &[], &[], &[], 1).unwrap(), [vec![1], vec![2], vec![]]);
+    let error = retained(&[vec![1]], &[], &[], &[], 0).unwrap_err().to_string();
     assert!(error.starts_with("spare: expected 1 or more, got 0"), "{error}");
-    let error = retained(&[], &[0], 1).unwrap_err().to_string();
+    let error = retained(&[], &[], &[], &[0], 1).unwrap_err().to_string();
     assert!(error.starts_with("may_lag: unit 0 is named; there are 0 units"), "{error}");
+    let error = retained(&[vec![1]], &[vec![], vec![2]], &[], &[], 1).unwrap_err().to_string();
+    assert!(error.starts_with("partial: expected 1 lists or none, got 2"), "{error}");
 }
 
 #[test]
@@ -260,7 +262,14 @@ proptest! {
     ) {
         // Each member saves its parts of versions in order, and leaves some out; after each step the store is pruned, or
         // never. Who saves parts of a unit is another matter for each version.
-        let shared = |unit: usize, version: u64| shares[version as usize * UNITS + unit];
+        let shared = |unit: usize, version: u64| {
+            let savers = shares[version as usize * UNITS + unit];
+            match (may_lag.contains(&unit), (0..UNITS).find(|unit| !may_lag.contains(unit))) {
+                (true, _) => savers & savers.wrapping_neg(), // which is saved whole
+                (false, Some(first)) if first == unit => (1 << SAVERS) - 1, // all take part in each version
+                (false, _) => savers,
+            }
+        };
         let mut done = vec![vec![1_u64]; SAVERS];
         let (mut pruned, mut full) = (BTreeMap::new(), BTreeMap::new());
         for unit in 0..UNITS {
@@ -277,22 +286,28 @@ proptest! {
                 *full.entry((unit, version)).or_default() |= 1 << saver;
             }
             let with = |store: &BTreeMap<(usize, u64), u8>, is_whole: bool| -> Vec<Vec<u64>> {
-                let of = |unit| store.iter().filter(move |((at, _), _)| *at == unit);
-                let versions = |unit| of(unit).filter(|((_, at), parts)| (shared(unit, *at) == **parts) == is_whole);
-                (0..UNITS).map(|unit| versions(unit).map(|((_, at), _)| *at).collect()).collect()
+                let is_asked = |unit: usize, at: u64, parts: u8| (shared(unit, at) == parts) == is_whole;
+                let of = |unit: usize| store.iter().filter(move |((found, _), _)| *found == unit);
+                let versions = |unit: usize| {
+                    of(unit).filter(|((_, at), parts)| is_asked(unit, *at, **parts)).map(|((_, at), _)| *at).collect()
+                };
+                (0..UNITS).map(versions).collect()
             };
             let may_come = |at: u64, saver: usize| done[saver].contains(&at) || *done[saver].last().unwrap() < at;
-            let takes_part = |at: u64, saver: usize| (0..UNITS).any(|unit| shared(unit, at) & 1 << saver != 0);
+            let takes_part = |at: u64, saver: usize| {
+                (0..UNITS).any(|unit| !may_lag.contains(&unit) && shared(unit, at) & 1 << saver != 0)
+            };
             let all = |at: u64, what: &dyn Fn(u64, usize) -> bool| {
                 (0..SAVERS).all(|saver| !takes_part(at, saver) || what(at, saver))
             };
             let is_saved = |at: u64, saver: usize| done[saver].contains(&at);
             let open: Vec<u64> = (2..9).filter(|&at| !all(at, &is_saved) && all(at, &may_come)).collect();
-            let stay = retained(&with(&pruned, true), &with(&pruned, false), &open, &may_lag, spare).unwrap();
+            let before = with(&pruned, true);
+            let stay = retained(&before, &with(&pruned, false), &open, &may_lag, spare).unwrap();
             pruned.retain(|(unit, at), _| stay[*unit].contains(at));
             let whole = with(&pruned, true);
             prop_assert_eq!(from_store(&whole, &may_lag), from_store(&with(&full, true), &may_lag));
-            for (unit, found) in with(&full, true).iter().enumerate() {
+            for (unit, found) in before.iter().enumerate() {
                 let newest: Vec<u64> = found.iter().rev().take(spare).rev().copied().collect();
                 prop_assert!(whole[unit].ends_with(&newest));
             }

@@ -37,7 +37,7 @@ pub struct Manifest {
     pub step: u64,
     /// Digest of the names, shapes and types of all units of the model.
     pub layout: String,
-    /// Those that save the version together, each with a manifest of its own; none where one has all.
+    /// Those that save what may not lag of the version, each with a manifest of its own; none where one has all.
     pub members: Vec<String>,
     /// The units, each name once.
     pub units: Vec<SavedUnit>,

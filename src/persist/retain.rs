@@ -10,7 +10,8 @@ use std::collections::BTreeSet;
 /// it, those of `may_lag` at that version or before. It is *open* when members that are slower than the others may save
 /// what is missing of it. What the newest complete version and the open ones after it need stays; so do the newest
 /// `spare` versions of each unit, lest one be damaged. Units without any version do not count. Of `partial[u]`, versions
-/// of which parts of unit u are durable, those that are open stay, too; each list is ascending.
+/// of which parts of unit u are durable, those that are open stay, too; what may lag is saved whole. Each list is
+/// ascending.
 ///
 /// ```
 /// use evermoe::persist::retained;
@@ -58,11 +59,13 @@ pub fn retained(
             durable.iter().zip(&lags).map(|(found, &lags)| taken(found, target, lags)).collect();
         let counts = |unit: usize| !durable[unit].is_empty() || !begun[unit].is_empty();
         let is_complete = (0..units).all(|unit| taken[unit].is_some() || !counts(unit));
-        if !is_complete && !open.contains(&target) {
+        let is_open = open.contains(&target);
+        if !is_complete && !is_open {
             continue;
         }
         for ((stay, taken), begun) in stay.iter_mut().zip(&taken).zip(&begun) {
-            stay.extend(taken.or_else(|| begun.get(&target).copied()));
+            stay.extend(taken);
+            stay.extend(begun.get(&target).filter(|_| is_open));
         }
         if is_complete {
             break;

@@ -59,7 +59,7 @@ class Manifest:
     parts: dict[str, Part] = field(default_factory=dict)
     """Per unit that is there in part: which."""
     members: tuple[str, ...] = ()
-    """Those that save the version together, each with a manifest; none where one has all."""
+    """Those that save what may not lag of the version, each with a manifest; none where one has all."""
 
     def folder_of(self, unit: str) -> Location:
         """Where the unit's file is."""

@@ -180,7 +180,11 @@ class PartialCheckpoints(StateKeeper):
             [unit.expert is not None for unit in units],
             len(self._members),
         )
-        savers = [member for member, parts in zip(self._members, shares, strict=True) if parts]
+        savers = [
+            member
+            for member, parts in zip(self._members, shares, strict=True)
+            if any(units[each.unit].expert is None for each in parts)
+        ]
         parts = shares[self._membership.everyone.rank]
         mine = {units[at].name: Part(start, end, units[at].nbytes) for at, start, end in parts}
         self._is_saving |= bool(mine)

@@ -50,7 +50,7 @@ class _Snapshot:
     digests: Mapping[str, int] = field(default_factory=dict)
     """Of these, of all their bytes."""
     members: Sequence[str] = ()
-    """Those that save the version together."""
+    """Those that save what may not lag of the version."""
 
     def hold(self, version: int, units: Mapping[str, Part], members: Sequence[str]) -> _Snapshot:
         """Room for other units, in the same memory if that is large enough."""
@@ -167,7 +167,7 @@ class Persister:
             version: of the state.
             units: bytes of each that is there whole.
             parts: which bytes of each that is there in part.
-            members: those that save the version together, this one included; none where it has all.
+            members: those that save what may not lag of the version; none where this one has all.
 
         Raises:
             ValueError: a unit is unknown or has another size, none is given, a snapshot is being written, a version as
