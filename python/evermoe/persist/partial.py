@@ -1,4 +1,4 @@
-"""PEC (MoC-System): after steps some experts of each layer, and each member's share of the rest, go to a folder.
+"""PEC (MoC-System): after steps some experts of each layer, and each member's share of the rest, go to one place.
 
 What is saved is read by the courier's thread before the next update, and written by the persister's.
 """
@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,10 +19,9 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.task import Task
 from evermoe.errors import PersistFailed
 from evermoe.keeper import Assignment, Due, StateKeeper
-from evermoe.persist.checkpoint_folder import PERSISTED
-from evermoe.persist.folder import find_persisted, sweep
+from evermoe.persist.folder import PersistedUnit
+from evermoe.persist.partial_store import PartialStore
 from evermoe.persist.persister import Persister
-from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import primary_units, read_tensors
@@ -68,10 +66,10 @@ class PartialCheckpoint:
 
 
 class PartialCheckpoints(StateKeeper):
-    """The folder of a job, and what this member writes to it.
+    """What the members of a job save unit by unit, and what this one writes of it.
 
     Args:
-        folder: that all members share.
+        store: that all members share.
         state: this member's units.
         membership: who takes part.
         courier: reads the state.
@@ -79,9 +77,9 @@ class PartialCheckpoints(StateKeeper):
     """
 
     def __init__(
-        self, folder: Path, state: TrainingState, membership: Membership, courier: Courier, save_every: int
+        self, store: PartialStore, state: TrainingState, membership: Membership, courier: Courier, save_every: int
     ) -> None:
-        self.folder, self._state, self._membership = folder / PERSISTED, state, membership
+        self.store, self._state, self._membership = store, state, membership
         self._courier, self._save_every = courier, save_every
         self._persister: Persister | None = None
         self._assignment: Assignment | None = None
@@ -100,36 +98,37 @@ class PartialCheckpoints(StateKeeper):
     def protect_all(self, version: int) -> Collection[str]:
         """Saves every unit once, unless all are durable; a few at a time are enough from then on. Collective.
 
-        A folder that cannot be written to does not end the job: it continues, with a warning and without these saves.
+        A place that cannot be written to does not end the job: it continues, with a warning and without these saves.
         """
         assert self._assignment is not None
         group, member = self._membership.everyone, self._assignment.member
         is_running = bool(group.all_reduce(torch.tensor([int(self._membership.established)])))
         members = gather_json(group, member)
         # What an earlier start has saved before its first step is not of this one.
-        self._open(member, members, version if is_running or step_of(version) else 0)
-        group.all_reduce(torch.zeros(1))  # no member writes a newer version while another still removes those
-        if group.all_reduce(torch.tensor([int(_has_all(self.folder, self._state.catalog))])) == group.size:
+        is_open = self._open(member, members, version if is_running or step_of(version) else 0)
+        has_all = is_open and {found.unit for found in self._find()} == set(self._state.catalog.by_name)
+        if group.all_reduce(torch.tensor([int(has_all)])) == group.size:
             return ()
         every = self._state.catalog.experts()
         self._save(version, every)
-        is_saved = group.all_reduce(torch.tensor([int(self._is_flushed())])) == group.size
+        is_saved = group.all_reduce(torch.tensor([int(is_open and self._is_flushed())])) == group.size
         return every if is_saved else ()
 
-    def _open(self, member: str, members: Collection[str], version: int) -> None:
-        """Opens the folder to resume from `version`: newer versions were never committed, and are removed."""
+    def _open(self, member: str, members: Collection[str], version: int) -> bool:
+        """Resumes from `version`: newer versions were never committed, and are removed. Whether the place answers."""
         assert self._assignment is not None
+        generation = self._assignment.generation
         try:
             if self._persister is None:
-                catalog = self._state.catalog
-                self._persister = Persister(
-                    self.folder, member, catalog.layout, units=catalog.units, on_skipped=self._note_skipped
-                )
-            self._persister.rewind(version, self._assignment.generation)
-            sweep(self.folder, members)
+                units = self._state.catalog.units
+                self._persister = Persister(self.store, member, units=units, on_skipped=self._note_skipped)
+            self._persister.rewind(version, generation)
+            if self._membership.everyone.rank == 0:
+                self.store.sweep(members, generation)
         except (OSError, PersistFailed) as error:
-            self.close()
-            _warn(self.folder, error)
+            self._warn(error)
+            return False
+        return True
 
     def _note_skipped(self, version: int, units: Sequence[str]) -> None:
         for unit in units:
@@ -141,15 +140,17 @@ class PartialCheckpoints(StateKeeper):
         return [self._skipped.get_nowait() for _ in range(self._skipped.qsize())]
 
     def _is_flushed(self) -> bool:
-        """Waits until what was begun is durable; whether it is."""
+        """Waits until what was begun is durable; whether it is, or still on its way after the longest time."""
         if self._persister is None:
             return False
         try:
             if self._latest is not None:
                 self._latest.task.wait()
-                self._persister.flush()
+                self._persister.flush(self.store.first_seconds)
+        except TimeoutError:
+            pass  # what is overtaken is told as skipped
         except PersistFailed as error:
-            _warn(self.folder, error)
+            self._warn(error)
             return False
         return True
 
@@ -228,20 +229,28 @@ class PartialCheckpoints(StateKeeper):
         """Every durable version of every unit, and what this member's buffers have: newer, or read quicker."""
         if self._persister is not None:
             yield from ((held, "snapshot") for held in self._persister.whole())
-        for found in find_persisted(self.folder, self._state.catalog.layout):
+        for found in self._find():
             yield found, "persisted"
+
+    def _find(self) -> list[PersistedUnit]:
+        """What is durable. A member that has state of the job does without it while the place is away.
+
+        Raises:
+            OSError: it is away, and this member may depend on it.
+        """
+        try:
+            return self.store.find(is_patient=not self._membership.established)
+        except OSError as error:
+            if not self._membership.established:
+                raise
+            warnings.warn(f"this recovery does without saved units: {error.strerror or error}", stacklevel=3)
+            return []
+
+    def _warn(self, error: Exception) -> None:
+        warnings.warn(f"units cannot be saved to {self.store.where}: {error}. Training continues", stacklevel=5)
 
     def close(self) -> None:
         """Ends the persister's thread; what is on its way is still written."""
         if self._persister is not None:
             self._persister.close()
             self._persister = None
-
-
-def _has_all(folder: Path, catalog: UnitCatalog) -> bool:
-    """Whether there is a durable version of every unit."""
-    return {found.unit for found in find_persisted(folder, catalog.layout)} == set(catalog.by_name)
-
-
-def _warn(folder: Path, error: Exception) -> None:
-    warnings.warn(f"units cannot be saved to {folder}: {error}. Training continues", stacklevel=5)
