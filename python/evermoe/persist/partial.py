@@ -86,6 +86,8 @@ class PartialCheckpoints(StateKeeper):
         self._latest: PartialCheckpoint | None = None
         self._durable = 0
         """Steps taken in the newest version of which this member's part is on disk."""
+        self._owes_all = False
+        """Whether the next save is one of every unit."""
         self._is_saving = False
         """Whether this member has had a part to save."""
         self._skipped: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -99,6 +101,8 @@ class PartialCheckpoints(StateKeeper):
         """Saves every unit once, unless all are durable; a few at a time are enough from then on. Collective.
 
         A place that cannot be written to does not end the job: it continues, with a warning and without these saves.
+        Where a member cannot save this version, as the place is away or it has begun to save it before, the next save
+        is one of every unit.
         """
         assert self._assignment is not None
         group, member = self._membership.everyone, self._assignment.member
@@ -106,12 +110,19 @@ class PartialCheckpoints(StateKeeper):
         members = gather_json(group, member)
         # What an earlier start has saved before its first step is not of this one.
         is_open = self._open(member, members, version if is_running or step_of(version) else 0)
-        has_all = is_open and {found.unit for found in self._find()} == set(self._state.catalog.by_name)
-        if group.all_reduce(torch.tensor([int(has_all)])) == group.size:
+        has_all = is_open and {found.unit for found in _find(self.store, self._membership.established)} == set(
+            self._state.catalog.by_name
+        )
+        can_begin = is_open and self._persister is not None and self._persister.can_begin(version)
+        everyone = gather_json(group, [has_all, can_begin])
+        if all(has_all for has_all, _ in everyone):
+            return ()
+        self._owes_all = not all(can_begin for _, can_begin in everyone)
+        if self._owes_all:
             return ()
         every = self._state.catalog.experts()
         self._save(version, every)
-        is_saved = group.all_reduce(torch.tensor([int(is_open and self._is_flushed())])) == group.size
+        is_saved = group.all_reduce(torch.tensor([int(self._is_flushed())])) == group.size
         return every if is_saved else ()
 
     def _open(self, member: str, members: Collection[str], version: int) -> bool:
@@ -126,7 +137,7 @@ class PartialCheckpoints(StateKeeper):
             if self._membership.everyone.rank == 0:
                 self.store.sweep(members, generation)
         except (OSError, PersistFailed) as error:
-            self._warn(error)
+            _warn(self.store, error)
             return False
         return True
 
@@ -150,7 +161,7 @@ class PartialCheckpoints(StateKeeper):
         except TimeoutError:
             pass  # what is overtaken is told as skipped
         except PersistFailed as error:
-            self._warn(error)
+            _warn(self.store, error)
             return False
         return True
 
@@ -204,12 +215,13 @@ class PartialCheckpoints(StateKeeper):
         """The experts whose turn it is, after each `save_every` steps; with them goes all that is no expert."""
         if choose is None or step % self._save_every:
             return Due()
-        return Due(remote=sorted(choose()))
+        return Due(remote=sorted(self._state.catalog.experts() if self._owes_all else choose()))
 
     def start(self, version: int, due: Due) -> None:
         """Begins to save what is due of the state, which is that of `version`."""
         self._latest = None
         if due.remote is not None:
+            self._owes_all = False
             self._save(version, due.remote)
 
     def lag(self, step: int) -> dict[str, int]:
@@ -229,28 +241,30 @@ class PartialCheckpoints(StateKeeper):
         """Every durable version of every unit, and what this member's buffers have: newer, or read quicker."""
         if self._persister is not None:
             yield from ((held, "snapshot") for held in self._persister.whole())
-        for found in self._find():
+        for found in _find(self.store, self._membership.established):
             yield found, "persisted"
-
-    def _find(self) -> list[PersistedUnit]:
-        """What is durable. A member that has state of the job does without it while the place is away.
-
-        Raises:
-            OSError: it is away, and this member may depend on it.
-        """
-        try:
-            return self.store.find(is_patient=not self._membership.established)
-        except OSError as error:
-            if not self._membership.established:
-                raise
-            warnings.warn(f"this recovery does without saved units: {error.strerror or error}", stacklevel=3)
-            return []
-
-    def _warn(self, error: Exception) -> None:
-        warnings.warn(f"units cannot be saved to {self.store.where}: {error}. Training continues", stacklevel=5)
 
     def close(self) -> None:
         """Ends the persister's thread; what is on its way is still written."""
         if self._persister is not None:
             self._persister.close()
             self._persister = None
+
+
+def _find(store: PartialStore, is_established: bool) -> list[PersistedUnit]:
+    """What is durable. A member that has state of the job does without it while the place is away.
+
+    Raises:
+        OSError: it is away, and this member may depend on it.
+    """
+    try:
+        return store.find(is_patient=not is_established)
+    except OSError as error:
+        if not is_established:
+            raise
+        warnings.warn(f"this recovery does without saved units: {error.strerror or error}", stacklevel=3)
+        return []
+
+
+def _warn(store: PartialStore, error: Exception) -> None:
+    warnings.warn(f"units cannot be saved to {store.where}: {error}. Training continues", stacklevel=5)

@@ -158,6 +158,12 @@ class Persister:
         self._tell_skipped(skipped)
         return views
 
+    def can_begin(self, version: int) -> bool:
+        """Whether nothing as new as a version was begun here, or is durable."""
+        with self._changed:
+            begun = [self._durable, *(found for _, found in self._buffer.slots)]
+        return all(found is None or found < version for found in begun)
+
     def commit(self) -> None:
         """The snapshot is whole: lets the persister have it.
 

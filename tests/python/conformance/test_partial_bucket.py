@@ -1,4 +1,4 @@
-"""Units that are persisted in an object store, on a real server: killed writers, late ones, and a store that is away."""
+"""Units that are persisted in an object store, on a real server: killed and late writers, a store that is away."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def test_a_rewind_does_not_wait_for_a_commit_that_hangs(proxy, behind, join, mon
     proxy.reset(lambda request: Fault("hold") if request.path.endswith("-m.json") else None)
     member.snapshot(OLD + 2, ["a"])
     assert proxy.held.wait(LIMIT)
-    with pytest.raises(PersistFailed, match="cannot be removed from .*: no answer for 0 s"):
+    with pytest.raises(PersistFailed, match=r"cannot be removed from .*: no answer for 0 s"):
         member.persister.rewind(OLD + 1, 2)
     member.snapshot(NEW + 2, ["b"])
     proxy.reset()
