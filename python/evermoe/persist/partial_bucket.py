@@ -1,7 +1,7 @@
 """Persisted units in an object store, whose objects cannot be renamed; see `evermoe.persist.folder` for what stays.
 
     URL/persisted/manifests/persisted-VERSION-MEMBER.begun        first
-    URL/persisted/persisted-VERSION-MEMBER/units-0.safetensors    tensors named "<unit>/<piece>"; units-1, ...
+    URL/persisted/persisted-VERSION-MEMBER/units-0.safetensors    tensors as in a folder; units-1, ...
     URL/persisted/manifests/persisted-VERSION-MEMBER.json         last: version, layout, file and digest of every unit
     URL/persisted/manifests/generation-0000000003                 the members of this generation go on
 
@@ -29,24 +29,21 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from safetensors.torch import save
-from torch import Tensor
 
 from evermoe.errors import CorruptCopy, LeftBehind, PersistFailed
 from evermoe.persist.attempts import EXPIRY_SECONDS, LOOKS, WRITES
 from evermoe.persist.folder import (
     PersistedUnit,
     all_units,
-    digests_of,
     folder_name,
     is_undone,
     parsed_name,
     retained_units,
-    tensors_of,
 )
-from evermoe.persist.manifest import MANIFEST_BYTES, Entry, Manifest, manifest_text, parsed
+from evermoe.persist.manifest import MANIFEST_BYTES, Manifest, parsed
 from evermoe.persist.owner import read_owner
 from evermoe.persist.place import LOOK_SECONDS, ObjectPath, Place, hurried
-from evermoe.state.unit import Unit
+from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.version import generation_of
 
 MANIFESTS = "manifests"
@@ -141,26 +138,21 @@ class PartialBucket:
         """A member begins to write here; what an earlier start of it has left half done never becomes durable."""
         self._give_up(self._list(self._patient), lambda part: part.member == member)
 
-    def write(self, version: int, member: str, units: Mapping[str, tuple[Unit, Tensor]]) -> _Draft:
+    def write(self, saved: Saved) -> _Draft:
         """Writes a member's part of a version to some files."""
-        name = folder_name(version, member)
+        name = folder_name(saved.version, saved.member)
         self._patient.put(self._key(name + _BEGUN), b"")
-        files = {f"units-{at}.safetensors": names for at, names in enumerate(_files(units))}
+        files = {f"units-{at}.safetensors": units for at, units in enumerate(_files(saved.units))}
 
         def put(file: str) -> None:
-            self._patient.put(
-                (self.where / name / file).key, save(tensors_of({each: units[each] for each in files[file]}))
-            )
+            tensors = {key: tensor.contiguous() for key, tensor in saved.tensors(files[file]).items()}
+            self._patient.put((self.where / name / file).key, save(tensors))
 
         with ThreadPoolExecutor(WRITES, thread_name_prefix="evermoe-write") as pool:
             for _ in pool.map(put, files):
                 pass
-        digests, file_of = digests_of(units), {each: file for file, names in files.items() for each in names}
-        entries: dict[str, Entry] = {
-            each: (file_of[each], digests[each], [spec.name for spec in unit.specs])
-            for each, (unit, _) in units.items()
-        }
-        return _Draft(name, version, manifest_text(version, self.layout, entries))
+        file_of = {unit: file for file, units in files.items() for unit in units}
+        return _Draft(name, saved.version, saved.manifest(self.layout, file_of))
 
     def commit(self, draft: _Draft, generation: int) -> None:
         """Makes a member's part of a version durable, unless others went on without it; see `PartialStore`.
@@ -277,15 +269,15 @@ def _checked(path: ObjectPath, content: bytes, version: int) -> Manifest:
     return manifest
 
 
-def _files(units: Mapping[str, tuple[Unit, Tensor]]) -> Iterator[list[str]]:
+def _files(units: Mapping[str, SavedUnit]) -> Iterator[list[str]]:
     """Names of the units of each file."""
     names: list[str] = []
     nbytes = 0
-    for name, (_, data) in units.items():
-        if names and nbytes + len(data) > FILE_BYTES:
+    for name, unit in units.items():
+        if names and nbytes + unit.nbytes > FILE_BYTES:
             yield names
             names, nbytes = [], 0
         names.append(name)
-        nbytes += len(data)
+        nbytes += unit.nbytes
     if names:
         yield names

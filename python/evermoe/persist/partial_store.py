@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container
 from typing import Any, Protocol
-
-from torch import Tensor
 
 from evermoe.persist.folder import PartialFolder, PersistedUnit
 from evermoe.persist.partial_bucket import PartialBucket
 from evermoe.persist.place import Location, ObjectPath
-from evermoe.state.unit import Unit
+from evermoe.persist.saved import Saved
 
 
 class PartialStore(Protocol):
@@ -48,8 +46,8 @@ class PartialStore(Protocol):
     def newest(self, member: str) -> int | None:
         """The newest version of which a member's part is durable; raises as `find` does."""
 
-    def write(self, version: int, member: str, units: Mapping[str, tuple[Unit, Tensor]]) -> Any:
-        """Writes a member's part of a version: units by name, and their bytes, uint8 `[nbytes]`.
+    def write(self, saved: Saved) -> Any:
+        """Writes a member's part of a version.
 
         Returns:
             The draft.

@@ -6,14 +6,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from evermoe._native import TripleBuffer, digests
 from evermoe.errors import LeftBehind, PersistFailed
+from evermoe.persist.manifest import BYTES, Part
 from evermoe.persist.partial_store import PartialStore
 from evermoe.persist.place import LOOK_SECONDS
+from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.unit import Unit
 
 ALIGNMENT = 64
@@ -35,20 +38,33 @@ class HeldUnit:
 
 @dataclass
 class _Snapshot:
-    """One slot: the bytes of a version's units, each at its offset."""
+    """One slot: the bytes of a version's units, or of parts of them, each at its offset."""
 
     version: int = 0
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     units: dict[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """Of units that are there in part."""
+    digests: Mapping[str, int] = field(default_factory=dict)
+    """Of these, of all their bytes."""
+    members: Sequence[str] = ()
+    """Those that save what may not lag of the version."""
 
-    def hold(self, version: int, units: Mapping[str, int]) -> _Snapshot:
+    def hold(self, version: int, units: Mapping[str, Part], members: Sequence[str]) -> _Snapshot:
         """Room for other units, in the same memory if that is large enough."""
         starts, end = {}, 0
-        for name, nbytes in units.items():
+        for name, part in units.items():
             starts[name] = end
-            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            end += -(-(part.end - part.start) // ALIGNMENT) * ALIGNMENT
         memory = self.memory if len(self.memory) >= end else torch.empty(end, dtype=torch.uint8)
-        return _Snapshot(version, memory, {name: memory[at : at + units[name]] for name, at in starts.items()})
+        views = {name: memory[at : at + units[name].end - units[name].start] for name, at in starts.items()}
+        parts = {name: part for name, part in units.items() if part.end - part.start < part.of}
+        return _Snapshot(version, memory, views, parts, members=members)
+
+    def whole_digests(self) -> dict[str, int]:
+        """xxh3-64 of the units that are there whole."""
+        whole = [name for name in self.units if name not in self.parts]
+        return dict(zip(whole, digests([[self.units[name].numpy()] for name in whole]), strict=True))
 
 
 class Persister:
@@ -57,6 +73,8 @@ class Persister:
         views = persister.begin(version, {"moe.experts.3": nbytes})
         state.read("moe.experts.3", views["moe.experts.3"])
         persister.commit()
+
+    Several members may save a unit together, each a part of its bytes.
 
     Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
     never wait for the place. Where snapshots come faster than the place takes them, the newest goes first and those
@@ -128,23 +146,36 @@ class Persister:
         with self._changed:
             slots = [self._slots[at] for at, (what, _) in enumerate(self._buffer.slots) if what in WHOLE]
         for snapshot in slots:
-            made = digests([[data.numpy()] for data in snapshot.units.values()])
-            for (name, data), value in zip(snapshot.units.items(), made, strict=True):
-                yield HeldUnit(name, snapshot.version, value, data)
+            for name, value in snapshot.whole_digests().items():
+                yield HeldUnit(name, snapshot.version, value, snapshot.units[name])
 
-    def begin(self, version: int, units: Mapping[str, int]) -> dict[str, Tensor]:
-        """Starts a snapshot of `units` (name → bytes): for each the view to write, uint8 `[nbytes]`.
+    def begin(
+        self,
+        version: int,
+        units: Mapping[str, int],
+        parts: Mapping[str, Part] = MappingProxyType({}),
+        members: Sequence[str] = (),
+    ) -> dict[str, Tensor]:
+        """Starts a snapshot of units: for each the view to write, uint8 `[nbytes]`, of a part `[end - start]`.
+
+        Args:
+            version: of the state.
+            units: bytes of each that is there whole.
+            parts: which bytes of each that is there in part.
+            members: those that save what may not lag of the version; none where this one has all.
 
         Raises:
             ValueError: a unit is unknown or has another size, none is given, a snapshot is being written, a version as
                 new is there, or the persister is closed.
         """
-        if not units:
+        if not units and not parts:
             raise ValueError("units: expected one or more, got none")
-        for name, nbytes in units.items():
-            if name not in self._by_name or self._by_name[name].nbytes != nbytes:
+        shares = {name: Part(0, nbytes, nbytes) for name, nbytes in units.items()} | dict(parts)
+        for name, (start, end, of) in shares.items():
+            if name not in self._by_name or self._by_name[name].nbytes != of or not 0 <= start <= end <= of:
                 expected = f"{self._by_name[name].nbytes} bytes" if name in self._by_name else "a unit of this model"
-                raise ValueError(f"units: {name}: expected {expected}, got {nbytes} bytes")
+                got = f"{of} bytes" if end - start == of else f"those from {start} to {end} of {of} bytes"
+                raise ValueError(f"units: {name}: expected {expected}, got {got}")
         self._tell()
         with self._changed:
             self._check_open()
@@ -153,7 +184,7 @@ class Persister:
             skipped = self._advance(lambda: self._buffer.begin(version))
             slot = self._buffer.writing
             assert slot is not None
-            self._slots[slot] = self._slots[slot].hold(version, units)
+            self._slots[slot] = self._slots[slot].hold(version, shares, members)
             views = dict(self._slots[slot].units)
         self._tell_skipped(skipped)
         return views
@@ -164,13 +195,22 @@ class Persister:
             begun = [self._durable, *(found for _, found in self._buffer.slots)]
         return all(found is None or found < version for found in begun)
 
-    def commit(self) -> None:
+    def commit(self, digests: Mapping[str, int] | None = None) -> None:
         """The snapshot is whole: lets the persister have it.
 
+        Args:
+            digests: xxh3-64 of all bytes of each unit that is there in part, by name.
+
         Raises:
-            ValueError: none is being written.
+            ValueError: none is being written, or a digest is missing.
         """
         with self._changed:
+            slot = self._buffer.writing
+            if slot is not None:
+                missing = self._slots[slot].parts.keys() - (digests or {}).keys()
+                if missing:
+                    raise ValueError(f"digests: expected those of {sorted(self._slots[slot].parts)}, got no {missing}")
+                self._slots[slot].digests = dict(digests or {})
             self._buffer.commit()
             self._may_try = True
             self._changed.notify_all()
@@ -282,7 +322,7 @@ class Persister:
     def _persist(self, snapshot: _Snapshot) -> None:
         with self._gate:
             self._rewind_store()
-        draft = self.store.write(snapshot.version, self.member, self._units(snapshot))
+        draft = self.store.write(self._saved(snapshot))
         with self._gate:
             with self._changed:
                 is_wanted, generation = self._is_persisting(snapshot), self._generation
@@ -298,8 +338,21 @@ class Persister:
         self._tell_skipped(skipped)
         self.store.prune(self.member, self._may_lag)
 
-    def _units(self, snapshot: _Snapshot) -> dict[str, tuple[Unit, Tensor]]:
-        return {name: (self._by_name[name], data) for name, data in snapshot.units.items()}
+    def _saved(self, snapshot: _Snapshot) -> Saved:
+        units = {
+            name: SavedUnit(
+                value,
+                [spec.name for spec in self._by_name[name].specs],
+                self._pieces(name, snapshot),
+                snapshot.parts.get(name),
+            )
+            for name, value in {**snapshot.whole_digests(), **snapshot.digests}.items()
+        }
+        return Saved(snapshot.version, self.member, units, snapshot.members)
+
+    def _pieces(self, name: str, snapshot: _Snapshot) -> Mapping[str, Tensor]:
+        data = snapshot.units[name]
+        return {BYTES: data} if name in snapshot.parts else self._by_name[name].tensors(data)
 
     def _failed(self, snapshot: _Snapshot, error: Exception) -> None:
         with self._changed:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from evermoe._native import digest
 from evermoe.errors import LeftBehind, PersistFailed
 from evermoe.persist import partial_bucket
 from evermoe.persist.checkpoint_bucket import CheckpointBucket
@@ -18,6 +19,7 @@ from evermoe.persist.folder import PERSISTED, read_persisted
 from evermoe.persist.owner import Owner
 from evermoe.persist.partial_store import open_partial
 from evermoe.persist.place import locate
+from evermoe.persist.saved import Saved, SavedUnit
 from support.harness import PATIENCE, SERVER, wait_until
 from support.object_servers import s3_server
 from support.persisting import NBYTES, UNITS, Member, content, parts, versions
@@ -61,14 +63,19 @@ def persisted(behind):
     return behind(f"b-{uuid.uuid4().hex[:8]}")
 
 
-def units_of(version, names):
+def saved(version, member, names):
     by_name = {unit.name: unit for unit in UNITS}
-    return {name: (by_name[name], content(name, version)) for name in names}
+    found = {}
+    for name in names:
+        data = content(name, version)
+        pieces = [spec.name for spec in by_name[name].specs]
+        found[name] = SavedUnit(digest(data.numpy()), pieces, by_name[name].tensors(data))
+    return Saved(version, member, found)
 
 
 def write(store, version, member="m", names="ab", generation=1):
     """A member's part of a version, from its beginning to its commit."""
-    store.commit(store.write(version, member, units_of(version, names)), generation)
+    store.commit(store.write(saved(version, member, names)), generation)
 
 
 # ---- what is there
@@ -143,7 +150,7 @@ def test_another_job_that_starts_later_has_the_place(persisted):
 def test_a_writer_that_wakes_up_before_its_commit_finds_it_undone(persisted):
     asleep, awake = open_partial(persisted, "L"), open_partial(persisted, "L")
     write(awake, OLD + 1)
-    draft = asleep.write(OLD + 2, "one", units_of(OLD + 2, "ab"))
+    draft = asleep.write(saved(OLD + 2, "one", "ab"))
     awake.rewind(OLD + 1, 2)
     with pytest.raises(LeftBehind, match="members of generation 2 persist here, this one is of generation 1"):
         asleep.commit(draft, 1)
@@ -155,7 +162,7 @@ def test_a_commit_that_is_under_way_while_it_is_undone_never_is_durable(persiste
     """The writer has looked for newer members before there were any."""
     asleep, awake = open_partial(persisted, "L"), open_partial(persisted, "L")
     write(awake, OLD + 1)
-    draft = asleep.write(OLD + 2, "one", units_of(OLD + 2, "ab"))
+    draft = asleep.write(saved(OLD + 2, "one", "ab"))
     proxy.reset(
         lambda request: Fault("hold") if request.method == "PUT" and request.path.endswith("-one.json") else None
     )
@@ -173,7 +180,7 @@ def test_a_commit_that_is_under_way_while_it_is_undone_never_is_durable(persiste
 
 def test_a_commit_whose_answer_is_late_stays_undone(persisted, proxy):
     asleep, awake = open_partial(persisted, "L"), open_partial(persisted, "L")
-    draft = asleep.write(OLD + 2, "one", units_of(OLD + 2, "ab"))
+    draft = asleep.write(saved(OLD + 2, "one", "ab"))
     proxy.reset(
         lambda request: Fault("hold after") if request.method == "PUT" and request.path.endswith(".json") else None
     )
@@ -204,7 +211,7 @@ def test_what_newer_members_have_persisted_stays_however_late_it_is_rewound(pers
 
 def test_two_writers_of_one_version_do_not_meet(persisted):
     one, two = open_partial(persisted, "L"), open_partial(persisted, "L")
-    drafts = [(one, one.write(1, "one", units_of(1, "ab"))), (two, two.write(1, "two", units_of(1, "bc")))]
+    drafts = [(one, one.write(saved(1, "one", "ab"))), (two, two.write(saved(1, "two", "bc")))]
     for store, draft in reversed(drafts):
         store.commit(draft, 1)
     assert versions(persisted) == {"a": [1], "b": [1, 1], "c": [1]}
@@ -212,8 +219,8 @@ def test_two_writers_of_one_version_do_not_meet(persisted):
 
 def test_what_the_dead_have_begun_never_becomes_durable_and_goes(persisted):
     dead, live = open_partial(persisted, "L"), open_partial(persisted, "L")
-    draft = dead.write(OLD + 1, "dead", units_of(OLD + 1, "ab"))
-    ours = live.write(OLD + 1, "one", units_of(OLD + 1, "c"))
+    draft = dead.write(saved(OLD + 1, "dead", "ab"))
+    ours = live.write(saved(OLD + 1, "one", "c"))
     live._sweep(["one"], 2)
     assert [name[-3:] for name in parts(persisted)] == ["one"]
     live.commit(ours, 1)
