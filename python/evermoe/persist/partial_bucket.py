@@ -136,7 +136,7 @@ class PartialBucket:
 
     def join(self, member: str) -> None:
         """A member begins to write here; what an earlier start of it has left half done never becomes durable."""
-        self._give_up(self._list(self._patient), lambda part: part.member == member)
+        self._give_up(self._list(self._quick), lambda part: part.member == member)
 
     def write(self, saved: Saved) -> _Draft:
         """Writes a member's part of a version to some files."""
@@ -188,11 +188,12 @@ class PartialBucket:
     def rewind(self, version: int, generation: int) -> None:
         """Makes undone what is newer than a version and of members before a generation; its files go in `sweep`."""
         if generation:
-            self._quick.put(self._key(f"generation-{generation:010d}"), b"")
+            self._quick.create(self._key(f"generation-{generation:010d}"), b"")
         listed = self._list(self._quick)
         if generation and max(listed.generations) > generation:
             raise LeftBehind(f"members of generation {max(listed.generations)} go on without those of {generation}")
-        undone = [name for name, part in listed.parts.items() if is_undone(part.version, version, generation)]
+        parts = {name: part for name, part in listed.parts.items() if part.nbytes != 0}
+        undone = [name for name, part in parts.items() if is_undone(part.version, version, generation)]
         with ThreadPoolExecutor(LOOKS, thread_name_prefix="evermoe-rewind") as pool:
             for _ in pool.map(lambda name: self._quick.put(self._key(name + _DURABLE), b""), undone):
                 pass
