@@ -66,6 +66,15 @@ class _Snapshot:
         whole = [name for name in self.units if name not in self.parts]
         return dict(zip(whole, digests([[self.units[name].numpy()] for name in whole]), strict=True))
 
+    def saved(self, member: str, by_name: Mapping[str, Unit]) -> Saved:
+        """What a member saves of it."""
+        found = {}
+        for name, value in {**self.whole_digests(), **self.digests}.items():
+            unit, data = by_name[name], self.units[name]
+            pieces = {BYTES: data} if name in self.parts else unit.tensors(data)
+            found[name] = SavedUnit(value, [spec.name for spec in unit.specs], pieces, self.parts.get(name))
+        return Saved(self.version, member, found, self.members)
+
 
 class Persister:
     """Takes snapshots of some units at a time and writes them, one after another, in a thread of its own.
@@ -74,9 +83,7 @@ class Persister:
         state.read("moe.experts.3", views["moe.experts.3"])
         persister.commit()
 
-    Several members may save a unit together, each a part of its bytes.
-
-    Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
+    Several members may save a unit together, each a part of its bytes. Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
     never wait for the place. Where snapshots come faster than the place takes them, the newest goes first and those
     in between are skipped: `on_durable` says which units became durable, `on_skipped` which did not.
 
@@ -90,8 +97,7 @@ class Persister:
         store: shared by all members.
         member: whose snapshots these are; part of file names, unique among the members of a job.
         units: all of the model, `UnitCatalog.units`. Experts may lag in a recovery, other units may not.
-        on_durable: gets (version, units) in the persister's thread, before any `rewind` can take it back. It must not
-            call the persister.
+        on_durable: gets (version, units) in the persister's thread, before any `rewind`; must not call the persister.
         on_skipped: gets (version, units) that were overwritten or overtaken before they were durable; from `begin` or
             in the persister's thread.
 
@@ -168,14 +174,7 @@ class Persister:
             ValueError: a unit is unknown or has another size, none is given, a snapshot is being written, a version as
                 new is there, or the persister is closed.
         """
-        if not units and not parts:
-            raise ValueError("units: expected one or more, got none")
-        shares = {name: Part(0, nbytes, nbytes) for name, nbytes in units.items()} | dict(parts)
-        for name, (start, end, of) in shares.items():
-            if name not in self._by_name or self._by_name[name].nbytes != of or not 0 <= start <= end <= of:
-                expected = f"{self._by_name[name].nbytes} bytes" if name in self._by_name else "a unit of this model"
-                got = f"{of} bytes" if end - start == of else f"those from {start} to {end} of {of} bytes"
-                raise ValueError(f"units: {name}: expected {expected}, got {got}")
+        shares = _shares(self._by_name, units, parts)
         self._tell()
         with self._changed:
             self._check_open()
@@ -225,13 +224,10 @@ class Persister:
             self._buffer.abandon()
 
     def rewind(self, version: int, generation: int = 0) -> None:
-        """Rolls back: deletes every member's versions newer than `version`, since those steps were undone.
+        """Rolls back: members of a generation go on from a version. Newer ones of before go, of every member.
 
-        `generation` is that of the members that go on from there.
-
-        Nothing newer of this member appears afterwards, and nothing is persisted until it is done: where it fails, what
-        is persisted next tries it first. What members of this generation persist is not touched, so they need not wait
-        for each other; without a generation all is, and no member may begin a newer version meanwhile.
+        Nothing newer of this member appears afterwards. Where it fails, what is persisted next tries it first. Members
+        need not wait for each other, but without a generation: then everything newer goes.
 
         Raises:
             PersistFailed: the place does not let the files go, or is busy for long. A later recovery may find them.
@@ -240,8 +236,7 @@ class Persister:
             self._generation, self._owed = generation, version
             if self._durable is not None and self._durable > version:
                 self._durable = None  # or an older one, which is not known yet
-            recovery = self._buffer.recovery
-            if recovery is not None and self._slots[recovery].version > version:
+            if (slot := self._buffer.recovery) is not None and self._slots[slot].version > version:
                 self._buffer = TripleBuffer()  # all that is there is newer
             else:
                 self._buffer.rewind(version)
@@ -322,7 +317,7 @@ class Persister:
     def _persist(self, snapshot: _Snapshot) -> None:
         with self._gate:
             self._rewind_store()
-        draft = self.store.write(self._saved(snapshot))
+        draft = self.store.write(snapshot.saved(self.member, self._by_name))
         with self._gate:
             with self._changed:
                 is_wanted, generation = self._is_persisting(snapshot), self._generation
@@ -337,22 +332,6 @@ class Persister:
                 self._on_durable(snapshot.version, list(snapshot.units))
         self._tell_skipped(skipped)
         self.store.prune(self.member, self._may_lag)
-
-    def _saved(self, snapshot: _Snapshot) -> Saved:
-        units = {
-            name: SavedUnit(
-                value,
-                [spec.name for spec in self._by_name[name].specs],
-                self._pieces(name, snapshot),
-                snapshot.parts.get(name),
-            )
-            for name, value in {**snapshot.whole_digests(), **snapshot.digests}.items()
-        }
-        return Saved(snapshot.version, self.member, units, snapshot.members)
-
-    def _pieces(self, name: str, snapshot: _Snapshot) -> Mapping[str, Tensor]:
-        data = snapshot.units[name]
-        return {BYTES: data} if name in snapshot.parts else self._by_name[name].tensors(data)
 
     def _failed(self, snapshot: _Snapshot, error: Exception) -> None:
         with self._changed:
@@ -396,3 +375,16 @@ class Persister:
         if self.error is not None and not self._told:
             self._told = True
             warnings.warn(f"{self.error}. Training continues; the next snapshot tries again", stacklevel=3)
+
+
+def _shares(by_name: Mapping[str, Unit], units: Mapping[str, int], parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Which bytes of each unit are saved; raises as `Persister.begin` does."""
+    if not units and not parts:
+        raise ValueError("units: expected one or more, got none")
+    shares = {name: Part(0, nbytes, nbytes) for name, nbytes in units.items()} | dict(parts)
+    for name, (start, end, of) in shares.items():
+        if name not in by_name or by_name[name].nbytes != of or not 0 <= start <= end <= of:
+            expected = f"{by_name[name].nbytes} bytes" if name in by_name else "a unit of this model"
+            got = f"{of} bytes" if end - start == of else f"those from {start} to {end} of {of} bytes"
+            raise ValueError(f"units: {name}: expected {expected}, got {got}")
+    return shares
