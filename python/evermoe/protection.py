@@ -22,9 +22,11 @@ from evermoe.comm.membership import Membership
 from evermoe.events import Arranged, Confirm, Covered, Listener, Send
 from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
+from evermoe.persist.checkpoint_store import is_read_only
 from evermoe.persist.checkpointer import CheckpointOptions
+from evermoe.persist.folder import PERSISTED
 from evermoe.persist.partial import PartialCheckpoints
-from evermoe.persist.place import ObjectPath
+from evermoe.persist.partial_store import open_partial
 from evermoe.planning.protection import ProtectionPlan, RankInfo, plan_protection
 from evermoe.planning.recovery import Lagging
 from evermoe.profile.memory import return_freed_memory
@@ -57,12 +59,10 @@ class ProtectionOptions(CopyOptions, WindowOptions, CheckpointOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.choices.needs_checkpoint_dir and self.checkpoint_dir is None:
-            raise ValueError(f"the preset {self.preset} saves to checkpoint_dir, a folder that all members share")
-        if self.choices.needs_checkpoint_dir and isinstance(self.checkpoints(), ObjectPath):
+        if self.choices.needs_checkpoint_dir and ((where := self.checkpoints()) is None or is_read_only(where)):
             raise ValueError(
-                f"the preset {self.preset} saves units one by one, to a folder that all members share: expected one as "
-                f"checkpoint_dir, got {self.checkpoint_dir}"
+                f"the preset {self.preset} saves to checkpoint_dir: expected a folder that all members share, s3://, "
+                f"gs:// or az://, got {self.checkpoint_dir}"
             )
 
 
@@ -100,9 +100,10 @@ class Protection:
         self.snapshots = Snapshots(state, store, membership, options, options, emit)
         self.replicas = Replicas(state, membership, options, arithmetic, emit)
         self._state_keepers: list[StateKeeper] = [self.snapshots]
-        if self.preset.needs_checkpoint_dir and options.checkpoint_dir is not None:
-            folder, courier = Path(options.checkpoint_dir), self.snapshots.courier
-            self._state_keepers.append(PartialCheckpoints(folder, state, membership, courier, options.save_every))
+        where, courier = options.checkpoints(), self.snapshots.courier
+        if self.preset.needs_checkpoint_dir and where is not None:
+            partial = open_partial(where / PERSISTED, state.catalog.layout, membership.identity.job)
+            self._state_keepers.append(PartialCheckpoints(partial, state, membership, courier, options.save_every))
         self.keepers: list[Keeper] = [*self._state_keepers, self.replicas]
         """All that keep copies, in the order in which they are driven."""
         self.window_planner = self.snapshots.window_planner

@@ -71,15 +71,21 @@ def device(request):
 
 
 @pytest.fixture
-def join(tmp_path):
-    """`join(name, layout)` starts a member that persists units in one folder; it ends with the test."""
+def persisted(tmp_path):
+    """Where members persist units."""
+    return tmp_path
+
+
+@pytest.fixture
+def join(persisted):
+    """`join(name, layout)` starts a member that persists units in one place; it ends with the test."""
     from support.harness import PATIENCE
     from support.persisting import Member
 
     members = []
 
-    def start(*arguments, folder=tmp_path):
-        members.append(Member(folder, *arguments))
+    def start(*arguments, where=persisted):
+        members.append(Member(where, *arguments))
         return members[-1]
 
     yield start

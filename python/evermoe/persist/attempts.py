@@ -23,6 +23,8 @@ from evermoe.state.version import step_of
 INDEX = "index.json"
 LOOKS = 8
 """Manifests that are looked at, at the same time."""
+WRITES = 4
+"""Files that a member writes at the same time: so many more are in its memory."""
 EXPIRY_SECONDS = 7 * 86400.0
 """Time for which an empty manifest stays."""
 ATTEMPT = re.compile(r"^step-(\d{8,})(?:\.(\d{10})-\w+|-\d+)?$")

@@ -32,10 +32,22 @@ from safetensors.torch import save
 from torch import Tensor
 
 from evermoe._native import digest
-from evermoe.errors import CorruptCopy, PersistFailed
-from evermoe.persist.attempts import ATTEMPT, Attempts, Cleaner, files_of, give_up_older, sort, superseded, write_index
+from evermoe.errors import PersistFailed
+from evermoe.persist.attempts import (
+    ATTEMPT,
+    WRITES,
+    Attempts,
+    Cleaner,
+    files_of,
+    give_up_older,
+    sort,
+    superseded,
+    write_index,
+)
+from evermoe.persist.folder import PERSISTED
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, as_bytes, parsed
-from evermoe.persist.owner import OWNER, OWNER_BYTES, Owner, owner_text, parsed_owner
+from evermoe.persist.owner import OWNER, Owner, owner_text, read_owner
+from evermoe.persist.partial_bucket import generations
 from evermoe.persist.place import ObjectPath, Place
 from evermoe.persist.plain_files import PROBE
 from evermoe.persist.retention import NEWEST, Retention
@@ -43,8 +55,6 @@ from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
 
 BEGUN = "begun.json"
-WRITES = 4
-"""Units that a member writes at the same time: so many more are in its memory."""
 _ODD = re.compile(r"[^A-Za-z0-9._-]+")
 _LONGEST_NAME = 100
 
@@ -76,8 +86,9 @@ class CheckpointBucket:
         self._take_over()
 
     def _take_over(self) -> None:
-        found = read_owner(self._place)
-        if found is not None and found.layout != self._owner.layout and sort(self._attempts.look()):
+        found = read_owner(self.directory)
+        is_other = found is not None and found.layout != self._owner.layout
+        if found is not None and is_other and (sort(self._attempts.look()) or self._saved()):
             raise ValueError(
                 f"checkpoint_dir {self.directory} has checkpoints of job {found.job!r}, which trained another model or "
                 f"optimizer than this job, {self._owner.job!r}. Give it a URL of its own, or remove those"
@@ -89,14 +100,18 @@ class CheckpointBucket:
         """The newest generation that wrote here, also of attempts: that of the running job must be newer."""
         known = self._attempts.look()
         writers = [int(match[2] or 0) for name in known if (match := ATTEMPT.match(name))]
+        writers += self._saved()
         return max([*writers, *(generation_of(each.version) for each in sort(known))], default=0)
+
+    def _saved(self) -> list[int]:
+        return generations(self.directory / PERSISTED)
 
     def draft(self, version: int, generation: int, attempt: str) -> ObjectPath:
         """Where the members of a generation write a version, at an attempt that has a name of its own."""
         return self.directory / f"step-{step_of(version):08d}.{generation:010d}-{attempt}"
 
     def _check_owner(self) -> None:
-        found = read_owner(self._place)
+        found = read_owner(self.directory)
         if found is not None and found.job != self._owner.job:
             raise PersistFailed(
                 f"{self.directory} belongs to job {found.job!r} now, not to {self._owner.job!r}: give each a URL"
@@ -221,15 +236,3 @@ def put_unit(draft: ObjectPath, number: str, name: str, tensors: Mapping[str, Te
     file = f"{number}-{_ODD.sub('_', name)[:_LONGEST_NAME]}.safetensors"
     draft.place.put((draft / file).key, save({f"{name}/{key}": tensor for key, tensor in apart.items()}))
     return file, digest(as_bytes(apart).numpy()), list(apart), None
-
-
-def read_owner(place: Place) -> Owner | None:
-    """The owner of a place; None if it has none, or none that can be read.
-
-    Raises:
-        OSError: the place cannot be read.
-    """
-    with contextlib.suppress(CorruptCopy):
-        content = place.read(OWNER, OWNER_BYTES)
-        return None if content is None else parsed_owner(content)
-    return None

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from evermoe.errors import CorruptCopy, PersistFailed
-from evermoe.persist.folder import PersistedUnit, units_of
+from evermoe.persist.folder import PERSISTED, PersistedUnit, folders, units_of
 from evermoe.persist.manifest import MANIFEST, Entry, Manifest, read_manifest
 from evermoe.persist.owner import Claim, Owner, read_owner
 from evermoe.persist.place import Location
@@ -37,8 +37,6 @@ from evermoe.persist.retention import NEWEST, Retention
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of, step_of
 
-PERSISTED = "persisted"
-"""Folder beside the checkpoints for units that are saved one by one."""
 _COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")
 _DRAFT = re.compile(r"^step-\d{8,}\.writing-(\d{10,})-.+$")
 _REMOVING = re.compile(r"^step-\d{8,}(?:-\d+)?\.removing-")
@@ -199,6 +197,7 @@ class CheckpointFolder:
     def newest_generation(self) -> int:
         """The newest generation that wrote here, also of drafts: that of the running job must be newer."""
         drafts = [int(match[1]) for entry in _entries(self.directory) if (match := _DRAFT.match(entry.name))]
+        drafts += [generation_of(version) for _, version, _ in folders(self.directory / PERSISTED)]
         return max([*drafts, *(generation_of(found.version) for found in _scan(self.directory))], default=0)
 
     def draft(self, version: int, generation: int, attempt: str) -> Path:

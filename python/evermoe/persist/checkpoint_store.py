@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from evermoe.errors import CorruptCopy
-from evermoe.persist import attempts, checkpoint_bucket, checkpoint_folder
+from evermoe.persist import attempts, checkpoint_folder
 from evermoe.persist.attempts import ATTEMPT, LOOKS, Attempts, Cleaner, Found, give_up_older, scan, write_index
 from evermoe.persist.checkpoint_bucket import CheckpointBucket
 from evermoe.persist.checkpoint_folder import CheckpointFolder, Stored
@@ -151,7 +151,7 @@ def owner_of(where: Location) -> Owner | None:
     Raises:
         OSError: an object store did not answer.
     """
-    return checkpoint_bucket.read_owner(where.place) if isinstance(where, ObjectPath) else read_owner(where)
+    return read_owner(where)
 
 
 def superseded(where: Location, retention: Retention) -> list[Location]:

@@ -17,7 +17,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +25,15 @@ import torch
 from torch import Tensor
 
 from evermoe._native import digest, retained_versions
-from evermoe.errors import CorruptCopy
+from evermoe.errors import CorruptCopy, LeftBehind
 from evermoe.persist.manifest import MANIFEST, Manifest, Part, as_bytes, read_manifest, read_part, read_units
 from evermoe.persist.place import Location
+from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
+from evermoe.persist.saved import Saved
+from evermoe.state.version import generation_of
 
+PERSISTED = "persisted"
+"""Name of the folder below that of the checkpoints."""
 SPARE = 2
 """How many of the newest versions of each unit stay in any case."""
 DATA, DRAFT = "units.safetensors", "manifest.json.writing"
@@ -62,7 +67,11 @@ def find_persisted(folder: Path, layout: str) -> list[PersistedUnit]:
 
     What is unfinished or foreign is passed over; so is what has an unreadable manifest, with a warning.
     """
-    durable = manifests(folder, layout, MANIFEST)
+    return all_units(manifests(folder, layout, MANIFEST))
+
+
+def all_units(durable: Sequence[Manifest]) -> list[PersistedUnit]:
+    """The units that are there whole; by unit, newest version first."""
     found = [unit for manifest in durable for unit in units_of(manifest)]
     found += [whole for whole, is_whole in _joined(durable) if is_whole]
     return sorted(found, key=lambda each: (each.unit, -each.version, str(each.file)))
@@ -115,13 +124,18 @@ def folder_name(version: int, member: str) -> str:
     return f"persisted-{version:020d}-{member}"
 
 
+def parsed_name(name: str) -> tuple[int, str] | None:
+    """Version and member of a `folder_name`; None for any other name."""
+    match = _NAME.match(name)
+    return (int(match[1]), match[2]) if match else None
+
+
 def folders(folder: Path) -> list[tuple[Path, int, str]]:
     """(path, version, member) of what is in the folder, finished or not; the newest version first."""
     found = []
     for path in sorted(folder.glob("persisted-*"), reverse=True):
-        match = _NAME.match(path.name)
-        if match and not path.is_symlink():
-            found.append((path, int(match[1]), match[2]))
+        if (name := parsed_name(path.name)) and not path.is_symlink():
+            found.append((path, *name))
     return found
 
 
@@ -153,17 +167,17 @@ def prune(folder: Path, layout: str, may_lag: Container[str]) -> None:
     Members may do it at the same time: one that does not see the newest files removes less.
     """
     durable = manifests(folder, layout, MANIFEST)
-    retained = _retained(durable, may_lag)
+    retained = retained_units(durable, may_lag)
     for manifest in durable:
         if all((unit, manifest.version) not in retained for unit in manifest.units):
             remove(manifest.path)
     for draft in manifests(folder, layout, DRAFT):
-        retained = _retained([*durable, draft], may_lag)
+        retained = retained_units([*durable, draft], may_lag)
         if all((unit, draft.version) not in retained for unit in draft.units):
             remove(draft.path)
 
 
-def _retained(durable: Sequence[Manifest], may_lag: Container[str]) -> set[tuple[str, int]]:
+def retained_units(durable: Sequence[Manifest], may_lag: Container[str]) -> set[tuple[str, int]]:
     """(unit, version) of what must stay."""
     whole: dict[str, set[int]] = {unit: set() for manifest in durable for unit in manifest.units}
     partial: dict[str, set[int]] = {unit: set() for unit in whole}
@@ -195,6 +209,11 @@ def _open(durable: Iterable[Manifest]) -> list[int]:
     ]
 
 
+def is_undone(saved: int, version: int, generation: int) -> bool:
+    """Whether what is saved is taken back by members of a generation that go on from a version; 0: of any."""
+    return saved > version and not (generation and generation_of(saved) >= generation)
+
+
 def sweep(folder: Path, members: Container[str]) -> None:
     """Removes what is not durable and of none of these members: who wrote or removed it is dead, or was left behind."""
     for path, _, owner in folders(folder):
@@ -216,3 +235,81 @@ def remove(path: Location) -> None:
             (path / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # another member was quicker, or a reader's file is still there (NFS)
         path.rmdir()
+
+
+class PartialFolder:
+    """The folder, as one member writes to it; see `evermoe.persist.partial_store.PartialStore`.
+
+    Args:
+        where: shared by all members; made by `join` if it is missing.
+        layout: `UnitCatalog.layout` of the model.
+    """
+
+    first_seconds: float | None = None
+
+    def __init__(self, where: Path, layout: str) -> None:
+        self.where, self.layout = where, layout
+
+    def find(self, *, is_patient: bool = True) -> list[PersistedUnit]:
+        """The durable units of all members."""
+        return find_persisted(self.where, self.layout)
+
+    def newest(self, member: str) -> int | None:
+        """The newest version of which a member's part is durable."""
+        durable = manifests(self.where, self.layout, MANIFEST)
+        return max((m.version for m in durable if m.path.name == folder_name(m.version, member)), default=None)
+
+    def join(self, member: str) -> None:
+        """A member begins to write here; removes what an earlier start of it has left half done."""
+        make_folder(self.where)
+        for path, _, owner in folders(self.where):
+            if owner == member and not (path / MANIFEST).exists():
+                remove(path)
+
+    def write(self, saved: Saved) -> Path:
+        """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""
+        path = self.where / folder_name(saved.version, saved.member)
+        remove(path)  # what a failed attempt left
+        path.mkdir()
+        write_text(path / DRAFT, saved.manifest(self.layout, dict.fromkeys(saved.units, DATA)))
+        write_tensors(path / DATA, saved.tensors(saved.units))
+        flush(path)
+        return path
+
+    def commit(self, draft: Path, generation: int) -> None:
+        """Gives the manifest its name.
+
+        Raises:
+            LeftBehind: newer members persist here.
+            OSError: the name may not be on disk.
+        """
+        name = parsed_name(draft.name)
+        assert name is not None
+        known = max(generation, generation_of(name[0]))
+        if any(generation_of(found) > known for _, found, _ in folders(self.where)):  # it might be another model's
+            durable = manifests(self.where, self.layout, MANIFEST)
+            newest = max((generation_of(each.version) for each in durable), default=0)
+            if newest > known:
+                remove(draft)
+                raise LeftBehind(f"members of generation {newest} persist here, this one is of generation {known}")
+        os.rename(draft / DRAFT, draft / MANIFEST)
+        flush(draft)
+        flush(self.where)
+
+    def discard(self, draft: Path) -> None:
+        """Removes a draft."""
+        remove(draft)
+
+    def rewind(self, version: int, generation: int) -> None:
+        """Removes what is newer than a version and of members before a generation; 0: of all members."""
+        for manifest in manifests(self.where, self.layout, MANIFEST):
+            if is_undone(manifest.version, version, generation):
+                remove(manifest.path)
+
+    def prune(self, member: str, may_lag: Container[str]) -> None:
+        """Removes what no recovery needs any more."""
+        prune(self.where, self.layout, may_lag)
+
+    def sweep(self, members: Collection[str], generation: int) -> None:
+        """Removes what others than the members of a generation have left half done."""
+        sweep(self.where, members)

@@ -24,6 +24,7 @@ import numpy as np
 
 from evermoe._native import digest
 from evermoe.errors import CorruptCopy, PersistFailed
+from evermoe.persist.place import Location, ObjectPath
 from evermoe.persist.plain_files import flush, read_plain, write_text
 
 OWNER, LOCK = "owner.json", "owner.lock"
@@ -44,12 +45,21 @@ class Owner(NamedTuple):
     """`UnitCatalog.layout` of its model."""
 
 
-def read_owner(folder: Path) -> Owner | None:
-    """The owner of a folder; None if it has none, or none that can be read."""
+def read_owner(where: Location) -> Owner | None:
+    """The owner of a place; None if it has none, or none that can be read.
+
+    Raises:
+        OSError: an object store did not answer.
+    """
     try:
-        return parsed_owner(read_plain(folder / OWNER, OWNER_BYTES))
+        content: bytes | None
+        if isinstance(where, ObjectPath):
+            content = where.place.read((where / OWNER).key, OWNER_BYTES)
+        else:
+            content = read_plain(where / OWNER, OWNER_BYTES)
     except CorruptCopy:
         return None
+    return None if content is None else parsed_owner(content)
 
 
 def parsed_owner(content: bytes) -> Owner | None:

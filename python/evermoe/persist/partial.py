@@ -1,4 +1,4 @@
-"""PEC (MoC-System): after steps some experts of each layer, and each member's share of the rest, go to a folder.
+"""PEC (MoC-System): after steps some experts of each layer, and each member's share of the rest, go to one place.
 
 What is saved is read by the courier's thread before the next update, and written by the persister's.
 """
@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -21,11 +20,10 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.task import Task
 from evermoe.errors import PersistFailed
 from evermoe.keeper import Assignment, Due, StateKeeper
-from evermoe.persist.checkpoint_folder import PERSISTED
-from evermoe.persist.folder import find_persisted, sweep
+from evermoe.persist.folder import PersistedUnit
 from evermoe.persist.manifest import Part
+from evermoe.persist.partial_store import PartialStore
 from evermoe.persist.persister import Persister
-from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import digests_of, read_part
@@ -78,10 +76,10 @@ class PartialCheckpoint:
 
 
 class PartialCheckpoints(StateKeeper):
-    """The folder of a job, and what this member writes to it.
+    """What the members of a job save unit by unit, and what this one writes of it.
 
     Args:
-        folder: that all members share.
+        store: that all members share.
         state: this member's units.
         membership: who takes part.
         courier: reads the state.
@@ -89,9 +87,9 @@ class PartialCheckpoints(StateKeeper):
     """
 
     def __init__(
-        self, folder: Path, state: TrainingState, membership: Membership, courier: Courier, save_every: int
+        self, store: PartialStore, state: TrainingState, membership: Membership, courier: Courier, save_every: int
     ) -> None:
-        self.folder, self._state, self._membership = folder / PERSISTED, state, membership
+        self.store, self._state, self._membership = store, state, membership
         self._courier, self._save_every = courier, save_every
         self._persister: Persister | None = None
         self._assignment: Assignment | None = None
@@ -100,6 +98,8 @@ class PartialCheckpoints(StateKeeper):
         self._latest: PartialCheckpoint | None = None
         self._durable = 0
         """Steps taken in the newest version of which this member's part is on disk."""
+        self._owes_all = False
+        """Whether the next save is one of every unit."""
         self._is_saving = False
         """Whether this member has had a part to save."""
         self._skipped: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
@@ -112,36 +112,46 @@ class PartialCheckpoints(StateKeeper):
     def protect_all(self, version: int) -> Collection[str]:
         """Saves every unit once, unless all are durable; a few at a time are enough from then on. Collective.
 
-        A folder that cannot be written to does not end the job: it continues, with a warning and without these saves.
+        A place that cannot be written to does not end the job: it continues, with a warning and without these saves.
+        Where a member cannot save this version, as the place is away or it has begun to save it before, the next save
+        is one of every unit.
         """
         assert self._assignment is not None
         group, member = self._membership.everyone, self._assignment.member
         is_running = bool(group.all_reduce(torch.tensor([int(self._membership.established)])))
         self._members = members = gather_json(group, member)
         # What an earlier start has saved before its first step is not of this one.
-        self._open(member, members, version if is_running or step_of(version) else 0)
-        group.all_reduce(torch.zeros(1))  # no member writes a newer version while another still removes those
-        if group.all_reduce(torch.tensor([int(_has_all(self.folder, self._state.catalog))])) == group.size:
+        is_open = self._open(member, members, version if is_running or step_of(version) else 0)
+        has_all = is_open and {found.unit for found in _find(self.store, self._membership.established)} == set(
+            self._state.catalog.by_name
+        )
+        can_begin = is_open and self._persister is not None and self._persister.can_begin(version)
+        everyone = gather_json(group, [has_all, can_begin])
+        if all(has_all for has_all, _ in everyone):
+            return ()
+        self._owes_all = not all(can_begin for _, can_begin in everyone)
+        if self._owes_all:
             return ()
         every = self._state.catalog.experts()
         self._save(version, every)
         is_saved = group.all_reduce(torch.tensor([int(self._is_flushed())])) == group.size
         return every if is_saved else ()
 
-    def _open(self, member: str, members: Collection[str], version: int) -> None:
-        """Opens the folder to resume from `version`: newer versions were never committed, and are removed."""
+    def _open(self, member: str, members: Collection[str], version: int) -> bool:
+        """Resumes from `version`: newer versions were never committed, and are removed. Whether the place answers."""
         assert self._assignment is not None
+        generation = self._assignment.generation
         try:
             if self._persister is None:
-                catalog = self._state.catalog
-                self._persister = Persister(
-                    self.folder, member, catalog.layout, units=catalog.units, on_skipped=self._note_skipped
-                )
-            self._persister.rewind(version, self._assignment.generation)
-            sweep(self.folder, members)
+                units = self._state.catalog.units
+                self._persister = Persister(self.store, member, units=units, on_skipped=self._note_skipped)
+            self._persister.rewind(version, generation)
+            if self._membership.everyone.rank == 0:
+                self.store.sweep(members, generation)
         except (OSError, PersistFailed) as error:
-            self.close()
-            _warn(self.folder, error)
+            _warn(self.store, error)
+            return False
+        return True
 
     def _note_skipped(self, version: int, units: Sequence[str]) -> None:
         for unit in units:
@@ -153,15 +163,17 @@ class PartialCheckpoints(StateKeeper):
         return [self._skipped.get_nowait() for _ in range(self._skipped.qsize())]
 
     def _is_flushed(self) -> bool:
-        """Waits until what was begun is durable; whether it is."""
+        """Waits until what was begun is durable; whether it is, or still on its way after the longest time."""
         if self._persister is None:
             return False
         try:
             if self._latest is not None:
                 self._latest.task.wait()
-                self._persister.flush()
+                self._persister.flush(self.store.first_seconds)
+        except TimeoutError:
+            pass  # what is overtaken is told as skipped
         except PersistFailed as error:
-            _warn(self.folder, error)
+            _warn(self.store, error)
             return False
         return True
 
@@ -227,12 +239,13 @@ class PartialCheckpoints(StateKeeper):
         """The experts whose turn it is, after each `save_every` steps; with them goes all that is no expert."""
         if choose is None or step % self._save_every:
             return Due()
-        return Due(remote=sorted(choose()))
+        return Due(remote=sorted(self._state.catalog.experts() if self._owes_all else choose()))
 
     def start(self, version: int, due: Due) -> None:
         """Begins to save what is due of the state, which is that of `version`."""
         self._latest = None
         if due.remote is not None:
+            self._owes_all = False
             self._save(version, due.remote)
 
     def lag(self, step: int) -> dict[str, int]:
@@ -252,7 +265,7 @@ class PartialCheckpoints(StateKeeper):
         """Every durable version of every unit, and what this member's buffers have: newer, or read quicker."""
         if self._persister is not None:
             yield from ((held, "snapshot") for held in self._persister.whole())
-        for found in find_persisted(self.folder, self._state.catalog.layout):
+        for found in _find(self.store, self._membership.established):
             yield found, "persisted"
 
     def close(self) -> None:
@@ -262,10 +275,20 @@ class PartialCheckpoints(StateKeeper):
             self._persister = None
 
 
-def _has_all(folder: Path, catalog: UnitCatalog) -> bool:
-    """Whether there is a durable version of every unit."""
-    return {found.unit for found in find_persisted(folder, catalog.layout)} == set(catalog.by_name)
+def _find(store: PartialStore, is_established: bool) -> list[PersistedUnit]:
+    """What is durable. A member that has state of the job does without it while the place is away.
+
+    Raises:
+        OSError: it is away, and this member may depend on it.
+    """
+    try:
+        return store.find(is_patient=not is_established)
+    except OSError as error:
+        if not is_established:
+            raise
+        warnings.warn(f"this recovery does without saved units: {error.strerror or error}", stacklevel=3)
+        return []
 
 
-def _warn(folder: Path, error: Exception) -> None:
-    warnings.warn(f"units cannot be saved to {folder}: {error}. Training continues", stacklevel=5)
+def _warn(store: PartialStore, error: Exception) -> None:
+    warnings.warn(f"units cannot be saved to {store.where}: {error}. Training continues", stacklevel=5)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -15,11 +13,11 @@ from torch import Tensor
 
 from evermoe._native import TripleBuffer, digests
 from evermoe.errors import LeftBehind, PersistFailed
-from evermoe.persist.folder import DATA, DRAFT, folder_name, folders, manifests, prune, remove
-from evermoe.persist.manifest import BYTES, MANIFEST, Part, manifest_text
-from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
+from evermoe.persist.manifest import BYTES, Part
+from evermoe.persist.partial_store import PartialStore
+from evermoe.persist.place import LOOK_SECONDS
+from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.unit import Unit
-from evermoe.state.version import generation_of
 
 ALIGNMENT = 64
 """Bytes at which each unit starts in a slot."""
@@ -68,6 +66,15 @@ class _Snapshot:
         whole = [name for name in self.units if name not in self.parts]
         return dict(zip(whole, digests([[self.units[name].numpy()] for name in whole]), strict=True))
 
+    def saved(self, member: str, by_name: Mapping[str, Unit]) -> Saved:
+        """What a member saves of it."""
+        found = {}
+        for name, value in {**self.whole_digests(), **self.digests}.items():
+            unit, data = by_name[name], self.units[name]
+            pieces = {BYTES: data} if name in self.parts else unit.tensors(data)
+            found[name] = SavedUnit(value, [spec.name for spec in unit.specs], pieces, self.parts.get(name))
+        return Saved(self.version, member, found, self.members)
+
 
 class Persister:
     """Takes snapshots of some units at a time and writes them, one after another, in a thread of its own.
@@ -76,38 +83,33 @@ class Persister:
         state.read("moe.experts.3", views["moe.experts.3"])
         persister.commit()
 
-    Several members may save a unit together, each a part of its bytes.
-
-    Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
-    never wait for the folder. Where snapshots come faster than the folder takes them, the newest goes first and those
+    Several members may save a unit together, each a part of its bytes. Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
+    never wait for the place. Where snapshots come faster than the place takes them, the newest goes first and those
     in between are skipped: `on_durable` says which units became durable, `on_skipped` which did not.
 
     A member that was left out of the job without knowing it, since it slept, persists nothing more: the members that
     went on are of a newer generation, and so is what they have persisted.
 
-    A folder that refuses a snapshot does not disturb training: `error` keeps why, one warning tells it, and the next
+    A place that refuses a snapshot does not disturb training: `error` keeps why, one warning tells it, and the next
     snapshot takes its place. `flush` tries the same one again.
 
     Args:
-        folder: shared by all members; made if it is missing. See `evermoe.persist.folder` for what is in it.
+        store: shared by all members.
         member: whose snapshots these are; part of file names, unique among the members of a job.
-        layout: `UnitCatalog.layout`, which keeps the files of different models apart.
         units: all of the model, `UnitCatalog.units`. Experts may lag in a recovery, other units may not.
-        on_durable: gets (version, units) in the persister's thread, before any `rewind` can take it back. It must not
-            call the persister.
+        on_durable: gets (version, units) in the persister's thread, before any `rewind`; must not call the persister.
         on_skipped: gets (version, units) that were overwritten or overtaken before they were durable; from `begin` or
             in the persister's thread.
 
     Raises:
         ValueError: `member` cannot be part of a file name.
-        OSError: the folder cannot be made or read.
+        OSError: the place cannot be made or read.
     """
 
     def __init__(
         self,
-        folder: Path,
+        store: PartialStore,
         member: str,
-        layout: str,
         *,
         units: Iterable[Unit],
         on_durable: Callable[[int, Sequence[str]], None] | None = None,
@@ -115,7 +117,7 @@ class Persister:
     ) -> None:
         if not member or "/" in member or "\0" in member:
             raise ValueError(f"member: expected a name that can be part of a file name, got {member!r}")
-        self.folder, self.member, self.layout = Path(folder), member, layout
+        self.store, self.member = store, member
         self.error: PersistFailed | None = None
         """Why the last attempt failed; None after one that did not."""
         self._by_name = {unit.name: unit for unit in units}
@@ -124,17 +126,16 @@ class Persister:
         self._buffer = TripleBuffer()
         self._slots = [_Snapshot(), _Snapshot(), _Snapshot()]
         self._changed = threading.Condition()
-        """Guards all that both threads use; never held while the folder is."""
+        """Guards all that both threads use; never held while the place is."""
         self._gate = threading.Lock()
-        """Held while a manifest comes or goes: a rewind and a rename exclude each other."""
+        """Held while a manifest comes or goes: a rewind and a commit exclude each other."""
         self._generation = 0
         """Of the members that this one knows to be with."""
+        self._owed: int | None = None
+        """What is newer than this version and of older generations is still to be removed."""
         self._may_try, self._busy, self._closing, self._told = True, False, False, False
-        make_folder(self.folder)
-        for path, _, owner in folders(self.folder):
-            if owner == member and not (path / MANIFEST).exists():
-                remove(path)
-        self._durable = self._newest_durable()
+        store.join(member)
+        self._durable = store.newest(member)
         self._thread = threading.Thread(target=self._run, name="evermoe-persist", daemon=True)
         self._thread.start()
 
@@ -173,14 +174,7 @@ class Persister:
             ValueError: a unit is unknown or has another size, none is given, a snapshot is being written, a version as
                 new is there, or the persister is closed.
         """
-        if not units and not parts:
-            raise ValueError("units: expected one or more, got none")
-        shares = {name: Part(0, nbytes, nbytes) for name, nbytes in units.items()} | dict(parts)
-        for name, (start, end, of) in shares.items():
-            if name not in self._by_name or self._by_name[name].nbytes != of or not 0 <= start <= end <= of:
-                expected = f"{self._by_name[name].nbytes} bytes" if name in self._by_name else "a unit of this model"
-                got = f"{of} bytes" if end - start == of else f"those from {start} to {end} of {of} bytes"
-                raise ValueError(f"units: {name}: expected {expected}, got {got}")
+        shares = _shares(self._by_name, units, parts)
         self._tell()
         with self._changed:
             self._check_open()
@@ -193,6 +187,12 @@ class Persister:
             views = dict(self._slots[slot].units)
         self._tell_skipped(skipped)
         return views
+
+    def can_begin(self, version: int) -> bool:
+        """Whether nothing as new as a version was begun here, or is durable."""
+        with self._changed:
+            begun = [self._durable, *(found for _, found in self._buffer.slots)]
+        return all(found is None or found < version for found in begun)
 
     def commit(self, digests: Mapping[str, int] | None = None) -> None:
         """The snapshot is whole: lets the persister have it.
@@ -224,34 +224,46 @@ class Persister:
             self._buffer.abandon()
 
     def rewind(self, version: int, generation: int = 0) -> None:
-        """Rolls back: deletes every member's versions newer than `version`, since those steps were undone.
+        """Rolls back: members of a generation go on from a version. Newer ones of before go, of every member.
 
-        `generation` is that of the members that go on from there.
-
-        To be called on every member before any of them begins a newer version, and on none later. Waits while a
-        manifest is being renamed, so that nothing newer of this member appears afterwards.
+        Nothing newer of this member appears afterwards. Where it fails, what is persisted next tries it first. Members
+        need not wait for each other, but without a generation: then everything newer goes.
 
         Raises:
-            PersistFailed: the folder does not let the files go. They would be found by a later recovery.
+            PersistFailed: the place does not let the files go, or is busy for long. A later recovery may find them.
         """
-        with self._gate:
-            with self._changed:
-                self._generation = generation
-                recovery = self._buffer.recovery
-                if recovery is not None and self._slots[recovery].version > version:
-                    self._buffer = TripleBuffer()  # all that is there is newer
-                else:
-                    self._buffer.rewind(version)
-                self._changed.notify_all()
+        with self._changed:
+            self._generation, self._owed = generation, version
+            if self._durable is not None and self._durable > version:
+                self._durable = None  # or an older one, which is not known yet
+            if (slot := self._buffer.recovery) is not None and self._slots[slot].version > version:
+                self._buffer = TripleBuffer()  # all that is there is newer
+            else:
+                self._buffer.rewind(version)
+            self._changed.notify_all()
+        problem: object = f"no answer for {LOOK_SECONDS:.0f} s"
+        if self._gate.acquire(timeout=LOOK_SECONDS):
             try:
-                for manifest in manifests(self.folder, self.layout, MANIFEST):
-                    if manifest.version > version:
-                        remove(manifest.path)
-            except OSError as error:
-                raise PersistFailed(
-                    f"versions after {version} cannot be removed from {self.folder}: {error}"
-                ) from error
-            self._durable = self._newest_durable()
+                self._rewind_store()
+                return
+            except (OSError, LeftBehind) as error:
+                problem = error
+            finally:
+                self._gate.release()
+        raise PersistFailed(f"versions after {version} cannot be removed from {self.store.where}: {problem}")
+
+    def _rewind_store(self) -> None:
+        """What is owed of the last rewind; the gate is held."""
+        with self._changed:
+            version, generation = self._owed, self._generation
+        if version is None:
+            return
+        self.store.rewind(version, generation)
+        newest = self.store.newest(self.member)
+        with self._changed:
+            self._durable = newest
+            if (self._owed, self._generation) == (version, generation):
+                self._owed = None
 
     def flush(self, timeout: float | None = None) -> None:
         """Waits until the newest snapshot is durable and what it replaces is removed, for at most so many seconds.
@@ -266,7 +278,7 @@ class Persister:
             self._may_try = True
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: not self._busy and not self._has_work(), timeout):
-                raise TimeoutError(f"{self.folder}: not durable after {timeout} s: {self._buffer!r}")
+                raise TimeoutError(f"{self.store.where}: not durable after {timeout} s: {self._buffer!r}")
             if not self._may_try and self.error is not None:
                 self._told = True
                 raise self.error
@@ -274,7 +286,7 @@ class Persister:
     def close(self, timeout: float | None = 10.0) -> None:
         """Ends the thread when it is done with the snapshot that it persists; others are dropped: `flush` comes first.
 
-        A folder that hangs for longer than `timeout` seconds leaves the thread to the end of the process.
+        A place that hangs for longer than `timeout` seconds leaves the thread to the end of the process.
         """
         with self._changed:
             self._closing = True
@@ -303,58 +315,23 @@ class Persister:
                 self._changed.notify_all()
 
     def _persist(self, snapshot: _Snapshot) -> None:
-        path = self.folder / folder_name(snapshot.version, self.member)
-        self._write_draft(path, snapshot)
+        with self._gate:
+            self._rewind_store()
+        draft = self.store.write(snapshot.saved(self.member, self._by_name))
         with self._gate:
             with self._changed:
-                is_wanted = self._is_persisting(snapshot)
+                is_wanted, generation = self._is_persisting(snapshot), self._generation
             if not is_wanted:  # rewound meanwhile
-                remove(path)
+                self.store.discard(draft)
                 return
-            try:
-                self._check_not_left_behind(snapshot.version)
-            except LeftBehind:
-                remove(path)
-                raise
-            os.rename(path / DRAFT, path / MANIFEST)
-            flush(path)
-            flush(self.folder)
+            self.store.commit(draft, generation)
             with self._changed:
                 skipped = self._advance(self._buffer.durable)
                 self._durable, self.error, self._told = snapshot.version, None, False
             if self._on_durable is not None:
                 self._on_durable(snapshot.version, list(snapshot.units))
         self._tell_skipped(skipped)
-        prune(self.folder, self.layout, self._may_lag)
-
-    def _check_not_left_behind(self, version: int) -> None:
-        known = max(self._generation, generation_of(version))
-        if all(generation_of(found) <= known for _, found, _ in folders(self.folder)):
-            return  # most often; else it might be another model's
-        newest = max((generation_of(each.version) for each in manifests(self.folder, self.layout, MANIFEST)), default=0)
-        if newest > known:
-            raise LeftBehind(f"members of generation {newest} persist here, this one is of generation {known}")
-
-    def _write_draft(self, path: Path, snapshot: _Snapshot) -> None:
-        """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""
-        remove(path)  # what a failed attempt left
-        path.mkdir()
-        units = {
-            name: (DATA, value, [spec.name for spec in self._by_name[name].specs])
-            for name, value in (snapshot.whole_digests() | snapshot.digests).items()
-        }
-        text = manifest_text(snapshot.version, self.layout, units, snapshot.parts, snapshot.members)
-        write_text(path / DRAFT, text)
-        tensors = {
-            f"{name}/{key}": tensor
-            for name, data in snapshot.units.items()
-            for key, tensor in self._pieces(name, data, snapshot).items()
-        }
-        write_tensors(path / DATA, tensors)
-        flush(path)
-
-    def _pieces(self, name: str, data: Tensor, snapshot: _Snapshot) -> Mapping[str, Tensor]:
-        return {BYTES: data} if name in snapshot.parts else self._by_name[name].tensors(data)
+        self.store.prune(self.member, self._may_lag)
 
     def _failed(self, snapshot: _Snapshot, error: Exception) -> None:
         with self._changed:
@@ -372,7 +349,7 @@ class Persister:
 
     def _check_open(self) -> None:
         if self._closing:
-            raise ValueError(f"the persister of {self.folder} is closed")
+            raise ValueError(f"the persister of {self.store.where} is closed")
 
     def _has_work(self) -> bool:
         return self._may_try and self._buffer.next_to_persist is not None
@@ -399,6 +376,15 @@ class Persister:
             self._told = True
             warnings.warn(f"{self.error}. Training continues; the next snapshot tries again", stacklevel=3)
 
-    def _newest_durable(self) -> int | None:
-        durable = manifests(self.folder, self.layout, MANIFEST)
-        return max((m.version for m in durable if m.path.name == folder_name(m.version, self.member)), default=None)
+
+def _shares(by_name: Mapping[str, Unit], units: Mapping[str, int], parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Which bytes of each unit are saved; raises as `Persister.begin` does."""
+    if not units and not parts:
+        raise ValueError("units: expected one or more, got none")
+    shares = {name: Part(0, nbytes, nbytes) for name, nbytes in units.items()} | dict(parts)
+    for name, (start, end, of) in shares.items():
+        if name not in by_name or by_name[name].nbytes != of or not 0 <= start <= end <= of:
+            expected = f"{by_name[name].nbytes} bytes" if name in by_name else "a unit of this model"
+            got = f"{of} bytes" if end - start == of else f"those from {start} to {end} of {of} bytes"
+            raise ValueError(f"units: {name}: expected {expected}, got {got}")
+    return shares

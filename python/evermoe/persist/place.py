@@ -15,6 +15,8 @@ from evermoe import _native
 
 PATIENCE = 180.0
 """Seconds for which a request is tried again by default."""
+LOOK_SECONDS = 5.0
+"""Time for which a member that has state of the job asks an object store for what is saved there."""
 _PROVIDERS = ("AWS_", "AZURE_", "GOOGLE_")
 _URL = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
 _FLATTENED = re.compile(r"^(s3a?|gs|az|azure|adl|abfss?|https?|file):/[^/]")

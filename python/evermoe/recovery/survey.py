@@ -16,7 +16,7 @@ from evermoe._native import digest
 from evermoe.errors import CorruptCopy
 from evermoe.persist.checkpoint_store import find, find_saved
 from evermoe.persist.folder import PersistedUnit
-from evermoe.persist.place import Location, hurried
+from evermoe.persist.place import LOOK_SECONDS, Location, hurried
 from evermoe.planning.recovery import Lagging
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
@@ -25,8 +25,6 @@ from evermoe.state.version import step_of
 
 ACTIVE, SNAPSHOT, PERSISTED = "active", "snapshot", "persisted"
 T = TypeVar("T")
-LOOK_SECONDS = 5.0
-"""Time for which a member that has state of the job asks an object store for checkpoints."""
 CHECKSUM_BYTES = 8
 """Bytes of the checksum before an inventory's JSON."""
 

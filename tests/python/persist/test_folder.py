@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from evermoe import load_weights
 from evermoe._native import digest
 from evermoe.persist.folder import find_persisted, read_persisted, sweep
+from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
 from evermoe.planning import recovery_plan
 from support.harness import PATIENCE
@@ -22,7 +23,8 @@ from support.persisting import NBYTES, content, versions
 def test_a_model_is_persisted_and_read_again(tmp_path):
     model, optimizer, state = make("adamw", steps=2)
     written = read(state)
-    persister = Persister(tmp_path / "new" / "folder", "rank0", state.catalog.layout, units=state.catalog.units)
+    store = open_partial(tmp_path / "new" / "folder", state.catalog.layout)
+    persister = Persister(store, "rank0", units=state.catalog.units)
     views = persister.begin(3 << 40, {name: len(data) for name, data in written.items()})
     for name, view in views.items():
         state.read(name, view)

@@ -1,8 +1,9 @@
-"""Persisting beside training: it never waits for the folder, which may be slow, fail, or be rewound."""
+"""Persisting beside training: it never waits for the place, which may be slow, fail, or be rewound."""
 
-import os
+import functools
 import resource
 import threading
+import uuid
 import warnings
 from contextlib import contextmanager
 
@@ -10,34 +11,60 @@ import pytest
 
 from evermoe._native import TripleBuffer
 from evermoe.errors import PersistFailed
-from evermoe.persist import persister
+from evermoe.persist import folder, partial_bucket
+from evermoe.persist.folder import PERSISTED
+from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
+from evermoe.persist.place import locate
 from support.harness import PATIENCE
-from support.persisting import NBYTES, UNITS, content, versions
+from support.object_servers import s3_server
+from support.persisting import NBYTES, UNITS, content, parts, versions
 
 
-# ---- a slow folder
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with s3_server(tmp_path_factory.mktemp("servers") / "s3") as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def persisted(request, tmp_path, monkeypatch):
+    """A place of each kind."""
+    if request.param == "folder":
+        return tmp_path
+    server = request.getfixturevalue("s3")
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return locate(f"{server.url}/{uuid.uuid4().hex[:8]}", patience=PATIENCE) / PERSISTED
+
+
+# ---- a slow place
+WRITERS = ((folder, "write_tensors"), (partial_bucket, "save"))
+"""What writes bytes, in a place of each kind."""
+
+
 class Slow:
     """Writing blocks until `go` is set."""
 
     def __init__(self, monkeypatch):
-        self.entered, self.go, self.write = threading.Event(), threading.Event(), persister.write_tensors
-        monkeypatch.setattr(persister, "write_tensors", self)
+        self.entered, self.go = threading.Event(), threading.Event()
+        for module, name in WRITERS:
+            monkeypatch.setattr(module, name, functools.partial(self._write, getattr(module, name)))
 
-    def __call__(self, path, tensors):
+    def _write(self, write, *arguments):
         self.entered.set()
         assert self.go.wait(PATIENCE)
-        self.write(path, tensors)
+        return write(*arguments)
 
 
 @pytest.fixture
 def slow(monkeypatch):
-    folder = Slow(monkeypatch)
-    yield folder
-    folder.go.set()
+    place = Slow(monkeypatch)
+    yield place
+    place.go.set()
 
 
-def test_the_writer_does_not_wait_and_the_newest_snapshot_goes_first(tmp_path, join, slow):
+def test_the_writer_does_not_wait_and_the_newest_snapshot_goes_first(persisted, join, slow):
     member = join()
     member.snapshot(1, ["a", "b"])
     assert slow.entered.wait(PATIENCE)
@@ -46,16 +73,16 @@ def test_the_writer_does_not_wait_and_the_newest_snapshot_goes_first(tmp_path, j
     assert member.skipped == [(2, ["a"])]  # 4 took its slot
     with pytest.raises(TimeoutError, match="persisting 1"):
         member.persister.flush(0)
-    assert (versions(tmp_path), member.durable) == ({}, [])
+    assert (versions(persisted), member.durable) == ({}, [])
     slow.go.set()
     member.persister.flush(PATIENCE)
     member.persister.close(PATIENCE)
-    assert versions(tmp_path) == {"a": [1], "b": [1], "c": [4]}
+    assert versions(persisted) == {"a": [1], "b": [1], "c": [4]}
     assert member.durable == [(1, ["a", "b"]), (4, ["c"])]
     assert member.skipped == [(2, ["a"]), (3, ["b"])]
 
 
-def test_close_leaves_a_folder_that_hangs(tmp_path, join, slow):
+def test_close_leaves_a_folder_that_hangs(persisted, join, slow):
     member = join()
     member.snapshot(1, ["a"])
     assert slow.entered.wait(PATIENCE)
@@ -66,7 +93,7 @@ def test_close_leaves_a_folder_that_hangs(tmp_path, join, slow):
             call()
     slow.go.set()
     member.persister.close(PATIENCE)
-    assert versions(tmp_path) == {"a": [1]}  # 2 was not begun
+    assert versions(persisted) == {"a": [1]}  # 2 was not begun
 
 
 # ---- a folder that fails
@@ -89,12 +116,13 @@ def no_folder(folder):
     moved.rename(folder)
 
 
+@pytest.mark.parametrize("persisted", ["folder"], indirect=True)
 @pytest.mark.parametrize("kind", ["full", "gone"])
 def test_a_folder_that_fails_is_told_once_and_training_goes_on(tmp_path, join, kind):
-    folder = tmp_path / "folder"
-    member = join(folder=folder)
+    place = tmp_path / "folder"
+    member = join(where=place)
     member.persist(1, ["a"])
-    with full_disk() if kind == "full" else no_folder(folder):
+    with full_disk() if kind == "full" else no_folder(place):
         member.snapshot(2, ["a"])
         with pytest.raises(PersistFailed, match="version 2 was not persisted: ") as caught:
             member.persister.flush(PATIENCE)
@@ -106,16 +134,16 @@ def test_a_folder_that_fails_is_told_once_and_training_goes_on(tmp_path, join, k
             member.snapshot(3, ["b"])
         with pytest.raises(PersistFailed, match="version 3 was not persisted: "):
             member.persister.flush(PATIENCE)
-    assert versions(folder) == {"a": [1]}
+    assert versions(place) == {"a": [1]}
     member.persist(4, ["b"])
     assert member.persister.error is None
-    assert versions(folder) == {"a": [1], "b": [4]}
+    assert versions(place) == {"a": [1], "b": [4]}
     member.persister.close(PATIENCE)
     assert member.durable == [(1, ["a"]), (4, ["b"])]
     assert member.skipped == [(2, ["a"]), (3, ["b"])]
 
 
-def test_a_failure_is_warned_of_by_the_next_call(tmp_path, join, monkeypatch):
+def test_a_failure_is_warned_of_by_the_next_call(persisted, join, monkeypatch):
     member = join()
     failed = threading.Event()
 
@@ -124,7 +152,8 @@ def test_a_failure_is_warned_of_by_the_next_call(tmp_path, join, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(persister, "write_tensors", fail)
+        for module, name in WRITERS:
+            patch.setattr(module, name, fail)
         member.snapshot(1, ["a"])
         assert failed.wait(PATIENCE)
         with member.persister._changed:
@@ -134,21 +163,21 @@ def test_a_failure_is_warned_of_by_the_next_call(tmp_path, join, monkeypatch):
     assert (len(told), told[0].filename) == (1, __file__)
     member.persister.abandon()
     member.persist(3, ["a"])
-    assert versions(tmp_path) == {"a": [3]}
+    assert versions(persisted) == {"a": [3]}
 
 
-def test_a_callback_that_fails_takes_nothing_back(tmp_path):
-    persister = Persister(tmp_path, "m", "L", units=UNITS, on_durable=lambda *_: 1 / 0)
+def test_a_callback_that_fails_takes_nothing_back(persisted):
+    persister = Persister(open_partial(persisted, "L"), "m", units=UNITS, on_durable=lambda *_: 1 / 0)
     persister.begin(1, {"a": NBYTES})["a"].copy_(content("a", 1))
     persister.commit()
     persister.flush(PATIENCE)
     with pytest.warns(UserWarning, match="version 1 is durable, but what comes after it failed: ZeroDivisionError"):
         persister.close(PATIENCE)
-    assert (versions(tmp_path), persister.durable_version) == ({"a": [1]}, 1)
+    assert (versions(persisted), persister.durable_version) == ({"a": [1]}, 1)
 
 
 # ---- rewound
-def test_what_is_newer_than_the_version_to_go_on_from_is_removed(tmp_path, join):
+def test_what_is_newer_than_the_version_to_go_on_from_is_removed(persisted, join):
     one, two = join("one"), join("two")
     one.persist(1, ["a"])
     two.persist(2, ["b"])
@@ -157,14 +186,14 @@ def test_what_is_newer_than_the_version_to_go_on_from_is_removed(tmp_path, join)
     one.persist(5, ["a"])
     for member in (one, two):
         member.persister.rewind(3)
-    assert versions(tmp_path) == {"a": [3], "b": [3]}
+    assert versions(persisted) == {"a": [3], "b": [3]}
     assert (one.persister.durable_version, two.persister.durable_version) == (3, None)
     one.persist(4, ["b"])
     two.persist(5, ["a"])
-    assert versions(tmp_path) == {"a": [5, 3], "b": [4, 3]}
+    assert versions(persisted) == {"a": [5, 3], "b": [4, 3]}
 
 
-def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(tmp_path, join, slow):
+def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(persisted, join, slow):
     member = join()
     member.snapshot(2, ["a"])
     assert slow.entered.wait(PATIENCE)
@@ -176,8 +205,8 @@ def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(tmp_path, join, s
     member.snapshot(5, ["c"])
     slow.go.set()
     member.persister.flush(PATIENCE)
-    assert versions(tmp_path) == {"c": [5]}
-    assert (member.durable, member.skipped, len(os.listdir(tmp_path))) == ([(5, ["c"])], [], 1)
+    assert versions(persisted) == {"c": [5]}
+    assert (member.durable, member.skipped, len(parts(persisted))) == ([(5, ["c"])], [], 1)
 
 
 class Gate:
@@ -186,16 +215,22 @@ class Gate:
     def __init__(self):
         self.lock, self.asked = threading.Lock(), threading.Event()
 
-    def __enter__(self):
+    def acquire(self, timeout=-1.0):
         if threading.current_thread() is threading.main_thread():
             self.asked.set()
-        self.lock.acquire()
+        return self.lock.acquire(timeout=timeout)
 
-    def __exit__(self, *_):
+    def release(self):
         self.lock.release()
 
+    def __enter__(self):
+        self.acquire()
 
-def test_a_rewind_waits_for_the_word_that_a_version_is_durable(tmp_path):
+    def __exit__(self, *_):
+        self.release()
+
+
+def test_a_rewind_waits_for_the_word_that_a_version_is_durable(persisted):
     order, named, gate = [], threading.Event(), Gate()
 
     def on_durable(version, units):
@@ -203,7 +238,7 @@ def test_a_rewind_waits_for_the_word_that_a_version_is_durable(tmp_path):
         assert gate.asked.wait(PATIENCE)
         order.append("durable")
 
-    persister = Persister(tmp_path, "m", "L", units=UNITS, on_durable=on_durable)
+    persister = Persister(open_partial(persisted, "L"), "m", units=UNITS, on_durable=on_durable)
     persister._gate = gate
     persister.begin(2, {"a": NBYTES})["a"].copy_(content("a", 2))
     persister.commit()
@@ -212,34 +247,34 @@ def test_a_rewind_waits_for_the_word_that_a_version_is_durable(tmp_path):
     order.append("rewound")
     persister.close(PATIENCE)
     assert persister.error is None
-    assert (order, versions(tmp_path), persister.durable_version) == (["durable", "rewound"], {}, None)
+    assert (order, versions(persisted), persister.durable_version) == (["durable", "rewound"], {}, None)
 
 
-def test_files_of_a_member_that_is_gone_are_rewound_by_the_others(tmp_path, join):
+def test_files_of_a_member_that_is_gone_are_rewound_by_the_others(persisted, join):
     gone, left = join("gone"), join("left")
     gone.persist(1, ["a"])
     gone.persist(2, ["a"])
     left.persister.rewind(1)
-    assert versions(tmp_path) == {"a": [1]}
+    assert versions(persisted) == {"a": [1]}
 
 
-def test_a_member_that_was_left_behind_persists_nothing_more(tmp_path, join):
+def test_a_member_that_was_left_behind_persists_nothing_more(persisted, join):
     asleep, awake = join("asleep"), join("awake")
     asleep.persister.rewind(0, generation=1)
     awake.persister.rewind(0, generation=2)
     awake.persist(2 << 40 | 3, ["a"])
-    kept = versions(tmp_path)
+    kept = versions(persisted)
     asleep.snapshot(1 << 40 | 4, ["b"])
     with pytest.raises(PersistFailed, match="not persisted: LeftBehind: members of generation 2 persist here, this "):
         asleep.persister.flush(PATIENCE)
-    assert (versions(tmp_path), len(os.listdir(tmp_path))) == (kept, 1)
+    assert (versions(persisted), len(parts(persisted))) == (kept, 1)
     asleep.persister.rewind(2 << 40 | 3, generation=2)  # it is back
     asleep.persist(2 << 40 | 4, ["a"])
-    assert versions(tmp_path)["a"][0] == 2 << 40 | 4
+    assert versions(persisted)["a"][0] == 2 << 40 | 4
 
 
 # ---- arguments and states
-def test_errors_name_the_argument(tmp_path, join):
+def test_errors_name_the_argument(persisted, join):
     persister = join().persister
     for units, message in (
         ({}, "units: expected one or more, got none"),
@@ -256,7 +291,7 @@ def test_errors_name_the_argument(tmp_path, join):
         persister.begin(2, {"a": NBYTES})
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="member: expected a name that can be part of a file name"):
-            Persister(tmp_path, name, "L", units=UNITS)
+            Persister(open_partial(persisted, "L"), name, units=UNITS)
 
 
 def test_states_of_the_triple_buffer():

@@ -15,8 +15,8 @@ from evermoe import ElasticSampler, Session, load_weights
 from evermoe.errors import PersistFailed
 from evermoe.events import Begin, Checkpoint, Recovered
 from evermoe.persist import checkpoint_folder
-from evermoe.persist.checkpoint_folder import PERSISTED, find
-from evermoe.persist.folder import find_persisted
+from evermoe.persist.checkpoint_folder import find
+from evermoe.persist.folder import PERSISTED, find_persisted
 from evermoe.persist.plain_files import write_units
 from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from evermoe.persist.checkpoint_store import find
+from evermoe.persist.folder import PERSISTED
+from evermoe.persist.partial_store import open_partial
 from evermoe.persist.place import locate
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import step_of
+from support.harness import FEWEST, wait_until
 from support.history import check_history, check_recovered
-from support.worker import Fault
+from support.worker import Fault, Model, make_optimizer
 
 URL = "s3://bucket/run"
+OPTIMIZER = "sgd"
+"""Of jobs of `pec`: it counts nothing for the experts of a layer together, so what is restored is what was saved."""
 
 
 def found(limit=20.0):
@@ -66,3 +75,97 @@ def test_a_job_that_cannot_reach_the_server_at_its_start_says_so_and_stops(start
     (worker,) = job.start_all({}, "a", steps=2, environment=s3.environment())
     assert worker.join() == 1
     assert "ConnectionRefusedError" in worker.log() and "s3://bucket/run/" in worker.log()
+
+
+# ---- single units
+
+
+def saved(limit=20.0):
+    """What is durable of the units of `pec`, by unit and step."""
+    model = Model()
+    layout = TrainingState(model, make_optimizer(OPTIMIZER, model)).catalog.layout
+    found = open_partial(locate(URL, patience=limit) / PERSISTED, layout).find()
+    return {(each.unit, step_of(each.version)): each for each in found}
+
+
+def restored(worker):
+    """Digests of the state with which the worker went on from its latest recovery."""
+    recovered = worker.events("recovered")[-1]
+    return [each for each in worker.events("copy", after="phase") if each["time"] <= recovered["time"]][-1]["digests"]
+
+
+def test_experts_of_a_node_that_is_gone_come_back_from_the_bucket(start_job, s3):
+    job = start_job(3, preset="pec", checkpoint_dir=URL, **FEWEST, rebalance_every=0, join_every=50)
+    job.open_gate(6)
+    options = {"gated": True, "environment": s3.environment(), "optimizer": OPTIMIZER}
+    workers = a, b, c = job.start_all({}, steps=10, **options)
+    for each in workers:
+        each.wait_for("gate", step=6)
+    wait_until(lambda: {step for unit, step in saved() if unit == "session"} >= {6}, "step 6 is saved")
+    b.signal(signal.SIGKILL)
+    b.process.join()
+    job.lose_node("b")
+    before = saved()
+    job.open_gate(1 << 60)
+    assert [each.join() for each in workers] == [0, -9, 0]
+    check_history(workers)
+    for each in (a, c):
+        recovered = each.events("recovered")[-1]
+        assert (recovered["step"], recovered["steps_lost"], recovered["lost_units"]) == (6, 0, [])
+        stale, digests = recovered["stale"], restored(each)
+        assert stale, "one member alone had these experts"
+        found = {unit: before[unit, step] for unit, step in stale.items() if unit in digests}
+        assert {unit: digests[unit] for unit in found} == {unit: entry.digest for unit, entry in found.items()}
+        assert "cannot be saved" not in each.log() and "was not persisted" not in each.log()
+    assert {unit for each in (a, c) for unit in restored(each)} >= stale.keys()
+
+
+def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, s3):
+    first = start_job(3, preset="pec", checkpoint_dir=URL, **FEWEST)
+    first.open_gate(6)
+    options = {"environment": s3.environment(), "optimizer": OPTIMIZER}
+    before = first.start_all({}, gated=True, steps=10, **options)
+    for each in before:
+        each.wait_for("gate", step=6)
+    wait_until(lambda: {step for unit, step in saved() if unit == "session"} >= {6}, "step 6 is saved")
+    for each in before:
+        each.signal(signal.SIGKILL)
+    assert [each.join() for each in before] == [-9, -9, -9]
+    held = saved()
+    elsewhere = start_job(2, preset="pec", checkpoint_dir=URL)
+    after = elsewhere.start_all({}, "de", steps=9, **options)
+    assert [each.join() for each in after] == [0, 0]
+    check_history(after)
+    for each in after:
+        recovered = each.events("recovered")[0]
+        assert recovered["lost_units"] == []
+        assert recovered["step"] in (5, 6), "not all members had saved their part of the last step"
+        digests = restored(each)
+        for unit in digests.keys() - {"session"}:  # which counts what was lost
+            step = recovered["stale"].get(unit, recovered["step"])
+            assert held[unit, step].digest == digests[unit], (unit, step)
+        assert each.events("done")[0]["step"] == 9
+    assert found() == [9]
+
+
+@pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 9)]}], ids=["all live", "a worker dies meanwhile"])
+def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, s3, faults):
+    job = start_job(preset="pec", checkpoint_dir=URL, checkpoint_patience=2.0, copies=2)
+    job.open_gate(7)
+    options = {"gated": True, "environment": s3.environment(), "optimizer": OPTIMIZER}
+    workers = job.start_all(faults, steps=14, **options)
+    for each in workers:
+        each.wait_for("gate", step=7)
+    s3.kill()
+    job.open_gate(12)
+    left = [each for each in workers if each.name not in faults]
+    for each in left:
+        each.wait_for("gate", step=12)
+        assert each.events("measured")[-1]["lag"]["persisted"] >= 4
+    s3.start()
+    job.open_gate(13)
+    wait_until(lambda: max(step for unit, step in saved() if unit == "session") >= 12, "saves go on")
+    job.open_gate(1 << 60)
+    assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
+    check_history(workers)
+    assert any("units cannot be saved to s3://bucket/run" in each.log() for each in left) == bool(faults)

@@ -1,10 +1,13 @@
-"""Members that persist a few small units in one folder, and what is found there."""
+"""Members that persist a few small units in one place, and what is found there."""
+
+from pathlib import Path
 
 import torch
 
 from evermoe._native import digest
-from evermoe.persist.folder import find_persisted, read_persisted
+from evermoe.persist.folder import read_persisted
 from evermoe.persist.manifest import Part
+from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
 from evermoe.state.unit import TensorSpec, Unit
 from support.harness import PATIENCE
@@ -23,12 +26,11 @@ def content(unit, version):
 class Member:
     """A persister, and what it has told."""
 
-    def __init__(self, folder, name="m", layout="L"):
+    def __init__(self, where, name="m", layout="L"):
         self.durable, self.skipped = [], []
         self.persister = Persister(
-            folder,
+            open_partial(where, layout),
             name,
-            layout,
             units=UNITS,
             on_durable=lambda version, units: self.durable.append((version, units)),
             on_skipped=lambda version, units: self.skipped.append((version, units)),
@@ -48,10 +50,19 @@ class Member:
         self.persister.flush(PATIENCE)
 
 
-def versions(folder, layout="L"):
+def versions(where, layout="L"):
     """Unit → its versions, newest first; all of them are read."""
     found = {}
-    for each in find_persisted(folder, layout):
+    for each in open_partial(where, layout).find():
         assert torch.equal(read_persisted(each), content(each.unit, each.version))
         found.setdefault(each.unit, []).append(each.version)
     return found
+
+
+def parts(where):
+    """Names of all parts of versions of which something is there, but for what says that one was given up."""
+    if isinstance(where, Path):
+        return sorted(path.name for path in where.iterdir())
+    found = [key for key, nbytes, _ in where.place.below(where.key) if nbytes or not key.endswith(".json")]
+    names = {each for key in found for each in key.split("/") if each.startswith("persisted-")}
+    return sorted({name.removesuffix(".json").removesuffix(".begun") for name in names})

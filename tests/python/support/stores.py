@@ -22,6 +22,7 @@ from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.folder import find_persisted, read_persisted, sweep
 from evermoe.persist.manifest import read_manifest
 from evermoe.persist.owner import Owner
+from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
 from evermoe.snapshot.bundles import bundles
 from evermoe.snapshot.store import SnapshotStore
@@ -147,7 +148,7 @@ class PersistedFolder:
     """Units that are persisted in the background, a file for each member and version."""
 
     def __init__(self, folder: Path, member: str = "m") -> None:
-        self._persister = Persister(folder, member, model().catalog.layout, units=model().catalog.units)
+        self._persister = Persister(open_partial(folder, model().catalog.layout), member, units=model().catalog.units)
         sweep(folder, [member])
 
     def write(self, version: int, units: Units) -> None:
