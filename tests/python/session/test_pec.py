@@ -73,5 +73,5 @@ def start(start_job, tmp_path, **options):
 def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
     job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=3)
     found = run(job, [blow], 60)
-    assert [len(each.reports) for each in found][0] == len(NAMES)
+    assert len(found[0].reports) == len(NAMES)
     assert any(each.is_new and each.state.lost_now for each in found)

@@ -135,7 +135,7 @@ def _resume(state: State, states: dict[int, State], known: dict[str, dict[int, i
 
 
 def check_losses(workers: Iterable[Worker]) -> list[Recovery]:
-    """Every report of a recovery says what was lost, and all members that train have the same ledger at each version."""
+    """Every report of a recovery says what was lost, and all members have the same ledger at each version."""
     workers = list(workers)
     states, reports = _read(workers)
     _fill(states)
