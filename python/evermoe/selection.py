@@ -196,6 +196,8 @@ class LossLedger:
         The same on all members. `stale`: versions of these copies. `is_new`: no member has counted what is at risk.
         """
         self.marks.undo(step)
+        if is_new:
+            self.selection, self.local = map(self._restored, (self.selection, self.local), self.marks.each.tolist())
         for unit, tokens in lost.items():
             row, expert = self._places[unit]
             self.lost_LE[row, expert] += tokens
@@ -206,6 +208,18 @@ class LossLedger:
         for level, ledger in ((SAVED, self.selection), (LOCAL, self.local)):
             if ledger is not None:
                 self._resume(level, ledger, units, stale)
+                if lost:
+                    self.marks.each[level] = ledger.experts_per_layer
+
+    def _restored(self, ledger: TokenLedger | None, each: int) -> TokenLedger | None:
+        """A ledger that goes on from the state: after a crash of all processes."""
+        if ledger is None:
+            return None
+        fields = json.loads(ledger.to_json())
+        nothing = np.zeros_like(self.total_LE)
+        counts = {"seen": self.total_LE, "lost": self.lost_LE, "at_risk": nothing, "waiting": nothing}
+        fields |= {name: counts_LE.ravel().tolist() for name, counts_LE in counts.items()}
+        return TokenLedger.from_json(json.dumps(fields | {"experts_per_layer": each or ledger.experts_per_layer}))
 
     def _resume(self, level: int, ledger: TokenLedger, units: Sequence[str], stale: Mapping[str, int]) -> None:
         """Counts what experts have lost, and what they have processed since their newest copy of a level.

@@ -212,7 +212,7 @@ def crashed(ledger):
     again = make_ledger(plt_limit=ledger.selection_limit)
     for name in ("average", "tokens"):
         getattr(again._state.expert_load, name).copy_(getattr(ledger._state.expert_load, name))
-    again.marks.table.copy_(ledger.marks.table)
+    again.marks.state.copy_(ledger.marks.state)
     return again
 
 
@@ -232,7 +232,7 @@ def test_a_crash_of_all_forgets_neither_what_is_at_risk_nor_what_was_lost():
     assert again.selection.lost.tolist() == again.lost_LE.tolist() == [[7, 71]]
     assert again.selection.at_risk.tolist() == [[6, 50]]
     assert again.local.at_risk.tolist() == [[1, 0]]
-    assert again.selection.experts_per_layer == 2, "its limit was passed before"
+    assert again.selection.experts_per_layer == ledger.selection.experts_per_layer == 2
 
 
 def count_and_crash(group):

@@ -8,6 +8,7 @@ Shape suffixes: L layers, E experts of the layer that has the most.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,12 @@ class CopyMarks:
     """
 
     def __init__(self, layers: int, experts: int) -> None:
-        self.table = torch.zeros(3, MOST_MARKS, layers, experts, 2, dtype=torch.int64)
+        shape = 3, MOST_MARKS, layers, experts, 2
+        self.state = torch.zeros(2 + math.prod(shape), dtype=torch.int64)
+        """What is kept: `each`, then `table`."""
+        self.each = self.state[:2]
+        """[2] experts of each layer that are copied at a time, saved and locally; 0 before losses have changed it."""
+        self.table = self.state[2:].view(shape)
         """[level, mark, L, E, 2] version and tokens, the newest first; version 0 is none."""
         self._noted: list[_Noted] = []
         self._gone: list[_Noted] = []

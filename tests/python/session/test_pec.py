@@ -75,3 +75,43 @@ def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
     found = run(job, [blow], 60)
     assert len(found[0].reports) == len(NAMES)
     assert any(each.is_new and each.state.lost_now for each in found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("selection", ["load-aware", "sequential"])
+@pytest.mark.parametrize(
+    "blows",
+    [
+        [Blow(70, "c"), Blow(157)],
+        [
+            Blow(22, "b"),
+            Blow(44),
+            Blow(66, "c", point="copy"),
+            Blow(88, gone="a"),
+            Blow(110, "ad"),
+            Blow(132, gone=NAMES),
+            Blow(154, "b", "forward"),
+            Blow(176, point="copy", gone="d"),
+        ],
+    ],
+    ids=["2 faults", "8 faults"],
+)
+def test_faults_of_all_kinds_cost_what_the_reports_say(start_job, tmp_path, blows, selection):
+    sizes = {"experts_per_snapshot": 2, "experts_per_save": 1, "save_every": 4, "snapshot_every": 2}
+    job = start(start_job, tmp_path, expert_selection=selection, checkpoint_every=50, **sizes)
+    found = run(job, blows, 200)
+    assert sum(each.is_new for each in found) >= len(blows)
+    assert sum(bool(each.state.lost_now) for each in found) >= len(blows)
+
+
+def test_more_experts_are_copied_when_more_tokens_were_lost_than_may_be(start_job, tmp_path):
+    limit, sizes = 0.05, {"experts_per_snapshot": 1, "experts_per_save": 1, "save_every": 3}
+    job = start(start_job, tmp_path, plt_limit=limit, **sizes)
+    found = [each.state for each in run(job, [Blow(6, "b"), Blow(25, "c"), Blow(43)], 50)]
+    expected, grew = 1, 0
+    for state in found:
+        grows = bool(state.lost_now) and state.plt > limit
+        expected, grew = min(expected << grows, 6), grew + grows
+        assert state.each == [expected] * 2
+    assert expected > 1
+    assert grew < sum(bool(state.lost_now) for state in found), "a recovery within the limit changes nothing"

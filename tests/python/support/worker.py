@@ -240,7 +240,7 @@ class Recorder:
             else {
                 "contents": contents,
                 "each": [kind.experts_per_layer for kind in (ledger.selection, ledger.local)],
-                "ledger": digest(torch.frombuffer(bytearray(ledger.to_bytes()), dtype=torch.uint8).numpy()),
+                "ledger": ledger.to_bytes().decode(),
             }
         )
         rates = [group["lr"] for group in session.optimizer.param_groups]
