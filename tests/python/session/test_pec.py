@@ -115,3 +115,23 @@ def test_more_experts_are_copied_when_more_tokens_were_lost_than_may_be(start_jo
         assert state.each == [expected] * 2
     assert expected > 1
     assert grew < sum(bool(state.lost_now) for state in found), "a recovery within the limit changes nothing"
+
+
+@pytest.mark.parametrize(
+    "second", [Fault("phase verify", nth=2), Fault("copy", 30, nth=2)], ids=["before it is counted", "after that"]
+)
+def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job, tmp_path, second):
+    job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=4)
+    faults = {"b": [Fault("vote", 30)], "c": [second]}
+    workers = job.start_all(faults, NAMES, steps=36, lineage=True)
+    assert [each.join(120) for each in workers] == [0, -9, -9, 0]
+    check_history(workers, undone=True)
+    last = check_losses(workers)[-1]
+    assert last.is_new
+    assert last.state.lost_now
+
+
+def test_moetion_counts_alike(start_job, tmp_path):
+    job = start(start_job, tmp_path, preset="moetion", remote_bytes_per_step=30_000, local_bytes_per_step=60_000)
+    found = run(job, [Blow(20, "b"), Blow(40)], 48)
+    assert sum(bool(each.state.lost_now) for each in found) == 2
