@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from evermoe import planning
@@ -174,8 +175,10 @@ class LossLedger:
         source = -max(known)[1] if known else 0  # whose state is that of the version, as that of all who train
         told = None
         if group.rank == source:
-            told = {"lost": self.count_lost(stale), "ledger": self.to_bytes().decode()}
+            tokens = self._state.expert_load.tokens.tolist()
+            told = {"lost": self.count_lost(stale), "tokens": tokens, "ledger": self.to_bytes().decode()}
         found = gather_json(group, told)[source]
+        self._state.expert_load.tokens.copy_(torch.tensor(found["tokens"]))  # a replica node has none of its own
         self.load_bytes(found["ledger"].encode())
         processed_LE = self.total_LE - self.lost_LE
         went_back = not known or step_of(max(known)[0][0]) != step_of(version)

@@ -256,3 +256,17 @@ def test_steps_that_no_survivor_has_counted_are_at_risk(ledger):
     ledger.total_LE[:] = [[12, 120]]  # of a newer state, which a dead member has left
     ledger.resume(2, {})
     assert ledger.selection.seen.tolist() == ledger.selection.at_risk.tolist() == [[12, 120]]
+
+
+def count_with_a_replica_node(group):
+    """Rank 1 trains nothing, so that it has counted nothing."""
+    ledger = make_ledger()
+    if group.rank == 0:
+        ledger.take(1, 5, 50)
+        ledger.take(2, 5, 40)
+    ledger.agree_on_lost(group, {FIRST: at(0)}, at(2), None if group.rank else at(2))
+    return ledger.plt
+
+
+def test_a_replica_node_tells_the_same_portion(tmp_path):
+    assert run_ranks(tmp_path, 2, count_with_a_replica_node) == [0.1, 0.1]

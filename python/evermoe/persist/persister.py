@@ -46,12 +46,15 @@ class _Snapshot:
     units: dict[str, Tensor] = field(default_factory=dict)
 
     def hold(self, version: int, units: Mapping[str, int]) -> _Snapshot:
-        """Room for other units, in the same memory if that is large enough."""
+        """Room for other units, in the same memory if that is large enough, and not much too large.
+
+        The first snapshot of a job has all units, and those after it a few.
+        """
         starts, end = {}, 0
         for name, nbytes in units.items():
             starts[name] = end
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        memory = self.memory if len(self.memory) >= end else torch.empty(end, dtype=torch.uint8)
+        memory = self.memory if end <= len(self.memory) <= 2 * end else torch.empty(end, dtype=torch.uint8)
         return _Snapshot(version, memory, {name: memory[at : at + units[name]] for name, at in starts.items()})
 
 
