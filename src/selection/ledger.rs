@@ -356,7 +356,9 @@ mod tests {
         assert_eq!(ledger.lose(&[vec![1], vec![1]], Some(&[9, 1, 9, 6])).unwrap(), 0.35);
         assert_eq!((ledger.lost(), ledger.at_risk()), (&[0, 1, 0, 6][..], &[2, 0, 0, 0][..]));
         let before = ledger.clone();
-        for (tokens, message) in [(&[9, 9, 9, 1][..], "expert 1 has 9; expected 0 to 1,"), (&[1], "got 1 numbers")] {
+        for (tokens, message) in
+            [(&[9, 9, 9, 1][..], "expert 1 has 9; expected 0 to 1,"), (&[1], "got 1 numbers")]
+        {
             let refused = ledger.lose(&[vec![1], vec![0]], Some(tokens)).unwrap_err().to_string();
             assert!(refused.contains(message), "{refused}");
         }
@@ -419,7 +421,9 @@ mod tests {
         assert!(
             ledger.copied(&[vec![0], vec![2]]).unwrap_err().to_string().contains("layer 1 names expert 2")
         );
-        assert!(ledger.lose(&[vec![], vec![7]], None).unwrap_err().to_string().starts_with("experts: layer 1"));
+        assert!(
+            ledger.lose(&[vec![], vec![7]], None).unwrap_err().to_string().starts_with("experts: layer 1")
+        );
         assert_eq!(ledger, before);
     }
 }
