@@ -88,15 +88,18 @@ def recovery_plan(
 def usable_holdings(
     members: list[tuple[bool, bool]], holdings: list[list[tuple[str, int, int, str]]]
 ) -> list[list[tuple[str, int, int, str]]]: ...
-def retained_versions(versions: list[list[int]], may_lag: list[int], spare: int) -> list[list[int]]:
+def retained_versions(
+    versions: list[list[int]], partial: list[list[int]], open: list[int], may_lag: list[int], spare: int
+) -> list[list[int]]:
     """Of the durable versions of each unit, those that a recovery from the store alone needs, now or soon."""
 
-def parse_manifest(text: bytes) -> tuple[int, int, str, list[tuple[str, str, str | None, int, list[str]]]]:
-    """Version, step, layout and (name, file, digest, tensors) of each unit; CorruptCopy says what is wrong."""
+_ManifestRow = tuple[str, str, str | None, int, tuple[int, int, int] | None, list[str]]
+"""Name, file, the checkpoint whose file it is, digest, part (start, end, of) and tensors of a unit."""
 
-def format_manifest(
-    version: int, step: int, layout: str, units: list[tuple[str, str, str | None, int, list[str]]]
-) -> str:
+def parse_manifest(text: bytes) -> tuple[int, int, str, list[str], list[_ManifestRow]]:
+    """Version, step, layout, members and units; CorruptCopy says what is wrong."""
+
+def format_manifest(version: int, step: int, layout: str, members: list[str], units: list[_ManifestRow]) -> str:
     """JSON of a manifest, with its checksum; ValueError if `parse_manifest` would refuse it."""
 
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...

@@ -40,11 +40,11 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
                 "overlap_param_gather is about the weights that owners send, and there are no owners with "
                 f"dense={self.dense!r}: use dense='sharded', or leave the option out"
             )
-        if self.dense == "sharded" and not self.choices.protects_every_unit:
-            fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_every_unit)
+        if self.dense == "sharded" and not self.choices.protects_owners:
+            fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_owners)
             raise ValueError(
                 f"dense='sharded' leaves the optimizer's state of a module to one worker, and the preset {self.preset} "
-                f"makes no copies of each of its steps: use preset {fitting}, or dense='replicated'"
+                f"makes no copies of it: use preset {fitting}, or dense='replicated'"
             )
 
     @property

@@ -5,7 +5,8 @@
 //! ```
 //!
 //! Where a unit has not changed since another checkpoint, its file may be that one's: then the unit has `"origin"`, too,
-//! and the format is 3.
+//! and the format is 3. Where several members save a unit together, each has a part of its bytes: then the unit has
+//! `"part":[start,end,of]`, and `"members"` says who saves such a version together; the format is 4.
 //!
 //! The checksum is the xxh3-64 of the text without it, as [`Manifest::to_json`] writes that: every field is under it,
 //! the version included.
@@ -24,6 +25,9 @@ pub const MANIFEST_FORMAT: u64 = 2;
 /// Number of the format where some units are in files of other checkpoints.
 pub const SHARING_FORMAT: u64 = 3;
 
+/// Number of the format where members save a version together, some units in parts.
+pub const PARTS_FORMAT: u64 = 4;
+
 /// Units of one version.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Manifest {
@@ -33,6 +37,8 @@ pub struct Manifest {
     pub step: u64,
     /// Digest of the names, shapes and types of all units of the model.
     pub layout: String,
+    /// Those that save what may not lag of the version, each with a manifest of its own; none where one has all.
+    pub members: Vec<String>,
     /// The units, each name once.
     pub units: Vec<SavedUnit>,
 }
@@ -46,8 +52,10 @@ pub struct SavedUnit {
     pub file: String,
     /// Name of another checkpoint beside this one, if the file is that one's.
     pub origin: Option<String>,
-    /// xxh3-64 of the unit's bytes.
+    /// xxh3-64 of the unit's bytes, of all of them where only a part is here.
     pub digest: u64,
+    /// First byte, byte after the last, and number of the unit's bytes, where a part of it is here.
+    pub part: Option<(u64, u64, u64)>,
     /// Names of its tensors, in the order of its bytes.
     pub tensors: Vec<String>,
 }
@@ -60,6 +68,8 @@ struct Fields {
     version: u64,
     step: u64,
     layout: String,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    members: Vec<String>,
     units: Vec<Object<UnitFields>>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     checksum: Option<String>,
@@ -73,6 +83,8 @@ struct UnitFields {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     origin: Option<String>,
     digest: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    part: Option<(u64, u64, u64)>,
     tensors: Vec<String>,
 }
 
@@ -112,8 +124,8 @@ impl Manifest {
     ///
     /// ```
     /// use evermoe::persist::{Manifest, SavedUnit};
-    /// let unit = SavedUnit { name: "head".into(), file: "units-0.safetensors".into(), origin: None, digest: 7, tensors: vec!["bias".into()] };
-    /// let manifest = Manifest { version: 3, step: 3, layout: "5e".into(), units: vec![unit] };
+    /// let unit = SavedUnit { name: "head".into(), file: "units-0.safetensors".into(), origin: None, digest: 7, part: None, tensors: vec!["bias".into()] };
+    /// let manifest = Manifest { version: 3, step: 3, layout: "5e".into(), members: vec![], units: vec![unit] };
     /// assert_eq!(Manifest::from_json(manifest.to_json()?.as_bytes())?, manifest);
     /// # Ok::<(), evermoe::error::Error>(())
     /// ```
@@ -134,7 +146,7 @@ impl Manifest {
     pub fn from_json(text: &[u8]) -> Result<Self> {
         let unreadable = |error: serde_json::Error| Error::Corrupt(error.to_string());
         let Object(AnyFormat { format }) = serde_json::from_slice(text).map_err(unreadable)?;
-        if ![MANIFEST_FORMAT, SHARING_FORMAT].contains(&format) {
+        if ![MANIFEST_FORMAT, SHARING_FORMAT, PARTS_FORMAT].contains(&format) {
             return Err(Error::Corrupt(format!("format {format}, expected {MANIFEST_FORMAT}")));
         }
         let Object(mut fields): Object<Fields> = serde_json::from_slice(text).map_err(unreadable)?;
@@ -154,20 +166,27 @@ impl Manifest {
     }
 
     fn format(&self) -> u64 {
-        let shares = self.units.iter().any(|unit| unit.origin.is_some());
-        if shares { SHARING_FORMAT } else { MANIFEST_FORMAT }
+        if !self.members.is_empty() || self.units.iter().any(|unit| unit.part.is_some()) {
+            PARTS_FORMAT
+        } else if self.units.iter().any(|unit| unit.origin.is_some()) {
+            SHARING_FORMAT
+        } else {
+            MANIFEST_FORMAT
+        }
     }
 
     fn fields(&self) -> Fields {
         let unit = |unit: &SavedUnit| {
             let (name, file, origin) = (unit.name.clone(), unit.file.clone(), unit.origin.clone());
-            Object(UnitFields { name, file, origin, digest: hex(unit.digest), tensors: unit.tensors.clone() })
+            let (digest, part) = (hex(unit.digest), unit.part);
+            Object(UnitFields { name, file, origin, digest, part, tensors: unit.tensors.clone() })
         };
         Fields {
             format: self.format(),
             version: self.version,
             step: self.step,
             layout: self.layout.clone(),
+            members: self.members.clone(),
             units: self.units.iter().map(unit).collect(),
             checksum: None,
         }
@@ -183,11 +202,12 @@ impl Manifest {
                     unit.name, unit.digest
                 )
             })?;
-            let UnitFields { name, file, origin, tensors, .. } = unit;
-            Ok(SavedUnit { name, file, origin, digest, tensors })
+            let UnitFields { name, file, origin, part, tensors, .. } = unit;
+            Ok(SavedUnit { name, file, origin, digest, part, tensors })
         };
         let units = fields.units.into_iter().map(unit).collect::<std::result::Result<_, String>>()?;
-        Ok(Self { version: fields.version, step: fields.step, layout: fields.layout, units })
+        let Fields { version, step, layout, members, .. } = fields;
+        Ok(Self { version, step, layout, members, units })
     }
 
     fn check(&self) -> std::result::Result<(), String> {
@@ -196,7 +216,7 @@ impl Manifest {
         }
         let mut names = BTreeSet::new();
         for unit in &self.units {
-            let SavedUnit { name, file, origin, tensors, .. } = unit;
+            let SavedUnit { name, file, origin, part, tensors, .. } = unit;
             if !names.insert(name) {
                 return Err(format!("unit {name:?} is there twice"));
             }
@@ -208,6 +228,11 @@ impl Manifest {
             if let Some(origin) = origin.as_ref().filter(|origin| !is_file_name(origin)) {
                 return Err(format!(
                     "unit {name:?}: expected the name of a checkpoint beside this one, got {origin:?}"
+                ));
+            }
+            if let Some((start, end, of)) = part.filter(|&(start, end, of)| start >= end || end > of) {
+                return Err(format!(
+                    "unit {name:?}: expected a part of its {of} bytes, got those from {start} to {end}"
                 ));
             }
             if tensors.is_empty() || tensors.iter().collect::<BTreeSet<_>>().len() != tensors.len() {
@@ -247,10 +272,11 @@ mod tests {
             file: "units-0.safetensors".into(),
             origin: None,
             digest: 0x0123_4567_89ab_cdef,
+            part: None,
             tensors: vec!["weight".into(), "weight/exp_avg".into()],
         };
         let units = vec![unit("dense"), unit("moe.experts.\u{fc}/0")];
-        Manifest { version: 3 << 40 | 7, step: 7, layout: "L".into(), units }
+        Manifest { version: 3 << 40 | 7, step: 7, layout: "L".into(), members: vec![], units }
     }
 
     fn refused(text: &str) -> String {
@@ -292,6 +318,21 @@ mod tests {
             );
         }
         assert!(refused(&sealed("\"format\":2", "\"format\":3")).contains("that of its units is 2"));
+    }
+
+    #[test]
+    fn a_unit_may_be_there_in_part() {
+        let mut parted = manifest();
+        parted.units[0].part = Some((64, 128, 1000));
+        parted.members = vec!["a".into(), "b".into()];
+        let text = parted.to_json().unwrap();
+        assert!(text.starts_with("{\"format\":4,") && text.contains(",\"part\":[64,128,1000],"), "{text}");
+        assert_eq!(Manifest::from_json(text.as_bytes()).unwrap(), parted);
+        for wrong in [(64, 64, 100), (128, 64, 1000), (0, 1001, 1000)] {
+            parted.units[0].part = Some(wrong);
+            assert!(parted.to_json().unwrap_err().to_string().contains("a part of its"), "{wrong:?}");
+        }
+        assert!(refused(&sealed("\"format\":2", "\"format\":4")).contains("that of its units is 2"));
     }
 
     #[test]

@@ -10,6 +10,6 @@ mod manifest;
 mod retain;
 mod triple;
 
-pub use manifest::{MANIFEST_FORMAT, Manifest, SHARING_FORMAT, SavedUnit};
+pub use manifest::{MANIFEST_FORMAT, Manifest, PARTS_FORMAT, SHARING_FORMAT, SavedUnit};
 pub use retain::retained;
 pub use triple::{Event, Slot, TripleBuffer};

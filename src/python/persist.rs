@@ -111,20 +111,22 @@ fn row(slot: Slot) -> (&'static str, Option<u64>) {
 fn retained_versions(
     py: Python<'_>,
     versions: Vec<Vec<u64>>,
+    partial: Vec<Vec<u64>>,
+    open: Vec<u64>,
     may_lag: Vec<usize>,
     spare: usize,
 ) -> PyResult<Vec<Vec<u64>>> {
-    Ok(py.detach(|| persist::retained(&versions, &may_lag, spare))?)
+    Ok(py.detach(|| persist::retained(&versions, &partial, &open, &may_lag, spare))?)
 }
 
-/// Name, file, digest and tensors of a unit.
-type UnitRow = (String, String, Option<String>, u64, Vec<String>);
+/// Name, file, the checkpoint whose file it is, digest, part and tensors of a unit.
+type UnitRow = (String, String, Option<String>, u64, Option<(u64, u64, u64)>, Vec<String>);
 
 #[pyfunction]
-fn parse_manifest(py: Python<'_>, text: &[u8]) -> PyResult<(u64, u64, String, Vec<UnitRow>)> {
-    let Manifest { version, step, layout, units } = py.detach(|| Manifest::from_json(text))?;
-    let rows = units.into_iter().map(|unit| (unit.name, unit.file, unit.origin, unit.digest, unit.tensors));
-    Ok((version, step, layout, rows.collect()))
+fn parse_manifest(py: Python<'_>, text: &[u8]) -> PyResult<(u64, u64, String, Vec<String>, Vec<UnitRow>)> {
+    let Manifest { version, step, layout, members, units } = py.detach(|| Manifest::from_json(text))?;
+    let row = |unit: SavedUnit| (unit.name, unit.file, unit.origin, unit.digest, unit.part, unit.tensors);
+    Ok((version, step, layout, members, units.into_iter().map(row).collect()))
 }
 
 #[pyfunction]
@@ -133,9 +135,17 @@ fn format_manifest(
     version: u64,
     step: u64,
     layout: String,
+    members: Vec<String>,
     units: Vec<UnitRow>,
 ) -> PyResult<String> {
-    let unit = |(name, file, origin, digest, tensors)| SavedUnit { name, file, origin, digest, tensors };
+    let unit = |(name, file, origin, digest, part, tensors)| SavedUnit {
+        name,
+        file,
+        origin,
+        digest,
+        part,
+        tensors,
+    };
     let units = units.into_iter().map(unit).collect();
-    Ok(py.detach(|| Manifest { version, step, layout, units }.to_json())?)
+    Ok(py.detach(|| Manifest { version, step, layout, members, units }.to_json())?)
 }

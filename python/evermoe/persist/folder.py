@@ -1,9 +1,10 @@
 """The folder of persisted units, which all members share: a few units a file, each of its own version.
 
     FOLDER/persisted-VERSION-MEMBER/manifest.json        version, layout, digest of every unit; gets its name last
-    FOLDER/persisted-VERSION-MEMBER/units.safetensors    tensors named "<unit>/<piece>"
+    FOLDER/persisted-VERSION-MEMBER/units.safetensors    tensors named "<unit>/<piece>", of a part "<unit>/bytes"
 
-What has a manifest is durable, unit by unit: the newest version of a unit may be in any member's file. A version stays
+What has a manifest is durable, unit by unit: the newest version of a unit may be in any member's file. A unit that
+several members save in parts is durable once all parts of the version are. A version stays
 as long as a recovery from this folder alone would take it: members do not persist at one pace, and an expert's newest
 version is of no use while that of a unit that may not lag is older. The two newest of each unit stay in any case: one
 could be damaged, or go when the job goes back to a version before it.
@@ -15,16 +16,17 @@ import contextlib
 import os
 import re
 import warnings
-from collections.abc import Container, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from evermoe._native import retained_versions
+from evermoe._native import digest, retained_versions
 from evermoe.errors import CorruptCopy
-from evermoe.persist.manifest import MANIFEST, Manifest, as_bytes, read_manifest, read_units
+from evermoe.persist.manifest import MANIFEST, Manifest, Part, as_bytes, read_manifest, read_part, read_units
 from evermoe.persist.place import Location
 
 SPARE = 2
@@ -43,6 +45,8 @@ class PersistedUnit:
     file: Location
     names: tuple[str, ...]
     """Names of its tensors in the file, in the order of its bytes."""
+    parts: tuple[tuple[Location, Part], ...] = ()
+    """Where it was saved in parts: their files, in the order of its bytes; `file` is the first."""
 
     @property
     def data(self) -> Tensor:
@@ -58,15 +62,36 @@ def find_persisted(folder: Path, layout: str) -> list[PersistedUnit]:
 
     What is unfinished or foreign is passed over; so is what has an unreadable manifest, with a warning.
     """
-    found = [unit for manifest in manifests(folder, layout, MANIFEST) for unit in units_of(manifest)]
+    durable = manifests(folder, layout, MANIFEST)
+    found = [unit for manifest in durable for unit in units_of(manifest)]
+    found += [whole for whole, is_whole in _joined(durable) if is_whole]
     return sorted(found, key=lambda each: (each.unit, -each.version, str(each.file)))
 
 
 def units_of(manifest: Manifest) -> Iterator[PersistedUnit]:
-    """The units that a manifest names."""
+    """The units that a manifest names, without those that are there in part."""
     for unit, (file, value) in manifest.units.items():
-        found = manifest.folder_of(unit) / file
-        yield PersistedUnit(unit, manifest.version, value, found, tuple(manifest.names[unit]))
+        if unit not in manifest.parts:
+            found = manifest.folder_of(unit) / file
+            yield PersistedUnit(unit, manifest.version, value, found, tuple(manifest.names[unit]))
+
+
+def _joined(durable: Iterable[Manifest]) -> Iterator[tuple[PersistedUnit, bool]]:
+    """The units that were saved in parts, and whether all parts are there."""
+    found: dict[tuple[str, int, int], list[tuple[Part, Location, tuple[str, ...]]]] = defaultdict(list)
+    for manifest in durable:
+        for unit, part in manifest.parts.items():
+            file, value = manifest.units[unit]
+            names = tuple(manifest.names[unit])
+            found[unit, manifest.version, value].append((part, manifest.folder_of(unit) / file, names))
+    for (unit, version, value), parts in found.items():
+        chosen: list[tuple[Location, Part]] = []
+        end, of = 0, parts[0][0].of
+        for part, file, _ in sorted(parts, key=lambda each: each[0]):
+            if part.start == end and part.of == of:
+                chosen.append((file, part))
+                end = part.end
+        yield PersistedUnit(unit, version, value, parts[0][1], parts[0][2], tuple(chosen)), end == of
 
 
 def read_persisted(found: PersistedUnit) -> Tensor:
@@ -75,6 +100,11 @@ def read_persisted(found: PersistedUnit) -> Tensor:
     Raises:
         CorruptCopy: they do not match the digest, or the file is gone or cannot be read.
     """
+    if found.parts:
+        data = torch.cat([read_part(file, found.unit) for file, _ in found.parts])
+        if digest(data.numpy()) != found.digest:
+            raise CorruptCopy(f"{found.unit} of version {found.version}: its parts do not match the digest")
+        return data
     units, names = {found.unit: (found.file.name, found.digest)}, {found.unit: list(found.names)}
     ((_, tensors),) = read_units(Manifest(found.file.parent, found.version, units, names), [found.unit])
     return as_bytes(tensors)
@@ -135,13 +165,34 @@ def prune(folder: Path, layout: str, may_lag: Container[str]) -> None:
 
 def _retained(durable: Sequence[Manifest], may_lag: Container[str]) -> set[tuple[str, int]]:
     """(unit, version) of what must stay."""
-    versions: dict[str, list[int]] = {}
+    whole: dict[str, set[int]] = {unit: set() for manifest in durable for unit in manifest.units}
+    partial: dict[str, set[int]] = {unit: set() for unit in whole}
     for manifest in durable:
-        for unit in manifest.units:
-            versions.setdefault(unit, []).append(manifest.version)
-    lagging = [index for index, unit in enumerate(versions) if unit in may_lag]
-    stay = retained_versions(list(versions.values()), lagging, SPARE)
-    return {(unit, version) for unit, kept in zip(versions, stay, strict=True) for version in kept}
+        for unit in manifest.units.keys() - manifest.parts.keys():
+            whole[unit].add(manifest.version)
+    for found, is_whole in _joined(durable):
+        (whole if is_whole else partial)[found.unit].add(found.version)
+    lagging = [index for index, unit in enumerate(whole) if unit in may_lag]
+    versions = [sorted(found) for found in whole.values()]
+    stay = retained_versions(versions, [sorted(each) for each in partial.values()], _open(durable), lagging, SPARE)
+    return {(unit, version) for unit, kept in zip(whole, stay, strict=True) for version in kept}
+
+
+def _open(durable: Iterable[Manifest]) -> list[int]:
+    """Versions of which more may come: each member saves in order, so that what it left out never does."""
+    saved: dict[str, set[int]] = defaultdict(set)
+    savers: dict[int, set[str]] = defaultdict(set)
+    for manifest in durable:
+        match = _NAME.match(manifest.path.name)
+        if match:
+            saved[match[2]].add(manifest.version)
+        savers[manifest.version] |= set(manifest.members)
+    return [
+        version
+        for version, members in sorted(savers.items())
+        if not all(version in saved[each] for each in members)
+        and all(version in saved[each] or max(saved[each], default=0) < version for each in members)
+    ]
 
 
 def sweep(folder: Path, members: Container[str]) -> None:

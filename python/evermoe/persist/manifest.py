@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,9 +29,23 @@ READS = 8
 """Units of an object store that are read ahead at the same time."""
 
 
+class Part(NamedTuple):
+    """Some of a unit's bytes."""
+
+    start: int
+    end: int
+    """After the last."""
+    of: int
+    """Bytes of the whole unit."""
+
+
+BYTES = "bytes"
+"""Name of the tensor that has a part, uint8 `[end - start]`."""
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder holds: a version and, per unit, its file and the xxh3-64 digest of its bytes."""
+    """What a folder holds: a version and, per unit, its file and the xxh3-64 digest of the whole unit's bytes."""
 
     path: Location
     version: int
@@ -41,6 +56,10 @@ class Manifest:
     """Layout of the model."""
     origins: dict[str, str] = field(default_factory=dict)
     """Per unit whose file is that of another checkpoint: that one's name, beside this one."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    """Per unit that is there in part: which."""
+    members: tuple[str, ...] = ()
+    """Those that save what may not lag of the version, each with a manifest; none where one has all."""
 
     def folder_of(self, unit: str) -> Location:
         """Where the unit's file is."""
@@ -52,14 +71,23 @@ Entry = tuple[str, int, Sequence[str]] | tuple[str, int, Sequence[str], str | No
 """File of a unit, digest of its bytes, names of its tensors, and the checkpoint whose file it is, if another's."""
 
 
-def manifest_text(version: int, layout: str, units: Mapping[str, Entry]) -> str:
-    """Text of a manifest: for each unit its entry.
+def manifest_text(
+    version: int,
+    layout: str,
+    units: Mapping[str, Entry],
+    parts: Mapping[str, Part] | None = None,
+    members: Sequence[str] = (),
+) -> str:
+    """Text of a manifest: for each unit its entry, and its part if it is there in part.
 
     Raises:
         ValueError: a name cannot be that of a file, or is there twice.
     """
-    rows = [(name, entry[0], (*entry, None)[3], entry[1], list(entry[2])) for name, entry in units.items()]
-    return format_manifest(version, step_of(version), layout, rows)
+    rows = [
+        (name, entry[0], (*entry, None)[3], entry[1], (parts or {}).get(name), list(entry[2]))
+        for name, entry in units.items()
+    ]
+    return format_manifest(version, step_of(version), layout, list(members), rows)
 
 
 def read_manifest(path: Location, name: str = MANIFEST) -> Manifest:
@@ -89,14 +117,16 @@ def _content(path: Location, name: str) -> bytes:
 def parsed(path: Location, content: bytes, name: str = MANIFEST) -> Manifest:
     """The manifest of a folder whose content is known; raises as `read_manifest` does."""
     try:
-        version, step, layout, rows = parse_manifest(content)
+        version, step, layout, members, rows = parse_manifest(content)
         if step != step_of(version):
             raise CorruptCopy(f"version {version} has taken {step_of(version)} steps, not {step}")
     except CorruptCopy as error:
         raise _no_manifest(path, name, error) from None
-    units = {unit: (file, value) for unit, file, _, value, _ in rows}
-    origins = {unit: origin for unit, _, origin, _, _ in rows if origin is not None}
-    return Manifest(path, version, units, {row[0]: row[4] for row in rows}, layout, origins)
+    units = {unit: (file, value) for unit, file, _, value, _, _ in rows}
+    names = {unit: tensors for unit, *_, tensors in rows}
+    origins = {unit: origin for unit, _, origin, _, _, _ in rows if origin is not None}
+    parts = {unit: Part(*part) for unit, *_, part, _ in rows if part is not None}
+    return Manifest(path, version, units, names, layout, origins, parts, tuple(members))
 
 
 def _no_manifest(path: Location, name: str, reason: object) -> CorruptCopy:
@@ -159,6 +189,22 @@ def _read_file(manifest: Manifest, members: Sequence[str]) -> Iterator[tuple[str
                     yield name, tensors
         except (SafetensorError, OSError) as error:
             raise CorruptCopy(f"{path} cannot be read: {error}") from None
+
+
+def read_part(file: Location, unit: str) -> Tensor:
+    """The part of a unit in a file, uint8 `[end - start]`; what it is can be told once the unit is whole.
+
+    Raises:
+        CorruptCopy: it cannot be read.
+    """
+    key = f"{unit}/{BYTES}"
+    with _opened(file) as (descriptor, fetch):
+        try:
+            with safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as source:
+                fetch([key])
+                return as_bytes({BYTES: source.get_tensor(key)})
+        except (SafetensorError, OSError) as error:
+            raise CorruptCopy(f"{file} cannot be read: {error}") from None
 
 
 @contextlib.contextmanager

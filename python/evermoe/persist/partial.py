@@ -9,11 +9,12 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from evermoe import planning
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
@@ -22,23 +23,33 @@ from evermoe.errors import PersistFailed
 from evermoe.keeper import Assignment, Due, StateKeeper
 from evermoe.persist.checkpoint_folder import PERSISTED
 from evermoe.persist.folder import find_persisted, sweep
+from evermoe.persist.manifest import Part
 from evermoe.persist.persister import Persister
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import StoredUnit
 from evermoe.state.training_state import TrainingState
-from evermoe.state.unit import primary_units, read_tensors
+from evermoe.state.unit import digests_of, read_part
 from evermoe.state.version import step_of
 
 
 class PartialCheckpoint:
-    """One version of some units on its way to the persister, in the thread of a courier."""
+    """One version of some units, or of parts of them, on its way to the persister, in the thread of a courier."""
 
-    def __init__(self, state: TrainingState, persister: Persister, units: Sequence[str], version: int) -> None:
+    def __init__(
+        self,
+        state: TrainingState,
+        persister: Persister,
+        units: Mapping[str, Part],
+        version: int,
+        members: Sequence[str],
+    ) -> None:
         self.version = version
         self.capture_seconds = 0.0
-        self._state, self._persister = state, persister
+        self._persister, self._members = persister, members
+        self._whole = {name: part.of for name, part in units.items() if part.end - part.start == part.of}
+        self._parts = {name: part for name, part in units.items() if name not in self._whole}
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is saved.
-        self._tensors = dict(zip(units, state.tensors(units), strict=True))
+        self._tensors = dict(zip(units, state.tensors(list(units)), strict=True))
         self._captured = threading.Event()
         self.task: Task[bool]
 
@@ -54,16 +65,15 @@ class PartialCheckpoint:
     def _run(self) -> bool:
         started = time.monotonic()
         try:
-            views = self._persister.begin(
-                self.version, {name: self._state.catalog.by_name[name].nbytes for name in self._tensors}
-            )
+            views = self._persister.begin(self.version, self._whole, self._parts, self._members)
             for name, view in views.items():
-                read_tensors(self._tensors[name], view)
+                read_part(self._tensors[name], self._parts[name].start if name in self._parts else 0, view)
+            found = digests_of([self._tensors[name] for name in self._parts])
         finally:
             self._tensors = {}
             self.capture_seconds = time.monotonic() - started
             self._captured.set()
-        self._persister.commit()
+        self._persister.commit(dict(zip(self._parts, found, strict=True)))
         return True
 
 
@@ -85,6 +95,8 @@ class PartialCheckpoints(StateKeeper):
         self._courier, self._save_every = courier, save_every
         self._persister: Persister | None = None
         self._assignment: Assignment | None = None
+        self._members: list[str] = []
+        """By rank."""
         self._latest: PartialCheckpoint | None = None
         self._durable = 0
         """Steps taken in the newest version of which this member's part is on disk."""
@@ -105,7 +117,7 @@ class PartialCheckpoints(StateKeeper):
         assert self._assignment is not None
         group, member = self._membership.everyone, self._assignment.member
         is_running = bool(group.all_reduce(torch.tensor([int(self._membership.established)])))
-        members = gather_json(group, member)
+        self._members = members = gather_json(group, member)
         # What an earlier start has saved before its first step is not of this one.
         self._open(member, members, version if is_running or step_of(version) else 0)
         group.all_reduce(torch.zeros(1))  # no member writes a newer version while another still removes those
@@ -156,19 +168,31 @@ class PartialCheckpoints(StateKeeper):
     def _save(self, version: int, experts: Collection[str]) -> None:
         """Begins to save this rank's part of the experts and of all other units, if it has one.
 
-        Each unit is saved by one of the ranks that hold it. The experts are dealt out with the rest, so that who saves
-        many of them saves less of that (PEC's adaptive sharding, here by whole units).
+        Who saves many of the experts saves less of the rest: see `planning.save_shares`.
         """
         self._latest = None
         assert self._assignment is not None
-        chosen, group = set(experts), self._membership.everyone
+        chosen, active = set(experts), self._assignment.active
         units = [unit for unit in self._state.catalog.units if unit.layer is None or unit.name in chosen]
-        mine = primary_units(units, self._assignment.active, group.rank, group.size)
+        shares = planning.save_shares(
+            [unit.nbytes for unit in units],
+            [active[unit.name] for unit in units],
+            [unit.expert is not None for unit in units],
+            len(self._members),
+        )
+        savers = [
+            member
+            for member, parts in zip(self._members, shares, strict=True)
+            if any(units[each.unit].expert is None for each in parts)
+        ]
+        parts = shares[self._membership.everyone.rank]
+        mine = {units[at].name: Part(start, end, units[at].nbytes) for at, start, end in parts}
         self._is_saving |= bool(mine)
         if self._persister is None:
-            self._note_skipped(version, mine)
+            self._note_skipped(version, list(mine))
         elif mine:
-            self._latest = PartialCheckpoint(self._state, self._persister, mine, version).start(self._courier)
+            task = PartialCheckpoint(self._state, self._persister, mine, version, savers)
+            self._latest = task.start(self._courier)
 
     def wait(self) -> bool:
         """Waits until what was begun is with the persister."""

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from evermoe._native import TripleBuffer, digests
 from evermoe.errors import LeftBehind, PersistFailed
 from evermoe.persist.folder import DATA, DRAFT, folder_name, folders, manifests, prune, remove
-from evermoe.persist.manifest import MANIFEST, manifest_text
+from evermoe.persist.manifest import BYTES, MANIFEST, Part, manifest_text
 from evermoe.persist.plain_files import flush, make_folder, write_tensors, write_text
 from evermoe.state.unit import Unit
 from evermoe.state.version import generation_of
@@ -39,23 +40,36 @@ class HeldUnit:
 
 @dataclass
 class _Snapshot:
-    """One slot: the bytes of a version's units, each at its offset."""
+    """One slot: the bytes of a version's units, or of parts of them, each at its offset."""
 
     version: int = 0
     memory: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     units: dict[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """Of units that are there in part."""
+    digests: Mapping[str, int] = field(default_factory=dict)
+    """Of these, of all their bytes."""
+    members: Sequence[str] = ()
+    """Those that save what may not lag of the version."""
 
-    def hold(self, version: int, units: Mapping[str, int]) -> _Snapshot:
+    def hold(self, version: int, units: Mapping[str, Part], members: Sequence[str]) -> _Snapshot:
         """Room for other units, in the same memory if that is large enough, and not much too large.
 
         The first snapshot of a job has all units, and those after it a few.
         """
         starts, end = {}, 0
-        for name, nbytes in units.items():
+        for name, part in units.items():
             starts[name] = end
-            end += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            end += -(-(part.end - part.start) // ALIGNMENT) * ALIGNMENT
         memory = self.memory if end <= len(self.memory) <= 2 * end else torch.empty(end, dtype=torch.uint8)
-        return _Snapshot(version, memory, {name: memory[at : at + units[name]] for name, at in starts.items()})
+        views = {name: memory[at : at + units[name].end - units[name].start] for name, at in starts.items()}
+        parts = {name: part for name, part in units.items() if part.end - part.start < part.of}
+        return _Snapshot(version, memory, views, parts, members=members)
+
+    def whole_digests(self) -> dict[str, int]:
+        """xxh3-64 of the units that are there whole."""
+        whole = [name for name in self.units if name not in self.parts]
+        return dict(zip(whole, digests([[self.units[name].numpy()] for name in whole]), strict=True))
 
 
 class Persister:
@@ -64,6 +78,8 @@ class Persister:
         views = persister.begin(version, {"moe.experts.3": nbytes})
         state.read("moe.experts.3", views["moe.experts.3"])
         persister.commit()
+
+    Several members may save a unit together, each a part of its bytes.
 
     Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
     never wait for the folder. Where snapshots come faster than the folder takes them, the newest goes first and those
@@ -138,23 +154,36 @@ class Persister:
         with self._changed:
             slots = [self._slots[at] for at, (what, _) in enumerate(self._buffer.slots) if what in WHOLE]
         for snapshot in slots:
-            made = digests([[data.numpy()] for data in snapshot.units.values()])
-            for (name, data), value in zip(snapshot.units.items(), made, strict=True):
-                yield HeldUnit(name, snapshot.version, value, data)
+            for name, value in snapshot.whole_digests().items():
+                yield HeldUnit(name, snapshot.version, value, snapshot.units[name])
 
-    def begin(self, version: int, units: Mapping[str, int]) -> dict[str, Tensor]:
-        """Starts a snapshot of `units` (name → bytes): for each the view to write, uint8 `[nbytes]`.
+    def begin(
+        self,
+        version: int,
+        units: Mapping[str, int],
+        parts: Mapping[str, Part] = MappingProxyType({}),
+        members: Sequence[str] = (),
+    ) -> dict[str, Tensor]:
+        """Starts a snapshot of units: for each the view to write, uint8 `[nbytes]`, of a part `[end - start]`.
+
+        Args:
+            version: of the state.
+            units: bytes of each that is there whole.
+            parts: which bytes of each that is there in part.
+            members: those that save what may not lag of the version; none where this one has all.
 
         Raises:
             ValueError: a unit is unknown or has another size, none is given, a snapshot is being written, a version as
                 new is there, or the persister is closed.
         """
-        if not units:
+        if not units and not parts:
             raise ValueError("units: expected one or more, got none")
-        for name, nbytes in units.items():
-            if name not in self._by_name or self._by_name[name].nbytes != nbytes:
+        shares = {name: Part(0, nbytes, nbytes) for name, nbytes in units.items()} | dict(parts)
+        for name, (start, end, of) in shares.items():
+            if name not in self._by_name or self._by_name[name].nbytes != of or not 0 <= start <= end <= of:
                 expected = f"{self._by_name[name].nbytes} bytes" if name in self._by_name else "a unit of this model"
-                raise ValueError(f"units: {name}: expected {expected}, got {nbytes} bytes")
+                got = f"{of} bytes" if end - start == of else f"those from {start} to {end} of {of} bytes"
+                raise ValueError(f"units: {name}: expected {expected}, got {got}")
         self._tell()
         with self._changed:
             self._check_open()
@@ -163,18 +192,27 @@ class Persister:
             skipped = self._advance(lambda: self._buffer.begin(version))
             slot = self._buffer.writing
             assert slot is not None
-            self._slots[slot] = self._slots[slot].hold(version, units)
+            self._slots[slot] = self._slots[slot].hold(version, shares, members)
             views = dict(self._slots[slot].units)
         self._tell_skipped(skipped)
         return views
 
-    def commit(self) -> None:
+    def commit(self, digests: Mapping[str, int] | None = None) -> None:
         """The snapshot is whole: lets the persister have it.
 
+        Args:
+            digests: xxh3-64 of all bytes of each unit that is there in part, by name.
+
         Raises:
-            ValueError: none is being written.
+            ValueError: none is being written, or a digest is missing.
         """
         with self._changed:
+            slot = self._buffer.writing
+            if slot is not None:
+                missing = self._slots[slot].parts.keys() - (digests or {}).keys()
+                if missing:
+                    raise ValueError(f"digests: expected those of {sorted(self._slots[slot].parts)}, got no {missing}")
+                self._slots[slot].digests = dict(digests or {})
             self._buffer.commit()
             self._may_try = True
             self._changed.notify_all()
@@ -304,19 +342,22 @@ class Persister:
         """Everything but the manifest's name. The manifest comes first, so that `prune` knows what a dead draft was."""
         remove(path)  # what a failed attempt left
         path.mkdir()
-        made = digests([[data.numpy()] for data in snapshot.units.values()])
         units = {
             name: (DATA, value, [spec.name for spec in self._by_name[name].specs])
-            for name, value in zip(snapshot.units, made, strict=True)
+            for name, value in (snapshot.whole_digests() | snapshot.digests).items()
         }
-        write_text(path / DRAFT, manifest_text(snapshot.version, self.layout, units))
+        text = manifest_text(snapshot.version, self.layout, units, snapshot.parts, snapshot.members)
+        write_text(path / DRAFT, text)
         tensors = {
             f"{name}/{key}": tensor
             for name, data in snapshot.units.items()
-            for key, tensor in self._by_name[name].tensors(data).items()
+            for key, tensor in self._pieces(name, data, snapshot).items()
         }
         write_tensors(path / DATA, tensors)
         flush(path)
+
+    def _pieces(self, name: str, data: Tensor, snapshot: _Snapshot) -> Mapping[str, Tensor]:
+        return {BYTES: data} if name in snapshot.parts else self._by_name[name].tensors(data)
 
     def _failed(self, snapshot: _Snapshot, error: Exception) -> None:
         with self._changed:

@@ -35,6 +35,7 @@ from evermoe.planning.placement import (
 )
 from evermoe.planning.presets import PRESET_NAMES, PRESETS, Preset, PresetName
 from evermoe.planning.recovery import RecoveryPlan, recovery_plan, usable_holdings
+from evermoe.planning.save_shares import save_shares
 from evermoe.planning.selection import select_experts, select_per_rank, shard_modules
 from evermoe.planning.sizes import CopySize, ModelSize, checkpoint_bytes
 from evermoe.planning.survival import Survival, copy_recovery_probability, recovery_probability
@@ -81,6 +82,7 @@ __all__ = [
     "primaries",
     "recovery_plan",
     "recovery_probability",
+    "save_shares",
     "select_experts",
     "select_per_rank",
     "session_slots",

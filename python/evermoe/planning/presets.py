@@ -72,9 +72,12 @@ class Preset(NamedTuple):
         return self.copy_placement == "previous"
 
     @property
-    def protects_every_unit(self) -> bool:
-        """Whether each unit that a single rank trains has copies on another node, of all its steps."""
-        return self.copy_placement != "none" and self.lagging != "always"
+    def protects_owners(self) -> bool:
+        """Whether what a single rank trains survives its node: in copies of all its steps, or in the store.
+
+        From the store all members go back to the newest step of which all that is no expert is saved.
+        """
+        return self.needs_checkpoint_dir or (self.copy_placement != "none" and self.lagging != "always")
 
     @property
     def may_lose_tokens(self) -> bool:

@@ -85,8 +85,8 @@ class FootprintOptions:
         choice("dense", self.dense, ("replicated", "sharded"))
         if self.workers < 1 or self.workers_per_node < 1:
             raise ValueError(f"workers: expected 1 or more on each node, got {self.workers} of {self.workers_per_node}")
-        if self.dense == "sharded" and not self.choices.protects_every_unit:
-            fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_every_unit)
+        if self.dense == "sharded" and not self.choices.protects_owners:
+            fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_owners)
             raise ValueError(
                 f"dense: expected 'replicated' with preset {self.preset}, which copies no units; or preset {fitting}"
             )

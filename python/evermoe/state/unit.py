@@ -107,6 +107,21 @@ def read_tensors(tensors: Iterable[Tensor], out: Tensor) -> None:
         start += tensor.nbytes
 
 
+def read_part(tensors: Iterable[Tensor], start: int, out: Tensor) -> None:
+    """Copies those of a unit's bytes that begin at `start` to `out`, uint8 `[n]` on the CPU.
+
+    Example: of tensors of 8 and 4 bytes, with `start` 6 and n = 4, the last two bytes of the first and the first two of
+    the second.
+    """
+    at = 0
+    for tensor in tensors:
+        first, last = max(start - at, 0), min(start + len(out) - at, tensor.nbytes)
+        if first < last:
+            taken = tensor.reshape(-1).view(torch.uint8)[first:last]
+            out[at + first - start : at + last - start].copy_(taken)
+        at += tensor.nbytes
+
+
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
 

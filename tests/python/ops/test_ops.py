@@ -226,14 +226,15 @@ def test_compiles_whole_with_dynamic_shapes(device, backend):
             torch.testing.assert_close(eager, traced)
 
 
-def test_compiled_out_variant(device):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compiled_out_variant(device, backend):
     def fill(x, row_ids, positions, out):
         ops.permute_out(x, row_ids, positions, out)
         return out + 1
 
     x, row_ids, positions, _ = case((7, 3, 5, 13, 2), torch.float32, device)
     out = torch.empty(21, 13, device=device)
-    result = torch.compile(fill, fullgraph=True)(x, row_ids, positions, out)
+    result = torch.compile(fill, fullgraph=True, backend=backend)(x, row_ids, positions, out)
     assert torch.equal(result, ops.permute(x, row_ids, positions) + 1)
     assert torch.equal(out, ops.permute(x, row_ids, positions))
 

@@ -85,15 +85,16 @@ def plan(folder):
 
 
 def test_what_a_slow_member_would_complete_stays(tmp_path, join):
-    quick, slow = join("quick"), join("slow")
-    quick.persist(1, ["x", "a"])
-    slow.persist(1, ["y"])
+    both = ("quick", "slow")
+    quick, slow = (join(name) for name in both)
+    quick.persist(1, ["x", "a"], members=both)
+    slow.persist(1, ["y"], members=both)
     for version in range(2, 8):
-        quick.persist(version, ["x", "a"])
+        quick.persist(version, ["x", "a"], members=both)
         assert plan(tmp_path) == (1, [])
-    slow.persist(5, ["y"])
+    slow.persist(5, ["y"], members=both)
     assert plan(tmp_path) == (5, [])
-    quick.persist(8, ["a"])
+    quick.persist(8, ["a"], members=["quick"])
     assert versions(tmp_path) == {"x": [7, 6, 5], "a": [8, 7, 6, 5], "y": [5, 1]}
     assert plan(tmp_path) == (5, [])
 

@@ -2,7 +2,9 @@
 
 import torch
 
+from evermoe._native import digest
 from evermoe.persist.folder import find_persisted, read_persisted
+from evermoe.persist.manifest import Part
 from evermoe.persist.persister import Persister
 from evermoe.state.unit import TensorSpec, Unit
 from support.harness import PATIENCE
@@ -32,13 +34,17 @@ class Member:
             on_skipped=lambda version, units: self.skipped.append((version, units)),
         )
 
-    def snapshot(self, version, units):
-        for unit, view in self.persister.begin(version, dict.fromkeys(units, NBYTES)).items():
-            view.copy_(content(unit, version))
-        self.persister.commit()
+    def snapshot(self, version, units, parts=None, members=()):
+        """`parts`: start and end of those that are saved in part."""
+        parts = {unit: Part(start, end, NBYTES) for unit, (start, end) in (parts or {}).items()}
+        views = self.persister.begin(version, dict.fromkeys(units, NBYTES), parts, members)
+        for unit, view in views.items():
+            start = parts[unit].start if unit in parts else 0
+            view.copy_(content(unit, version)[start : start + len(view)])
+        self.persister.commit({unit: digest(content(unit, version).numpy()) for unit in parts})
 
-    def persist(self, version, units):
-        self.snapshot(version, units)
+    def persist(self, version, units, parts=None, members=()):
+        self.snapshot(version, units, parts, members)
         self.persister.flush(PATIENCE)
 
 

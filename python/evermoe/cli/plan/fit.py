@@ -203,7 +203,7 @@ def plan_fit(setting: FitSetting) -> FitReport:
 def _ways(setting: FitSetting) -> Iterator[tuple[str, int]]:
     """The first that fits of what takes less."""
     options, flags = setting.options, list[str]()
-    if options.dense == "replicated" and options.choices.protects_every_unit:
+    if options.dense == "replicated" and options.choices.protects_owners:
         options, flags = replace(options, dense="sharded"), ["--dense sharded"]
         tried = [(flags, options)]
     else:

@@ -1,0 +1,82 @@
+"""What each member saves under `pec`: about as many bytes, of what all have some parts, of what it owns all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from evermoe.persist.checkpoint_folder import PERSISTED
+from evermoe.persist.folder import find_persisted, folders, manifests
+from evermoe.persist.manifest import MANIFEST
+from evermoe.planning.save_shares import ALIGNMENT
+from support.harness import FEWEST
+from support.history import check_history
+from support.worker import Fault, Model, make_optimizer
+
+FAULT = 6
+
+
+def sizes():
+    """Bytes of each unit under `pec`, and the layout."""
+    from evermoe.state.training_state import TrainingState
+
+    model = Model()
+    catalog = TrainingState(model, make_optimizer("adamw", model), has_marks=True).catalog
+    return dict(catalog.sizes()), catalog.layout
+
+
+def saved_bytes(folder):
+    """By version, what each member has saved of it: bytes of experts, and of all."""
+    nbytes, layout = sizes()
+    owners = {path: owner for path, _, owner in folders(folder)}
+    found = defaultdict(dict)
+    for manifest in manifests(folder, layout, MANIFEST):
+        parts = {unit: manifest.parts[unit].end - manifest.parts[unit].start for unit in manifest.parts}
+        shares = {unit: parts.get(unit, nbytes[unit]) for unit in manifest.units}
+        experts = sum(size for unit, size in shares.items() if "experts" in unit)
+        found[manifest.version][owners[manifest.path]] = (experts, sum(shares.values()), manifest.members)
+    return found
+
+
+@pytest.mark.parametrize("each", [1, 3])
+def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
+    job = start_job(3, preset="pec", checkpoint_dir=str(tmp_path), experts_per_save=each, **FEWEST)
+    workers = job.start_all({}, steps=12)
+    assert [worker.join() for worker in workers] == [0, 0, 0]
+    check_history(workers)
+    whole = [
+        found
+        for found in saved_bytes(tmp_path / PERSISTED).values()
+        if found.keys() == {member for *_, members in found.values() for member in members}
+    ]
+    assert whole
+    for found in whole:
+        assert len(found) == 3
+        every = sum(total for _, total, _ in found.values())
+        level = max(-(-every // 3), max(experts for experts, *_ in found.values()))
+        assert max(total for _, total, _ in found.values()) < level + ALIGNMENT, found
+
+
+@pytest.mark.parametrize("point", ["vote", "update", "copy"])
+def test_what_a_lost_owner_had_comes_from_the_store(start_job, tmp_path, point):
+    """All go back to the newest step of which all that is no expert is saved, and every owner saves its own."""
+    job = start_job(3, preset="pec", dense="sharded", checkpoint_dir=str(tmp_path), **FEWEST)
+    workers = job.start_all({"c": [Fault(point, FAULT)]}, steps=14)
+    assert [each.join() for each in workers] == [0, 0, -9]
+    check_history(workers, undone=True)
+    known = defaultdict(dict)
+    for each in workers:
+        for event in each.events("copy", after="update"):
+            known[event["step"]] |= {unit: v for unit, v in event["digests"].items() if "experts" not in unit}
+    for each in workers[:2]:
+        recovered = each.events("recovered")[-1]
+        assert recovered["members"] == 2
+        assert not recovered["lost_units"]
+        assert FAULT - 4 <= recovered["step"] <= FAULT + 1
+        assert {each.events("verified")[0]["digests_mismatched"]} == {0}
+    after = [event for event in workers[0].events("copy", after="phase") if event["time"] < recovered["time"]][-1]
+    dense = {unit: value for unit, value in after["digests"].items() if "experts" not in unit and unit != "session"}
+    assert dense
+    assert {unit: known[recovered["step"]][unit] for unit in dense} == dense
+    assert {found.unit for found in find_persisted(tmp_path / PERSISTED, sizes()[1])} == set(sizes()[0])
