@@ -181,12 +181,13 @@ class LossLedger:
         self._state.expert_load.tokens.copy_(torch.tensor(found["tokens"]))  # a replica node has none of its own
         self.load_bytes(found["ledger"].encode())
         processed_LE = self.total_LE - self.lost_LE
-        went_back = not known or step_of(max(known)[0][0]) != step_of(version)
-        if went_back:  # what they went back to stays where it was found
+        reached = step_of(max(known)[0][0]) if known else None
+        if reached != step_of(version):  # what they resume from stays where it was found
             self.marks.note(
                 CHECKPOINT, self._at(unit for unit in self._places if unit not in stale), version, processed_LE
             )
-        self.resume(step_of(version), found["lost"], stale, is_new=not known)
+        is_new = reached is None or reached > step_of(version)
+        self.resume(step_of(version), found["lost"], stale, is_new=is_new)
         if stale:  # what is known of copies is part of the state that gets a new version now
             self.marks.fold()
         return found["lost"]
@@ -196,7 +197,8 @@ class LossLedger:
     ) -> None:
         """A recovery: all resume after so many steps, some experts from older copies, with so many tokens lost.
 
-        The same on all members. `stale`: versions of these copies. `is_new`: no member has counted what is at risk.
+        The same on all members. `stale`: versions of these copies. `is_new`: no member has counted what is at risk, or
+        some steps that it has counted are undone.
         """
         self.marks.undo(step)
         if is_new:
@@ -215,14 +217,14 @@ class LossLedger:
                     self.marks.each[level] = ledger.experts_per_layer
 
     def _restored(self, ledger: TokenLedger | None, each: int) -> TokenLedger | None:
-        """A ledger that goes on from the state: after a crash of all processes."""
+        """A ledger that goes on from the state."""
         if ledger is None:
             return None
         fields = json.loads(ledger.to_json())
         nothing = np.zeros_like(self.total_LE)
         counts = {"seen": self.total_LE, "lost": self.lost_LE, "at_risk": nothing, "waiting": nothing}
         fields |= {name: counts_LE.ravel().tolist() for name, counts_LE in counts.items()}
-        return TokenLedger.from_json(json.dumps(fields | {"experts_per_layer": each or ledger.experts_per_layer}))
+        return TokenLedger.from_json(json.dumps(fields | {"experts_per_layer": max(each, ledger.experts_per_layer)}))
 
     def _resume(self, level: int, ledger: TokenLedger, units: Sequence[str], stale: Mapping[str, int]) -> None:
         """Counts what experts have lost, and what they have processed since their newest copy of a level.

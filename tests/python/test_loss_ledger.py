@@ -270,3 +270,23 @@ def count_with_a_replica_node(group):
 
 def test_a_replica_node_tells_the_same_portion(tmp_path):
     assert run_ranks(tmp_path, 2, count_with_a_replica_node) == [0.1, 0.1]
+
+
+def go_back(group):
+    """All resume from a step before: the only copies of a unit that is no expert are of that one."""
+    ledger = make_ledger()
+    ledger.take(1, 5, 50)
+    ledger.copied([FIRST], at(1))
+    ledger.take(2, 7, 70)
+    state = ledger._state.expert_load.tokens.clone(), ledger.marks.state.clone()
+    ledger.copied([FIRST, SECOND], at(2))
+    ledger.take(3, 1, 10)
+    for now, before in zip((ledger._state.expert_load.tokens, ledger.marks.state), state, strict=True):
+        now.copy_(before)
+    ledger.agree_on_lost(group, {}, at(2), at(3))
+    return [getattr(ledger.selection, name).tolist() for name in ("seen", "at_risk")]
+
+
+def test_tokens_of_steps_that_are_undone_are_neither_seen_nor_at_risk(tmp_path):
+    (found,) = run_ranks(tmp_path, 1, go_back)
+    assert found == [[[12, 120]], [[7, 120]]]

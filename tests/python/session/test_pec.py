@@ -131,6 +131,13 @@ def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job
     assert last.state.lost_now
 
 
+def test_owners_go_back_and_lose_what_the_report_says(start_job, tmp_path):
+    job = start(start_job, tmp_path, dense="sharded", experts_per_save=1, save_every=4)
+    found = run(job, [Blow(27, "b"), Blow(46)], 56)
+    assert any(report["steps_lost"] for each in found for report in each.reports)
+    assert any(each.state.lost_now for each in found)
+
+
 def test_moetion_counts_alike(start_job, tmp_path):
     job = start(start_job, tmp_path, preset="moetion", remote_bytes_per_step=30_000, local_bytes_per_step=60_000)
     found = run(job, [Blow(20, "b"), Blow(40)], 48)

@@ -212,7 +212,9 @@ def test_a_session_alone(start_job):
 @pytest.mark.parametrize("preset", ["lazarus", "moetion"])
 def test_presets_that_do_not_copy_each_step_are_refused(tmp_path, preset):
     model = Model()
-    with pytest.raises(ValueError, match=rf"the preset {preset} makes no copies .* use preset gemini or pec or baft or auto"):
+    with pytest.raises(
+        ValueError, match=rf"the preset {preset} makes no copies .* use preset gemini or pec or baft or auto"
+    ):
         Session(
             model,
             make_optimizer("adamw", model),
