@@ -116,10 +116,10 @@ class LossLedger:
         self._note(CHECKPOINT, None, self._places, version)
 
     def _note(self, level: int, ledger: TokenLedger | None, units: Iterable[str], version: int) -> None:
-        units = [unit for unit in units if unit in self._places]
-        self.marks.note(level, self._at(units), version, self.total_LE - self.lost_LE)
+        places = self._at(unit for unit in units if unit in self._places)
+        self.marks.note(level, places, version, self.total_LE - self.lost_LE)
         if ledger is not None:
-            ledger.copied(self._by_layer(units))
+            ledger.copied(_by_layer(places, len(self._layers)))
 
     def skipped(self, units: Collection[str], version: int) -> None:
         """Records that the copies of units that were begun at this version never came to be."""
@@ -133,12 +133,6 @@ class LossLedger:
     def _at(self, units: Iterable[str]) -> Places:
         """[2, n] where the experts are."""
         return np.array([self._places[unit] for unit in units], np.int64).reshape(-1, 2).T
-
-    def _by_layer(self, units: Iterable[str]) -> list[list[int]]:
-        chosen: list[list[int]] = [[] for _ in self._layers]
-        for row, expert in (self._places[unit] for unit in units):
-            chosen[row].append(expert)
-        return chosen
 
     # ---- recoveries
 
@@ -202,7 +196,9 @@ class LossLedger:
         """
         self.marks.undo(step)
         if is_new:
-            self.selection, self.local = map(self._restored, (self.selection, self.local), self.marks.each.tolist())
+            counts_LE, each = (self.total_LE, self.lost_LE), self.marks.each.tolist()
+            self.selection = self.selection and _restored(self.selection, *counts_LE, each[SAVED])
+            self.local = self.local and _restored(self.local, *counts_LE, each[LOCAL])
         for unit, tokens in lost.items():
             row, expert = self._places[unit]
             self.lost_LE[row, expert] += tokens
@@ -216,16 +212,6 @@ class LossLedger:
                 if lost:
                     self.marks.each[level] = ledger.experts_per_layer
 
-    def _restored(self, ledger: TokenLedger | None, each: int) -> TokenLedger | None:
-        """A ledger that goes on from the state."""
-        if ledger is None:
-            return None
-        fields = json.loads(ledger.to_json())
-        nothing = np.zeros_like(self.total_LE)
-        counts = {"seen": self.total_LE, "lost": self.lost_LE, "at_risk": nothing, "waiting": nothing}
-        fields |= {name: counts_LE.ravel().tolist() for name, counts_LE in counts.items()}
-        return TokenLedger.from_json(json.dumps(fields | {"experts_per_layer": max(each, ledger.experts_per_layer)}))
-
     def _resume(self, level: int, ledger: TokenLedger, units: Sequence[str], stale: Mapping[str, int]) -> None:
         """Counts what experts have lost, and what they have processed since their newest copy of a level.
 
@@ -237,8 +223,8 @@ class LossLedger:
         if not units:
             return
         lost_LE = np.clip(self.lost_LE - ledger.lost, 0, ledger.seen - ledger.lost)
-        ledger.lose(self._by_layer(units), lost_LE)
         places, at_risk_LE = self._at(units), np.zeros_like(self.total_LE)
+        ledger.lose(_by_layer(places, len(self._layers)), lost_LE)
         versions = np.array([stale.get(unit, NEWEST) for unit in units], np.int64)
         processed = (self.total_LE - self.lost_LE)[tuple(places)]
         at_risk_LE[tuple(places)] = processed - self.marks.newest(level, places, versions)
@@ -264,6 +250,23 @@ class LossLedger:
         fields = json.loads(data)
         self.marks.take_fields(fields["marks"], with_table=not self._state.has_marks)
         self.selection, self.local = (text and TokenLedger.from_json(text) for text in fields["ledgers"])
+
+
+def _by_layer(places: Places, layers: int) -> list[list[int]]:
+    """For each layer its experts of these."""
+    rows, experts = places[:, np.argsort(places[0], kind="stable")]
+    return [row.tolist() for row in np.split(experts, np.searchsorted(rows, range(1, layers)))]
+
+
+def _restored(
+    ledger: TokenLedger, total_LE: NDArray[np.int64], lost_LE: NDArray[np.int64], experts_per_layer: int
+) -> TokenLedger:
+    """A ledger that goes on from the state."""
+    fields = json.loads(ledger.to_json())
+    counts = {"seen": total_LE, "lost": lost_LE, "at_risk": 0 * total_LE, "waiting": 0 * total_LE}
+    fields |= {name: counts_LE.ravel().tolist() for name, counts_LE in counts.items()}
+    each = max(experts_per_layer, ledger.experts_per_layer)
+    return TokenLedger.from_json(json.dumps(fields | {"experts_per_layer": each}))
 
 
 def _not_at_risk(ledger: TokenLedger) -> NDArray[np.int64]:
