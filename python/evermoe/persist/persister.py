@@ -51,12 +51,15 @@ class _Snapshot:
     """Those that save what may not lag of the version."""
 
     def hold(self, version: int, units: Mapping[str, Part], members: Sequence[str]) -> _Snapshot:
-        """Room for other units, in the same memory if that is large enough."""
+        """Room for other units, in the same memory if that is large enough, and not much too large.
+
+        The first snapshot of a job has all units, and those after it a few.
+        """
         starts, end = {}, 0
         for name, part in units.items():
             starts[name] = end
             end += -(-(part.end - part.start) // ALIGNMENT) * ALIGNMENT
-        memory = self.memory if len(self.memory) >= end else torch.empty(end, dtype=torch.uint8)
+        memory = self.memory if end <= len(self.memory) <= 2 * end else torch.empty(end, dtype=torch.uint8)
         views = {name: memory[at : at + units[name].end - units[name].start] for name, at in starts.items()}
         parts = {name: part for name, part in units.items() if part.end - part.start < part.of}
         return _Snapshot(version, memory, views, parts, members=members)
