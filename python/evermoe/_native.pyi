@@ -99,7 +99,7 @@ _ManifestRow = tuple[str, str, str | None, int, tuple[int, int, int] | None, lis
 def parse_manifest(text: bytes) -> tuple[int, int, str, list[str], list[_ManifestRow]]:
     """Version, step, layout, members and units; CorruptCopy says what is wrong."""
 
-def format_manifest(version: int, step: int, layout: str, members: list[str], units: list[_ManifestRow]) -> str:
+def format_manifest(version: int, step: int, layout: str, members: list[str], units: Sequence[_ManifestRow]) -> str:
     """JSON of a manifest, with its checksum; ValueError if `parse_manifest` would refuse it."""
 
 def select_sequential(layers: int, experts: int, experts_per_layer: int, checkpoint: int) -> list[list[int]]: ...
