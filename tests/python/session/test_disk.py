@@ -207,6 +207,12 @@ def test_pec_continues_where_its_folder_cannot_be_made(tmp_path):
 def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, small_disk):
     sessions = []
 
+    def wait():
+        """A save that finds no room is tried, and fails, before the next step begins."""
+        keeper = sessions[0]._protection._state_keepers[1]
+        keeper._latest.task.wait()
+        wait_until(lambda: not (keeper._persister._busy or keeper._persister._has_work()), "the save has been tried")
+
     def check():
         """Of the saves since step 2, those of the latest two steps may be on their way; the others were overtaken."""
         ledger = sessions[0]._protection.ledger
@@ -220,7 +226,7 @@ def test_pec_counts_no_expert_as_saved_that_never_gets_to_the_disk(tmp_path, sma
             assert ledger.selection.at_risk[place] == ledger.total_LE[place] - since[unit], unit
 
     with pytest.warns(UserWarning, match=r"was not persisted: .*No space left"):
-        at = {2: lambda: fill(small_disk), 8: check, 9: lambda: free(small_disk)}
+        at = dict.fromkeys(range(3, 8), wait) | {2: lambda: fill(small_disk), 8: check, 9: lambda: free(small_disk)}
         run(tmp_path, small_disk, 12, at, sessions=sessions, preset="pec", experts_per_save=1)
 
 
