@@ -83,9 +83,10 @@ class Persister:
         state.read("moe.experts.3", views["moe.experts.3"])
         persister.commit()
 
-    Several members may save a unit together, each a part of its bytes. Of three slots one is written, one is persisted and one has the newest durable version, so `begin` and `commit`
-    never wait for the place. Where snapshots come faster than the place takes them, the newest goes first and those
-    in between are skipped: `on_durable` says which units became durable, `on_skipped` which did not.
+    Several members may save a unit together, each a part of its bytes. Of three slots one is written, one is persisted
+    and one has the newest durable version, so `begin` and `commit` never wait for the place. Where snapshots come faster
+    than it takes them, the newest goes first and those in between are skipped: `on_durable` says which units became
+    durable, `on_skipped` which did not.
 
     A member that was left out of the job without knowing it, since it slept, persists nothing more: the members that
     went on are of a newer generation, and so is what they have persisted.
