@@ -64,7 +64,7 @@ class CopyOptions(Options):
         if (self.experts_per_save or 0) > (self.experts_per_snapshot or math.inf):
             raise ValueError(
                 f"experts_per_save: expected at most experts_per_snapshot, {self.experts_per_snapshot}, got "
-                f"{self.experts_per_save}: what is saved to checkpoint_dir is a part of what is kept in memory"
+                f"{self.experts_per_save}: memory keeps as many experts as are saved to checkpoint_dir, or more"
             )
 
     def _check_replica_device(self) -> None:

@@ -301,8 +301,11 @@ class Protection:
         self.replicas.heal(lambda unit: self.plan.by_unit[unit].primary)
         everyone = gather_json(self._membership.everyone, self._skipped)
         self._skipped = []
-        for unit, version in sorted({(unit, version) for part in everyone for unit, version in part}):
-            self.ledger.skipped(unit, version)
+        skipped: dict[int, set[str]] = {}
+        for unit, version in (each for part in everyone for each in part):
+            skipped.setdefault(version, set()).add(unit)
+        for version in sorted(skipped):
+            self.ledger.skipped(sorted(skipped[version]), version)
 
     def measures(self) -> tuple[float, float]:
         """Seconds that a capture took and that a step takes, on this member."""

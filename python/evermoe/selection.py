@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from evermoe import planning
@@ -18,11 +20,14 @@ from evermoe.comm.group import Group
 from evermoe.keeper import CopyOptions
 from evermoe.moe_load import TokenCount
 from evermoe.planning import TokenLedger, presets
-from evermoe.state.copy_marks import CHECKPOINT, LOCAL, SAVED
+from evermoe.state.copy_marks import CHECKPOINT, LOCAL, SAVED, Places
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
-from evermoe.state.version import step_of
+from evermoe.state.version import step_of, version_of
 
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+NEWEST = (1 << 63) - 1
+"""A version that no other is newer than."""
 LATEST_STEPS = 16
 """Steps of which all totals are remembered."""
 BOOST = 1.1
@@ -111,24 +116,23 @@ class LossLedger:
         self._note(CHECKPOINT, None, self._places, version)
 
     def _note(self, level: int, ledger: TokenLedger | None, units: Iterable[str], version: int) -> None:
-        units = [unit for unit in units if unit in self._places]
-        self.marks.note(level, [self._places[unit] for unit in units], version, self.total_LE - self.lost_LE)
+        places = self._at(unit for unit in units if unit in self._places)
+        self.marks.note(level, places, version, self.total_LE - self.lost_LE)
         if ledger is not None:
-            ledger.copied(self._by_layer(units))
+            ledger.copied(_by_layer(places, len(self._layers)))
 
-    def skipped(self, unit: str, version: int) -> None:
-        """Records that the copy of a unit that was begun at this version never came to be."""
-        tokens = self.marks.forget(SAVED, self._places[unit], version)
-        if self.selection is not None and tokens is not None:
+    def skipped(self, units: Collection[str], version: int) -> None:
+        """Records that the copies of units that were begun at this version never came to be."""
+        places = self._at(units)
+        tokens = self.marks.forget(SAVED, places, version)
+        if self.selection is not None:
             tokens_LE = np.zeros_like(self.selection.at_risk)
-            tokens_LE[self._places[unit]] = tokens
-            self.selection.put_back(np.minimum(tokens_LE, self.selection.seen - self.selection.at_risk))
+            tokens_LE[tuple(places)] = tokens
+            self.selection.put_back(np.clip(tokens_LE, 0, _not_at_risk(self.selection)))
 
-    def _by_layer(self, units: Iterable[str]) -> list[list[int]]:
-        chosen: list[list[int]] = [[] for _ in self._layers]
-        for row, expert in (self._places[unit] for unit in units):
-            chosen[row].append(expert)
-        return chosen
+    def _at(self, units: Iterable[str]) -> Places:
+        """[2, n] where the experts are."""
+        return np.array([self._places[unit] for unit in units], np.int64).reshape(-1, 2).T
 
     # ---- recoveries
 
@@ -138,15 +142,13 @@ class LossLedger:
         Example: an expert got 5, 7 and 3 tokens in steps 0 to 2 and was copied after step 1. Back at that copy, it has
         lost 10 of 15 tokens; back at it again after a step with 4 more, these 4.
         """
-        lost, processed_LE = {}, self.total_LE - self.lost_LE
-        for unit, version in stale.items():
-            place, step = self._places[unit], step_of(version)
-            before = self.marks.tokens_at(place, version)
-            if before is None:
-                latest = (int(tokens_LE[place]) for at, tokens_LE in self._latest if at <= step)
-                before = max([self.marks.tokens_until(place, version), *latest])
-            lost[unit] = max(0, int(processed_LE[place]) - before)
-        return lost
+        places, versions = self._at(stale), np.array(list(stale.values()), np.int64)
+        tokens, is_known = self.marks.tokens_at(places, versions)
+        for step, tokens_LE in self._latest:
+            counts = ~is_known & (step <= versions % version_of(1, 0))
+            tokens = np.where(counts, np.maximum(tokens, tokens_LE[tuple(places)]), tokens)
+        lost = np.maximum(0, (self.total_LE - self.lost_LE)[tuple(places)] - tokens)
+        return dict(zip(stale, lost.tolist(), strict=True))
 
     def agree_on_lost(self, group: Group, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
         """Tokens that each stale expert has lost, as the member counts them that knows most; collective.
@@ -167,44 +169,66 @@ class LossLedger:
         source = -max(known)[1] if known else 0  # whose state is that of the version, as that of all who train
         told = None
         if group.rank == source:
-            told = {"lost": self.count_lost(stale), "ledger": self.to_bytes().decode()}
+            tokens = self._state.expert_load.tokens.tolist()
+            told = {"lost": self.count_lost(stale), "tokens": tokens, "ledger": self.to_bytes().decode()}
         found = gather_json(group, told)[source]
+        self._state.expert_load.tokens.copy_(torch.tensor(found["tokens"]))  # a replica node has none of its own
         self.load_bytes(found["ledger"].encode())
         processed_LE = self.total_LE - self.lost_LE
-        went_back = not known or step_of(max(known)[0][0]) != step_of(version)
-        if went_back:  # what they went back to stays where it was found
+        reached = step_of(max(known)[0][0]) if known else None
+        if reached != step_of(version):  # what they resume from stays where it was found
             self.marks.note(
-                CHECKPOINT, [self._places[unit] for unit in self._places.keys() - stale.keys()], version, processed_LE
+                CHECKPOINT, self._at(unit for unit in self._places if unit not in stale), version, processed_LE
             )
-        self.resume(step_of(version), found["lost"], is_new=not known)
+        is_new = reached is None or reached > step_of(version)
+        self.resume(step_of(version), found["lost"], stale, is_new=is_new)
+        if stale:  # what is known of copies is part of the state that gets a new version now
+            self.marks.fold()
         return found["lost"]
 
-    def resume(self, step: int, lost: Mapping[str, int], *, is_new: bool = False) -> None:
+    def resume(
+        self, step: int, lost: Mapping[str, int], stale: Mapping[str, int] = _NOTHING, *, is_new: bool = False
+    ) -> None:
         """A recovery: all resume after so many steps, some experts from older copies, with so many tokens lost.
 
-        The same on all members. `is_new`: no member has counted what is at risk.
+        The same on all members. `stale`: versions of these copies. `is_new`: no member has counted what is at risk, or
+        some steps that it has counted are undone.
         """
         self.marks.undo(step)
+        if is_new:
+            counts_LE, each = (self.total_LE, self.lost_LE), self.marks.each.tolist()
+            self.selection = self.selection and _restored(self.selection, *counts_LE, each[SAVED])
+            self.local = self.local and _restored(self.local, *counts_LE, each[LOCAL])
         for unit, tokens in lost.items():
             row, expert = self._places[unit]
             self.lost_LE[row, expert] += tokens
             self.boost_until_LE[row, expert] = self.total_LE[row, expert] + tokens
         self._latest.clear()
         self._latest.append((step, self.total_LE - self.lost_LE))
+        units = list(self._places if is_new else lost)
         for level, ledger in ((SAVED, self.selection), (LOCAL, self.local)):
-            if ledger is not None and is_new:
-                ledger.add(np.maximum(self.total_LE - ledger.seen, 0))
-            if ledger is not None and (lost or is_new):
-                units = self._by_layer(self._places if is_new else lost)
-                (ledger.copied if is_new else ledger.lose)(units)
-                ledger.put_back(self._at_risk(level, ledger, units))
+            if ledger is not None:
+                self._resume(level, ledger, units, stale)
+                if lost:
+                    self.marks.each[level] = ledger.experts_per_layer
 
-    def _at_risk(self, level: int, ledger: TokenLedger, experts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
-        """[L, E] what experts of each layer have processed since their newest copy of a level; the rest is lost."""
-        at_risk_LE, processed_LE = np.zeros_like(self.total_LE), self.total_LE - self.lost_LE
-        for place in ((row, expert) for row, chosen in enumerate(experts) for expert in chosen):
-            at_risk_LE[place] = max(0, int(processed_LE[place]) - self.marks.newest(level, place))
-        return np.minimum(at_risk_LE, ledger.seen - ledger.at_risk)
+    def _resume(self, level: int, ledger: TokenLedger, units: Sequence[str], stale: Mapping[str, int]) -> None:
+        """Counts what experts have lost, and what they have processed since their newest copy of a level.
+
+        Copies after the one that an expert was taken from are those of members that were lost with them.
+        """
+        behind_LE = np.maximum(self.total_LE - ledger.seen, 0)  # steps that no survivor has counted
+        if behind_LE.any():
+            ledger.add(behind_LE)
+        if not units:
+            return
+        lost_LE = np.clip(self.lost_LE - ledger.lost, 0, ledger.seen - ledger.lost)
+        places, at_risk_LE = self._at(units), np.zeros_like(self.total_LE)
+        ledger.lose(_by_layer(places, len(self._layers)), lost_LE)
+        versions = np.array([stale.get(unit, NEWEST) for unit in units], np.int64)
+        processed = (self.total_LE - self.lost_LE)[tuple(places)]
+        at_risk_LE[tuple(places)] = processed - self.marks.newest(level, places, versions)
+        ledger.put_back(np.clip(at_risk_LE, 0, _not_at_risk(ledger)))
 
     def boosted(self) -> dict[str, list[float]]:
         """Factors of the experts' load when replicas are allotted, by layer; only layers in which one is not 1."""
@@ -218,14 +242,36 @@ class LossLedger:
         """JSON of what is not part of the state, for members that join."""
         ledgers = [None if ledger is None else ledger.to_json() for ledger in (self.selection, self.local)]
         return json.dumps(
-            {"marks": self.marks.to_rows(with_table=not self._state.has_marks), "ledgers": ledgers}
+            {"marks": self.marks.to_fields(with_table=not self._state.has_marks), "ledgers": ledgers}
         ).encode()
 
     def load_bytes(self, data: bytes) -> None:
         """Takes over what `to_bytes` of another member gave."""
         fields = json.loads(data)
-        self.marks.take_rows(fields["marks"], with_table=not self._state.has_marks)
+        self.marks.take_fields(fields["marks"], with_table=not self._state.has_marks)
         self.selection, self.local = (text and TokenLedger.from_json(text) for text in fields["ledgers"])
+
+
+def _by_layer(places: Places, layers: int) -> list[list[int]]:
+    """For each layer its experts of these."""
+    rows, experts = places[:, np.argsort(places[0], kind="stable")]
+    return [row.tolist() for row in np.split(experts, np.searchsorted(rows, range(1, layers)))]
+
+
+def _restored(
+    ledger: TokenLedger, total_LE: NDArray[np.int64], lost_LE: NDArray[np.int64], experts_per_layer: int
+) -> TokenLedger:
+    """A ledger that goes on from the state."""
+    fields = json.loads(ledger.to_json())
+    counts = {"seen": total_LE, "lost": lost_LE, "at_risk": 0 * total_LE, "waiting": 0 * total_LE}
+    fields |= {name: counts_LE.ravel().tolist() for name, counts_LE in counts.items()}
+    each = max(experts_per_layer, ledger.experts_per_layer)
+    return TokenLedger.from_json(json.dumps(fields | {"experts_per_layer": each}))
+
+
+def _not_at_risk(ledger: TokenLedger) -> NDArray[np.int64]:
+    """[L, E] tokens that are neither at risk nor lost."""
+    return np.maximum(ledger.seen - ledger.at_risk - ledger.lost, 0)
 
 
 class ExpertSelector:

@@ -31,7 +31,7 @@ pub(super) const VERSION: u32 = 1;
 /// ledger.add(&[60, 30, 10, 0])?;
 /// ledger.copied(&[vec![0]])?;
 /// assert_eq!(ledger.at_risk(), [0, 30, 10, 0]);
-/// assert_eq!(ledger.lose(&[vec![2, 3]])?, 0.1); // 10 of 100 tokens, more than 0.05
+/// assert_eq!(ledger.lose(&[vec![2, 3]], None)?, 0.1); // 10 of 100 tokens, more than 0.05
 /// assert_eq!(ledger.experts_per_layer(), 2);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
@@ -228,16 +228,41 @@ impl TokenLedger {
         Ok(())
     }
 
-    /// Notes a recovery in which these experts fell back to their last copies, and returns its PLT.
+    /// Notes a recovery in which these experts fell back to older copies, and returns its PLT.
+    ///
+    /// `tokens` is `[layers, experts]`: what each of them has lost, where another kind of copy than this ledger's was
+    /// taken; without it all that was at risk. None of it is at risk from then on.
     ///
     /// # Errors
-    /// [`Error::Invalid`](crate::error::Error::Invalid) unless there is one list for each layer, of experts that exist.
-    pub fn lose(&mut self, experts: &[Vec<usize>]) -> Result<f64> {
+    /// [`Error::Invalid`](crate::error::Error::Invalid) unless there is one list for each layer, of experts that exist, or
+    /// if more tokens are lost than were seen; the ledger is then as before.
+    pub fn lose(&mut self, experts: &[Vec<usize>], tokens: Option<&[i64]>) -> Result<f64> {
+        let cells = self.cells("experts", experts)?;
+        let tokens = tokens.unwrap_or(&self.at_risk);
+        ensure!(
+            tokens.len() == self.lost.len(),
+            "tokens: expected {} layers × {} experts, got {} numbers",
+            self.layers,
+            self.experts,
+            tokens.len()
+        );
         let mut lost_now = vec![0; self.lost.len()];
-        for cell in self.cells("experts", experts)? {
-            let tokens = std::mem::take(&mut self.at_risk[cell]);
-            lost_now[cell] += tokens;
-            self.lost[cell] += tokens;
+        for &cell in &cells {
+            let most = self.seen[cell] - self.lost[cell];
+            ensure!(
+                (0..=most).contains(&tokens[cell]),
+                "tokens: layer {} expert {} has {}; expected 0 to {most}, which are not lost yet",
+                cell / self.experts,
+                cell % self.experts,
+                tokens[cell]
+            );
+            lost_now[cell] = tokens[cell];
+        }
+        for (lost, &now) in self.lost.iter_mut().zip(&lost_now) {
+            *lost += now;
+        }
+        for cell in cells {
+            self.at_risk[cell] = 0;
             self.waiting[cell] = 0;
         }
         let plt = mean(&self.portions(&lost_now));
@@ -317,12 +342,27 @@ mod tests {
         let mut ledger = ledger();
         assert_eq!(ledger.at_risk(), [2, 2, 0, 10]);
         assert_eq!((ledger.plt_at_risk(), ledger.mtl()), (vec![0.4, 1.0], 10));
-        assert_eq!(ledger.lose(&[vec![1], vec![0]]).unwrap(), 0.1);
+        assert_eq!(ledger.lose(&[vec![1], vec![0]], None).unwrap(), 0.1);
         assert_eq!((ledger.plt_lost(), ledger.plt()), (vec![0.2, 0.0], 0.1));
         assert_eq!(ledger.experts_per_layer(), 1, "at the limit, not above it");
-        assert_eq!(ledger.lose(&[vec![0], vec![]]).unwrap(), 0.1);
+        assert_eq!(ledger.lose(&[vec![0], vec![]], None).unwrap(), 0.1);
         assert_eq!((ledger.plt(), ledger.experts_per_layer()), (0.2, 2));
-        assert_eq!(ledger.lose(&[vec![0], vec![]]).unwrap(), 0.0, "the same tokens are not lost twice");
+        assert_eq!(ledger.lose(&[vec![0], vec![]], None).unwrap(), 0.0, "the same tokens are not lost twice");
+    }
+
+    #[test]
+    fn what_another_copy_has_is_not_lost() {
+        let mut ledger = ledger();
+        assert_eq!(ledger.lose(&[vec![1], vec![1]], Some(&[9, 1, 9, 6])).unwrap(), 0.35);
+        assert_eq!((ledger.lost(), ledger.at_risk()), (&[0, 1, 0, 6][..], &[2, 0, 0, 0][..]));
+        let before = ledger.clone();
+        for (tokens, message) in
+            [(&[9, 9, 9, 1][..], "expert 1 has 9; expected 0 to 1,"), (&[1], "got 1 numbers")]
+        {
+            let refused = ledger.lose(&[vec![1], vec![0]], Some(tokens)).unwrap_err().to_string();
+            assert!(refused.contains(message), "{refused}");
+        }
+        assert_eq!(ledger, before);
     }
 
     #[test]
@@ -335,7 +375,7 @@ mod tests {
         let mut ledger = TokenLedger::new(1, 5, 1, 0.0).unwrap();
         let mut after = |lists: &[Vec<usize>]| {
             ledger.add(&[1; 5]).unwrap();
-            ledger.lose(lists).unwrap();
+            ledger.lose(lists, None).unwrap();
             ledger.experts_per_layer()
         };
         let seen = [[vec![0]], [vec![]], [vec![0]], [vec![3]], [vec![3]]].map(|lists| after(&lists));
@@ -381,7 +421,9 @@ mod tests {
         assert!(
             ledger.copied(&[vec![0], vec![2]]).unwrap_err().to_string().contains("layer 1 names expert 2")
         );
-        assert!(ledger.lose(&[vec![], vec![7]]).unwrap_err().to_string().starts_with("experts: layer 1"));
+        assert!(
+            ledger.lose(&[vec![], vec![7]], None).unwrap_err().to_string().starts_with("experts: layer 1")
+        );
         assert_eq!(ledger, before);
     }
 }

@@ -12,6 +12,7 @@ from evermoe import MoE
 from evermoe.keeper import CopyOptions
 from evermoe.protection import Protection
 from evermoe.selection import LossLedger
+from evermoe.state.copy_marks import SAVED
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 from evermoe.state.version import version_of
@@ -25,10 +26,10 @@ def ledger():
     return make_ledger()
 
 
-def make_ledger(has_marks=True):
+def make_ledger(has_marks=True, **options):
     layer = MoE(8, 8, 2, top_k=1)
     state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1), has_marks=has_marks)
-    found = LossLedger(state, CopyOptions(preset="pec"))
+    found = LossLedger(state, CopyOptions(preset="pec", **options))
 
     def take(step, *tokens):
         layer.experts.count.forget()
@@ -66,7 +67,7 @@ def test_a_copy_that_never_came_to_be_leaves_its_tokens_at_risk(ledger):
     ledger.take(3, 3, 30)
     assert ledger.selection.at_risk.tolist() == [[3, 100]]
     for _ in range(2):  # what is told twice counts once
-        ledger.skipped(FIRST, at(2))
+        ledger.skipped([FIRST], at(2))
         assert ledger.selection.at_risk.tolist() == [[10, 100]]
     assert recover(ledger, 3, {FIRST: 1}) == {FIRST: 10}
 
@@ -76,9 +77,9 @@ def test_a_copy_that_never_came_to_be_before_one_that_did_changes_nothing(ledger
         ledger.take(step, 5, 50)
         ledger.copied([FIRST], at(step))
     ledger.take(4, 1, 10)
-    ledger.skipped(FIRST, at(2))
+    ledger.skipped([FIRST], at(2))
     assert ledger.selection.at_risk.tolist() == [[1, 160]]
-    ledger.skipped(FIRST, at(3))
+    ledger.skipped([FIRST], at(3))
     assert ledger.selection.at_risk.tolist() == [[11, 160]]
 
 
@@ -137,3 +138,155 @@ def test_all_go_on_with_the_ledger_of_who_knows_most(tmp_path):
     first, second = run_ranks(tmp_path, 2, count_after_a_recovery_that_failed)
     assert first == second
     assert first["lost"] == {FIRST: 0}
+
+
+# ---- two levels
+
+
+def test_what_a_local_copy_has_is_not_lost_and_still_not_saved(ledger):
+    ledger.take(1, 90, 10)
+    ledger.copied_locally([FIRST], at(1))
+    ledger.take(2, 10, 10)
+    assert recover(ledger, 2, {FIRST: 1}) == {FIRST: 10}
+    for kind in (ledger.selection, ledger.local):
+        assert kind.lost.tolist() == ledger.lost_LE.tolist() == [[10, 0]]
+        assert kind.plt == ledger.plt
+    assert (ledger.selection.at_risk.tolist(), ledger.local.at_risk.tolist()) == ([[90, 20]], [[0, 20]])
+    ledger.load_bytes(ledger.to_bytes())  # as every member does in the next recovery
+
+
+def test_what_a_saved_copy_lacks_is_lost_although_there_was_a_local_one(ledger):
+    ledger.copied([FIRST, SECOND], at(0))
+    ledger.take(1, 90, 10)
+    ledger.copied_locally([FIRST, SECOND], at(1))
+    assert recover(ledger, 1, {FIRST: 0}) == {FIRST: 90}
+    assert ledger.local.lost.tolist() == ledger.selection.lost.tolist() == [[90, 0]]
+
+
+@pytest.mark.parametrize("level", ["selection", "local"])
+def test_k_of_both_levels_doubles_whenever_the_limit_is_passed(level):
+    ledger = make_ledger(plt_limit=0.05, experts_per_save=1, experts_per_snapshot=1)
+    ledger.take(1, 90, 10)
+    ledger.copied([FIRST], at(1))
+    ledger.copied_locally([FIRST, SECOND], at(1))
+    ledger.take(2, 4, 10)
+    recover(ledger, 2, {FIRST: 1})
+    assert getattr(ledger, level).experts_per_layer == 1
+    ledger.take(3, 4, 10)
+    recover(ledger, 3, {FIRST: 1})
+    assert getattr(ledger, level).experts_per_layer == 2
+
+
+def test_a_copy_that_was_lost_in_flight_does_not_protect_what_is_older(ledger):
+    ledger.copied([FIRST], at(0))
+    ledger.take(1, 5, 50)
+    ledger.copied_locally([FIRST], at(1))
+    ledger.take(2, 7, 70)
+    ledger.copied([FIRST], at(2))  # and the member dies with it
+    lost = ledger.count_lost({FIRST: at(1)})
+    ledger.resume(2, lost, {FIRST: at(1)})
+    assert lost == {FIRST: 7}
+    assert ledger.selection.at_risk[0, 0] == 5
+
+
+def test_skips_that_are_not_in_the_table_yet_outlive_a_recovery(ledger):
+    ledger.take(1, 5, 50)
+    ledger.copied([FIRST], at(1))
+    ledger.take(2, 7, 70)
+    known = ledger.marks.pending
+    ledger.skipped([FIRST], at(1))
+    assert ledger.marks.pending > known, "who was told of them knows more"
+    other = make_ledger()
+    for each in (ledger, other):
+        other.load_bytes(ledger.to_bytes())
+        each.marks.table.copy_(ledger.marks.table)
+    other.marks.fold()
+    assert other.marks.newest(SAVED, other._at([FIRST])).tolist() == [0]
+
+
+# ---- after a crash of all processes
+
+
+def crashed(ledger):
+    """A new process, to which the state came back as it was."""
+    again = make_ledger(plt_limit=ledger.selection_limit)
+    for name in ("average", "tokens"):
+        getattr(again._state.expert_load, name).copy_(getattr(ledger._state.expert_load, name))
+    again.marks.state.copy_(ledger.marks.state)
+    return again
+
+
+def test_a_crash_of_all_forgets_neither_what_is_at_risk_nor_what_was_lost():
+    ledger = make_ledger(plt_limit=0.05)
+    ledger.selection_limit = 0.05
+    ledger.copied([FIRST, SECOND], at(0))
+    ledger.take(1, 5, 50)
+    ledger.copied_locally([FIRST, SECOND], at(1))
+    ledger.take(2, 7, 70)
+    recover(ledger, 2, {FIRST: 1, SECOND: 1})
+    ledger.take(3, 1, 1)
+    again = crashed(ledger)
+    lost = again.count_lost({SECOND: at(1)})
+    assert lost == {SECOND: 1}
+    again.resume(3, lost, {SECOND: at(1)}, is_new=True)
+    assert again.selection.lost.tolist() == again.lost_LE.tolist() == [[7, 71]]
+    assert again.selection.at_risk.tolist() == [[6, 50]]
+    assert again.local.at_risk.tolist() == [[1, 0]]
+    assert again.selection.experts_per_layer == ledger.selection.experts_per_layer == 2
+
+
+def count_and_crash(group):
+    """A recovery has counted what stale experts lost; then all processes crash, before a step is taken."""
+    ledger = make_ledger()
+    ledger.copied([FIRST, SECOND], at(0))
+    ledger.take(1, 5, 50)
+    ledger.copied([SECOND], at(1))
+    told = ledger.agree_on_lost(group, {FIRST: at(0)}, at(1), at(1))
+    ledger.selection_limit = 1.0
+    return {"told": told, "lost": crashed(ledger).count_lost({FIRST: at(0), SECOND: at(1)})}
+
+
+def test_copies_of_the_version_from_which_all_resume_outlive_a_crash(tmp_path):
+    (found,) = run_ranks(tmp_path, 1, count_and_crash)
+    assert found == {"told": {FIRST: 5}, "lost": {FIRST: 0, SECOND: 0}}
+
+
+def test_steps_that_no_survivor_has_counted_are_at_risk(ledger):
+    ledger.take(1, 5, 50)
+    ledger.total_LE[:] = [[12, 120]]  # of a newer state, which a dead member has left
+    ledger.resume(2, {})
+    assert ledger.selection.seen.tolist() == ledger.selection.at_risk.tolist() == [[12, 120]]
+
+
+def count_with_a_replica_node(group):
+    """Rank 1 trains nothing, so that it has counted nothing."""
+    ledger = make_ledger()
+    if group.rank == 0:
+        ledger.take(1, 5, 50)
+        ledger.take(2, 5, 40)
+    ledger.agree_on_lost(group, {FIRST: at(0)}, at(2), None if group.rank else at(2))
+    return ledger.plt
+
+
+def test_a_replica_node_tells_the_same_portion(tmp_path):
+    assert run_ranks(tmp_path, 2, count_with_a_replica_node) == [0.1, 0.1]
+
+
+def go_back(group):
+    """All resume from a step before: the only copies of a unit that is no expert are of that one."""
+    ledger = make_ledger()
+    ledger.take(1, 5, 50)
+    ledger.copied([FIRST], at(1))
+    ledger.take(2, 7, 70)
+    state = ledger._state.expert_load.tokens.clone(), ledger.marks.state.clone()
+    ledger.copied([FIRST, SECOND], at(2))
+    ledger.take(3, 1, 10)
+    for now, before in zip((ledger._state.expert_load.tokens, ledger.marks.state), state, strict=True):
+        now.copy_(before)
+    ledger.agree_on_lost(group, {}, at(2), at(3))
+    return [getattr(ledger.selection, name).tolist() for name in ("seen", "at_risk")]
+
+
+def test_tokens_of_steps_that_are_undone_are_neither_seen_nor_at_risk(tmp_path):
+    (found,) = run_ranks(tmp_path, 1, go_back)
+    assert found == [[[12, 120]], [[7, 120]]]

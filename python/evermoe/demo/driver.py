@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from evermoe.demo.flags import SIZES, check
+from evermoe.demo.flags import check, copied_at_a_time, worker_arguments
 from evermoe.demo.plot import plot_run
 from evermoe.demo.summary import PHASES, Event, summarise
 from evermoe.errors import LaunchError
@@ -55,7 +55,7 @@ class Run:
         """Runs to the end; returns the events by worker."""
         options = self.options
         job = LocalJob(
-            [sys.executable, "-m", "evermoe.demo.train", *self._arguments(steps, copies)],
+            [sys.executable, "-m", "evermoe.demo.train", *worker_arguments(options, steps, copies, self.folder)],
             f"demo-{uuid.uuid4().hex[:8]}",
             options.workers,
             memory_dir=options.memory_dir,
@@ -88,25 +88,6 @@ class Run:
                 break
             time.sleep(0.02)
         self._follow(progress, bar)
-
-    def _arguments(self, steps: int, copies: int) -> list[str]:
-        training = (
-            "batch",
-            "learning_rate",
-            "seed",
-            "hang_limit",
-            "rejoin_limit",
-            "checkpoint_every",
-        )
-        names = [*SIZES, *training]
-        values = {name: getattr(self.options, name) for name in names} | {"steps": steps, "copies": copies}
-        values["preset"] = self.options.preset if copies else "auto"
-        if copies and (self.options.checkpoint_dir or PRESETS[self.options.preset].needs_checkpoint_dir):
-            values["checkpoint_dir"] = self.options.checkpoint_dir or self.folder / "store"
-        for name in ("data", "slots", "min_replicas", "placement"):
-            if getattr(self.options, name) is not None:
-                values[name] = getattr(self.options, name)
-        return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
     def _start(self, job: LocalJob, index: int, *extra: str, **popen: Any) -> Worker:
         self.events[index], self._offsets[index] = [], 0
@@ -272,6 +253,24 @@ def _joined(events: Mapping[int, Sequence[Event]], options: argparse.Namespace, 
     return any(event["event"] == "commit" for event in rows)
 
 
+def _lost(result: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
+    """What a preset has lost that may lose tokens, and why."""
+    lines = [f"{result['lost_tokens']:,} in all, PLT {result['plt']:.3%}"]
+    for back in result["rolled_back"]:
+        fewest, most = back["fewest_steps"], back["most_steps"]
+        ages = str(most) if fewest == most else f"{fewest} to {most}"
+        went = f"{count(back['experts'], 'expert')} went back by {ages} {'step' if most == 1 else 'steps'}"
+        lines.append(f"step {back['step']}: {went}, as only dead workers had newer ones")
+    if result["rolled_back"]:
+        lines.append(copied_at_a_time(options))
+    else:
+        lines.append("each expert was trained by a worker that is left, or its newest state had been copied")
+    if result["loss_without_failures"] is not None:
+        without, noise = result["loss_without_failures"], result["loss_noise"]
+        lines.append(f"loss of a run without failures: {without:.3f} ± {noise:.3f}")
+    return lines
+
+
 def _print(console: Console, result: Mapping[str, Any], options: argparse.Namespace) -> None:
     for episode in result["episodes"]:
         workers = ", ".join(map(str, episode["killed"]))
@@ -296,10 +295,8 @@ def _print(console: Console, result: Mapping[str, Any], options: argparse.Namesp
         )
         facts.add_row("", "is copies and chance together, and no measure of either: docs/performance.md has medians")
     if PRESETS[options.preset].may_lose_tokens:
-        facts.add_row("tokens lost", f"{result['lost_tokens']} in all, PLT {result['plt']:.3%}")
-        if result["loss_without_failures"] is not None:
-            without, noise = result["loss_without_failures"], result["loss_noise"]
-            facts.add_row("", f"loss of a run without failures: {without:.3f} ± {noise:.3f}")
+        for number, line in enumerate(_lost(result, options)):
+            facts.add_row("" if number else "tokens lost", line)
     facts.add_row("picture", options.plot)
     if options.trace:
         facts.add_row("trace", f"{options.trace}, for https://ui.perfetto.dev")

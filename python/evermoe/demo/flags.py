@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from evermoe.config import SessionConfig
 from evermoe.demo.corpus import read_text
+from evermoe.demo.train import COPY_FLAGS, session_options
 from evermoe.demo.train import add_arguments as add_worker_arguments
 from evermoe.options import checked
+from evermoe.planning import PRESETS
+from evermoe.planning.presets import levels
 
 SIZES = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
 """Flags that say how large the model and its samples are."""
@@ -25,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_kill,
         metavar="RANK@STEP",
         help="SIGKILL a worker in the middle of this step, and take its node's memory away; repeatable. A kill due at "
-        "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all",
+        "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all. "
+        "With moetion and pec, which may lose tokens, --slots is the fewest by default: experts train on one worker "
+        "alone, as far as slots come out even, so that this kill shows what such a preset loses",
     )
     show.add_argument("--no-kill", action="store_true", help="no worker dies")
     show.add_argument(
@@ -83,6 +89,8 @@ def check(options: argparse.Namespace) -> dict[int, int]:
             f"--kill: expected at least one survivor of {options.workers} workers, got {len(workers)} kills"
         )
     read_text(options.data)
+    if options.slots is None and options.min_replicas is None and PRESETS[options.preset].may_lose_tokens:
+        options.slots = 1  # as few as hold all experts
     if options.join is None:
         options.join = options.steps * 2 // 3
     if not options.no_join and not 0 <= options.join < options.steps:
@@ -95,9 +103,40 @@ def _check_numbers(options: argparse.Namespace) -> None:
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
     checked("--baseline-steps", options.baseline_steps, int, least=0, most=MOST)
-    names = ("copies", "preset", "slots", "min_replicas", "placement", "hang_limit", "rejoin_limit", "seed")
-    SessionConfig(
-        **{name: getattr(options, name) for name in names},
-        checkpoint_dir=options.checkpoint_dir or "anywhere",
-        checkpoint_every=options.checkpoint_every,
-    )
+    given = session_options(options) | {"seed": options.seed}
+    SessionConfig(**given, checkpoint_dir=options.checkpoint_dir or "anywhere")
+
+
+def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folder: Path) -> list[str]:
+    """The flags of each worker of a run.
+
+    Args:
+        options: of the demo, checked.
+        steps: that it takes.
+        copies: as its `--copies`; 0 for the run to compare with.
+        folder: of this run, for what a preset saves.
+    """
+    training = ("batch", "learning_rate", "seed", "hang_limit", "rejoin_limit", "checkpoint_every")
+    values = {name: getattr(options, name) for name in (*SIZES, *training)} | {"steps": steps, "copies": copies}
+    values["preset"] = options.preset if copies else "auto"
+    if copies and (options.checkpoint_dir or PRESETS[options.preset].needs_checkpoint_dir):
+        values["checkpoint_dir"] = options.checkpoint_dir or folder / "store"
+    for name in ("data", "slots", "min_replicas", "placement", *COPY_FLAGS):
+        if getattr(options, name) is not None:
+            values[name] = getattr(options, name)
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def copied_at_a_time(options: argparse.Namespace) -> str:
+    """What a preset that may lose tokens copies for the case that a node dies, in words; the rest waits."""
+    given = SessionConfig(**session_options(options), checkpoint_dir=options.checkpoint_dir or "anywhere")
+    if given.choices.takes_turns:
+        each = levels(options.experts, given.experts_per_snapshot, given.experts_per_save)
+        often = "step" if given.save_every == 1 else f"{given.save_every} steps"
+        return (
+            f"{given.preset} saves {each.save} of {options.experts} experts of each layer each {often}; snapshots of "
+            f"{each.snapshot} are in their own node's memory, and gone with it"
+        )
+    budget = given.remote_bytes_per_step
+    most = "an eighth of the experts' state" if budget is None else f"{budget:,} bytes"
+    return f"{given.preset} brings copies on other nodes up to date for {most} a step, the most tokens first"

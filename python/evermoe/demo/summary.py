@@ -170,6 +170,12 @@ def portion_lost(counts: Mapping[int, Mapping[str, Sequence[int]]], recoveries: 
     return statistics.fmean(lost[layer] / seen[layer] for layer in seen)
 
 
+def _rolled_back(recovery: Event) -> dict[str, int]:
+    """How many experts went back in a recovery, and how many steps."""
+    ages = [recovery["step"] - step for step in recovery["stale"].values()]
+    return {"step": recovery["step"], "experts": len(ages), "fewest_steps": min(ages), "most_steps": max(ages)}
+
+
 def _losses(
     events: Mapping[int, Sequence[Event]], baseline: Mapping[int, Sequence[Event]] | None, edge: int
 ) -> dict[str, Any]:
@@ -185,6 +191,7 @@ def _losses(
     without = [event["loss"] for event in commits(baseline).values()][-edge:] if baseline else []
     return {
         "lost_tokens": sum(sum(event["lost_tokens"].values()) for event in found),
+        "rolled_back": [_rolled_back(event) for event in found],
         "plt": found[-1]["plt"] if found else 0.0,
         "plt_counted": portion_lost(counts, found),
         "is_told": told == count_lost(counts, found),

@@ -14,6 +14,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
@@ -27,6 +29,39 @@ from evermoe.moe import moe_layers
 from evermoe.planning import POLICIES, PRESET_NAMES, PRESETS
 from evermoe.profile import Profiler
 from evermoe.router import Routes
+
+COPY_FLAGS: Mapping[str, tuple[type, str, str]] = MappingProxyType(
+    {
+        "experts_per_snapshot": (int, "K", "pec: experts of each layer of a snapshot in their node's memory (half)"),
+        "experts_per_save": (int, "K", "pec: experts of each layer that are saved to --checkpoint-dir (a quarter)"),
+        "snapshot_every": (int, "STEPS", "pec: steps between snapshots (1)"),
+        "save_every": (int, "STEPS", "pec: steps between saves (1)"),
+        "expert_selection": (str, "ORDER", "pec: load-aware, or sequential: each in its turn (load-aware)"),
+        "plt_limit": (float, "PORTION", "pec: of lost tokens, above which more experts are saved (1.0)"),
+        "remote_bytes_per_step": (int, "BYTES", "moetion: to peers, of all workers (an eighth of the experts' state)"),
+        "local_bytes_per_step": (int, "BYTES", "moetion: to the experts' own nodes (likewise)"),
+        "local_every": (int, "STEPS", "between snapshots in own memory (as few as --copy-budget allows; not pec)"),
+        "copy_budget": (float, "SHARE", "of a step that copies may take which do not fit into idle time (0.01)"),
+    }
+)
+"""Options of a session that say what is copied and how often: type, what the value is called, and what it is."""
+OPTIONS = (
+    "preset",
+    "copies",
+    "slots",
+    "min_replicas",
+    "placement",
+    "hang_limit",
+    "rejoin_limit",
+    "checkpoint_every",
+    *COPY_FLAGS,
+)
+"""Flags that are options of the session, under the same names."""
+
+
+def session_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Those that were given, or have a default here."""
+    return {name: getattr(options, name) for name in OPTIONS if getattr(options, name) is not None}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
     run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (%(default)s)")
-    run.add_argument("--slots", type=int, help="expert replicas per worker and layer (default: the fewest plus one)")
+    run.add_argument(
+        "--slots",
+        type=int,
+        help="expert replicas per worker and layer (default: the fewest plus one; evermoe demo of moetion and pec: the "
+        "fewest)",
+    )
     run.add_argument("--placement", choices=POLICIES, help="of experts on workers (default: the preset's)")
     run.add_argument("--min-replicas", type=int, help="of each expert (default: 1; --copies with lazarus)")
     run.add_argument("--copies", type=int, default=2, help="nodes that hold each unit's state; 0: none (%(default)s)")
@@ -54,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--rejoin-limit", type=float, default=5.0, help="seconds to wait for lost copies (%(default)s)")
     run.add_argument("--checkpoint-dir", metavar="DIR", help="write checkpoints here (default: none)")
     run.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints (%(default)s)")
+    copying = parser.add_argument_group("what presets copy, and how often (default: a session's)")
+    for name, (kind, metavar, text) in COPY_FLAGS.items():
+        copying.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
 
 
 class Reporter:
@@ -108,15 +151,20 @@ class Reporter:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Trains until `--steps` steps are committed."""
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The worker's flags; None: those of the command line."""
     parser = argparse.ArgumentParser(prog="evermoe.demo.train", description=__doc__.split("\n", 1)[0])
     add_arguments(parser)
     parser.add_argument("--events", metavar="FILE", help="append events as JSON lines")
     parser.add_argument("--trace", metavar="FILE", help="write a trace of this worker's latest steps")
     parser.add_argument("--die-at", type=int, metavar="STEP", help="SIGKILL this process in mid-step")
     parser.add_argument("--spare", action="store_true", help="wait for a line on standard input before joining")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains until `--steps` steps are committed."""
+    options = parse(arguments)
     with open(options.events or os.devnull, "a") as out:
         reporter = Reporter(out if options.events else None, options.die_at)
         train(options, reporter)
@@ -139,17 +187,10 @@ def train(options: argparse.Namespace, reporter: Reporter) -> None:
         optimizer,
         sampler,
         on_event=reporter,
-        preset=options.preset,
-        copies=options.copies,
-        slots=options.slots,
-        min_replicas=options.min_replicas,
-        placement=options.placement,
-        hang_limit=options.hang_limit,
-        rejoin_limit=options.rejoin_limit,
         join_every=1,
         max_grad_norm=1.0,
         checkpoint_dir=options.checkpoint_dir or None,
-        checkpoint_every=options.checkpoint_every,
+        **session_options(options),
     )
     reporter.session = session
     if PRESETS[options.preset].may_lose_tokens:

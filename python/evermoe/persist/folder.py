@@ -18,7 +18,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -86,21 +86,24 @@ def units_of(manifest: Manifest) -> Iterator[PersistedUnit]:
 
 
 def _joined(durable: Iterable[Manifest]) -> Iterator[tuple[PersistedUnit, bool]]:
-    """The units that were saved in parts, and whether all parts are there."""
-    found: dict[tuple[str, int, int], list[tuple[Part, Location, tuple[str, ...]]]] = defaultdict(list)
+    """The units that were saved in parts, and whether all parts are there.
+
+    Example: the parts from 0 to 64, from 0 to 100, which another member saved before, and from 64 to 200 are a unit of
+    200 bytes: the first and the last.
+    """
+    parts: dict[PersistedUnit, list[tuple[Part, Location]]] = defaultdict(list)
     for manifest in durable:
         for unit, part in manifest.parts.items():
             file, value = manifest.units[unit]
-            names = tuple(manifest.names[unit])
-            found[unit, manifest.version, value].append((part, manifest.folder_of(unit) / file, names))
-    for (unit, version, value), parts in found.items():
-        chosen: list[tuple[Location, Part]] = []
-        end, of = 0, parts[0][0].of
-        for part, file, _ in sorted(parts, key=lambda each: each[0]):
-            if part.start == end and part.of == of:
-                chosen.append((file, part))
-                end = part.end
-        yield PersistedUnit(unit, version, value, parts[0][1], parts[0][2], tuple(chosen)), end == of
+            whole = PersistedUnit(unit, manifest.version, value, manifest.path.parent, tuple(manifest.names[unit]))
+            parts[whole].append((part, manifest.folder_of(unit) / file))
+    for whole, found in parts.items():
+        until: dict[int, tuple[tuple[Location, Part], ...]] = {0: ()}  # by end, the parts before it
+        for part, place in sorted(found, key=lambda each: each[0]):
+            if part.start in until:
+                until.setdefault(part.end, (*until[part.start], (place, part)))
+        chosen = until.get(found[0][0].of, ())
+        yield replace(whole, file=found[0][1], parts=chosen), bool(chosen)
 
 
 def read_persisted(found: PersistedUnit) -> Tensor:

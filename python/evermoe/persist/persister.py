@@ -51,12 +51,15 @@ class _Snapshot:
     """Those that save what may not lag of the version."""
 
     def hold(self, version: int, units: Mapping[str, Part], members: Sequence[str]) -> _Snapshot:
-        """Room for other units, in the same memory if that is large enough."""
+        """Room for other units, in the same memory if that is large enough, and not much too large.
+
+        The first snapshot of a job has all units, and those after it a few.
+        """
         starts, end = {}, 0
         for name, part in units.items():
             starts[name] = end
             end += -(-(part.end - part.start) // ALIGNMENT) * ALIGNMENT
-        memory = self.memory if len(self.memory) >= end else torch.empty(end, dtype=torch.uint8)
+        memory = self.memory if end <= len(self.memory) <= 2 * end else torch.empty(end, dtype=torch.uint8)
         views = {name: memory[at : at + units[name].end - units[name].start] for name, at in starts.items()}
         parts = {name: part for name, part in units.items() if part.end - part.start < part.of}
         return _Snapshot(version, memory, views, parts, members=members)
@@ -84,9 +87,9 @@ class Persister:
         persister.commit()
 
     Several members may save a unit together, each a part of its bytes. Of three slots one is written, one is persisted
-    and one has the newest durable version, so `begin` and `commit` never wait for the place. Where snapshots come too
-    fast for it, the newest goes first and those in between are skipped: `on_durable` says which units became durable,
-    `on_skipped` which did not.
+    and one has the newest durable version, so `begin` and `commit` never wait for the place. Where snapshots come faster
+    than the place takes them, the newest goes first and those in between are skipped: `on_durable` says which units
+    became durable, `on_skipped` which did not.
 
     A member that was left out of the job without knowing it, since it slept, persists nothing more: the members that
     went on are of a newer generation, and so is what they have persisted.

@@ -96,13 +96,21 @@ class TokenLedger:
         """
         self._native.put_back(array("tokens", tokens, np.int64, 2))
 
-    def lose(self, experts: Sequence[Sequence[int]]) -> float:
-        """Note a recovery in which these experts of each layer fell back to their last copy; returns its PLT.
+    def lose(self, experts: Sequence[Sequence[int]], tokens: ArrayLike | None = None) -> float:
+        """Note a recovery in which these experts of each layer fell back to older copies; returns its PLT.
+
+        None of what they have is at risk from then on.
+
+        Args:
+            experts: of each layer.
+            tokens: [L, E] what each of them has lost, where another kind of copy was taken; None for all at risk.
 
         Raises:
-            ValueError: not one list for each layer, or an expert that does not exist.
+            ValueError: not one list for each layer, an expert that does not exist, a wrong shape, or more tokens than
+                are not lost yet; the ledger is then as before.
         """
-        return self._native.lose(count_lists("experts", experts))
+        lost = None if tokens is None else array("tokens", tokens, np.int64, 2)
+        return self._native.lose(count_lists("experts", experts), lost)
 
     @property
     def step(self) -> int:

@@ -147,7 +147,7 @@ def _plan(request: _Request) -> ProtectionPlan:
     if request.choices.chooses_copies:
         return _auto(request)
     if placement == "none" or request.copies < 2:
-        return request.active_only("no copies beside the active ones")
+        return request.active_only("no copies on other nodes beside the active ones")
     return _uncovered_only(request) if placement == "training" else _everything(request)
 
 

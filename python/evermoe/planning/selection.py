@@ -108,21 +108,30 @@ def select_per_rank(
         raise ValueError(
             f"tokens, waiting, rank_LE: expected one shape, got {tokens_LE.shape}, {waiting_LE.shape}, {ranks_LE.shape}"
         )
-    found, layers = np.unique(ranks_LE[ranks_LE >= 0]), len(tokens_LE)
-    chosen: list[list[int]] = [[] for _ in range(layers)]
-    each = count("experts_per_layer", experts_per_layer)
+    each, at = count("experts_per_layer", experts_per_layer), count("checkpoint", checkpoint)
     if each == 0:
         raise ValueError("experts_per_layer: expected 1 or more, got 0; nothing would ever be copied")
-    capacity = -(-layers * each // max(1, len(found)))
-    for rank in found:
-        own = [np.flatnonzero(ranks_E == rank) for ranks_E in ranks_LE]
-        packed = np.zeros((2, layers, max(map(len, own))), np.int64)
-        for layer, experts in enumerate(own):
-            packed[:, layer, : len(experts)] = tokens_LE[layer, experts], waiting_LE[layer, experts]
-        picked = _native.select_load_aware(packed[0], packed[1], capacity, count("checkpoint", checkpoint))
-        for layer, places in enumerate(picked):
-            chosen[layer] += own[layer][places].tolist()
-    return [sorted(experts) for experts in chosen]
+    layers, experts = tokens_LE.shape
+    cells_R = _cells_by_rank(ranks_LE.ravel())
+    capacity = -(-layers * each // max(1, len(cells_R)))
+    chosen = [np.empty(0, np.int64)]
+    for cells in cells_R:
+        rows = cells // experts
+        columns = np.arange(len(cells)) - np.searchsorted(rows, rows)
+        packed = np.zeros((3, layers, columns.max() + 1), np.int64)
+        packed[:, rows, columns] = tokens_LE.ravel()[cells], waiting_LE.ravel()[cells], cells
+        picked = _native.select_load_aware(packed[0], packed[1], capacity, at)
+        numbers = [len(places) for places in picked]
+        chosen.append(packed[2, np.repeat(np.arange(layers), numbers), [place for row in picked for place in row]])
+    found = np.sort(np.concatenate(chosen))
+    return [row.tolist() for row in np.split(found % experts, np.searchsorted(found // experts, range(1, layers)))]
+
+
+def _cells_by_rank(rank_C: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The cells of each rank that has any, ascending; negative ranks are none."""
+    order = np.argsort(rank_C, kind="stable")
+    _, starts = np.unique(rank_C[order], return_index=True)
+    return [cells for cells in np.split(order, starts[1:]) if len(cells) and rank_C[cells[0]] >= 0]
 
 
 def _capacity(

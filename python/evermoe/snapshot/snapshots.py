@@ -128,6 +128,8 @@ class Snapshots(StateKeeper):
         self._whole: dict[int, int] = {}
         """Steps taken in the newest whole version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
+        self._fixed_steps = options.snapshot_every if options.choices.takes_turns else options.local_every
+        """Steps between local snapshots; None for as few as the budget allows."""
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
         self._copies = NO_COPIES
@@ -246,12 +248,6 @@ class Snapshots(StateKeeper):
     def capture_seconds(self) -> float:
         """Seconds that the latest capture took."""
         return 0.0 if self._round is None else self._round.capture_seconds
-
-    @property
-    def _fixed_steps(self) -> int | None:
-        """Steps between local snapshots; None for as few as the budget allows."""
-        options = self._options
-        return options.snapshot_every if options.choices.takes_turns else options.local_every
 
     def set_pace(self, capture_seconds: float, step_seconds: float) -> None:
         """Sets, from the sums over all members, how often local snapshots cost no more than the budget."""

@@ -8,8 +8,10 @@ Shape suffixes: L layers, E experts of the layer that has the most.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +24,9 @@ SAVED, LOCAL, CHECKPOINT = range(3)
 MOST_MARKS = 8
 """Latest copies of an expert that are remembered, by level: a store that is slow has three on their way."""
 
-Place = tuple[int, int]
-"""Layer's row and expert."""
 _Counts = NDArray[np.int64]
+Places = _Counts
+"""[2, n] rows of layers, and experts."""
 
 
 @dataclass
@@ -33,14 +35,9 @@ class _Noted:
 
     level: int
     version: int
-    places: _Counts
-    """[2, n] rows of layers, and experts."""
+    places: Places
     tokens: _Counts
     """[n]"""
-
-    def without(self, place: Place) -> _Noted:
-        keep = (self.places != np.array(place)[:, None]).any(0)
-        return _Noted(self.level, self.version, self.places[:, keep], self.tokens[keep])
 
 
 class CopyMarks:
@@ -55,92 +52,102 @@ class CopyMarks:
     """
 
     def __init__(self, layers: int, experts: int) -> None:
-        self.table = torch.zeros(3, MOST_MARKS, layers, experts, 2, dtype=torch.int64)
+        shape = 3, MOST_MARKS, layers, experts, 2
+        self.state = torch.zeros(2 + math.prod(shape), dtype=torch.int64)
+        """What is kept: `each`, then `table`."""
+        self.each = self.state[:2]
+        """[2] experts of each layer that are copied at a time, saved and locally; 0 before losses have changed it."""
+        self.table = self.state[2:].view(shape)
         """[level, mark, L, E, 2] version and tokens, the newest first; version 0 is none."""
         self._noted: list[_Noted] = []
-        self._gone: list[tuple[int, int, Place]] = []
-        """Level, version and place of copies that never came to be."""
+        self._gone: list[_Noted] = []
+        """Copies that never came to be."""
 
     @property
     def pending(self) -> int:
         """How much is noted and not folded yet."""
-        return len(self._noted)
+        return len(self._noted) + len(self._gone)
 
-    def note(self, level: int, places: Sequence[Place], version: int, tokens_LE: _Counts) -> None:
+    def note(self, level: int, places: Places, version: int, tokens_LE: _Counts) -> None:
         """Notes copies of experts at a version, in which they have processed so many tokens."""
-        if places:
-            found = np.array(places, np.int64).T
-            self._noted.append(_Noted(level, version, found, tokens_LE[found[0], found[1]]))
+        if places.size:
+            self._noted.append(_Noted(level, version, places, tokens_LE[places[0], places[1]]))
 
-    def forget(self, level: int, place: Place, version: int) -> int | None:
-        """Notes that a copy never came to be.
+    def forget(self, level: int, places: Places, version: int) -> _Counts:
+        """Notes that copies never came to be.
 
         Returns:
-            The tokens that had their only copy of this level in it; None where a newer one was begun, or it is no news.
+            [n] tokens that had their only copy of this level in it; 0 where a newer one was begun, or it is no news.
         """
-        marks = self._of(level, place)
-        if version not in [at for at, _ in marks]:
-            return None
-        self._noted = [
-            each.without(place) if (each.level, each.version) == (level, version) else each for each in self._noted
-        ]
-        self._gone.append((level, version, place))
-        if marks[0][0] != version:
-            return None
-        return marks[0][1] - (marks[1][1] if len(marks) > 1 else 0)
+        found = self._folded(level)[:, places[0], places[1]]
+        is_news = (found[..., 0] == version).any(0)
+        if is_news.any():
+            tokens = found[0, :, 1] - found[1, :, 1]
+            self._gone.append(_Noted(level, version, places[:, is_news], tokens[is_news]))
+            return np.where(found[0, :, 0] == version, tokens, 0)
+        return np.zeros(places.shape[1], np.int64)
 
     def fold(self) -> None:
         """Makes what is noted part of the table."""
-        table = self.table.numpy()
-        for level, version, (row, expert) in self._gone:
-            marks = table[level, :, row, expert]
-            table[level, :, row, expert] = _packed(marks, marks[:, 0] != version)
-        for each in self._noted:
-            marks, tokens = table[each.level], each.tokens
+        for level in {each.level for each in (*self._noted, *self._gone)}:
+            self.table.numpy()[level] = self._folded(level)
+        self._noted, self._gone = [], []
+
+    def _folded(self, level: int) -> _Counts:
+        """[mark, L, E, 2] the table of a level with what is noted."""
+        marks = self.table.numpy()[level].copy()
+        for each in (each for each in self._noted if each.level == level):
             is_new = marks[0, each.places[0], each.places[1], 0] < each.version
             rows, experts = each.places[:, is_new]
             marks[1:, rows, experts] = marks[:-1, rows, experts]
             marks[0, rows, experts, 0] = each.version
-            marks[0, rows, experts, 1] = tokens[is_new]
-        self._noted, self._gone = [], []
+            marks[0, rows, experts, 1] = each.tokens[is_new]
+        for each in (each for each in self._gone if each.level == level):
+            rows, experts = each.places
+            found = marks[:, rows, experts]
+            marks[:, rows, experts] = _packed(found, found[..., 0] != each.version)
+        return marks
 
-    def _of(self, level: int, place: Place) -> list[tuple[int, int]]:
-        """Versions and tokens of an expert's copies, the newest first, with what is not folded yet."""
-        found = dict(self.table.numpy()[level, :, place[0], place[1]].tolist())
-        for each in self._noted:
-            if each.level == level:
-                (at,) = np.nonzero((each.places == np.array(place)[:, None]).all(0))
-                found |= {each.version: int(each.tokens[at[0]])} if len(at) else {}
-        gone = {version for at, version, where in self._gone if (at, where) == (level, place)}
-        return sorted(((at, tokens) for at, tokens in found.items() if at and at not in gone), reverse=True)
+    def tokens_at(self, places: Places, versions: _Counts) -> tuple[_Counts, NDArray[np.bool_]]:
+        """Tokens that experts had processed at versions, one for each, and where that is known.
 
-    def tokens_at(self, place: Place, version: int) -> int | None:
-        """Tokens that an expert had processed at a version; None if no copy of that version is known."""
-        marks = (mark for level in (SAVED, LOCAL, CHECKPOINT) for mark in self._of(level, place))
-        return next((tokens for at, tokens in marks if at == version), None)
+        Where no copy of the version is known, the most in one that is not newer.
+        """
+        found = np.concatenate([self._folded(level)[:, places[0], places[1]] for level in (SAVED, LOCAL, CHECKPOINT)])
+        at, tokens = found[..., 0], found[..., 1]
+        is_there = at == versions
+        until = np.where(at <= versions, tokens, 0).max(0, initial=0)
+        is_known = is_there.any(0) & (versions > 0)
+        return np.where(is_known, np.where(is_there, tokens, 0).max(0, initial=0), until), is_known
 
-    def tokens_until(self, place: Place, version: int) -> int:
-        """The most tokens that it had processed in a copy which is known and not newer; 0 if there is none."""
-        marks = (mark for level in (SAVED, LOCAL, CHECKPOINT) for mark in self._of(level, place))
-        return max((tokens for at, tokens in marks if at <= version), default=0)
+    def newest(self, level: int, places: Places, versions: _Counts | None = None) -> _Counts:
+        """[n] tokens that experts have processed in their newest copies of a level; 0 where there is none.
 
-    def newest(self, level: int, place: Place) -> int:
-        """Tokens that an expert has processed in its newest copy of a level; 0 if there is none."""
-        return next((tokens for _, tokens in self._of(level, place)), 0)
+        `versions` [n]: only copies that are not newer count.
+        """
+        found = self._folded(level)[:, places[0], places[1]]
+        if versions is None:
+            return found[0, :, 1]
+        is_older = found[..., 0] <= versions
+        return np.take_along_axis(found[..., 1], is_older.argmax(0)[None], 0)[0] * is_older.any(0)
 
     def undo(self, step: int) -> None:
         """All go on after so many steps: copies of later ones count no more."""
         self._noted = [each for each in self._noted if step_of(each.version) <= step]
+        self._gone = [each for each in self._gone if step_of(each.version) <= step]
         table = self.table.numpy()
         is_undone = table[..., 0] % version_of(1, 0) > step
-        for level, row, expert in np.argwhere(is_undone.any(1)).tolist():
-            marks = table[level, :, row, expert]
-            table[level, :, row, expert] = _packed(marks, ~is_undone[level, :, row, expert])
+        for level in np.flatnonzero(is_undone.any((1, 2, 3))):
+            table[level] = _packed(table[level], ~is_undone[level])
 
-    def to_rows(self, *, with_table: bool) -> list[list[object]]:
+    def to_fields(self, *, with_table: bool) -> dict[str, list[list[object]]]:
         """What is noted, as JSON takes it; `with_table`: after what is in the table."""
         noted = [*(self._in_table() if with_table else ()), *self._noted]
-        return [[each.level, each.version, each.places.tolist(), each.tokens.tolist()] for each in noted]
+        rows = {"noted": noted, "gone": self._gone}
+        return {
+            name: [[each.level, each.version, each.places.tolist(), each.tokens.tolist()] for each in some]
+            for name, some in rows.items()
+        }
 
     def _in_table(self) -> Iterator[_Noted]:
         for level, marks in enumerate(self.table.numpy()):
@@ -149,19 +156,25 @@ class CopyMarks:
                     rows, experts = np.nonzero(versions_LE == version)
                     yield _Noted(level, version, np.stack([rows, experts]), tokens_LE[rows, experts])
 
-    def take_rows(self, rows: Sequence[Sequence[object]], *, with_table: bool) -> None:
-        """Takes over what `to_rows` of another member gave."""
-        self._noted, self._gone = [], []
-        for level, version, places, tokens in rows:
-            counts = np.array(places, np.int64).reshape(2, -1), np.array(tokens, np.int64)
-            self._noted.append(_Noted(level, version, *counts))  # type: ignore[arg-type]
+    def take_fields(self, fields: Mapping[str, Sequence[Sequence[Any]]], *, with_table: bool) -> None:
+        """Takes over what `to_fields` of another member gave."""
+        noted, gone = (
+            [
+                _Noted(level, version, np.array(places, np.int64).reshape(2, -1), np.array(tokens, np.int64))
+                for level, version, places, tokens in fields[name]
+            ]
+            for name in ("noted", "gone")
+        )
+        self._noted, self._gone = noted, []
         if with_table:
             self.table.zero_()
             self._noted.sort(key=lambda each: each.version)
             self.fold()
+        self._gone = gone
 
 
 def _packed(marks: _Counts, stays: NDArray[np.bool_]) -> _Counts:
-    """The marks of one expert that stay, the newest first, then none."""
-    left = marks[stays]
-    return np.concatenate([left, np.zeros((len(marks) - len(left), 2), np.int64)])
+    """The marks [mark, ..., 2] that stay, of each expert the newest first, then none."""
+    order = np.argsort(~stays, axis=0, kind="stable")
+    packed = np.take_along_axis(marks, order[..., None], 0)
+    return packed * np.take_along_axis(stays, order, 0)[..., None]

@@ -75,7 +75,7 @@ class TrainingState:
         self.has_marks = has_marks
         """Whether a crash of all processes leaves what is known of the experts' copies."""
         if has_marks:
-            own[MARKS] = self.expert_load.marks.table
+            own[MARKS] = self.expert_load.marks.state
         self._dense = ({SESSION: own} if has_session else {}) | dense_tensors(model)
         self.owners = DenseOwners(optimizer, self._dense, is_sharded=is_sharded)
         """Owners of the units that are no experts; none has one if all ranks hold them."""

@@ -102,13 +102,12 @@ class Session:
         script.claim(self)
         deferral = find_deferral(model, optimizer, weights, device)
         is_sharded = self.config.dense == "sharded"
-        has_marks = self.config.choices.may_lose_tokens
-        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=has_marks)
+        marks = self.config.choices.may_lose_tokens
+        self._state = TrainingState(model, optimizer, deferral=deferral, is_sharded=is_sharded, has_marks=marks)
         arithmetic = find_arithmetic(optimizer) if self.config.sends_gradients else None
         job = self.config.job or f"job-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         node = node_name(self.config.node)
-        memory = job_folder(self.config.memory_dir or DEFAULT, job)
-        self._store = SnapshotStore(memory / node, self._state)
+        self._store = SnapshotStore(job_folder(self.config.memory_dir or DEFAULT, job) / node, self._state)
         self._store.check()
         self._lighthouse: Any = None
         common = self.config.shared() | script.common()

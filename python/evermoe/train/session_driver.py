@@ -258,6 +258,7 @@ class SessionDriver(RecoveryDriver):
         if self._trains and self._leaving and (self._leaving == everyone.size or self._leaving >= self._config.copies):
             try:
                 self._checkpointer.finish(self._version)
+                self._protection.ledger.checkpointed(self._version)
             except (PeerLost, PersistFailed) as failed:
                 self._warn_unwritten(self._version, failed)
         self._dense.await_weights()

@@ -109,8 +109,11 @@ impl TokenLedger {
         Ok(self.0.put_back(&numbers(&tokens))?)
     }
 
-    fn lose(&mut self, experts: Vec<Vec<usize>>) -> PyResult<f64> {
-        Ok(self.0.lose(&experts)?)
+    #[pyo3(signature = (experts, tokens=None))]
+    fn lose(&mut self, experts: Vec<Vec<usize>>, tokens: Option<PyReadonlyArray2<'_, i64>>) -> PyResult<f64> {
+        let Some(tokens) = tokens else { return Ok(self.0.lose(&experts, None)?) };
+        check_shape("tokens", &tokens, self.0.shape())?;
+        Ok(self.0.lose(&experts, Some(&numbers(&tokens)))?)
     }
 
     #[getter]

@@ -180,7 +180,7 @@ def test_active_replicas_alone():
 
 
 def test_pec_saves_a_part_in_turn():
-    row = rows(report(pec_experts=2, persist_steps=100))["pec"]
+    row = rows(report(experts_per_save=2, persist_steps=100))["pec"]
     # each of 8 experts every 4th time: 0 to 3 checkpoints of 100 steps behind, a fourth of them on the lost node
     # and 0 to 99 steps since the newest checkpoint, which only experts go back to: the rest trains on all nodes
     assert row.lost_steps == pytest.approx(((0 + 100 + 200 + 300) / 4 + 49.5) / 4)
@@ -190,8 +190,22 @@ def test_pec_saves_a_part_in_turn():
     assert (
         rows(report(dense="sharded", persist_steps=100))["pec"].repeated_steps == 49.5
     )  # a shard is on one node alone
-    twice = rows(report(cluster=(4, 4, 2, 1, (1,)), pec_experts=2))["pec"]
+    twice = rows(report(cluster=(4, 4, 2, 1, (1,)), experts_per_save=2))["pec"]
     assert (twice.lost_steps, twice.repeated_steps, twice.survives) == (0, 0, 1)  # each expert trains on two nodes
+
+
+def test_pec_keeps_more_in_own_memory():
+    auto = report()
+    row = rows(auto)["pec"]
+    assert (row.experts_per_save, row.experts_per_snapshot) == (2, 4)
+    assert row.restart_lost_steps == pytest.approx(
+        1 / 2
+    )  # half of them have a snapshot of the step, half of that before
+    lost = rows(report(experts_per_snapshot=2, snapshot_every=10))["pec"].restart_lost_steps
+    assert lost == pytest.approx((0 + 10 + 20 + 30) / 4)
+    assert rows(report(experts_per_snapshot=8))["pec"].restart_lost_steps == 0
+    assert rows(report(experts_per_save=6))["pec"].experts_per_snapshot == 6
+    assert "2 of 8 experts of each layer go to the store each 1,000 steps, and 4" in show_copies._levels(auto, row)
 
 
 def test_selection_by_budget():
@@ -304,7 +318,12 @@ def test_help_has_every_flag(tmp_path):
         (["--copies", "--copies-wanted", "0"], "--copies-wanted: expected 1 to 64, got 0"),
         (["--copies", "--budget", "2"], "--budget: expected 0 to 1, got 2"),
         (["--copies", "--persist-steps", "1"], "--persist-steps: expected 2 to 1e+06, got 1"),
-        (["--copies", "--pec-experts", "9"], "--pec-experts: expected 1 to 8, all of a layer, got 9"),
+        (["--copies", "--experts-per-save", "9"], "--experts-per-save: expected 1 to 8, all of a layer, got 9"),
+        (
+            ["--copies", "--experts-per-save", "3", "--experts-per-snapshot", "2"],
+            "--experts-per-snapshot: expected 3 to 8",
+        ),
+        (["--copies", "--snapshot-every", "0"], "--snapshot-every: expected 1 to"),
         (["--copies", "--layers", "40000"], "--copies: expected at most 2^18 experts, got 40000 × 8"),
     ],
 )

@@ -1,40 +1,76 @@
-"""The demo of presets that may lose tokens, in real processes: it says as many as its routers have counted."""
+"""The demo of presets that may lose tokens, in real processes: it says as many as its routers have counted, and why."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
-import sys
 
 import pytest
 
-ONE_REPLICA = ["--workers", "3", "--experts", "9", "--slots", "3", "--kill", "2@20", "--no-join"]
-"""Each expert trains on one node, and one of them dies."""
+from evermoe.demo import flags, train
+from support.commands import evermoe
+
 SMALL = ["--layers", "2", "--hidden", "32", "--intermediate", "32", "--sequence", "16", "--baseline-steps", "0"]
+GIVEN = {
+    "experts_per_snapshot": 3,
+    "experts_per_save": 2,
+    "snapshot_every": 4,
+    "save_every": 5,
+    "expert_selection": "sequential",
+    "plt_limit": 0.25,
+    "remote_bytes_per_step": 6000,
+    "local_bytes_per_step": 7000,
+    "local_every": 8,
+    "copy_budget": 0.5,
+}
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("preset", ["pec", "moetion"])
-def test_lost_tokens_are_as_many_as_the_routers_have_counted(tmp_path, preset):
-    out, memory = tmp_path / "summary.json", tmp_path / "memory"
+@pytest.mark.parametrize(
+    ("preset", "reason"), [("pec", "pec saves 2 of 8 experts of each layer"), ("moetion", "moetion brings copies on")]
+)
+def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, preset, reason):
+    memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
-    files = ["--json", str(out), "--plot", str(tmp_path / "demo.png"), "--memory-dir", str(memory)]
-    command = [
-        sys.executable,
-        "-m",
-        "evermoe",
-        "demo",
-        *SMALL,
-        *ONE_REPLICA,
-        *files,
-        "--preset",
-        preset,
-        "--steps",
-        "30",
-    ]
-    found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=150, cwd=tmp_path)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    result = json.loads(out.read_text())
+    run = ["--preset", preset, "--steps", "26", "--no-join", "--memory-dir", str(memory)]
+    done = evermoe("demo", *run, *SMALL, "--json", "out.json", folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    result = json.loads((tmp_path / "out.json").read_text())
     assert result["ok"], result["problems"]
+    assert result["lost_tokens"] > 0
     assert result["plt"] > 0
     assert result["plt"] == pytest.approx(result["plt_counted"], abs=1e-12)
+    (back,) = result["rolled_back"]
+    assert back["step"] == 20
+    assert 1 <= back["fewest_steps"] <= back["most_steps"] <= 20
+    assert reason in " ".join(done.stdout.split())
+
+
+def test_flags_reach_the_session(tmp_path):
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    assert GIVEN.keys() == train.COPY_FLAGS.keys()
+    given = [part for name, value in GIVEN.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    options = parser.parse_args([*SMALL, "--preset", "pec", "--workers", "1", *given])
+    flags.check(options)
+    reporter = train.Reporter(None, None)
+    train.train(train.parse(flags.worker_arguments(options, 1, 2, tmp_path)), reporter)
+    config = reporter.session.config
+    assert {name: getattr(config, name) for name in GIVEN} == GIVEN
+    assert (config.preset, config.checkpoint_dir) == ("pec", str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--experts-per-save", "0"], "expected experts_per_save to be a whole number"),
+        (["--experts-per-save", "3", "--experts-per-snapshot", "2"], "experts_per_save: expected at most"),
+        (["--expert-selection", "oldest"], "expected expert_selection to be one of load-aware, sequential"),
+        (["--plt-limit", "2"], "expected plt_limit"),
+    ],
+)
+def test_what_a_session_would_refuse_is_refused_before_any_worker_starts(given, message):
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    with pytest.raises(ValueError, match=message):
+        flags.check(parser.parse_args(["--preset", "pec", *given]))

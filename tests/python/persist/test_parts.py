@@ -42,6 +42,12 @@ def test_parts_of_two_versions_are_no_unit(tmp_path, two_members):
     assert "x" not in versions(tmp_path)
 
 
+def test_parts_that_members_who_are_gone_have_saved_are_not_in_the_way(tmp_path, join, two_members):
+    join("gone").persist(2, ["b"], {"x": (0, CUT // 2)}, ["gone", "lost"])
+    two_members(2)
+    assert versions(tmp_path)["x"] == [2]
+
+
 def test_a_damaged_part_damages_the_unit(tmp_path, two_members):
     two_members(2)
     path = tmp_path / folder_name(2, "two") / DATA

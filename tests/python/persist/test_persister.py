@@ -8,8 +8,9 @@ import warnings
 from contextlib import contextmanager
 
 import pytest
+import torch
 
-from evermoe._native import TripleBuffer
+from evermoe._native import TripleBuffer, digest
 from evermoe.errors import PersistFailed
 from evermoe.persist import folder, partial_bucket
 from evermoe.persist.folder import PERSISTED
@@ -80,6 +81,26 @@ def test_the_writer_does_not_wait_and_the_newest_snapshot_goes_first(persisted, 
     assert versions(persisted) == {"a": [1], "b": [1], "c": [4]}
     assert member.durable == [(1, ["a", "b"]), (4, ["c"])]
     assert member.skipped == [(2, ["a"]), (3, ["b"])]
+
+
+def test_all_buffers_can_be_read_but_the_one_that_is_written(join, slow):
+    member = join()
+    member.snapshot(1, ["a", "b"])
+    assert slow.entered.wait(PATIENCE)
+    member.snapshot(2, ["a"])
+    member.persister.begin(3, {"c": NBYTES})
+    found = {(held.unit, held.version): held for held in member.persister.whole()}
+    assert set(found) == {("a", 1), ("b", 1), ("a", 2)}
+    for (unit, version), held in found.items():
+        assert torch.equal(held.data, content(unit, version))
+        assert held.digest == digest(held.data.numpy())
+
+
+def test_buffers_do_not_keep_the_memory_of_a_first_snapshot_of_everything(join):
+    member = join()
+    for version, units in enumerate(["abcxy", "a", "b", "c"], 1):
+        member.persist(version, list(units))
+    assert all(len(slot.memory) < 3 * NBYTES for slot in member.persister._slots)
 
 
 def test_close_leaves_a_folder_that_hangs(persisted, join, slow):

@@ -54,7 +54,7 @@ def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
     for found in whole:
         assert len(found) == 3
         every = sum(total for _, total, _ in found.values())
-        level = max(-(-every // 3), max(experts for experts, *_ in found.values()))
+        level = max(-(-every // 3), *(experts for experts, *_ in found.values()))
         assert max(total for _, total, _ in found.values()) < level + ALIGNMENT, found
 
 

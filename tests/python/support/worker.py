@@ -108,6 +108,8 @@ class Options:
     """Memory that its host has left, instead of what the system says."""
     waits_for_disk: bool = True
     """Whether no checkpoint is late: it waits before each step until one that is under way is written."""
+    lineage: bool = False
+    """Records what `support.lineage` needs to tell which steps each expert has seen."""
     parts: int = 1
     """Parts of a share, whose gradients add up."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -224,14 +226,32 @@ class Recorder:
     def _state(self) -> dict[str, Any]:
         session = self.session
         assert session is not None
-        digests = {}
+        digests, contents = {}, {}
         for unit in session._state.held() if session.config.role == "train" else ():
             data = torch.empty(session._state.catalog.by_name[unit].nbytes, dtype=torch.uint8)
             session._state.read(unit, data)
             digests[unit] = digest(data.numpy())
+            if self._options.lineage:
+                contents[unit] = self._content(unit, data)
+        ledger = session._protection.ledger
+        more = (
+            {}
+            if not contents
+            else {
+                "contents": contents,
+                "each": [kind.experts_per_layer for kind in (ledger.selection, ledger.local)],
+                "ledger": ledger.to_bytes().decode(),
+            }
+        )
         rates = [group["lr"] for group in session.optimizer.param_groups]
         consumed = session.sampler.consumed
-        return {"version": session.version, "digests": digests, "rates": rates, "consumed": consumed}
+        return {"version": session.version, "digests": digests, "rates": rates, "consumed": consumed, **more}
+
+    def _content(self, unit: str, data: torch.Tensor) -> int:
+        """Digest without what the optimizer counts for a whole layer: a recovery brings that up to date."""
+        for counted in self.session._state.catalog.by_name[unit].layer_scalars(data).values():
+            counted.zero_()
+        return digest(data.numpy())
 
     def write(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, "pid": os.getpid(), "time": time.time(), **fields})

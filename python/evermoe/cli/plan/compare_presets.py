@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evermoe.cli.plan.auto_plan import AutoReport, Layout
+from evermoe.cli.plan.turns import run_turns
 from evermoe.planning import (
     PRESET_NAMES,
     PRESETS,
@@ -68,6 +69,12 @@ class PresetRow:
     """Steps that the job repeats when one node fails, on average."""
     lost_steps: float
     """Tokens lost for ever when one fails, on average, in steps of the whole model: units that go back alone."""
+    experts_per_snapshot: int | None = None
+    """Experts of each layer of which snapshots are made at a time in own memory; None: not so many at a time."""
+    experts_per_save: int | None = None
+    """Experts of each layer that are saved to the store at a time, likewise."""
+    restart_lost_steps: float | None = None
+    """As `lost_steps`, when all processes end and all nodes live; None for presets without these two."""
 
 
 def compare_presets(layout: Layout, auto: AutoReport) -> list[PresetRow]:
@@ -170,36 +177,31 @@ def _snapshots(layout: Layout, name: PresetName) -> PresetRow:
 
 
 def _pec(layout: Layout) -> PresetRow:
-    """K experts of each layer by load and all of the rest each `persist_steps`; only a lost node's go back to those."""
-    setting, (layers, experts), kept = layout.setting, layout.share_LE.shape, _keep(layout, "pec")
-    each = levels(experts, per_save=setting.pec_experts).save
-    tokens_LE = _tokens(layout) * setting.persist_steps
-    ledger, turns = TokenLedger(layers, experts), -(-experts // each)
-    at_risk, oldest = [], 0
+    """K experts of each layer by load and all of the rest each `persist_steps`; only a lost node's go back to those.
+
+    Snapshots in own memory are lost with the node. After the end of all processes alone all go back to these.
+    """
+    setting, kept = layout.setting, _keep(layout, "pec")
+    each = levels(layout.share_LE.shape[1], setting.experts_per_snapshot, setting.experts_per_save)
+    saved = run_turns(_tokens(layout) * setting.persist_steps, each.save)
+    in_memory = run_turns(_tokens(layout) * setting.snapshot_every, each.snapshot)
     single_LE = kept.single_LE()
-    for number in range(4 * turns):
-        ledger.add(tokens_LE)
-        chosen = select_experts(
-            "load-aware", ledger.at_risk, ledger.checkpoint, waiting=ledger.waiting, experts_per_layer=each
-        )
-        ledger.copied(chosen)
-        if number >= 3 * turns:  # by then each had its turn
-            at_risk.append(_in_steps(layout, np.where(single_LE, ledger.at_risk, 0)))
-            oldest = max(oldest, int(ledger.waiting.max()) + 1)
     # What no other node trains goes back alone; if that is not an expert, all go back with it.
     alone = kept.is_dense_active()
     since = _in_steps(layout, np.where(single_LE, _tokens(layout), 0)) * _stored(layout) if alone else 0.0
-    stored = checkpoint_bytes(_model_size(layout), "pec", experts_per_layer=each).total_bytes
+    stored = checkpoint_bytes(_model_size(layout), "pec", experts_per_layer=each.save).total_bytes
     return PresetRow(
         "pec",
         0.0,
         stored / setting.persist_steps / layout.parameters,
-        float(oldest * setting.persist_steps),
+        float(saved.most_between * setting.persist_steps),
         None,
         None,
         kept.survives,
         0.0 if alone else _stored(layout),
-        (float(np.mean(at_risk)) + since) / len(layout.cluster.domains),
+        (_in_steps(layout, np.where(single_LE, saved.at_risk_LE, 0)) + since) / len(layout.cluster.domains),
+        *each,
+        _in_steps(layout, in_memory.at_risk_LE),
     )
 
 
@@ -363,7 +365,7 @@ def _tokens(layout: Layout) -> NDArray[np.int64]:
     return np.rint(layout.share_LE * LEDGER_TOKENS).astype(np.int64)
 
 
-def _in_steps(layout: Layout, tokens_LE: NDArray[np.int64]) -> float:
+def _in_steps(layout: Layout, tokens_LE: NDArray[np.int64] | NDArray[np.float64]) -> float:
     """Tokens as steps of the whole model."""
     return float(tokens_LE.sum()) / LEDGER_TOKENS / layout.steps_tokens
 

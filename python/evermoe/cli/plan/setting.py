@@ -58,8 +58,12 @@ class CopySetting:
     """Share of a step by which copies may delay it."""
     persist_steps: int = 1000
     """Steps from one version in the store to the next."""
-    pec_experts: int | None = None
-    """Experts of a layer that pec saves at a time; None for a session's default."""
+    experts_per_save: int | None = None
+    """Experts of a layer that pec saves to the store at a time; None for a session's default."""
+    experts_per_snapshot: int | None = None
+    """Experts of a layer of which pec makes snapshots at a time in their node's memory; None likewise."""
+    snapshot_every: int = 1
+    """Steps between these snapshots."""
     remote_bytes_per_step: int | None = None
     """Bytes to peers that moetion may send in a step, of all nodes together; None for a session's default."""
     no_replay: bool = False
@@ -117,7 +121,9 @@ HELP = {
     "copies_wanted": ("COPIES", "domains that are to hold each unit, those that train on it included"),
     "budget": ("SHARE", "of a step by which copies may delay it, 0 to 1"),
     "persist_steps": ("STEPS", "from one version in the store to the next"),
-    "pec_experts": ("EXPERTS", "of each layer that pec saves at a time; default: a quarter of them"),
+    "experts_per_save": ("EXPERTS", "of each layer that pec saves to the store at a time; default: a quarter of them"),
+    "experts_per_snapshot": ("EXPERTS", "of each layer that pec copies to own memory at a time; default: half of them"),
+    "snapshot_every": ("STEPS", "from one of these snapshots of pec to the next"),
     "remote_bytes_per_step": (
         "BYTES",
         "to peers that moetion may send in a step, all nodes together; default: an eighth of all experts' state",
@@ -142,7 +148,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "copies_wanted": (1, 64),
     "budget": (0, 1),
     "persist_steps": (2, 1e6),
-    "pec_experts": (1, 1 << 24),
+    "experts_per_save": (1, 1 << 24),
+    "experts_per_snapshot": (1, 1 << 24),
+    "snapshot_every": (1, 1e6),
     "remote_bytes_per_step": (0, MOST_BYTES),
 }
 
@@ -193,9 +201,7 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
         raise ValueError(
             f"--copies: expected at most 2^18 experts, got {layers} × {experts}; plan fewer layers at a time"
         )
-    least = -(-experts // MOST_TURNS)
-    if setting.pec_experts is not None and not least <= setting.pec_experts <= experts:
-        raise ValueError(f"--pec-experts: expected {least} to {experts}, all of a layer, got {setting.pec_experts}")
+    _check_levels(setting, experts)
     parameters = layers * experts * setting.expert_parameters + setting.dense_parameters
     each = 2 * setting.state_bytes + 8 * setting.gradient_bytes
     if parameters * each * setting.copies_wanted > MOST_BYTES:
@@ -203,6 +209,17 @@ def parse_setting(options: argparse.Namespace, layers: int, experts: int) -> Cop
             f"--expert-parameters: expected fewer than 2^60 bytes in all copies, got {parameters} parameters in all"
         )
     return setting
+
+
+def _check_levels(setting: CopySetting, experts: int) -> None:
+    saved, least = setting.experts_per_save, -(-experts // MOST_TURNS)
+    if saved is not None and not least <= saved <= experts:
+        raise ValueError(f"--experts-per-save: expected {least} to {experts}, all of a layer, got {saved}")
+    kept, least = setting.experts_per_snapshot, max(least, saved or 1)
+    if kept is not None and not least <= kept <= experts:
+        raise ValueError(
+            f"--experts-per-snapshot: expected {least} to {experts}, --experts-per-save to all of a layer, got {kept}"
+        )
 
 
 def _flag(name: str) -> str:

@@ -33,6 +33,10 @@ def show_copies(console: Console, auto: AutoReport, presets: Sequence[PresetRow]
     console.print("[bold]beside the other presets, with the same model and links[/]")
     console.print(_presets(presets))
     print_wrapped(console, "", _legend(auto))
+    for row in presets:
+        if row.experts_per_save is not None:
+            console.print()
+            print_wrapped(console, f"{row.preset:10}", _levels(auto, row))
     console.print()
     print_wrapped(console, "advice    ", advise_copies(auto, presets))
 
@@ -233,6 +237,19 @@ def _legend(auto: AutoReport) -> str:
         f"failure of a {unit} leaves without the store, by how many steps the job goes back, and the tokens that are "
         "lost for ever as some experts go back alone, in steps of the whole model; means. -: not known, or nothing "
         "is sent."
+    )
+
+
+def _levels(auto: AutoReport, row: PresetRow) -> str:
+    """What a preset copies at its two levels, and what is lost of the one that is in memory."""
+    layout = auto.layout
+    every, experts = layout.setting.snapshot_every, layout.share_LE.shape[1]
+    lost = _few(row.restart_lost_steps or 0.0)
+    return (
+        f"{row.experts_per_save} of {experts} experts of each layer go to the store each "
+        f"{layout.setting.persist_steps:,} steps, and {row.experts_per_snapshot} to their own node's memory each "
+        f"{'step' if every == 1 else f'{every:,} steps'}. Where all processes end and the nodes live, {lost} steps' "
+        "tokens are lost."
     )
 
 
