@@ -322,7 +322,7 @@ proptest! {
                     let at_risk = |cell: usize| tokens(&before[reset(before, cell)..], cell);
                     let now = std::array::from_fn(|cell| if cells.contains(&cell) { at_risk(cell) } else { 0 });
                     lost.iter_mut().zip(now).for_each(|(lost, now)| *lost += now);
-                    let plt = ledger.lose(&lists(cells)).unwrap();
+                    let plt = ledger.lose(&lists(cells), None).unwrap();
                     prop_assert!((plt - portion(before, &now)).abs() < 1e-12, "{} {:?}", plt, now);
                     doubled *= 1 + usize::from(now.iter().any(|&now| now > 0) && portion(before, &lost) > 0.01);
                 }

@@ -122,7 +122,7 @@ class PartialCheckpoints(StateKeeper):
         self._members = members = gather_json(group, member)
         # What an earlier start has saved before its first step is not of this one.
         is_open = self._open(member, members, version if is_running or step_of(version) else 0)
-        has_all = is_open and {found.unit for found in _find(self.store, self._membership.established)} == set(
+        has_all = is_open and {found.unit for found in _find(self.store, is_established=True)} == set(
             self._state.catalog.by_name
         )
         can_begin = is_open and self._persister is not None and self._persister.can_begin(version)

@@ -87,9 +87,9 @@ class Persister:
         persister.commit()
 
     Several members may save a unit together, each a part of its bytes. Of three slots one is written, one is persisted
-    and one has the newest durable version, so `begin` and `commit` never wait for the place. Where snapshots come
-    faster than the place takes them, the newest goes first and those in between are skipped: `on_durable` says which
-    units became durable, `on_skipped` which did not.
+    and one has the newest durable version, so `begin` and `commit` never wait for the place. Where snapshots come too
+    fast for it, the newest goes first and those in between are skipped: `on_durable` says which units became durable,
+    `on_skipped` which did not.
 
     A member that was left out of the job without knowing it, since it slept, persists nothing more: the members that
     went on are of a newer generation, and so is what they have persisted.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
 from support.models import make
 from support.object_servers import GCS_ADDRESS, GcsAddress, azure_server, s3_server
-from support.places import Spot, Stop, Writer, all_whole, beside, forget, is_whole, steps, write
+from support.places import Spot, Stop, Writer, all_whole, beside, forget, is_whole, make_spot, steps, write
 from support.stores import contents, model
 
 BUCKETS = ["s3", pytest.param("azure", marks=pytest.mark.long), pytest.param("gcs", marks=pytest.mark.long)]
@@ -42,15 +41,6 @@ def gcs():
     if GCS_ADDRESS not in os.environ:
         pytest.skip(f"needs a bucket of Google's: {GCS_ADDRESS}=gs://BUCKET/PATH")
     return GcsAddress()
-
-
-def make_spot(kind, request, monkeypatch):
-    if kind == "folder":
-        return Spot(str(request.getfixturevalue("tmp_path") / "saved"))
-    server = request.getfixturevalue(kind)
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    return Spot(f"{server.url}/{uuid.uuid4().hex[:8]}", server.environment())
 
 
 @pytest.fixture(params=["folder", *BUCKETS])

@@ -3,7 +3,6 @@
 import functools
 import resource
 import threading
-import uuid
 import warnings
 from contextlib import contextmanager
 
@@ -16,10 +15,10 @@ from evermoe.persist import folder, partial_bucket
 from evermoe.persist.folder import PERSISTED
 from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
-from evermoe.persist.place import locate
 from support.harness import PATIENCE
-from support.object_servers import s3_server
+from support.object_servers import azure_server, s3_server
 from support.persisting import NBYTES, UNITS, content, parts, versions
+from support.places import make_spot
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +27,16 @@ def s3(tmp_path_factory):
         yield server
 
 
-@pytest.fixture(params=["folder", "s3"])
-def persisted(request, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def azure():
+    with azure_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3", pytest.param("azure", marks=pytest.mark.long)])
+def persisted(request, monkeypatch):
     """A place of each kind."""
-    if request.param == "folder":
-        return tmp_path
-    server = request.getfixturevalue("s3")
-    for name, value in server.environment().items():
-        monkeypatch.setenv(name, value)
-    return locate(f"{server.url}/{uuid.uuid4().hex[:8]}", patience=PATIENCE) / PERSISTED
+    return make_spot(request.param, request, monkeypatch).locate(PATIENCE) / PERSISTED
 
 
 # ---- a slow place

@@ -14,6 +14,8 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from support.harness import FEWEST, wait_until
 from support.history import check_history, check_recovered
+from support.proxy import Fault as Trouble
+from support.proxy import proxy_to
 from support.worker import Fault, Model, make_optimizer
 
 URL = "s3://bucket/run"
@@ -169,3 +171,31 @@ def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, s
     assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
     check_history(workers)
     assert any("units cannot be saved to s3://bucket/run" in each.log() for each in left) == bool(faults)
+
+
+@pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 7)]}], ids=["all live", "a worker dies meanwhile"])
+def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, s3, faults):
+    """Requests hang, also those that are under way; a recovery gives up on the store after its seconds."""
+    with proxy_to(s3.port) as proxy:
+        job = start_job(preset="pec", checkpoint_dir=URL, copies=2, hang_limit=60.0)
+        job.open_gate(5)
+        options = {"gated": True, "environment": s3.environment(proxy.port), "optimizer": OPTIMIZER}
+        workers = job.start_all(faults, steps=14, **options)
+        for each in workers:
+            each.wait_for("gate", step=5)
+        proxy.fault = lambda request: Trouble("hold")
+        job.open_gate(12)
+        left = [each for each in workers if each.name not in faults]
+        for each in left:
+            each.wait_for("gate", step=12, limit=90.0)
+            assert each.events("measured")[-1]["lag"]["persisted"] >= 6
+            if faults:
+                recovered = each.events("recovered")[-1]
+                assert recovered["time"] - recovered["started_at"] < 45
+                assert "units cannot be saved to s3://bucket/run/persisted: " in each.log()
+        proxy.reset()
+        job.open_gate(13)
+        wait_until(lambda: max(step for unit, step in saved() if unit == "session") >= 12, "saves go on")
+        job.open_gate(1 << 60)
+        assert [each.join() for each in workers] == [-9 if each.name in faults else 0 for each in workers]
+    check_history(workers)

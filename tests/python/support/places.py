@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 from evermoe.comm.group import Group
@@ -69,6 +70,16 @@ class Spot:
         if isinstance(where, ObjectPath):
             return {name: nbytes for name, nbytes, _ in where.place.below("")}
         return {str(path.relative_to(where)): path.stat().st_size for path in where.rglob("*") if path.is_file()}
+
+
+def make_spot(kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Spot:
+    """A place of a kind: `folder`, or the name of a fixture that gives a server, whose keys go to the environment."""
+    if kind == "folder":
+        return Spot(str(request.getfixturevalue("tmp_path") / "saved"))
+    server = request.getfixturevalue(kind)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    return Spot(f"{server.url}/{uuid.uuid4().hex[:8]}", server.environment())
 
 
 def beside(spot: Spot) -> Spot:
