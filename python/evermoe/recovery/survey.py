@@ -200,8 +200,8 @@ class Survey:
         retained = ((each, SNAPSHOT) for each in state.retained.stored(standing.version))
         # Where experts always may lag, a checkpoint may have the newest version of some.
         folder = checkpoints if standing.lagging == "always" else None
-        saved = ((each, PERSISTED) for each in _seen(find_saved, folder, state, standing))
-        for found, kind in (*stored, *retained, *saved):
+        saved = list(_seen(find_saved, folder, state, standing))
+        for found, kind in (*stored, *retained, *((each, PERSISTED) for each in saved)):
             unit = state.catalog.by_name.get(found.unit)
             if unit is not None and _fits(found, kind, unit):
                 self._stored[found.unit, found.digest, kind] = found
@@ -211,7 +211,7 @@ class Survey:
             holdings,
             {path: layer.ids for path, layer in state.layers.items()},
             state.expert_load.mean_LE.tolist(),
-            sorted(_seen(find, checkpoints, state, standing)),
+            sorted({each.version for each in saved} if folder else _seen(find, checkpoints, state, standing)),
             trains,
             can_begin,
         )
