@@ -16,6 +16,8 @@ struct Fields {
     version: u64,
     step: u64,
     layout: String,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    members: Vec<String>,
     units: Vec<Unit>,
 }
 
@@ -23,7 +25,11 @@ struct Fields {
 struct Unit {
     name: String,
     file: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    origin: Option<String>,
     digest: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    part: Option<(u64, u64, u64)>,
     tensors: Vec<String>,
 }
 
@@ -34,10 +40,13 @@ fn manifest(draw: &mut Draw) -> Manifest {
         file: format!("units-{}.safetensors", draw.below(3)),
         origin: (draw.below(4) == 0).then(|| "step-00000003.0000000001-7f01".into()),
         digest: draw.word() >> draw.below(60),
+        part: (draw.below(4) == 0).then(|| (0, 1 + draw.below(9) as u64, 10 + draw.below(9) as u64)),
         tensors: vec!["weight".into(), "weight/exp_avg".into(), "bias".into()][..1 + draw.below(3)].to_vec(),
     };
     let units = (0..1 + draw.below(names.len())).map(|index| unit(index, draw)).collect();
-    Manifest { version: draw.extreme(), step: draw.extreme(), layout: format!("{:016x}", draw.word()), units }
+    let members = ["a-7f01", "b-7f02"][..draw.below(3)].iter().map(|&name| name.into()).collect();
+    let (version, step) = (draw.extreme(), draw.extreme());
+    Manifest { version, step, layout: format!("{:016x}", draw.word()), members, units }
 }
 
 fn read(text: &[u8]) -> Option<Manifest> {

@@ -18,6 +18,7 @@ from evermoe.persist.partial_store import PartialStore
 from evermoe.persist.place import LOOK_SECONDS
 from evermoe.persist.saved import Saved, SavedUnit
 from evermoe.state.unit import Unit
+from evermoe.state.version import generation_of
 
 ALIGNMENT = 64
 """Bytes at which each unit starts in a slot."""
@@ -149,10 +150,7 @@ class Persister:
         return self._durable
 
     def whole(self) -> Iterator[HeldUnit]:
-        """The units of all complete snapshots in memory: those that wait, that are written, and that are durable.
-
-        They stay as they are until the next `begin`.
-        """
+        """The units of all complete snapshots in memory, which stay as they are until the next `begin`."""
         with self._changed:
             slots = [self._slots[at] for at, (what, _) in enumerate(self._buffer.slots) if what in WHOLE]
         for snapshot in slots:
@@ -230,8 +228,9 @@ class Persister:
     def rewind(self, version: int, generation: int = 0) -> None:
         """Rolls back: members of a generation go on from a version. Newer ones of before go, of every member.
 
-        Nothing newer of this member appears afterwards. Where it fails, what is persisted next tries it first. Members
-        need not wait for each other, but without a generation: then everything newer goes.
+        What waits here of an older generation than the version goes, too: who was away while others went on does not
+        know whether they have kept it. Nothing of either appears afterwards. Where it fails, what is persisted next
+        tries it first. Members need not wait for each other, but without a generation: then everything newer goes.
 
         Raises:
             PersistFailed: the place does not let the files go, or is busy for long. A later recovery may find them.
@@ -240,11 +239,14 @@ class Persister:
             self._generation, self._owed = generation, version
             if self._durable is not None and self._durable > version:
                 self._durable = None  # or an older one, which is not known yet
-            if (slot := self._buffer.recovery) is not None and self._slots[slot].version > version:
-                self._buffer = TripleBuffer()  # all that is there is newer
+            waiting = [self._slots[at] for at, (what, _) in enumerate(self._buffer.slots) if what in WHOLE[:2]]
+            old = [each for each in waiting if generation_of(each.version) < generation_of(version)]
+            if old or ((slot := self._buffer.recovery) is not None and self._slots[slot].version > version):
+                self._buffer = TripleBuffer()  # all that is there is old or newer
             else:
                 self._buffer.rewind(version)
             self._changed.notify_all()
+        self._tell_skipped(old)
         problem: object = f"no answer for {LOOK_SECONDS:.0f} s"
         if self._gate.acquire(timeout=LOOK_SECONDS):
             try:
@@ -288,9 +290,9 @@ class Persister:
                 raise self.error
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Ends the thread when it is done with the snapshot that it persists; others are dropped: `flush` comes first.
+        """Ends the thread once the snapshot that it persists is done, or `timeout` seconds are over; others are dropped.
 
-        A place that hangs for longer than `timeout` seconds leaves the thread to the end of the process.
+        Call `flush` first.
         """
         with self._changed:
             self._closing = True

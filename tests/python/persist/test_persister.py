@@ -15,6 +15,7 @@ from evermoe.persist import folder, partial_bucket
 from evermoe.persist.folder import PERSISTED
 from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
+from evermoe.state.version import version_of
 from support.harness import PATIENCE
 from support.object_servers import azure_server, s3_server
 from support.persisting import NBYTES, UNITS, content, parts, versions
@@ -101,6 +102,19 @@ def test_buffers_do_not_keep_the_memory_of_a_first_snapshot_of_everything(join):
     for version, units in enumerate(["abcxy", "a", "b", "c"], 1):
         member.persist(version, list(units))
     assert all(len(slot.memory) < 3 * NBYTES for slot in member.persister._slots)
+
+
+def test_what_waits_of_an_older_generation_never_appears(persisted, join, slow):
+    """A member that was away has it, and the others may have gone on without it."""
+    member = join()
+    member.snapshot(version_of(1, 5), ["a"])
+    assert slow.entered.wait(PATIENCE)
+    member.snapshot(version_of(1, 6), ["b"])
+    member.persister.rewind(version_of(2, 7), 3)
+    assert member.skipped == [(version_of(1, 5), ["a"]), (version_of(1, 6), ["b"])]
+    slow.go.set()
+    member.persist(version_of(3, 8), ["c"])
+    assert versions(persisted) == {"c": [version_of(3, 8)]}
 
 
 def test_close_leaves_a_folder_that_hangs(persisted, join, slow):
