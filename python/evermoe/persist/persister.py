@@ -290,10 +290,7 @@ class Persister:
                 raise self.error
 
     def close(self, timeout: float | None = 10.0) -> None:
-        """Ends the thread once the snapshot that it persists is done, or `timeout` seconds are over; others are dropped.
-
-        Call `flush` first.
-        """
+        """Ends the thread once what it persists is done, or after `timeout` seconds; the rest needs `flush` before."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
