@@ -164,6 +164,7 @@ class Courier:
         Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer; hardly
         later, as members that wait for the same peer in a collective then agree, and resume without a late member.
         """
+        is_whole = False
         group.on_wait(True)
         try:
             moved, since = self.progress, time.monotonic()
@@ -175,9 +176,10 @@ class Courier:
                 elif time.monotonic() - since >= self._transport.limit_seconds:
                     group.timed_out = True
                     group.drop("copies have stopped: a peer is silent")
-            return task.wait()
+            is_whole = task.wait()
+            return is_whole
         finally:
-            group.on_wait(False)
+            group.on_wait(False, is_whole)
 
     def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
         if self._pacer is None:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,14 @@ def _ignore(name: str) -> None:
     pass
 
 
-def _ignore_wait(begins: bool) -> None:
+class OnWait(Protocol):
+    """Callback before a wait for other members, and after it."""
+
+    def __call__(self, begins: bool, is_whole: bool = True) -> None:
+        """`begins`: before it. `is_whole`: after it, whether it was not in vain."""
+
+
+def _ignore_wait(begins: bool, is_whole: bool = True) -> None:
     pass
 
 
@@ -143,8 +150,8 @@ class Group:
         """Collectives that this member has begun since the group was connected, or since a reader put in a new one."""
         self.timed_out = False
         """Whether others did not come to a collective in time; who watches the group resets it."""
-        self.on_wait: Callable[[bool], None] = _ignore_wait
-        """Callback before each collective, True, and after it, False."""
+        self.on_wait: OnWait = _ignore_wait
+        """Callback before each collective, and after it."""
         self.linked: list[Group] = []
         """Groups that are dropped with this one."""
         self.transport: Transport | None = None
@@ -222,7 +229,7 @@ class Group:
             if failure is not None:
                 self.timed_out = self.timed_out or "timed out" in failure.lower()
                 self.drop(failure)
-            self.on_wait(False)
+            self.on_wait(False, failure is None)
             self.on_end(name)
         if failure is not None:  # outside any `except`: the collective's exception must not live on as a context
             raise PeerLost(f"{name} among {count(self.size, 'member')} failed: {failure}")

@@ -133,14 +133,15 @@ class Watch:
         self._on_left_out()
         return seconds
 
-    def _on_wait(self, begins: bool) -> None:
+    def _on_wait(self, begins: bool, is_whole: bool = True) -> None:
         if begins:
             self._began = time.monotonic()
         else:
             self._waited = time.monotonic() - self._began
         self._is_waiting = begins
-        # Whose wait failed still waits for others, and does not compute.
-        if self._is_training and not any(group.broken for group in self._groups):
+        # Whose wait was in vain still waits for others, and who comes when they have given up is late.
+        is_said = is_whole if not begins else not any(group.broken for group in self._groups)
+        if self._is_training and is_said:
             self._reach.say(computes=0 if begins else self._epoch)
 
     def _wait(self, asking: _native.Watch) -> None:

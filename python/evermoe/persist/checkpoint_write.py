@@ -126,7 +126,7 @@ class CheckpointWrite:
                 self._group.drop("a checkpoint has stopped: a member is silent, or its disk is")
                 break
         if is_waiting:
-            self._group.on_wait(False)
+            self._group.on_wait(False, not self._group.broken)
 
     def _start(self, part: Callable[[], T], worker: Worker | None = None) -> Task[T]:
         device = next((t.device for tensors in self._tensors.values() for t in tensors if t.is_cuda), None)

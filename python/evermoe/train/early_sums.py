@@ -153,7 +153,7 @@ class EarlySums:
             return set()
         self._trainers.on_wait(True)
         done = [task.wait() for task in self._tasks]
-        self._trainers.on_wait(False)
+        self._trainers.on_wait(False, all(done))
         if not all(done):
             raise PeerLost(next(task.lost for task in self._tasks if task.lost is not None))
         summed = set()

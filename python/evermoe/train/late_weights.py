@@ -107,11 +107,12 @@ class LateWeights:
 
     def _wait(self, number: int) -> None:
         if number > self._waited:
+            done: list[bool] = []
             self._trainers.on_wait(True)
             try:
                 done = [task.wait() for task in self._tasks[self._waited : number]]
             finally:
-                self._trainers.on_wait(False)
+                self._trainers.on_wait(False, bool(done) and all(done))
             if not all(done):
                 raise PeerLost(next(task.lost for task in self._tasks if task.lost is not None))
             self._waited = number

@@ -325,7 +325,7 @@ def test_silence_counts_from_the_last_thing_that_moved(monkeypatch):
         dropped.append((reason, clock[0]))
         group.broken = reason
 
-    waiting = SimpleNamespace(drop=drop, timed_out=False, on_wait=lambda begins: None)
+    waiting = SimpleNamespace(drop=drop, timed_out=False, on_wait=lambda begins, is_whole=True: None)
 
     def is_over_within(seconds):
         if clock[0] < 1.0:
