@@ -122,8 +122,11 @@ fn retained_versions(
 /// Name, file, the checkpoint whose file it is, digest, part and tensors of a unit.
 type UnitRow = (String, String, Option<String>, u64, Option<(u64, u64, u64)>, Vec<String>);
 
+/// Version, step, layout, members and units of a manifest.
+type ManifestFields = (u64, u64, String, Vec<String>, Vec<UnitRow>);
+
 #[pyfunction]
-fn parse_manifest(py: Python<'_>, text: &[u8]) -> PyResult<(u64, u64, String, Vec<String>, Vec<UnitRow>)> {
+fn parse_manifest(py: Python<'_>, text: &[u8]) -> PyResult<ManifestFields> {
     let Manifest { version, step, layout, members, units } = py.detach(|| Manifest::from_json(text))?;
     let row = |unit: SavedUnit| (unit.name, unit.file, unit.origin, unit.digest, unit.part, unit.tensors);
     Ok((version, step, layout, members, units.into_iter().map(row).collect()))
@@ -138,14 +141,8 @@ fn format_manifest(
     members: Vec<String>,
     units: Vec<UnitRow>,
 ) -> PyResult<String> {
-    let unit = |(name, file, origin, digest, part, tensors)| SavedUnit {
-        name,
-        file,
-        origin,
-        digest,
-        part,
-        tensors,
-    };
+    let unit =
+        |(name, file, origin, digest, part, tensors)| SavedUnit { name, file, origin, digest, part, tensors };
     let units = units.into_iter().map(unit).collect();
     Ok(py.detach(|| Manifest { version, step, layout, members, units }.to_json())?)
 }
