@@ -32,6 +32,7 @@ def check_history(workers: Iterable[Worker], away: Collection[str] = (), undone:
 def _check_positions(each: Worker, away: bool) -> None:
     position: int | None = None
     unreported = begun = 0
+    resumed: set[int] = set()  # steps at which it came back to the job since the last that was reported to it
     for event in each.events():
         if event["event"] == "share":
             begun = event["step"]
@@ -42,10 +43,12 @@ def _check_positions(each: Worker, away: bool) -> None:
             assert position is None or away or event["step"] <= begun + 1, (each.name, begun, event)
             unreported = event["step"] if position is None else unreported
             position = event["step"]
+            resumed |= {position} if away else set()
         elif event["event"] == "commit":
             # Where the copies were made beside the next step, its vote reports the steps of before, too.
-            assert event["step"] in (unreported, position), (each.name, position, event)
+            assert event["step"] in {unreported, position, *resumed}, (each.name, position, event)
             position, unreported = max(position, event["step"] + 1), event["step"] + 1
+            resumed.clear()
         elif event["event"] == "done":
             assert event["step"] == position == each.options.steps
             assert event["consumed"] == position * each.options.batch_size
