@@ -92,7 +92,10 @@ class Protection:
         self.plan = ProtectionPlan([], "not arranged yet")
         self.active: dict[str, tuple[int, ...]] = {}
         """Per unit, the ranks that train it, as of the latest plan."""
-        self.ledger = LossLedger(state, options)
+        lagging = self.preset.lagging
+        self.lagging: Lagging = lagging if lagging != "if needed" or options.copies else "never"
+        """Whether a recovery may take experts at older versions than the rest."""
+        self.ledger = LossLedger(state, options, notes_copies=self.lagging != "never")
         selector = self._selector = ExpertSelector(state, options, self.ledger)
         in_memory = {"load-aware": selector.to_snapshot, "budget": selector.for_local_memory}
         self._choose = [in_memory.get(self.preset.selection), selector.to_save]
@@ -110,9 +113,6 @@ class Protection:
         """When snapshots travel."""
         self.couriers = self.replicas.courier, self.snapshots.courier
         """The threads that send."""
-        lagging = self.preset.lagging
-        self.lagging: Lagging = lagging if lagging != "if needed" or options.copies else "never"
-        """Whether a recovery may take experts at older versions than the rest."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         self._selected: set[str] | None = None

@@ -40,10 +40,15 @@ class LossLedger:
     The portion of lost tokens (PLT, of PEC / MoC-System) is the tokens in the updates that recoveries had to give up,
     over all tokens of the run so far, per layer, averaged over layers. What an expert has processed is its tokens
     without those that it lost; `CopyMarks` knows what it had processed in each of its latest copies.
+
+    Args:
+        state: with the tokens.
+        options: how many experts are copied at a time.
+        notes_copies: False where no recovery ever takes an expert at an older version than the rest.
     """
 
-    def __init__(self, state: TrainingState, options: CopyOptions) -> None:
-        self._state, self.marks = state, state.expert_load.marks
+    def __init__(self, state: TrainingState, options: CopyOptions, *, notes_copies: bool = True) -> None:
+        self._state, self.marks, self._notes_copies = state, state.expert_load.marks, notes_copies
         self._layers = {path: layer.num_experts for path, layer in state.layers.items()}
         self._latest: deque[tuple[int, NDArray[np.int64]]] = deque(maxlen=LATEST_STEPS)
         """Step and [L, E] processed tokens of the latest steps."""
@@ -116,6 +121,8 @@ class LossLedger:
         self._note(CHECKPOINT, None, self._places, version)
 
     def _note(self, level: int, ledger: TokenLedger | None, units: Iterable[str], version: int) -> None:
+        if not self._notes_copies:
+            return
         places = self._at(unit for unit in units if unit in self._places)
         self.marks.note(level, places, version, self.total_LE - self.lost_LE)
         if ledger is not None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from support.kernels import fast_kernels, fast_library, kernels, library
+from support.server_fixtures import azure, behind, proxy, shared_s3
 
-__all__ = ["fast_kernels", "fast_library", "kernels", "library", "start_job"]
+__all__ = ["azure", "behind", "fast_kernels", "fast_library", "kernels", "library", "proxy", "shared_s3", "start_job"]
 
 
 # Threads of small loops wait for each other by spinning: on a busy machine they take ten times as long as one. Tests

@@ -290,3 +290,13 @@ def go_back(group):
 def test_tokens_of_steps_that_are_undone_are_neither_seen_nor_at_risk(tmp_path):
     (found,) = run_ranks(tmp_path, 1, go_back)
     assert found == [[[12, 120]], [[7, 120]]]
+
+
+def test_a_preset_whose_recoveries_lose_nothing_notes_no_copies():
+    layer = MoE(8, 8, 2, top_k=1)
+    state = TrainingState(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    ledger = LossLedger(state, CopyOptions(preset="gemini"), notes_copies=False)
+    ledger.copied([FIRST, SECOND], at(1))
+    ledger.copied_locally([FIRST], at(1))
+    ledger.checkpointed(at(1))
+    assert ledger.marks.pending == 0

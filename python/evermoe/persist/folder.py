@@ -18,7 +18,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -91,19 +91,21 @@ def _joined(durable: Iterable[Manifest]) -> Iterator[tuple[PersistedUnit, bool]]
     Example: the parts from 0 to 64, from 0 to 100, which another member saved before, and from 64 to 200 are a unit of
     200 bytes: the first and the last.
     """
-    parts: dict[PersistedUnit, list[tuple[Part, Location]]] = defaultdict(list)
+    found: dict[tuple[str, int, int], list[tuple[Part, Location, tuple[str, ...]]]] = defaultdict(list)
     for manifest in durable:
         for unit, part in manifest.parts.items():
             file, value = manifest.units[unit]
-            whole = PersistedUnit(unit, manifest.version, value, manifest.path.parent, tuple(manifest.names[unit]))
-            parts[whole].append((part, manifest.folder_of(unit) / file))
-    for whole, found in parts.items():
+            names = tuple(manifest.names[unit])
+            found[unit, manifest.version, value].append((part, manifest.folder_of(unit) / file, names))
+    for (unit, version, value), parts in found.items():
+        parts.sort(key=lambda each: each[0])
+        first, start, names = parts[0]
         until: dict[int, tuple[tuple[Location, Part], ...]] = {0: ()}  # by end, the parts before it
-        for part, place in sorted(found, key=lambda each: each[0]):
+        for part, place, _ in parts:
             if part.start in until:
                 until.setdefault(part.end, (*until[part.start], (place, part)))
-        chosen = until.get(found[0][0].of, ())
-        yield replace(whole, file=found[0][1], parts=chosen), bool(chosen)
+        chosen = until.get(first.of, ())
+        yield PersistedUnit(unit, version, value, chosen[0][0] if chosen else start, names, chosen), bool(chosen)
 
 
 def read_persisted(found: PersistedUnit) -> Tensor:
@@ -200,9 +202,8 @@ def _open(durable: Iterable[Manifest]) -> list[int]:
     saved: dict[str, set[int]] = defaultdict(set)
     savers: dict[int, set[str]] = defaultdict(set)
     for manifest in durable:
-        match = _NAME.match(manifest.path.name)
-        if match:
-            saved[match[2]].add(manifest.version)
+        if name := parsed_name(manifest.path.name):
+            saved[name[1]].add(manifest.version)
         savers[manifest.version] |= set(manifest.members)
     return [
         version

@@ -38,6 +38,16 @@ class Part(NamedTuple):
     of: int
     """Bytes of the whole unit."""
 
+    @classmethod
+    def whole(cls, nbytes: int) -> Part:
+        """All bytes of a unit that has so many."""
+        return cls(0, nbytes, nbytes)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all."""
+        return self.end - self.start == self.of
+
 
 BYTES = "bytes"
 """Name of the tensor that has a part, uint8 `[end - start]`."""

@@ -43,9 +43,7 @@ class PartialCheckpoint:
     ) -> None:
         self.version = version
         self.capture_seconds = 0.0
-        self._persister, self._members = persister, members
-        self._whole = {name: part.of for name, part in units.items() if part.end - part.start == part.of}
-        self._parts = {name: part for name, part in units.items() if name not in self._whole}
+        self._persister, self._units, self._members = persister, units, members
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is saved.
         self._tensors = dict(zip(units, state.tensors(list(units)), strict=True))
         self._captured = threading.Event()
@@ -63,15 +61,16 @@ class PartialCheckpoint:
     def _run(self) -> bool:
         started = time.monotonic()
         try:
-            views = self._persister.begin(self.version, self._whole, self._parts, self._members)
+            views = self._persister.begin(self.version, self._units, self._members)
             for name, view in views.items():
-                read_part(self._tensors[name], self._parts[name].start if name in self._parts else 0, view)
-            found = digests_of([self._tensors[name] for name in self._parts])
+                read_part(self._tensors[name], self._units[name].start, view)
+            cut = [name for name, part in self._units.items() if not part.is_whole]
+            digests = dict(zip(cut, digests_of([self._tensors[name] for name in cut]), strict=True))
         finally:
             self._tensors = {}
             self.capture_seconds = time.monotonic() - started
             self._captured.set()
-        self._persister.commit(dict(zip(self._parts, found, strict=True)))
+        self._persister.commit(digests)
         return True
 
 

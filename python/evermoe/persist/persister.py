@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ class _Snapshot:
             end += -(-(part.end - part.start) // ALIGNMENT) * ALIGNMENT
         memory = self.memory if end <= len(self.memory) <= 2 * end else torch.empty(end, dtype=torch.uint8)
         views = {name: memory[at : at + units[name].end - units[name].start] for name, at in starts.items()}
-        parts = {name: part for name, part in units.items() if part.end - part.start < part.of}
+        parts = {name: part for name, part in units.items() if not part.is_whole}
         return _Snapshot(version, memory, views, parts, members=members)
 
     def whole_digests(self) -> dict[str, int]:
@@ -83,7 +82,7 @@ class _Snapshot:
 class Persister:
     """Takes snapshots of some units at a time and writes them, one after another, in a thread of its own.
 
-        views = persister.begin(version, {"moe.experts.3": nbytes})
+        views = persister.begin(version, {"moe.experts.3": Part.whole(nbytes)})
         state.read("moe.experts.3", views["moe.experts.3"])
         persister.commit()
 
@@ -157,26 +156,19 @@ class Persister:
             for name, value in snapshot.whole_digests().items():
                 yield HeldUnit(name, snapshot.version, value, snapshot.units[name])
 
-    def begin(
-        self,
-        version: int,
-        units: Mapping[str, int],
-        parts: Mapping[str, Part] = MappingProxyType({}),
-        members: Sequence[str] = (),
-    ) -> dict[str, Tensor]:
-        """Starts a snapshot of units: for each the view to write, uint8 `[nbytes]`, of a part `[end - start]`.
+    def begin(self, version: int, units: Mapping[str, Part], members: Sequence[str] = ()) -> dict[str, Tensor]:
+        """Starts a snapshot of units, whole or in part: for each the view to write, uint8 `[end - start]`.
 
         Args:
             version: of the state.
-            units: bytes of each that is there whole.
-            parts: which bytes of each that is there in part.
+            units: by name, which of its bytes.
             members: those that save what may not lag of the version; none where this one has all.
 
         Raises:
             ValueError: a unit is unknown or has another size, none is given, a snapshot is being written, a version as
                 new is there, or the persister is closed.
         """
-        shares = _shares(self._by_name, units, parts)
+        _check(units, self._by_name)
         self._tell()
         with self._changed:
             self._check_open()
@@ -185,7 +177,7 @@ class Persister:
             skipped = self._advance(lambda: self._buffer.begin(version))
             slot = self._buffer.writing
             assert slot is not None
-            self._slots[slot] = self._slots[slot].hold(version, shares, members)
+            self._slots[slot] = self._slots[slot].hold(version, units, members)
             views = dict(self._slots[slot].units)
         self._tell_skipped(skipped)
         return views
@@ -380,14 +372,13 @@ class Persister:
             warnings.warn(f"{self.error}. Training continues; the next snapshot tries again", stacklevel=3)
 
 
-def _shares(by_name: Mapping[str, Unit], units: Mapping[str, int], parts: Mapping[str, Part]) -> dict[str, Part]:
-    """Which bytes of each unit are saved; raises as `Persister.begin` does."""
-    if not units and not parts:
+def _check(units: Mapping[str, Part], by_name: Mapping[str, Unit]) -> None:
+    """Raises as `Persister.begin` does."""
+    if not units:
         raise ValueError("units: expected one or more, got none")
-    shares = {name: Part(0, nbytes, nbytes) for name, nbytes in units.items()} | dict(parts)
-    for name, (start, end, of) in shares.items():
-        if name not in by_name or by_name[name].nbytes != of or not 0 <= start <= end <= of:
-            expected = f"{by_name[name].nbytes} bytes" if name in by_name else "a unit of this model"
-            got = f"{of} bytes" if end - start == of else f"those from {start} to {end} of {of} bytes"
+    for name, part in units.items():
+        known = by_name.get(name)
+        if known is None or known.nbytes != part.of or not 0 <= part.start <= part.end <= part.of:
+            expected = "a unit of this model" if known is None else f"{known.nbytes} bytes"
+            got = f"{part.of} bytes" if part.is_whole else f"those from {part.start} to {part.end} of {part.of}"
             raise ValueError(f"units: {name}: expected {expected}, got {got}")
-    return shares

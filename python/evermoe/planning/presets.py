@@ -41,7 +41,7 @@ class Preset(NamedTuple):
     per_expert_versions: bool = False
     """Whether each expert's snapshots have versions of their own."""
     needs_checkpoint_dir: bool = False
-    """Whether copies have two levels: the place that all members share, and the memory of a unit's own node."""
+    """Whether copies go to a place that all members share."""
     active_copies: bool = False
     """Whether `copies` counts the ranks that train each expert."""
 
@@ -64,7 +64,7 @@ class Preset(NamedTuple):
     @property
     def takes_turns(self) -> bool:
         """Whether a few experts at a time are copied, some into the memory of their own nodes, fewer to the store."""
-        return self.needs_checkpoint_dir
+        return self.selection == "load-aware"
 
     @property
     def copies_to_previous_node(self) -> bool:

@@ -21,9 +21,8 @@ from evermoe.persist.partial_store import open_partial
 from evermoe.persist.place import locate
 from evermoe.persist.saved import Saved, SavedUnit
 from support.harness import PATIENCE, SERVER, wait_until
-from support.object_servers import s3_server
 from support.persisting import NBYTES, UNITS, Member, content, parts, versions
-from support.proxy import Fault, proxy_to
+from support.proxy import Fault
 
 LIMIT = 60.0
 MEMBERS = ["one", "two", "m"]
@@ -31,36 +30,14 @@ OLD, NEW = 1 << 40, 2 << 40
 """Versions of two generations begin after these."""
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with s3_server(tmp_path_factory.mktemp("servers") / "s3") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def proxy(server):
-    with proxy_to(server.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def behind(server, proxy, monkeypatch):
-    """`behind(name)`: a place behind the proxy, in a bucket of its own."""
-    for name, value in server.environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    proxy.reset()
-
-    def make(name, patience=PATIENCE):
-        (server.folder / name).mkdir(exist_ok=True)
-        return locate(f"s3://{name}/run", patience=patience) / PERSISTED
-
-    yield make
-    proxy.reset()
+def below(spot, patience=PATIENCE):
+    """Where units are persisted at a place."""
+    return spot.locate(patience) / PERSISTED
 
 
 @pytest.fixture
 def persisted(behind):
-    return behind(f"b-{uuid.uuid4().hex[:8]}")
+    return below(behind(f"b-{uuid.uuid4().hex[:8]}"))
 
 
 def saved(version, member, names):
@@ -257,40 +234,27 @@ def persist_as_process(name, environment):
     member.persister.close(PATIENCE)
 
 
-def is_killed_at(server, proxy, name, number, kind):
-    proxy.reset(lambda request: Fault(kind) if request.changes and request.number == number else None)
-    process = SERVER.Process(target=persist_as_process, args=(name, server.environment(proxy.port)))
-    process.start()
-    while not proxy.held.wait(0.02) and process.is_alive():
-        pass
-    was_held = proxy.held.is_set()
-    process.kill()
-    process.join()
-    proxy.reset()
-    assert was_held or process.exitcode == 0
-    return was_held
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["hold", pytest.param("hold after", marks=pytest.mark.long)])
-def test_killed_at_any_change_nothing_is_torn_and_nothing_is_left(server, proxy, behind, kind):
+def test_killed_at_any_change_nothing_is_torn_and_nothing_is_left(shared_s3, proxy, behind, kind):
     name = f"kill-{kind.replace(' ', '-')}"
-    first = Member(behind(name), "killed")
+    first = Member(below(behind(name)), "killed")
     for version in (OLD + 1, OLD + 2):
         first.persist(version, list("abx"))
     first.persister.close(PATIENCE)
     killed = 0
     for number in range(1, 100):
         bucket = f"{name}-{number}"
-        shutil.copytree(server.folder / name, server.folder / bucket)
-        where = behind(bucket)
-        if not is_killed_at(server, proxy, bucket, number, kind):
+        shutil.copytree(shared_s3.folder / name, shared_s3.folder / bucket)
+        where = below(behind(bucket))
+        process = SERVER.Process(target=persist_as_process, args=(bucket, shared_s3.environment(proxy.port)))
+        if not proxy.kills(process, number, kind):
             break
         killed += 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             check_what_a_kill_leaves(where)
-        shutil.rmtree(server.folder / bucket)
+        shutil.rmtree(shared_s3.folder / bucket)
     assert killed > 10
 
 
@@ -311,8 +275,8 @@ def check_what_a_kill_leaves(where):
 # ---- a store that is away
 
 
-def test_a_store_that_is_away_is_told_once_and_the_next_snapshot_gets_there(server, proxy, behind, join):
-    where = behind("away", patience=1.0)
+def test_a_store_that_is_away_is_told_once_and_the_next_snapshot_gets_there(shared_s3, proxy, behind, join):
+    where = below(behind("away"), patience=1.0)
     member = join("m", where=where)
     member.persist(OLD + 1, ["a"])
     proxy.reset(lambda request: Fault("status", 503))
@@ -336,7 +300,7 @@ def persisted_parts(where):
 
 
 def test_what_could_not_be_rewound_goes_before_anything_newer_is_persisted(proxy, behind, join):
-    where = behind("owed", patience=1.0)
+    where = below(behind("owed"), patience=1.0)
     one, two = join("one", where=where), join("two", where=where)
     one.persist(OLD + 1, ["a"])
     two.persist(OLD + 2, ["b"])
@@ -357,7 +321,7 @@ def test_a_rewind_does_not_wait_for_a_commit_that_hangs(proxy, behind, join, mon
     from evermoe.persist import persister
 
     monkeypatch.setattr(persister, "LOOK_SECONDS", 0.2)
-    where = behind("hangs")
+    where = below(behind("hangs"))
     member = join("m", where=where)
     proxy.reset(lambda request: Fault("hold") if request.path.endswith("-m.json") else None)
     member.snapshot(OLD + 2, ["a"])
@@ -382,3 +346,15 @@ def test_reading_while_others_prune_finds_whole_units(persisted, join):
         assert member.persister.error is None
     assert {found[0] for found in versions(persisted).values()} == {OLD + 12}
     assert torch.equal(read_persisted(open_partial(persisted, "L").find()[0]), content("a", OLD + 12))
+
+
+def test_a_save_writes_and_lists_four_times_beside_its_files(persisted, proxy, join):
+    """As the pages say; `save_every` is chosen by it."""
+    member = join("one")
+    member.persist(1, ["a", "x"])
+    proxy.reset()
+    member.persist(2, ["a", "x"])
+    lists = [each.path for each in proxy.requests if each.method == "GET" and "list-type=2" in each.path]
+    writes = [each.path for each in proxy.requests if each.method == "PUT"]
+    files = [path for path in writes if path.endswith(".safetensors")]
+    assert (len(files), len(writes) - len(files) + len(lists)) == (1, 4), proxy.requests

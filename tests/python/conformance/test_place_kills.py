@@ -14,54 +14,11 @@ import torch
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import as_bytes, read_manifest, read_units
 from support.harness import SERVER
-from support.object_servers import s3_server
-from support.places import Spot, Stop, Writer, all_whole, forget, is_whole, steps, write, write_as_process
-from support.proxy import Fault, Request, proxy_to
+from support.places import Stop, Writer, all_whole, forget, is_whole, steps, write, write_as_process
+from support.proxy import Fault, Request
 from support.stores import contents, names
 
 LIMIT = 60.0
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with s3_server(tmp_path_factory.mktemp("servers") / "s3") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def proxy(s3):
-    with proxy_to(s3.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def behind(s3, proxy, monkeypatch):
-    """`behind(name)`: a place behind the proxy, in a bucket of its own."""
-    for name, value in s3.environment(proxy.port).items():
-        monkeypatch.setenv(name, value)
-    proxy.reset()
-
-    def make(name):
-        (s3.folder / name).mkdir(exist_ok=True)
-        return Spot(f"s3://{name}/run", s3.environment(proxy.port))
-
-    yield make
-    proxy.reset()
-
-
-def kill_at(proxy, spot, number, kind):
-    """Kills a process that writes step 3 at its `number`th change; False if it came to its end before."""
-    proxy.reset(lambda request: Fault(kind) if request.changes and request.number == number else None)
-    process = SERVER.Process(target=write_as_process, args=(spot, 4, 3))
-    process.start()
-    while not proxy.held.wait(0.02) and process.is_alive():
-        pass
-    was_held = proxy.held.is_set()
-    process.kill()
-    process.join()
-    proxy.reset()
-    assert was_held or process.exitcode == 0
-    return was_held
 
 
 def check_what_a_kill_leaves(spot):
@@ -82,20 +39,20 @@ def check_what_a_kill_leaves(spot):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["hold", pytest.param("hold after", marks=pytest.mark.long)])
-def test_killed_at_any_change_the_checkpoints_of_before_are_there_and_nothing_is_torn(s3, proxy, behind, kind):
+def test_killed_at_any_change_the_checkpoints_of_before_are_there_and_nothing_is_torn(shared_s3, proxy, behind, kind):
     name = "before" if kind == "hold" else "before-after"
     before = behind(name)
     write(before, 1, 2)
     killed = 0
     for number in range(1, 100):
         bucket = f"{name}-{number}"
-        shutil.copytree(s3.folder / name, s3.folder / bucket)
+        shutil.copytree(shared_s3.folder / name, shared_s3.folder / bucket)
         spot = behind(bucket)
-        if not kill_at(proxy, spot, number, kind):
+        if not proxy.kills(SERVER.Process(target=write_as_process, args=(spot, 4, 3)), number, kind):
             break
         killed += 1
         check_what_a_kill_leaves(spot)
-        shutil.rmtree(s3.folder / bucket)
+        shutil.rmtree(shared_s3.folder / bucket)
     assert killed > 12
 
 

@@ -17,23 +17,15 @@ from evermoe.persist.manifest import read_manifest, read_units
 from evermoe.persist.owner import Owner
 from evermoe.persist.retention import Retention
 from support.models import make
-from support.object_servers import GCS_ADDRESS, GcsAddress, azure_server, s3_server
+from support.object_servers import GCS_ADDRESS, GcsAddress
 from support.places import Spot, Stop, Writer, all_whole, beside, forget, is_whole, make_spot, steps, write
 from support.stores import contents, model
 
-BUCKETS = ["s3", pytest.param("azure", marks=pytest.mark.long), pytest.param("gcs", marks=pytest.mark.long)]
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with s3_server(tmp_path_factory.mktemp("servers") / "s3") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def azure():
-    with azure_server() as server:
-        yield server
+BUCKETS = [
+    pytest.param("shared_s3", id="s3"),
+    pytest.param("azure", marks=pytest.mark.long),
+    pytest.param("gcs", marks=pytest.mark.long),
+]
 
 
 @pytest.fixture

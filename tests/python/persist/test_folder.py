@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from evermoe import load_weights
 from evermoe._native import digest
 from evermoe.persist.folder import find_persisted, read_persisted, sweep
+from evermoe.persist.manifest import Part
 from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
 from evermoe.planning import recovery_plan
@@ -25,7 +26,7 @@ def test_a_model_is_persisted_and_read_again(tmp_path):
     written = read(state)
     store = open_partial(tmp_path / "new" / "folder", state.catalog.layout)
     persister = Persister(store, "rank0", units=state.catalog.units)
-    views = persister.begin(3 << 40, {name: len(data) for name, data in written.items()})
+    views = persister.begin(3 << 40, {name: Part.whole(len(data)) for name, data in written.items()})
     for name, view in views.items():
         state.read(name, view)
     persister.commit()
@@ -147,7 +148,7 @@ def test_a_member_that_comes_back_goes_on_after_what_it_left(tmp_path, join):
     assert not draft.exists()
     assert again.persister.durable_version == 2
     with pytest.raises(ValueError, match="version: 2 is not after 2, which is durable; rewind first"):
-        again.persister.begin(2, {"a": NBYTES})
+        again.persister.begin(2, {"a": Part.whole(NBYTES)})
     again.persist(3, ["a"])
     assert versions(tmp_path) == {"a": [3, 1], "b": [2]}
 

@@ -13,28 +13,16 @@ from evermoe._native import TripleBuffer, digest
 from evermoe.errors import PersistFailed
 from evermoe.persist import folder, partial_bucket
 from evermoe.persist.folder import PERSISTED
+from evermoe.persist.manifest import Part
 from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
 from evermoe.state.version import version_of
 from support.harness import PATIENCE
-from support.object_servers import azure_server, s3_server
 from support.persisting import NBYTES, UNITS, content, parts, versions
 from support.places import make_spot
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with s3_server(tmp_path_factory.mktemp("servers") / "s3") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def azure():
-    with azure_server() as server:
-        yield server
-
-
-@pytest.fixture(params=["folder", "s3", pytest.param("azure", marks=pytest.mark.long)])
+@pytest.fixture(params=["folder", pytest.param("shared_s3", id="s3"), pytest.param("azure", marks=pytest.mark.long)])
 def persisted(request, monkeypatch):
     """A place of each kind."""
     return make_spot(request.param, request, monkeypatch).locate(PATIENCE) / PERSISTED
@@ -89,7 +77,7 @@ def test_all_buffers_can_be_read_but_the_one_that_is_written(join, slow):
     member.snapshot(1, ["a", "b"])
     assert slow.entered.wait(PATIENCE)
     member.snapshot(2, ["a"])
-    member.persister.begin(3, {"c": NBYTES})
+    member.persister.begin(3, {"c": Part.whole(NBYTES)})
     found = {(held.unit, held.version): held for held in member.persister.whole()}
     assert set(found) == {("a", 1), ("b", 1), ("a", 2)}
     for (unit, version), held in found.items():
@@ -194,7 +182,7 @@ def test_a_failure_is_warned_of_by_the_next_call(persisted, join, monkeypatch):
         with member.persister._changed:
             assert member.persister._changed.wait_for(lambda: member.persister.error, PATIENCE)
         with pytest.warns(UserWarning, match="version 1 was not persisted: OSError: .*No space left") as told:
-            member.persister.begin(2, {"a": NBYTES})
+            member.persister.begin(2, {"a": Part.whole(NBYTES)})
     assert (len(told), told[0].filename) == (1, __file__)
     member.persister.abandon()
     member.persist(3, ["a"])
@@ -203,7 +191,7 @@ def test_a_failure_is_warned_of_by_the_next_call(persisted, join, monkeypatch):
 
 def test_a_callback_that_fails_takes_nothing_back(persisted):
     persister = Persister(open_partial(persisted, "L"), "m", units=UNITS, on_durable=lambda *_: 1 / 0)
-    persister.begin(1, {"a": NBYTES})["a"].copy_(content("a", 1))
+    persister.begin(1, {"a": Part.whole(NBYTES)})["a"].copy_(content("a", 1))
     persister.commit()
     persister.flush(PATIENCE)
     with pytest.warns(UserWarning, match="version 1 is durable, but what comes after it failed: ZeroDivisionError"):
@@ -233,7 +221,7 @@ def test_a_snapshot_on_its_way_is_never_durable_after_a_rewind(persisted, join, 
     member.snapshot(2, ["a"])
     assert slow.entered.wait(PATIENCE)
     member.snapshot(3, ["b"])
-    member.persister.begin(4, {"c": NBYTES})
+    member.persister.begin(4, {"c": Part.whole(NBYTES)})
     member.persister.rewind(1)
     with pytest.raises(ValueError, match="Commit: expected a slot that is being written"):
         member.persister.commit()
@@ -275,7 +263,7 @@ def test_a_rewind_waits_for_the_word_that_a_version_is_durable(persisted):
 
     persister = Persister(open_partial(persisted, "L"), "m", units=UNITS, on_durable=on_durable)
     persister._gate = gate
-    persister.begin(2, {"a": NBYTES})["a"].copy_(content("a", 2))
+    persister.begin(2, {"a": Part.whole(NBYTES)})["a"].copy_(content("a", 2))
     persister.commit()
     assert named.wait(PATIENCE)
     persister.rewind(1)
@@ -313,17 +301,17 @@ def test_errors_name_the_argument(persisted, join):
     persister = join().persister
     for units, message in (
         ({}, "units: expected one or more, got none"),
-        ({"z": 1}, "units: z: expected a unit of this model, got 1 bytes"),
-        ({"a": 1}, f"units: a: expected {NBYTES} bytes, got 1 bytes"),
+        ({"z": Part.whole(1)}, "units: z: expected a unit of this model, got 1 bytes"),
+        ({"a": Part.whole(1)}, f"units: a: expected {NBYTES} bytes, got 1 bytes"),
     ):
         with pytest.raises(ValueError, match=message):
             persister.begin(1, units)
     for call in (persister.commit, persister.abandon):
         with pytest.raises(ValueError, match="expected a slot that is being written"):
             call()
-    persister.begin(1, {"a": NBYTES})
+    persister.begin(1, {"a": Part.whole(NBYTES)})
     with pytest.raises(ValueError, match=r"Begin\(2\): expected no slot that is being written"):
-        persister.begin(2, {"a": NBYTES})
+        persister.begin(2, {"a": Part.whole(NBYTES)})
     for name in ("", "a/b"):
         with pytest.raises(ValueError, match="member: expected a name that can be part of a file name"):
             Persister(open_partial(persisted, "L"), name, units=UNITS)

@@ -21,15 +21,9 @@ from support.places import Spot, all_whole, write
 from support.worker import SAMPLES, Model, dataset
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory):
-    with s3_server(tmp_path_factory.mktemp("servers") / "s3") as server:
-        yield server
-
-
 @pytest.fixture
-def keys(s3, monkeypatch):
-    for name, value in s3.environment().items():
+def keys(shared_s3, monkeypatch):
+    for name, value in shared_s3.environment().items():
         monkeypatch.setenv(name, value)
 
 
@@ -131,7 +125,7 @@ def in_child(url, environment, folder):
     Path(folder, "done").touch()
 
 
-def test_a_child_that_was_forked_has_places_of_its_own(s3, keys, tmp_path):
+def test_a_child_that_was_forked_has_places_of_its_own(shared_s3, keys, tmp_path):
     locate("s3://bucket/fork").place.put("parent", b"1")
     child = os.fork()
     if child == 0:
@@ -141,7 +135,7 @@ def test_a_child_that_was_forked_has_places_of_its_own(s3, keys, tmp_path):
             os._exit(0)
     os.waitpid(child, 0)
     assert (tmp_path / "done").exists()
-    other = SERVER.Process(target=in_child, args=("s3://bucket/fork", s3.environment(), tmp_path))
+    other = SERVER.Process(target=in_child, args=("s3://bucket/fork", shared_s3.environment(), tmp_path))
     other.start()
     other.join(40)
     assert other.exitcode == 0

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.process import BaseProcess
 from typing import Literal, NamedTuple
 
 CHANGES = ("PUT", "POST", "DELETE")
@@ -74,6 +75,19 @@ class Proxy:
         self.held, self.released = threading.Event(), threading.Event()
         self._counts.clear()
         self.requests, self.fault = [], fault
+
+    def kills(self, process: BaseProcess, number: int, kind: Literal["hold", "hold after"]) -> bool:
+        """Starts a process and kills it at its `number`th change; False if it came to its end before."""
+        self.reset(lambda request: Fault(kind) if request.changes and request.number == number else None)
+        process.start()
+        while not self.held.wait(0.02) and process.is_alive():
+            pass
+        was_held = self.held.is_set()
+        process.kill()
+        process.join()
+        self.reset()
+        assert was_held or process.exitcode == 0
+        return was_held
 
     def close(self) -> None:
         self.released.set()

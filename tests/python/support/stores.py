@@ -20,7 +20,7 @@ from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_folder import CheckpointFolder, find
 from evermoe.persist.checkpoint_write import CheckpointWrite
 from evermoe.persist.folder import find_persisted, read_persisted, sweep
-from evermoe.persist.manifest import read_manifest
+from evermoe.persist.manifest import Part, read_manifest
 from evermoe.persist.owner import Owner
 from evermoe.persist.partial_store import open_partial
 from evermoe.persist.persister import Persister
@@ -152,7 +152,7 @@ class PersistedFolder:
         sweep(folder, [member])
 
     def write(self, version: int, units: Units) -> None:
-        views = self._persister.begin(version, {name: len(data) for name, data in units.items()})
+        views = self._persister.begin(version, {name: Part.whole(len(data)) for name, data in units.items()})
         for name, view in views.items():
             view.copy_(units[name])
         self._persister.commit()
