@@ -6,8 +6,9 @@ Candidates that take turns: `compute`, matrix products for about so long; `both`
 captures so much state (scattered over tensors of 16 MiB) into an arena, until both are over; `capture`, that alone.
 `step x` is both ÷ compute: 1 means that the snapshot costs nothing, max(compute, capture) ÷ compute is the best there
 is without making training wait less for its own update; `waits` is how long the training thread waits for the capture
-after its compute. On CUDA the state is on the device and the thread has streams of its own. On the CPU both use the
-same cores and the same memory: `--threads 1` leaves one of two cores idle.
+after its compute. On CUDA the state is on the device, the thread has streams of its own, and the arena is page-locked, as
+in a session (`lock` says how long that took, once), or not, with `--unlocked`. On the CPU both use the same cores and the
+same memory: `--threads 1` leaves one of two cores idle.
 """
 
 import tempfile
@@ -26,7 +27,7 @@ TENSOR_BYTES = 16 << 20
 class Candidates:
     """What takes turns, for one size of the state."""
 
-    def __init__(self, gib, device, seconds, folder):
+    def __init__(self, gib, device, seconds, folder, is_locked):
         nbytes = int(gib * 2**30)
         count = max(1, nbytes // TENSOR_BYTES)
         self.device = device
@@ -34,9 +35,13 @@ class Candidates:
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
         units = [(f"unit {number}", tensor.nbytes) for number, tensor in enumerate(self.tensors)]
         self.arena = Arena.create(str(folder / f"{gib}.arena"), "{}", units)
+        start = time.perf_counter()
+        if device == "cuda" and is_locked:
+            self.arena.page_lock(0)
+        self.lock_seconds = time.perf_counter() - start
         self.engine = CopyEngine()
         self.engine.open()
-        self.chunks = ChunkedCopy(self.tensors) if device == "cuda" else None
+        self.chunks = ChunkedCopy(self.tensors, for_captures=True) if device == "cuda" else None
         self.version = 0
         self.waits = []
         size = 4096 if device == "cuda" else 512
@@ -89,16 +94,17 @@ def main():
     made.add_argument("--gib", type=float, nargs="+", help="of state (1 8 32 on CUDA, 0.0625 0.25 on the CPU)")
     made.add_argument("--compute-seconds", type=float, default=0.3, help="of a step, about (%(default)s)")
     made.add_argument("--folder", default="/dev/shm", help="where arenas are, twice the state (%(default)s)")
+    made.add_argument("--unlocked", action="store_true", help="CUDA: no page-lock, captures go through a small buffer")
     arguments = parse(made)
     sizes = arguments.gib or ([1, 8, 32] if arguments.device == "cuda" else [0.0625, 0.25])
     torch.set_num_threads(arguments.threads[0])
     title = f"snapshots beside compute: torch {torch.__version__}, {where(arguments.device)}"
     columns = {"GiB": "7.4f", "compute ms": "9.1f", "capture ms": "9.1f", "GB/s": "7.1f", "step x": "7.3f"}
-    table = Table(title, columns | {"best x": "7.3f", "waits ms": "8.1f"})
+    table = Table(title, columns | {"best x": "7.3f", "waits ms": "8.1f", "lock s": "7.2f"})
     for gib in sizes:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="evermoe-bench-") as folder:
             try:
-                found = Candidates(gib, arguments.device, arguments.compute_seconds, Path(folder))
+                found = Candidates(gib, arguments.device, arguments.compute_seconds, Path(folder), not arguments.unlocked)
             except (OSError, RuntimeError) as error:
                 print(f"{gib} GiB: skipped, {str(error).splitlines()[0]}", flush=True)
                 continue
@@ -109,7 +115,7 @@ def main():
             waits = sorted(found.waits)[len(found.waits) // 2] * 1e3
             row = {"GiB": gib, "compute ms": micro["compute"] / 1e3, "capture ms": micro["capture"] / 1e3}
             row |= {"GB/s": found.nbytes / micro["capture"] / 1e3, "step x": ratio(times, "both", "compute")}
-            table.add(**row, **{"best x": best, "waits ms": waits}, microseconds=micro)
+            table.add(**row, **{"best x": best, "waits ms": waits, "lock s": found.lock_seconds}, microseconds=micro)
             table.write(arguments)  # after each size: the largest may take too long
             found.close()
 

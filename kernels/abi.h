@@ -20,8 +20,12 @@ struct LayerIds {
 };
 struct LayersIds { LayerIds at[kMaxLayers]; };
 
+// ---- rows.cu --------------------------------------------------------------------------------------
+constexpr unsigned kCombiningThreads = 128;  // of a group that sums rows, at most: seven turns for a row of 7168 bfloat16
+
 // ---- fp8.cu ---------------------------------------------------------------------------------------
 constexpr size_t kFp8Columns = 128;  // that share a scale
+constexpr int kFp8AtOnce = 2;        // parts of a row that a thread loads before it uses the first
 
 // ---- exchange.cu: dynamic shared memory of split_tokens -------------------------------------------
 constexpr size_t kHolderBytes = 32;  // of each rank, with a number of 4 bytes

@@ -107,16 +107,43 @@ __device__ inline void e4m3_to_floats(uint16_t bits, float& low, float& high) {
 // kCount elements that are loaded and stored at once.
 template <typename Row, int kCount> struct alignas(sizeof(Row) * kCount) Pack { Row at[kCount]; };
 
+// The same as they are loaded: words that stay whole until an element is asked for. Of elements of 16 bits the compiler would
+// take a load apart at once, and so wait for it before it begins the next.
+template <typename Row, int kCount, bool kWords = sizeof(Row) * kCount % 4 == 0> struct alignas(sizeof(Row) * kCount) Loaded {
+  uint32_t words[sizeof(Row) * kCount / 4];
+  __device__ float at(int i) const;
+};
+template <typename Row, int kCount> struct Loaded<Row, kCount, false> {
+  Row only[kCount];
+  __device__ float at(int i) const { return to_float(only[i]); }
+};
+__device__ inline float element_of(const uint32_t* words, int i, float) { return __uint_as_float(words[i]); }
+__device__ inline float element_of(const uint32_t* words, int i, Bf16) {
+  return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+}
+__device__ inline float element_of(const uint32_t* words, int i, Fp16) {
+  return to_float(Fp16{static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2))});
+}
+template <typename Row, int kCount, bool kWords> __device__ inline float Loaded<Row, kCount, kWords>::at(int i) const {
+  return element_of(words, i, Row{});
+}
+
+// value / by; a 64-bit division takes several times as long as a 32-bit one.
+__device__ inline size_t quotient_of(size_t value, size_t by) {
+  return ((value | by) >> 32) == 0 ? static_cast<uint32_t>(value) / static_cast<uint32_t>(by) : value / by;
+}
+
 // ---- rows -----------------------------------------------------------------------------------------
-// A group of threads takes a row: as many as the row has units, rounded up to a power of two, at most a block (whose size
-// is a power of two too). Example, blocks of 256: rows of 3 units are taken by 4 threads, 64 rows by a block.
+// A group of threads takes a row: as many as the row has units, rounded up to a power of two, at least `least` and at most
+// `most` or a block (all of them powers of two). Example, blocks of 256: rows of 3 units are taken by 4 threads, 64 rows by a
+// block; by a warp, 8 rows by a block, where `least` is 32.
 struct RowGroup {
   size_t index, count;     // which group of how many in the grid
   size_t thread, threads;  // which thread of how many in the group
 };
-__device__ inline RowGroup row_group(size_t units) {
+__device__ inline RowGroup row_group(size_t units, unsigned least = 1, unsigned most = 1024) {
   unsigned shift = 0;
-  while ((size_t{1} << shift) < units && (2u << shift) <= blockDim.x) ++shift;
+  while (1u << shift < least || ((size_t{1} << shift) < units && (2u << shift) <= most && (2u << shift) <= blockDim.x)) ++shift;
   const size_t threads = size_t{1} << shift;
   return {global_thread() >> shift, num_threads() >> shift, threadIdx.x & (threads - 1), threads};
 }

@@ -138,9 +138,9 @@ __device__ inline uint64_t warp_sum(uint64_t mine) {
 // Quotient (below 2^62) and remainder.
 __device__ inline int64_t divide(UnsignedWide share, UnsignedWide denominator, UnsignedWide& rest) {
   if (!(share >> 64) && !(denominator >> 64)) {
-    const uint64_t narrow = static_cast<uint64_t>(denominator);
-    rest = static_cast<uint64_t>(share) % narrow;
-    return static_cast<int64_t>(static_cast<uint64_t>(share) / narrow);
+    const uint64_t narrow = static_cast<uint64_t>(denominator), quotient = static_cast<uint64_t>(share) / narrow;
+    rest = static_cast<uint64_t>(share) - quotient * narrow;  // a remainder of its own would divide once more
+    return static_cast<int64_t>(quotient);
   }
   uint64_t quotient = 0;
   rest = 0;

@@ -7,83 +7,93 @@
 constexpr float kMostFp8 = 448.0f;
 
 __device__ inline size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-// A 64-bit division takes several times as long as a 32-bit one.
-__device__ inline size_t quotient_of(size_t value, size_t by) {
-  return ((value | by) >> 32) == 0 ? static_cast<uint32_t>(value) / static_cast<uint32_t>(by) : value / by;
-}
 
-// A part of a row that one thread takes: 16 bytes of it as floats.
+// A part of a row that one thread takes: 16 bytes of it.
 template <typename Row>
 struct Part {
   static constexpr int kColumns = 16 / sizeof(Row);
   static constexpr unsigned kLanes = kFp8Columns / kColumns;  // threads that share a scale
-  float at[kColumns];
 };
 
-// Columns column..column + kColumns of a row, zeros past its end. `whole`: 16 bytes at once.
-template <typename Row>
-__device__ inline Part<Row> load_part(const Row* __restrict__ row, size_t column, size_t width, bool whole) {
-  constexpr int kColumns = Part<Row>::kColumns;
-  Part<Row> part;
-  if (whole && column < width) {
-    const auto here = *reinterpret_cast<const Pack<Row, kColumns>*>(row + column);
+// kWhole: rows and their size are multiples of 16 bytes, so that a part has all of its columns or none.
+template <bool kWhole, typename Row>
+__device__ void quantize_by(const Row* __restrict__ rows, unsigned char* out, size_t num_rows, size_t width, size_t row_bytes) {
+  constexpr int kColumns = Part<Row>::kColumns, kLanes = Part<Row>::kLanes;
+  const size_t blocks = quotient_of(width + kFp8Columns - 1, kFp8Columns), units = num_rows * blocks;
+  const size_t number_bytes = round_up(width, 16), scales = (row_bytes - number_bytes) / sizeof(float);
+  const unsigned lane = threadIdx.x % kLanes;
+  const size_t step = num_threads() / kLanes, step_rows = quotient_of(step, blocks), step_blocks = step - step_rows * blocks;
+  const size_t mine = global_thread() / kLanes;
+  size_t next_row = quotient_of(mine, blocks), next_block = mine - next_row * blocks;
+  // All lanes of a warp stay in the loop: they exchange their largest magnitudes.
+  for (size_t first = global_thread() / kWarp * (kWarp / kLanes); first < units; first += step * kFp8AtOnce) {
+    Loaded<Row, kColumns> parts[kFp8AtOnce];
+    size_t part_rows[kFp8AtOnce], part_blocks[kFp8AtOnce];
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) part.at[i] = to_float(here.at[i]);
-  } else {
+    for (int p = 0; p < kFp8AtOnce; ++p) {
+      const size_t row = part_rows[p] = next_row, block = part_blocks[p] = next_block;
+      const size_t column = block * kFp8Columns + lane * kColumns;
+      if (kWhole) {  // without conditions, so that no load waits for another: what is not there is read at the start of a row
+        const Row* const at = rows + (row < num_rows ? row : num_rows - 1) * width + (column < width ? column : 0);
+        parts[p] = *reinterpret_cast<const Loaded<Row, kColumns>*>(at);
+      } else {
+        parts[p] = {};
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) part.at[i] = column + i < width ? to_float(row[column + i]) : 0.0f;
+        for (int i = 0; i < kColumns; ++i)
+          if (row < num_rows && column + i < width) reinterpret_cast<Row*>(&parts[p])[i] = rows[row * width + column + i];
+      }
+      next_row += step_rows;
+      next_block += step_blocks;
+      if (next_block >= blocks) {
+        next_block -= blocks;
+        ++next_row;
+      }
+    }
+#pragma unroll
+    for (int p = 0; p < kFp8AtOnce; ++p) {
+      const size_t row = part_rows[p], block = part_blocks[p], column = block * kFp8Columns + lane * kColumns;
+      if (column >= width) parts[p] = {};
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const uint32_t magnitude = __float_as_uint(parts[p].at(i)) & 0x7fffffffu;
+        most = magnitude > most ? magnitude : most;
+      }
+#pragma unroll
+      for (unsigned other = kLanes / 2; other > 0; other /= 2) {
+        const uint32_t theirs = __shfl_xor_sync(kAllLanes, most, other);
+        most = theirs > most ? theirs : most;
+      }
+      if (row >= num_rows) continue;
+      const bool finite = most < 0x7f800000u;
+      const float least = __uint_as_float(0x00800000u), share = __fdiv_rn(__uint_as_float(most), kMostFp8);
+      const float scale = !finite ? __uint_as_float(0x7fc00000u) : share > least ? share : least;
+      const float inverse = __fdiv_rn(1.0f, scale);
+      unsigned char* const out_row = out + row * row_bytes;
+      if (column < number_bytes) {
+        Pack<uint16_t, kColumns / 2> numbers;
+#pragma unroll
+        for (int i = 0; i < kColumns; i += 2) {  // zeros past the end, also where the scale is NaN
+          const float low = kWhole || column + i < width ? __fmul_rn(parts[p].at(i), inverse) : 0.0f;
+          const float high = kWhole || column + i + 1 < width ? __fmul_rn(parts[p].at(i + 1), inverse) : 0.0f;
+          numbers.at[i / 2] = !kWhole || column < width ? e4m3_bits(low, high) : uint16_t{0};
+        }
+        *reinterpret_cast<decltype(numbers)*>(out_row + column) = numbers;
+      }
+      float* const out_scales = reinterpret_cast<float*>(out_row + number_bytes);
+      if (lane == 0) out_scales[block] = scale;
+      if (block == blocks - 1 && blocks + lane < scales) out_scales[blocks + lane] = 0.0f;
+    }
   }
-  return part;
 }
-
-// Launch: 1-D grid of any size, blocks of whole warps. A group of lanes takes 128 columns at a time.
+// Launch: 1-D grid of any size, blocks of whole warps. A group of lanes takes 128 columns at a time, and kFp8AtOnce of them are
+// on their way: so many times fewer threads than there are parts fill the GPU.
 template <typename Row>
 __device__ void quantize(const Row* __restrict__ rows,  // [num_rows, width]      device
                          unsigned char* out,            // [num_rows, row_bytes]  device, written; a multiple of 16
                          size_t num_rows, size_t width, size_t row_bytes) {
-  using Mine = Part<Row>;
-  const size_t blocks = quotient_of(width + kFp8Columns - 1, kFp8Columns), units = num_rows * blocks;
-  const size_t number_bytes = round_up(width, 16), scales = (row_bytes - number_bytes) / sizeof(float);
-  const bool whole = multiples_of(16, rows, nullptr, nullptr, width * sizeof(Row));
-  const size_t lane = threadIdx.x % Mine::kLanes, step = num_threads() / Mine::kLanes;
-  // All lanes of a warp stay in the loop: they exchange their largest magnitudes.
-  for (size_t first = global_thread() / kWarp * (kWarp / Mine::kLanes); first < units; first += step) {
-    const size_t unit = first + threadIdx.x % kWarp / Mine::kLanes;
-    const bool is_mine = unit < units;
-    const size_t row = is_mine ? quotient_of(unit, blocks) : 0, block = is_mine ? unit - row * blocks : 0;
-    const size_t column = is_mine ? block * kFp8Columns + lane * Mine::kColumns : width;
-    const Mine part = load_part(rows + row * width, column, width, whole);
-    uint32_t most = 0;
-#pragma unroll
-    for (int i = 0; i < Mine::kColumns; ++i) {
-      const uint32_t magnitude = __float_as_uint(part.at[i]) & 0x7fffffffu;
-      most = magnitude > most ? magnitude : most;
-    }
-#pragma unroll
-    for (unsigned other = Mine::kLanes / 2; other > 0; other /= 2) {
-      const uint32_t theirs = __shfl_xor_sync(kAllLanes, most, other);
-      most = theirs > most ? theirs : most;
-    }
-    if (!is_mine) continue;
-    const bool finite = most < 0x7f800000u;
-    const float least = __uint_as_float(0x00800000u), share = __fdiv_rn(__uint_as_float(most), kMostFp8);
-    const float scale = !finite ? __uint_as_float(0x7fc00000u) : share > least ? share : least;
-    const float inverse = __fdiv_rn(1.0f, scale);
-    unsigned char* const out_row = out + row * row_bytes;
-    if (column < number_bytes) {
-      Pack<uint16_t, Mine::kColumns / 2> numbers;
-#pragma unroll
-      for (int i = 0; i < Mine::kColumns; i += 2) {  // zeros past the end, also where the scale is NaN
-        const float low = column + i < width ? __fmul_rn(part.at[i], inverse) : 0.0f;
-        const float high = column + i + 1 < width ? __fmul_rn(part.at[i + 1], inverse) : 0.0f;
-        numbers.at[i / 2] = e4m3_bits(low, high);
-      }
-      *reinterpret_cast<decltype(numbers)*>(out_row + column) = numbers;
-    }
-    float* const out_scales = reinterpret_cast<float*>(out_row + number_bytes);
-    if (lane == 0) out_scales[block] = scale;
-    if (block == blocks - 1 && blocks + lane < scales) out_scales[blocks + lane] = 0.0f;
-  }
+  if (multiples_of(16, rows, nullptr, nullptr, width * sizeof(Row))) quantize_by<true>(rows, out, num_rows, width, row_bytes);
+  else quantize_by<false>(rows, out, num_rows, width, row_bytes);
 }
 
 // Launch: 1-D grid of any size. A thread takes 16 bytes of the output at a time.
@@ -118,8 +128,8 @@ __device__ void dequantize(const unsigned char* __restrict__ rows,  // [num_rows
 }
 
 #define EVERMOE_FP8(name, Row)                                                                                        \
-  extern "C" __global__ void quantize_##name(const Row* rows, unsigned char* out, size_t num_rows, size_t width,      \
-                                             size_t row_bytes) {                                                      \
+  extern "C" __global__ __launch_bounds__(256) void quantize_##name(const Row* rows, unsigned char* out,              \
+                                                                    size_t num_rows, size_t width, size_t row_bytes) { \
     quantize(rows, out, num_rows, width, row_bytes);                                                                  \
   }                                                                                                                   \
   extern "C" __global__ void dequantize_##name(const unsigned char* rows, Row* out, size_t num_rows, size_t width,    \

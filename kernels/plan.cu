@@ -158,11 +158,16 @@ __device__ void place_tile(const Id* __restrict__ ids,                // [num_sl
   __syncthreads();
 
   // Table 0: earlier tiles, a warp takes some of them. Table w + 1: the run of warp w. The last warp has none to count.
-  for (size_t e = lane; e < num_experts; e += kWarp) {
-    uint32_t sum = 0;
-#pragma unroll 8
-    for (size_t t = warp; t < blockIdx.x; t += warps) sum += tile_counts[t * num_experts + e];
-    if (sum) atomicAdd(&tables[e], sum);
+  for (size_t first = lane; first < num_experts; first += kWarp * kIdsAtOnce) {
+    uint32_t sums[kIdsAtOnce] = {};
+    for (size_t t = warp; t < blockIdx.x; t += warps) {
+#pragma unroll
+      for (int i = 0; i < kIdsAtOnce; ++i)
+        if (first + i * kWarp < num_experts) sums[i] += tile_counts[t * num_experts + first + i * kWarp];
+    }
+#pragma unroll
+    for (int i = 0; i < kIdsAtOnce; ++i)
+      if (sums[i]) atomicAdd(&tables[first + i * kWarp], sums[i]);
   }
   const size_t last = least((blockIdx.x + size_t{1}) * tile, num_slots), run = (tile + num_tables - 1) / num_tables;
   const size_t begin = least(blockIdx.x * tile + warp * run, last), end = least(begin + run, last);

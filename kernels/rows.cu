@@ -15,46 +15,55 @@ extern "C" __global__ void invert_positions(const void* __restrict__ positions, 
   }
 }
 
-// slot / top_k; a 64-bit division takes several times as long as a 32-bit one.
-__device__ inline size_t token_of(size_t slot, size_t top_k) {
-  if (((slot | top_k) >> 32) == 0) return static_cast<uint32_t>(slot) / static_cast<uint32_t>(top_k);
-  return slot / top_k;
-}
-
 // A slot and a row belong together if each names the other: then the row is written by its token, which is read once for
-// all its rows. Any other row takes what row_ids says. Example: K = 2, row_ids = [2, 0, -1], positions = [[1, -1], [0, 5]]:
-// token 0 writes row 1, token 1 row 0, and row 2 is zeroed.
+// all its rows. Any other row takes what row_ids says. The lanes of a warp look up a slot or a row each, and pass on what they
+// have found. Example: K = 2, row_ids = [2, 0, -1], positions = [[1, -1], [0, 5]]: token 0 writes row 1, token 1 row 0, and row
+// 2 is zeroed.
 template <typename Unit>
 __device__ inline void permute_by(const Unit* __restrict__ x, const void* __restrict__ row_ids,
                                   const void* __restrict__ positions, Unit* __restrict__ out, size_t wide_ids,
                                   size_t wide_positions, size_t num_rows, size_t units, size_t num_tokens, size_t top_k) {
   const size_t num_slots = num_tokens * top_k;
-  const RowGroup group = row_group(units);
+  const unsigned lane = threadIdx.x % kWarp;
+  const RowGroup group = row_group((units + kInFlight - 1) / kInFlight, kWarp);
   for (size_t t = group.index; t < num_tokens; t += group.count) {
-    for (size_t first = group.thread; first < units; first += group.threads * kInFlight) {
-      Unit values[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const size_t u = first + i * group.threads;
-        values[i] = u < units ? x[t * units + u] : Unit{};
-      }
-      for (size_t s = t * top_k; s < (t + 1) * top_k; ++s) {
-        const size_t row = static_cast<size_t>(index_at(positions, s, wide_positions));
-        if (row >= num_rows || static_cast<size_t>(index_at(row_ids, row, wide_ids)) != s) continue;
+    for (size_t k = 0; k < top_k; k += kWarp) {
+      const size_t s = t * top_k + k + lane;
+      size_t my_row = k + lane < top_k ? static_cast<size_t>(index_at(positions, s, wide_positions)) : num_rows;
+      const bool is_mine = my_row < num_rows && static_cast<size_t>(index_at(row_ids, my_row, wide_ids)) == s;
+      const unsigned all = __ballot_sync(kAllLanes, is_mine);
+      for (size_t first = group.thread; first - group.thread < units && all; first += group.threads * kInFlight) {
+        Unit values[kInFlight];
 #pragma unroll
         for (int i = 0; i < kInFlight; ++i) {
           const size_t u = first + i * group.threads;
-          if (u < units) out[row * units + u] = values[i];
+          values[i] = u < units ? x[t * units + u] : Unit{};
+        }
+        for (unsigned left = all; left; left &= left - 1) {
+          const size_t row = __shfl_sync(kAllLanes, my_row, __ffs(left) - 1);
+#pragma unroll
+          for (int i = 0; i < kInFlight; ++i) {
+            const size_t u = first + i * group.threads;
+            if (u < units) out[row * units + u] = values[i];
+          }
         }
       }
     }
   }
-  for (size_t row = group.index; row < num_rows; row += group.count) {
-    const size_t slot = static_cast<size_t>(index_at(row_ids, row, wide_ids));
+  const size_t warps = num_threads() / kWarp, share = quotient_of(num_rows + warps - 1, warps);
+  const size_t at_once = share < kWarp ? share : kWarp;  // rows that a warp looks up
+  for (size_t first = global_thread() / kWarp * at_once; first < num_rows; first += warps * at_once) {
+    const bool is_row = lane < at_once && first + lane < num_rows;
+    const size_t slot = is_row ? static_cast<size_t>(index_at(row_ids, first + lane, wide_ids)) : num_slots;
     const bool is_held = slot < num_slots;
-    if (is_held && static_cast<size_t>(index_at(positions, slot, wide_positions)) == row) continue;
-    const Unit* const from = x + (is_held ? token_of(slot, top_k) : 0) * units;
-    for (size_t u = group.thread; u < units; u += group.threads) out[row * units + u] = is_held ? from[u] : Unit{};
+    const bool is_done = is_held && static_cast<size_t>(index_at(positions, slot, wide_positions)) == first + lane;
+    const size_t my_token = is_held ? quotient_of(slot, top_k) : num_tokens;
+    for (unsigned left = __ballot_sync(kAllLanes, is_row && !is_done); left; left &= left - 1) {
+      const int at = __ffs(left) - 1;
+      const size_t token = __shfl_sync(kAllLanes, my_token, at);
+      for (size_t u = lane; u < units; u += kWarp)
+        out[(first + at) * units + u] = token < num_tokens ? x[token * units + u] : Unit{};
+    }
   }
 }
 // out[i] = x[row_ids[i] / top_k], zeros where row_ids[i] is no slot; row_bytes is even. Launch: 1-D grid of any size,
@@ -76,52 +85,65 @@ extern "C" __global__ __launch_bounds__(256, 4) void permute(
   else by(uint16_t{});
 }
 
-// kCount columns at once. A group takes so many tokens in turn that there are kAtOnce slots: their rows are loaded
-// together, then added in the order of the slots.
+// kCount columns at once. A group of warps takes so many tokens in turn that there are kAtOnce slots: their rows are loaded
+// together, then added in the order of the slots. Lane j of a warp looks up slot j of the tokens, and passes on where its row
+// is. Loads have no conditions, so that none waits for another: those of a slot without a row read the first one, for nothing.
+// A sum starts with -0.0, which changes no term.
 template <int kCount, typename Row, typename Weight>
 __device__ void combine_columns(const Row* __restrict__ rows, const void* __restrict__ positions,
                                 const Weight* __restrict__ weights, Row* __restrict__ out, size_t wide, size_t num_tokens,
                                 size_t top_k, size_t num_rows, size_t width) {
   using Columns = Pack<Row, kCount>;
-  constexpr int kAtOnce = sizeof(Row) == 2 ? 3 : 4;  // as many as leave registers for three blocks an SM
-  const size_t units = width / kCount;
-  const RowGroup group = row_group(units);
+  constexpr int kAtOnce = 4;
+  const unsigned units = static_cast<unsigned>(width / kCount), lane = threadIdx.x % kWarp;
+  const RowGroup group = row_group(units, kWarp, kCombiningThreads);
+  const unsigned thread = static_cast<unsigned>(group.thread), threads = static_cast<unsigned>(group.threads);
   const size_t tokens = top_k < kAtOnce ? (kAtOnce + top_k - 1) / top_k : 1;
   for (size_t t = group.index * tokens; t < num_tokens; t += group.count * tokens) {
-    const size_t end = (t + tokens < num_tokens ? t + tokens : num_tokens) * top_k;
-    for (size_t u = group.thread; u < units; u += group.threads) {
+    const size_t begin = t * top_k;
+    const unsigned slots = static_cast<unsigned>((t + tokens < num_tokens ? tokens : num_tokens - t) * top_k);
+    size_t my_row = 0;  // its first element
+    float my_weight = 1.0f;
+    unsigned held = 0;  // lanes whose slot has a row
+    for (unsigned u = thread; u - thread < units; u += threads) {
+      const Row* const from = rows + size_t{u < units ? u : units - 1} * kCount;
       Columns* to = reinterpret_cast<Columns*>(out + t * width) + u;
-      float sum[kCount] = {};
+      float sum[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) sum[i] = -0.0f;
       bool started = false;
-      size_t k = 0;
-      for (size_t s = t * top_k; s < end; s += kAtOnce) {
-        Columns columns[kAtOnce];
+      unsigned k = 0;
+      for (unsigned s = 0; s < slots; s += kAtOnce) {
+        if (s % kWarp == 0 && (u == thread || slots > kWarp)) {
+          const size_t row = s + lane < slots ? static_cast<size_t>(index_at(positions, begin + s + lane, wide)) : num_rows;
+          my_row = row < num_rows ? row * width : 0;
+          if (row < num_rows && weights) my_weight = to_float(weights[begin + s + lane]);
+          held = __ballot_sync(kAllLanes, row < num_rows);
+        }
+        Loaded<Row, kCount> columns[kAtOnce];
         float weight[kAtOnce];
-        bool held[kAtOnce];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          const size_t row = s + j < end ? static_cast<size_t>(index_at(positions, s + j, wide)) : num_rows;
-          held[j] = row < num_rows;
-          columns[j] = held[j] ? reinterpret_cast<const Columns*>(rows + row * width)[u] : Columns{};
-          weight[j] = held[j] && weights ? to_float(weights[s + j]) : 1.0f;
+          const size_t row = __shfl_sync(kAllLanes, my_row, (s + j) % kWarp);
+          columns[j] = *reinterpret_cast<const Loaded<Row, kCount>*>(from + row);
+          weight[j] = __shfl_sync(kAllLanes, my_weight, (s + j) % kWarp);
         }
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-          if (s + j >= end) break;
+          if (s + j >= slots) break;
+          if (held >> (s + j) % kWarp & 1) {
+            started = true;
 #pragma unroll
-          for (int i = 0; i < kCount && held[j]; ++i) {
-            const float term = __fmul_rn(weight[j], to_float(columns[j].at[i]));
-            sum[i] = started ? __fadd_rn(sum[i], term) : term;
+            for (int i = 0; i < kCount; ++i) sum[i] = __fadd_rn(sum[i], __fmul_rn(weight[j], columns[j].at(i)));
           }
-          started = started || held[j];
           if (++k < top_k) continue;
           Columns result;
 #pragma unroll
           for (int i = 0; i < kCount; ++i) {
-            result.at[i] = from_float<Row>(sum[i]);
-            sum[i] = 0.0f;
+            result.at[i] = from_float<Row>(started ? sum[i] : 0.0f);
+            sum[i] = -0.0f;
           }
-          *to = result;
+          if (u < units) *to = result;
           to += units;
           started = false;
           k = 0;
@@ -131,7 +153,7 @@ __device__ void combine_columns(const Row* __restrict__ rows, const void* __rest
   }
 }
 // out[t] = sum over k of weights[t, k] * rows[positions[t, k]]: float32, in the order of k, one rounding; the
-// first term starts the sum. top_k is above 0; weights may be null: 1. Launch: 1-D grid of any size, blocks of a power of
+// first term starts the sum. top_k and num_rows are above 0; weights may be null: 1. Launch: 1-D grid of any size, blocks of a power of
 // two. Example: rows = [1, 10], positions = [[1, 0]], weights = [[0.5, 2]]: out = [0.5 * 10 + 2 * 1] = [7].
 template <typename Row, typename Weight>
 __device__ void combine_rows(const Row* rows,        // [num_rows, width]    device
@@ -174,21 +196,23 @@ __device__ float backward_row(const Row* __restrict__ grad_H, const Row* __restr
   float partials[kLaneColumns] = {};
 #pragma unroll 2
   for (size_t c = threadIdx.x % kWarp * kLaneColumns; c < width; c += kWarp * kLaneColumns) {
-    Columns grad[kPacks], row[kPacks];
+    Loaded<Row, kCount> grad[kPacks], row[kPacks];
 #pragma unroll
     for (int pack = 0; pack < kPacks; ++pack) {
       const size_t at = c + pack * kCount;
-      grad[pack] = at < width ? *reinterpret_cast<const Columns*>(grad_H + at) : Columns{};
-      row[pack] = at < width ? *reinterpret_cast<const Columns*>(row_H + at) : Columns{};
+      grad[pack] = row[pack] = {};
+      if (at >= width) continue;
+      grad[pack] = *reinterpret_cast<const Loaded<Row, kCount>*>(grad_H + at);
+      row[pack] = *reinterpret_cast<const Loaded<Row, kCount>*>(row_H + at);
     }
 #pragma unroll
     for (int pack = 0; pack < kPacks; ++pack) {
       Columns scaled;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const float here = to_float(grad[pack].at[i]);
+        const float here = grad[pack].at(i);
         float& partial = partials[pack * kCount + i];
-        partial = __fadd_rn(partial, __fmul_rn(here, to_float(row[pack].at[i])));
+        partial = __fadd_rn(partial, __fmul_rn(here, row[pack].at(i)));
         scaled.at[i] = from_float<Row>(__fmul_rn(weight, here));
       }
       if (c + pack * kCount < width) *reinterpret_cast<Columns*>(grad_row_H + c + pack * kCount) = scaled;
@@ -225,7 +249,7 @@ __device__ void combine_backward(const Row* __restrict__ grad,        // [num_to
     float dot = 0.0f;
     if (row < num_rows && static_cast<size_t>(static_cast<int64_t>(row_ids[row])) == s) {
       const float weight = to_float(weights[s]);
-      const Row* const grad_H = grad + token_of(s, top_k) * width;
+      const Row* const grad_H = grad + quotient_of(s, top_k) * width;
       const Row* const row_H = rows + row * width;
       Row* const grad_row_H = grad_rows + row * width;
       dot = whole ? backward_row<16 / sizeof(Row)>(grad_H, row_H, grad_row_H, weight, width)

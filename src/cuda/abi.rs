@@ -6,10 +6,14 @@ use cudarc::driver::DeviceRepr;
 pub(super) const WARP: usize = 32;
 /// Loads of a thread at once.
 pub(super) const IN_FLIGHT: usize = 4;
+/// Threads of a group that sums rows, at most.
+pub(super) const COMBINING_THREADS: usize = 128;
 /// Layers of one launch, which are arguments by value.
 pub(super) const MAX_LAYERS: usize = 64;
 /// Columns that share a scale in 8 bits.
 pub(super) const FP8_COLUMNS: usize = crate::cpu::FP8_COLUMNS;
+/// Parts of a row that a thread loads before it uses the first.
+pub(super) const FP8_AT_ONCE: usize = 2;
 /// Shared memory of each rank in the split of tokens.
 pub(super) const HOLDER_BYTES: usize = 32;
 /// Shared memory of what each holder claims of a source's tokens there.
@@ -133,11 +137,13 @@ mod tests {
     const HEADER: &str = include_str!("../../kernels/abi.h");
 
     /// The constants of the header, and what they are here.
-    const CONSTANTS: [(&str, usize); 20] = [
+    const CONSTANTS: [(&str, usize); 22] = [
         ("kWarp", WARP),
         ("kInFlight", IN_FLIGHT),
+        ("kCombiningThreads", COMBINING_THREADS),
         ("kMaxLayers", MAX_LAYERS),
         ("kFp8Columns", FP8_COLUMNS),
+        ("kFp8AtOnce", FP8_AT_ONCE),
         ("kHolderBytes", HOLDER_BYTES),
         ("kClaimBytes", CLAIM_BYTES),
         ("kMaxSteps", MAX_STEPS),

@@ -1,6 +1,6 @@
 //! Launching the conversion of rows to 8 bits, and back.
 
-use super::abi::{FP8_COLUMNS, WARP};
+use super::abi::{FP8_AT_ONCE, FP8_COLUMNS, WARP};
 use super::device::Launcher;
 use super::launch::{FloatType, grid};
 use crate::cpu::fp8_row_bytes;
@@ -8,6 +8,8 @@ use crate::error::Result;
 
 /// Bytes that a thread takes of a row.
 const PART_BYTES: usize = 16;
+/// Threads that quantize, at most: what each does before its first part is divided among several.
+const MAX_QUANTIZING: usize = 1 << 19;
 
 /// Arguments of [`Launcher::quantize_rows`] and [`Launcher::dequantize_rows`].
 #[derive(Debug, Clone, Copy)]
@@ -40,7 +42,8 @@ impl Launcher {
             FloatType::F16 => "quantize_f16",
         };
         let lanes = FP8_COLUMNS * row_type.bytes() / PART_BYTES;
-        let threads = (num_rows * width.div_ceil(FP8_COLUMNS) * lanes).next_multiple_of(WARP);
+        let parts = num_rows * width.div_ceil(FP8_COLUMNS) * lanes;
+        let threads = parts.div_ceil(FP8_AT_ONCE).min(MAX_QUANTIZING).next_multiple_of(WARP);
         // SAFETY: by the caller's promise.
         unsafe { self.launch_fp8(name, threads, [rows, packed], num_rows, width) }
     }

@@ -1,6 +1,6 @@
 //! One method per operation: checks, grid, arguments. Addresses are the device's.
 
-use super::abi::{IN_FLIGHT, WARP};
+use super::abi::{COMBINING_THREADS, IN_FLIGHT, WARP};
 use super::device::{Grid, Launcher};
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -174,11 +174,18 @@ pub(super) fn grid(items: usize) -> Grid {
     Grid { blocks: items.div_ceil(THREADS).clamp(1, MAX_BLOCKS), threads: THREADS, shared_bytes: 0 }
 }
 
+/// Bytes that a thread reads and writes at once.
+const UNIT_BYTES: usize = 16;
+
 /// A grid for rows that groups of threads take, some at a time; see `RowGroup` in `kernels/common.cuh`.
 pub(super) fn row_grid(num_rows: usize, row_bytes: usize, at_once: usize) -> Grid {
-    const UNIT_BYTES: usize = 16;
     let group = row_bytes.div_ceil(UNIT_BYTES).next_power_of_two().min(THREADS);
     grid(num_rows.div_ceil(at_once) * group)
+}
+
+/// A grid for tokens that groups of `WARP..=most` threads take, each thread `units` of 16 bytes at once.
+fn token_grid(num_tokens: usize, row_bytes: usize, units: usize, most: usize) -> Grid {
+    grid(num_tokens * row_bytes.div_ceil(UNIT_BYTES * units).next_power_of_two().clamp(WARP, most))
 }
 
 // "Hold" in the safety sections: device memory of the stated shape and type, nothing that is written overlapping
@@ -284,8 +291,10 @@ impl Launcher {
         let sizes = [num_rows, row_bytes, num_tokens, top_k].map(|size| size as u64);
         let wide = [permute.wide_ids, permute.wide_positions].map(u64::from);
         let arguments = [&[x, row_ids, positions, out], &wide[..], &sizes[..]].concat();
+        // A thread for each row, at least: rows of no token are looked for, too.
+        let grid = token_grid(num_tokens.max(num_rows / THREADS), row_bytes, IN_FLIGHT, THREADS);
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
-        unsafe { self.launch("permute", row_grid(num_tokens.max(1), row_bytes, 1), &arguments) }
+        unsafe { self.launch("permute", grid, &arguments) }
     }
 
     /// The weighted sum of each token's rows.
@@ -302,13 +311,13 @@ impl Launcher {
             return Ok(());
         }
         let row_bytes = width * combine.row_type.bytes();
-        if top_k == 0 {
+        if top_k == 0 || num_rows == 0 {
             // SAFETY: by the caller's promise.
             return unsafe { self.fill(out, 0, num_tokens * row_bytes) };
         }
         let sizes = [num_tokens, top_k, num_rows, width].map(|size| size as u64);
         let arguments = [&[rows, positions, weights, out, u64::from(wide)], &sizes[..]].concat();
-        let grid = row_grid(num_tokens, row_bytes, IN_FLIGHT.div_ceil(top_k));
+        let grid = token_grid(num_tokens.div_ceil(IN_FLIGHT.div_ceil(top_k)), row_bytes, 1, COMBINING_THREADS);
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
         unsafe { self.launch(combine.kernels()?.forward, grid, &arguments) }
     }

@@ -193,8 +193,8 @@ FAULTS = [
     Fault(
         "the largest magnitude of half the columns",
         "fp8.cu",
-        "unsigned other = Mine::kLanes / 2; other > 0",
-        "unsigned other = Mine::kLanes / 4; other > 0",
+        "unsigned other = kLanes / 2; other > 0",
+        "unsigned other = kLanes / 4; other > 0",
         in_8_bits,
         "Tensor-likes are not equal|race: ",
         1,
@@ -307,8 +307,8 @@ FAULTS = [
     Fault(
         "past the end of a row",
         "rows.cu",
-        "u < units; u += group.threads) out",
-        "u <= units; u += group.threads) out",
+        "for (size_t u = lane; u < units; u += kWarp)",
+        "for (size_t u = lane; u <= units; u += kWarp)",
         permute,
         r"rows.cu:\d+: out of bounds: writes 16 bytes",
     ),
@@ -324,8 +324,8 @@ FAULTS = [
     Fault(
         "32-bit index, unsigned",
         "rows.cu",
-        "grad + token_of(s, top_k) * width",
-        "grad + static_cast<uint32_t>(token_of(s, top_k)) * static_cast<uint32_t>(width)",
+        "grad + quotient_of(s, top_k) * width",
+        "grad + static_cast<uint32_t>(quotient_of(s, top_k)) * static_cast<uint32_t>(width)",
         backward_far,
         "Tensor-likes are not equal",
         1,
@@ -350,8 +350,8 @@ FAULTS = [
     Fault(
         "16 bytes, misaligned",
         "rows.cu",
-        "reinterpret_cast<const Columns*>(rows + row * width)[u]",
-        "reinterpret_cast<const Columns*>(rows + row * width + 1)[u]",
+        "reinterpret_cast<const Loaded<Row, kCount>*>(from + row)",
+        "reinterpret_cast<const Loaded<Row, kCount>*>(from + row + 1)",
         combine,
         r"rows.cu:\d+: misaligned: .*16 bytes",
         1,

@@ -53,9 +53,9 @@ KERNELS = {
         for types in ("f32_f32", "bf16_f32", "bf16_bf16", "f16_f32", "f16_f16")
         for index in ("i32", "i64")
     },
-    "quantize_f32": Expected(40, ("LDG.E.128", "SHFL.BFLY"), ("div.rn",)),
-    "quantize_bf16": Expected(40, ("LDG.E.128", "STG.E.64", "SHFL.BFLY"), ("div.rn",)),
-    "quantize_f16": Expected(40, ("LDG.E.128", "STG.E.64", "SHFL.BFLY"), ("div.rn",)),
+    "quantize_f32": Expected(48, ("LDG.E.128", "SHFL.BFLY"), ("div.rn",)),
+    "quantize_bf16": Expected(56, ("LDG.E.128", "STG.E.64", "SHFL.BFLY"), ("div.rn",)),
+    "quantize_f16": Expected(56, ("LDG.E.128", "STG.E.64", "SHFL.BFLY"), ("div.rn",)),
     "dequantize_f32": Expected(32, ("STG.E.128",)),
     "dequantize_bf16": Expected(32, ("LDG.E.64", "STG.E.128")),
     "dequantize_f16": Expected(32, ("LDG.E.64", "STG.E.128")),
@@ -80,6 +80,9 @@ MORE_ON_SM_100 = {
         for types in ("f32_f32", "bf16_f32", "bf16_bf16", "f16_f32", "f16_f16")
         for index in ("i32", "i64")
     },
+    "quantize_f32": 64,
+    "quantize_bf16": 80,
+    "quantize_f16": 80,
     "regroup_starts": 48,
     "regroup": 56,
     "unpack_chunks": 96,

@@ -109,11 +109,12 @@ def test_bfloat16_gradients_are_their_values(device):
 
 def test_loss_scale_divides_then_clip_multiplies_then_maximize_negates(device):
     random = torch.Generator().manual_seed(3)
-    start, gradient = normal(1000, random).to(device), normal(1000, random).to(device)
+    start, gradient = normal(1000, random).to(device), normal(1000, random)
     ours, plain = fresh_state(start), fresh_state(start)
     step = ops.adamw_step(t=1, loss_scale=3.0, clip=0.7, maximize=True, **STEP)
-    ops.adamw_(*ours, [gradient], step[None])
-    ops.adamw_(*plain, [-((gradient / 3.0) * 0.7)], numbers(STEP, [1]))
+    ops.adamw_(*ours, [gradient.to(device)], step[None])
+    scaled = -((gradient / 3.0) * 0.7)  # on the CPU: torch multiplies by 1 / 3 on a GPU
+    ops.adamw_(*plain, [scaled.to(device)], numbers(STEP, [1]))
     assert all(same_bits(one, two) for one, two in zip(ours, plain, strict=True))
 
 
