@@ -6,9 +6,9 @@ Candidates that take turns: `compute`, matrix products for about so long; `both`
 captures so much state (scattered over tensors of 16 MiB) into an arena, until both are over; `capture`, that alone.
 `step x` is both ÷ compute: 1 means that the snapshot costs nothing, max(compute, capture) ÷ compute is the best there
 is without making training wait less for its own update; `waits` is how long the training thread waits for the capture
-after its compute. On CUDA the state is on the device, the thread has streams of its own, and the arena is page-locked, as
-in a session (`lock` says how long that took, once), or not, with `--unlocked`. On the CPU both use the same cores and the
-same memory: `--threads 1` leaves one of two cores idle.
+after its compute. On CUDA the state is on the device, the thread has streams of its own, and the arena is page-locked,
+as in a session (`lock` says how long that took, once), or not, with `--unlocked`. On the CPU both use the same cores and
+the same memory: `--threads 1` leaves one of two cores idle.
 """
 
 import tempfile
@@ -104,7 +104,8 @@ def main():
     for gib in sizes:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="evermoe-bench-") as folder:
             try:
-                found = Candidates(gib, arguments.device, arguments.compute_seconds, Path(folder), not arguments.unlocked)
+                place, is_locked = Path(folder), not arguments.unlocked
+                found = Candidates(gib, arguments.device, arguments.compute_seconds, place, is_locked)
             except (OSError, RuntimeError) as error:
                 print(f"{gib} GiB: skipped, {str(error).splitlines()[0]}", flush=True)
                 continue

@@ -317,7 +317,8 @@ impl Launcher {
         }
         let sizes = [num_tokens, top_k, num_rows, width].map(|size| size as u64);
         let arguments = [&[rows, positions, weights, out, u64::from(wide)], &sizes[..]].concat();
-        let grid = token_grid(num_tokens.div_ceil(IN_FLIGHT.div_ceil(top_k)), row_bytes, 1, COMBINING_THREADS);
+        let grid =
+            token_grid(num_tokens.div_ceil(IN_FLIGHT.div_ceil(top_k)), row_bytes, 1, COMBINING_THREADS);
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
         unsafe { self.launch(combine.kernels()?.forward, grid, &arguments) }
     }

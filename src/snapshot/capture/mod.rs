@@ -5,8 +5,10 @@
 //! thread            ·        chunk chunk chunk          ·   chunk  chunk ─► digests, published
 //! ```
 //!
-//! [`queue`] decides, [`work`] copies and hashes, [`shared`] is the thread; here is what a caller sees.
+//! [`queue`] decides, [`work`] copies and hashes, [`hashing`] helps it with what a GPU brings, [`shared`] is the thread; here is
+//! what a caller sees.
 
+mod hashing;
 mod queue;
 mod shared;
 mod work;

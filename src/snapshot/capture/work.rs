@@ -1,5 +1,7 @@
-//! One capture's bytes: from scattered runs of memory into a buffer, each unit hashed while it is in the cache.
+//! One capture's bytes: from scattered runs of memory into a buffer, each unit hashed while it is in the cache, or by several
+//! threads where a device brings it to its place.
 
+use super::hashing::Hashing;
 use crate::beside::give_way;
 use crate::cpu::memory::{copy, finish_stream};
 use crate::ensure;
@@ -54,6 +56,8 @@ pub(super) struct Work {
     fetch: Option<Fetch>,
     /// The bytes are in their places in the buffer when they are fetched.
     in_place: bool,
+    /// Who hashes units, where this thread does not; dropped before what it reads.
+    hashing: Option<Hashing>,
     /// Whatever owns the sources; dropped with the work.
     _kept: Box<dyn Any + Send>,
 }
@@ -89,6 +93,9 @@ impl Work {
             }));
         }
         let digests = vec![Xxh3Default::new().digest(); num_units];
+        let largest = layout.units().iter().map(|unit| unit.bytes).max().unwrap_or(0);
+        let hashing =
+            in_place.then(|| Hashing::begin(pieces.iter().map(|piece| piece.bytes).sum(), largest)).flatten();
         let (hash, readable) = (Xxh3Default::new(), if fetch.is_some() { 0 } else { usize::MAX });
         Ok(Self {
             buffer: 0,
@@ -101,6 +108,7 @@ impl Work {
             readable,
             fetch,
             in_place,
+            hashing,
             _kept: kept,
         })
     }
@@ -125,10 +133,10 @@ impl Work {
         &self.digests
     }
 
-    /// Copies the next `bytes` bytes, which are fetched first where that is needed.
+    /// Copies the next `bytes` bytes, which are fetched first where that is needed. With the last ones all digests are there.
     ///
     /// # Errors
-    /// The error of fetching them.
+    /// The error of fetching or hashing them.
     ///
     /// # Safety
     /// The buffer has begun and is the layout's; the sources are readable once fetched, and no other code writes them
@@ -137,7 +145,11 @@ impl Work {
         // SAFETY: by the caller's promise.
         let advanced = unsafe { self.copy(bytes) };
         finish_stream();
-        advanced
+        advanced?;
+        match &mut self.hashing {
+            Some(hashing) if self.next == self.pieces.len() => hashing.finish(&mut self.digests),
+            _ => Ok(()),
+        }
     }
 
     unsafe fn copy(&mut self, mut bytes: usize) -> Result<()> {
@@ -146,26 +158,35 @@ impl Work {
             if self.copied == self.readable {
                 self.fetch_more()?;
             }
-            let size =
-                (piece.bytes - self.within).min(bytes).min(BLOCK_BYTES).min(self.readable - self.copied);
-            let to = self.buffer + piece.to + self.within;
-            let from = if self.in_place { to } else { piece.from + self.within };
-            // SAFETY: the piece lies in the sources (`new`), or in the buffer, where it has arrived.
-            let from = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), size) };
-            if !self.in_place {
-                let to = std::ptr::with_exposed_provenance_mut(to);
-                // SAFETY: the piece lies in the buffer, the arena's own memory, which is apart from the sources.
-                copy_past_cache(from, unsafe { std::slice::from_raw_parts_mut(to, size) });
+            let mut size = (piece.bytes - self.within).min(bytes).min(self.readable - self.copied);
+            if self.hashing.is_none() {
+                size = size.min(BLOCK_BYTES);
+                // SAFETY: by the caller's promise.
+                self.hash.update(unsafe { self.copy_block(piece, size) });
             }
-            self.hash.update(from);
             self.within += size;
             self.copied += size;
             bytes -= size;
             if self.within == piece.bytes {
-                self.finish_piece();
+                // SAFETY: by the caller's promise; the piece has arrived.
+                unsafe { self.finish_piece() };
             }
         }
         Ok(())
+    }
+
+    /// The next bytes of a piece, once they are in their place.
+    unsafe fn copy_block<'a>(&self, piece: Piece, size: usize) -> &'a [u8] {
+        let to = self.buffer + piece.to + self.within;
+        let from = if self.in_place { to } else { piece.from + self.within };
+        // SAFETY: the piece lies in the sources (`new`), or in the buffer, where it has arrived.
+        let from = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), size) };
+        if !self.in_place {
+            let to = std::ptr::with_exposed_provenance_mut(to);
+            // SAFETY: the piece lies in the buffer, the arena's own memory, which is apart from the sources.
+            copy_past_cache(from, unsafe { std::slice::from_raw_parts_mut(to, size) });
+        }
+        from
     }
 
     fn fetch_more(&mut self) -> Result<()> {
@@ -175,9 +196,12 @@ impl Work {
         Ok(())
     }
 
-    fn finish_piece(&mut self) {
+    unsafe fn finish_piece(&mut self) {
         let piece = self.pieces[self.next];
-        if piece.ends_unit {
+        if let Some(hashing) = &mut self.hashing {
+            // SAFETY: without runs a piece is a whole unit; it lies in the buffer until the work is dropped.
+            unsafe { hashing.add(piece.unit, self.buffer + piece.to, piece.bytes) };
+        } else if piece.ends_unit {
             self.digests[piece.unit] = self.hash.digest();
             self.hash.reset();
         }
@@ -320,6 +344,30 @@ mod tests {
             assert_eq!(work.digests(), [digest(unit(0)), digest(&[]), digest(unit(2))]);
             assert!(buffer[..64].iter().all(|&byte| byte == 0xEE), "the table is not the copy's to write");
         }
+    }
+
+    #[test]
+    fn what_comes_to_its_place_has_the_digests_that_one_thread_gives() {
+        let layout = layout(&[501, 0, 69_000, 64]);
+        let all: Vec<u8> = (0..layout.payload_bytes()).map(|value| (value * 7 % 251) as u8).collect();
+        let (total, mut arrived, source) = (69_565, 0, all.clone());
+        let fetch = move |buffer: *mut u8| {
+            arrived = (arrived + 10_000).min(total);
+            // SAFETY: the buffer has as many bytes; the source lies elsewhere.
+            unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), buffer, source.len()) };
+            Ok(arrived)
+        };
+        let mut buffer = vec![0_u8; layout.payload_bytes()];
+        let mut work = Work::new(&layout, None, Some(Box::new(fetch)), Box::new(())).unwrap();
+        work.hashing = Hashing::with_threads(2);
+        work.begin(buffer.as_mut_ptr());
+        for _ in 0..total.div_ceil(4096) {
+            // SAFETY: the buffer lives here, and nothing else uses it.
+            unsafe { work.advance(4096) }.unwrap();
+        }
+        assert_eq!(work.position(), None);
+        let unit = |unit: &Unit| digest(&all[unit.offset..][..unit.bytes]);
+        assert_eq!(work.digests(), layout.units().iter().map(unit).collect::<Vec<_>>());
     }
 
     #[test]

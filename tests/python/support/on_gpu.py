@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WHEELS, OUT = ROOT / "out" / "wheels", ROOT / "out" / "gpu"
 CHECKS = ("memcheck", "racecheck", "synccheck", "initcheck")
 BENCHES = {
+    "kernels": [],
     "ops": ["--tokens", "8192", "65536", "--hidden", "1024", "4096", "--experts", "8", "256", "--seconds", "0.2"],
     "optim": ["--elements", str(1 << 28), "--seconds", "2"],
     "copies": [],
@@ -64,9 +65,9 @@ KERNELS = (
 """How the names of our kernels begin, for compute-sanitizer: torch's are many, and not ours to check."""
 SANITIZED = ["tests/python/ops", "-k", "example"]
 """Tests that launch each kernel, and are small enough to run under a tool that slows kernels down a hundred times."""
-TEST_SECONDS, CHECK_SECONDS, BENCH_SECONDS = 240, 50, 75
+TEST_SECONDS, CHECK_SECONDS, BENCH_SECONDS = 240, 50, 65
 INTERRUPT_SECONDS = 5
-PROCESSES = 4
+PROCESSES = min(10, os.cpu_count() or 1)
 
 
 def environment():

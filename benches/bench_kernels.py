@@ -1,6 +1,6 @@
 """What each kernel moves and takes on this GPU, read from its counters by Nsight Compute (`ncu`).
 
-    python benches/kernel_counters.py [--json PATH]
+    python benches/bench_kernels.py [--json PATH]
 
 Sizes are those of kernel_table.py: a layer of DeepSeek-V3. Each kernel runs once with caches flushed and the clocks as
 they are. `us` is its time, `read` and `written` are the bytes that went through the GPU's memory, `of peak` their share
@@ -11,7 +11,6 @@ bytes of all kernels of an op with those that no way to do it can avoid; what th
 import argparse
 import csv
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from common import Table
+from common import Table, parse, parser
 from evermoe import ops
 from kernel_table import COPIED, OPS, PARAMETERS, E, H, K, R, T
 
@@ -105,25 +104,23 @@ def read(text):
 
 
 def main():
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--json", help="where to write the figures")
+    made = parser(__doc__, seconds=0.0, threads=(1,), devices=("cuda",))
+    made.set_defaults(device="cuda")
     made.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
-    arguments = made.parse_args()
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        print("skipped: no CUDA device, or no kernels in this build")
-        return
+    arguments = parse(made)
     if arguments.launch:
         launch()
         return
     ncu = shutil.which("ncu") or next((str(place) for place in PLACES if place.exists()), None)
     if ncu is None:
-        sys.exit("kernel_counters: expected ncu of Nsight Compute on PATH or in /opt/nvidia")
+        print("skipped: no ncu of Nsight Compute on PATH or in /opt/nvidia")
+        return
     options = ["--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
     options += ["--profile-from-start", "off", "--metrics", ",".join(METRICS.values())]
     command = [ncu, *options, sys.executable, __file__, "--launch"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     if ran.returncode or '"ID"' not in ran.stdout:
-        sys.exit(f"kernel_counters: ncu failed\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}")
+        sys.exit(f"bench_kernels: ncu failed\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}")
     found = list(read(ran.stdout))
     copied = next(2 * COPIED / values["us"] for op, _, values in found if op == "copy")
     least = {op.name: op.least for op in OPS}
@@ -141,8 +138,7 @@ def main():
             row["of copy"] = least[op] / sum(each["us"] for each in of_op) / copied
             row["moved / least"] = sum(each["read"] + each["written"] for each in of_op) / least[op]
         table.add(**row)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"title": title, "rows": table.rows}, indent=1))
+    table.write(arguments)
 
 
 if __name__ == "__main__":
