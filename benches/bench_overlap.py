@@ -7,8 +7,8 @@ captures so much state (scattered over tensors of 16 MiB) into an arena, until b
 `step x` is both ÷ compute: 1 means that the snapshot costs nothing, max(compute, capture) ÷ compute is the best there
 is without making training wait less for its own update; `waits` is how long the training thread waits for the capture
 after its compute. On CUDA the state is on the device, the thread has streams of its own, and the arena is page-locked,
-as in a session (`lock` says how long that took, once), or not, with `--unlocked`. On the CPU both use the same cores and
-the same memory: `--threads 1` leaves one of two cores idle.
+as in a session (`lock` says how long that took, once), or not, with `--unlocked`. On the CPU both use the same cores
+and the same memory: `--threads 1` leaves one of two cores idle.
 """
 
 import tempfile
