@@ -56,16 +56,46 @@ def test_a_watch_that_is_stopped_sees_nothing(member):
     assert seen(watch) == [([], None)]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_member_whose_wait_failed_does_not_say_that_it_computes(fails):
-    """Or those who ask next would take it, too, for one that they have waited for."""
+@pytest.fixture
+def watched():
+    """A member's watch in a step of group 7, its group, and whether it says to another one that it computes."""
     group, here, there = Group(), *(Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
     limits = {"heartbeat_limit": 9.0, "hang_limit": 9.0}
     watch = GroupWatch(here, [group], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
     watch.begin(7, {"b": there.address}, 0)
     watch.step_begins()
+
+    def computes():
+        there.look_around({"a": here.address}, [])
+        return there.said["a"][0] == 7
+
+    yield group, computes
+    watch.end()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_member_whose_wait_failed_does_not_say_that_it_computes(watched, fails):
+    """Or those who ask next would take it, too, for one that they have waited for."""
+    group, computes = watched
+    assert computes()
     group.on_wait(True)
     group.on_wait(False, not fails)  # the group is not dropped yet
-    there.look_around({"a": here.address}, [])
-    watch.end()
-    assert there.said["a"][0] == (0 if fails else 7)
+    assert computes() != fails
+
+
+def test_what_ends_after_the_group_has_broken_does_not_say_so_either(watched):
+    """Copies of the interrupted step, for example, which were complete."""
+    group, computes = watched
+    group.on_wait(True)
+    group.drop("others did not come")
+    group.on_wait(False, False)
+    group.on_wait(True)
+    group.on_wait(False, True)
+    assert not computes()
+
+
+def test_who_begins_to_wait_when_the_group_has_broken_was_late(watched):
+    group, computes = watched
+    group.drop("others have given up")
+    group.on_wait(True)
+    assert computes()

@@ -55,6 +55,7 @@ def train(group, first_bytes, device="cpu", keeps_previous=False):
     surveys = [sorted(copies.stored()) for _ in range(2)]
     assert all(digest(copies.read(unit, step).numpy()) == value for unit, step, value in surveys[1])
     theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
+    group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
     copies.close()
     courier.close()
     return {"mine": mine, "theirs": theirs, "sent": sent, "surveys": surveys}
@@ -86,6 +87,7 @@ def train_some(group, skipped):
     for name, data in mine.items():
         state.read(name, data)
     theirs = {unit: copies.read(unit, step) for unit, step, _ in copies.stored() if step == STEPS}
+    group.all_reduce(torch.zeros(1))  # nobody closes its connections while the other one still reads
     copies.close()
     courier.close()
     return {"mine": mine, "theirs": theirs}
@@ -113,7 +115,7 @@ def send(courier, copies, step, **options):
 def complete(courier, work):
     """Bytes that were sent; nothing may be damaged."""
     task = courier.submit(work)
-    assert task.wait()
+    assert task.wait(), task.lost
     assert not task.result.needs_full_state
     return task.result.sent_bytes
 
