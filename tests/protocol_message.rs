@@ -26,7 +26,7 @@ fn messages() -> impl Strategy<Value = Message> {
         0..9_usize,
         0..1_u64 << 20,
         0..1_u64 << 20,
-        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<[u64; 2]>(), any::<[bool; 3]>()),
+        (prop::collection::vec(any::<(u64, u64)>(), 0..3), any::<[u64; 2]>(), any::<[bool; 4]>()),
         groups,
     )
         .prop_map(
@@ -36,7 +36,7 @@ fn messages() -> impl Strategy<Value = Message> {
                 size,
                 generation,
                 state,
-                (named, [adopted, known], [inquires, is_done, has_progress]),
+                (named, [adopted, known], [inquires, is_done, has_progress, is_spare]),
                 (seat, begun),
             )| {
                 Standing {
@@ -50,6 +50,7 @@ fn messages() -> impl Strategy<Value = Message> {
                     adopted,
                     inquires,
                     is_done,
+                    is_spare,
                     seat,
                     known,
                     begun,
@@ -136,6 +137,7 @@ fn example() -> Message {
         named: vec![],
         adopted: 0,
         inquires: false,
+        is_spare: false,
         is_done: false,
         seat: None,
         known: 0,

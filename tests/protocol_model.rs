@@ -57,6 +57,7 @@ fn setting(members: usize, steps: u64, faults: u8, keeper: Keeper) -> Setting {
         lighthouses: 1,
         silences: 0,
         moves: 0,
+        has_spare: false,
         inquiries: 0,
         leaves: 0,
         cuts: 0,
@@ -144,6 +145,13 @@ fn two_members_that_leave_on_notice() {
 fn two_members_and_a_newcomer() {
     for keeper in KEEPERS {
         explore(&Setting { joiners: 1, inquiries: 2, ..setting(2, 2, 1, keeper) });
+    }
+}
+
+#[test]
+fn two_members_and_a_spare() {
+    for keeper in KEEPERS {
+        explore(&Setting { joiners: 1, has_spare: true, inquiries: 1, ..setting(2, 2, 1, keeper) });
     }
 }
 

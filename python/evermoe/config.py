@@ -79,6 +79,8 @@ def with_environment(config: SessionConfig) -> SessionConfig:
         found["go_on_alone"] = (
             checked("EVERMOE_GO_ON_ALONE", os.environ["EVERMOE_GO_ON_ALONE"], Literal["0", "1"]) == "1"
         )
+    if os.environ.get("EVERMOE_SPARE"):
+        found["spare"] = checked("EVERMOE_SPARE", os.environ["EVERMOE_SPARE"], Literal["0", "1"]) == "1"
     if os.environ.get("EVERMOE_ROLE"):
         found["role"] = checked("EVERMOE_ROLE", os.environ["EVERMOE_ROLE"], Role)
     if config.members is None and os.environ.get("EVERMOE_MEMBERS"):

@@ -128,7 +128,7 @@ class TorchrunVariables:
     Args:
         job: its name.
         members: processes that train which a new job waits for, over all machines.
-        roles: `train` or `replica` for each process of this machine.
+        roles: `train`, `replica` or `spare` for each process of this machine.
         node_rank: number of this machine; None if that is not known, and only what is of this machine is set.
         nodes: number of machines; None if as many as `members` need, with processes as here.
         master: host and port where scripts may form a process group of their own.

@@ -151,13 +151,13 @@ class LocalJob:
         variables: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
     ) -> Worker:
-        """Starts worker `index` on `node`; as a `replica` it keeps copies alone.
+        """Starts worker `index` on `node`; as a `replica` it keeps copies alone, as a `spare` it waits for a vacant place.
 
         Args:
             index: number of the worker on this machine.
             node: the machine whose memory dies as one.
             arguments: more of the command.
-            role: `train` or `replica`.
+            role: `train`, `replica` or `spare`.
             variables: of its environment.
             options: of `subprocess.Popen`.
         """
@@ -168,7 +168,8 @@ class LocalJob:
             "EVERMOE_LIGHTHOUSE": str(self.lighthouse),
             "EVERMOE_JOB": self.name,
             "EVERMOE_NODE": node,
-            "EVERMOE_ROLE": role,
+            "EVERMOE_ROLE": "replica" if role == "replica" else "train",
+            "EVERMOE_SPARE": str(int(role == "spare")),
             "EVERMOE_MEMBERS": str(self.members),
             "EVERMOE_MEMORY_DIR": self.memory_dir,
             "EVERMOE_BEGUN": str(self.memory / BEGUN),
@@ -206,10 +207,12 @@ def terminate(workers: Sequence[Worker]) -> None:
         worker.process.send_signal(signal.SIGCONT)
 
 
-def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0, node_rank: int | None = None) -> int:
-    """Runs `workers` processes that train, and `replicas` that keep copies for them, until they end.
+def run(
+    job: LocalJob, workers: int, restarts: int, replicas: int = 0, spares: int = 0, node_rank: int | None = None
+) -> int:
+    """Runs `workers` processes that train, `replicas` that keep copies for them, and `spares` that wait, until they end.
 
-    One killed by a crash is restarted on the same node. SIGINT, SIGTERM and SIGHUP make all of them leave the job.
+    One killed by a crash is restarted on the same node: as a spare where there are some, of which one has its place. SIGINT, SIGTERM and SIGHUP make all of them leave the job.
     `node_rank` is the number of this machine, for torchrun's variables.
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.
@@ -217,7 +220,7 @@ def run(job: LocalJob, workers: int, restarts: int, replicas: int = 0, node_rank
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, len(os.sched_getaffinity(0)) // (workers + replicas))
         job.environment = {"OMP_NUM_THREADS": str(threads), **job.environment}
-    return _Run(job, restarts, node_rank).go(["train"] * workers + ["replica"] * replicas)
+    return _Run(job, restarts, node_rank).go(["train"] * workers + ["replica"] * replicas + ["spare"] * spares)
 
 
 class _Run:
@@ -234,6 +237,7 @@ class _Run:
         self._variables: TorchrunVariables
         self._node = node_name(os.environ.get("EVERMOE_NODE") or None)
         self._running: list[Worker] = []
+        self._has_spares = False
         self._codes: list[int] = []
         """Exit codes of the workers that are not started again."""
         self._signals: list[int] = []
@@ -246,7 +250,7 @@ class _Run:
         """Starts a worker for each role, and waits for all of them. Returns the exit code."""
         with _listening(self._signals), self._job as job:
             _say(f"job {job.name}, Lighthouse {job.lighthouse}; to add a worker: {job.one_more()}")
-            self._variables = self._torchrun_variables(roles)
+            self._variables, self._has_spares = self._torchrun_variables(roles), "spare" in roles
             self._running = [self._start(index, role) for index, role in enumerate(roles)]
             while self._running:
                 time.sleep(0.1)
@@ -293,12 +297,13 @@ class _Run:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         _say(f"worker {worker.index} (pid {worker.process.pid}) {how}{'; starting it again' * starts_again}")
         if starts_again:
-            again = self._start(worker.index, worker.role, worker.restarts + 1)
+            role = "spare" if self._has_spares and worker.role == "train" else worker.role
+            again = self._start(worker.index, role, worker.restarts + 1)
             again.restarts = worker.restarts + 1
             self._running.append(again)
             return
         self._codes.append(code)
-        left = sum(each.role == "train" for each in self._running)
+        left = sum(each.role != "replica" for each in self._running)
         job = self._job
         if job.has_own_lighthouse and not job.is_marked(BEGUN) and left < job.members and self._running:
             _say(f"the job cannot begin with {count(left, 'worker')} of {job.members}: stopping what is left")

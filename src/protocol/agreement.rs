@@ -71,7 +71,7 @@ pub struct Need {
 /// use evermoe::protocol::{Need, Participant, Standing, Verdict, judge};
 /// let standing = Standing {
 ///     epoch: None, established: true, size: 2, generation: 3, state: 3, has_progress: true, named: vec![], adopted: 3,
-///     inquires: false, is_done: false, seat: None, known: 0, begun: vec![],
+///     inquires: false, is_done: false, is_spare: false, seat: None, known: 0, begun: vec![],
 /// };
 /// let b = Participant {
 ///     id: "b".into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![], standing,
@@ -126,6 +126,37 @@ pub fn judge(id: u64, participants: &[Participant], need: Need, group: Option<(&
     let newest = standings().map(|standing| standing.state).max().unwrap_or(0);
     let epoch = name(&members, generation, need.is_majority.then_some(participants));
     Verdict::New(Agreement { epoch, generation, members, num_trainers: found, newest })
+}
+
+/// The participants without the spares that are not needed: of the spares, in the order of their ids, as many count as members
+/// that train are missing. The same on all members. In a job that has not begun they leave the others time to come: those that
+/// are patient do not count.
+///
+/// Three are to train, and "a" and "b" do: of the spares "d" and "c" only "c" counts.
+/// ```
+/// use evermoe::protocol::{Participant, Settings, Standing, without_idle_spares};
+/// let standing = |is_spare: bool| Standing {
+///     epoch: None, established: !is_spare, size: 0, generation: 0, state: 0, has_progress: false, named: vec![], adopted: 0,
+///     inquires: false, is_done: false, is_spare, seat: None, known: 0, begun: vec![],
+/// };
+/// let participant = |id: &str, is_spare| Participant {
+///     id: id.into(), rank_key: "".into(), trains: true, waits: true, is_patient: false, unreachable: vec![],
+///     standing: standing(is_spare),
+/// };
+/// let all = [participant("d", true), participant("a", false), participant("c", true), participant("b", false)];
+/// let found: Vec<_> = without_idle_spares(&all, 3).into_iter().map(|each| each.id).collect();
+/// assert_eq!(found, ["a", "c", "b"]);
+/// ```
+pub fn without_idle_spares(participants: &[Participant], members: usize) -> Vec<Participant> {
+    let is_spare = |participant: &&Participant| participant.standing.is_spare;
+    let is_running = participants.iter().any(|participant| participant.standing.established);
+    let training = participants.iter().filter(|each| each.trains && !is_spare(each)).count();
+    let may_come = participants.iter().filter(is_spare).filter(|each| is_running || !each.is_patient);
+    let mut spares: Vec<&str> = may_come.map(|each| each.id.as_str()).collect();
+    spares.sort_unstable();
+    spares.truncate(members.saturating_sub(training));
+    let counts = |each: &&Participant| !is_spare(each) || spares.contains(&each.id.as_str());
+    participants.iter().filter(counts).cloned().collect()
 }
 
 /// The members without those that have an older state than one that has come to the end, if there are such.

@@ -19,7 +19,7 @@ const MOST_BRANCHES: usize = 20_000;
 /// use evermoe::protocol::{Participant, Standing, reach_each_other};
 /// let standing = Standing {
 ///     epoch: None, established: true, size: 4, generation: 1, state: 1, has_progress: true, named: vec![], adopted: 1,
-///     inquires: false, is_done: false, seat: None, known: 0, begun: vec![],
+///     inquires: false, is_done: false, is_spare: false, seat: None, known: 0, begun: vec![],
 /// };
 /// let member = |id: &str, unreachable: &[&str]| Participant {
 ///     id: id.into(), rank_key: "".into(), trains: true, waits: true, is_patient: false,

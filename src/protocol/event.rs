@@ -40,6 +40,8 @@ pub struct Standing {
     pub inquires: bool,
     /// Whether all steps are committed and it has come to the end: what it lacks, others have taken along that are through.
     pub is_done: bool,
+    /// Whether it takes part only if a member that trains is missing. No more once it has begun to.
+    pub is_spare: bool,
     /// The newest group that it was connected in. None before the first, and where the job has one Lighthouse.
     pub seat: Option<Seat>,
     /// The newest state that was in any group that it has begun: of its own or of other members. 0 where the job has one
@@ -234,6 +236,8 @@ pub enum Stop {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum Wait {
+    /// This one is a spare, and all members that train are there, or still come to a new job.
+    Spare,
     /// Too few members have come.
     Members {
         /// Those that train.

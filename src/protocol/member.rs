@@ -19,6 +19,8 @@ pub struct Settings {
     pub id: String,
     /// False for a replica node.
     pub trains: bool,
+    /// Whether it takes part only if fewer than `members` train.
+    pub is_spare: bool,
     /// Members that train, for which a new job waits.
     pub members: usize,
     /// Whether that many are needed always: the seats of a pipeline.
@@ -64,7 +66,7 @@ enum Phase {
 /// ```
 /// use evermoe::protocol::{Command, Event, Participant, Protocol, Settings};
 /// let settings = Settings {
-///     id: "a".into(), trains: true, members: 1, is_fixed: false, goes_on_alone: false, needs_majority: false,
+///     id: "a".into(), trains: true, is_spare: false, members: 1, is_fixed: false, goes_on_alone: false, needs_majority: false,
 ///     join_every: 5, rebalance_every: 0, generation: 0,
 /// };
 /// let mut member = Protocol::new(settings);
@@ -128,6 +130,8 @@ pub struct Protocol {
     /// Whether all steps are committed here: units that left with members who have heard this one's farewell are not
     /// missed.
     is_done: bool,
+    /// Whether it waits until it is needed; no more once it has been.
+    is_spare: bool,
     failure: String,
 }
 
@@ -139,6 +143,7 @@ impl Protocol {
             until: 0,
             version: 0,
             generation: settings.generation,
+            is_spare: settings.is_spare,
             settings,
             named: Vec::new(),
             adopted: (0, 0),

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 6;
+pub const PROTOCOL: u64 = 7;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// What stands in the place of a member's message in that of an operator.
@@ -219,8 +219,8 @@ fn wrap(
 ///
 /// ```
 /// use evermoe::protocol::{Heard, hear};
-/// let newer = r#"{"evermoe":7,"job":"j","established":true,"more":[]}"#;
-/// assert_eq!(hear("a", newer, None), Heard::OtherProtocol { protocol: 7, job: "j".into(), established: true });
+/// let newer = r#"{"evermoe":8,"job":"j","established":true,"more":[]}"#;
+/// assert_eq!(hear("a", newer, None), Heard::OtherProtocol { protocol: 8, job: "j".into(), established: true });
 /// assert!(matches!(hear("a", "{}", None), Heard::Stranger { .. }));
 /// ```
 #[must_use]

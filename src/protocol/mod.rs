@@ -50,7 +50,7 @@ mod member;
 mod message;
 mod version;
 
-pub use agreement::{Agreement, Need, Verdict, judge};
+pub use agreement::{Agreement, Need, Verdict, judge, without_idle_spares};
 pub use cut::reach_each_other;
 pub use event::{Begun, Command, Event, Participant, Passed, Seat, Standing, Stop, Wait};
 pub use member::{MOST_RECOVERIES, Protocol, Settings};

@@ -3,6 +3,7 @@
 mod agreement;
 mod majority;
 mod member;
+mod spare;
 
 use evermoe::protocol::{
     Begun, Command, Event, Need, Participant, Passed, Protocol, Seat, Settings, Standing, Stop, Verdict,
@@ -15,6 +16,7 @@ fn settings() -> Settings {
     Settings {
         id: "a".into(),
         trains: true,
+        is_spare: false,
         members: 1,
         is_fixed: false,
         goes_on_alone: false,
@@ -50,6 +52,7 @@ fn standing(established: bool, size: usize) -> Standing {
         adopted,
         inquires: false,
         is_done: false,
+        is_spare: false,
         seat: None,
         known: 0,
         begun: vec![],

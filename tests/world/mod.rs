@@ -27,6 +27,8 @@ pub(crate) struct Setting {
     pub joiners: usize,
     /// Steps after which the job is over.
     pub steps: u64,
+    /// Whether newcomers are spares.
+    pub has_spare: bool,
     /// Crashes, freezes and ballots that are not whole, together.
     pub faults: u8,
     /// Lighthouses, each of which names sets of those that ask it.

@@ -83,6 +83,7 @@ impl Node {
         let settings = Settings {
             id: name(number),
             trains: true,
+            is_spare: setting.has_spare && number >= setting.members,
             members: setting.members,
             is_fixed: false,
             goes_on_alone: false,

@@ -40,6 +40,12 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         help="processes on this machine that do not train but keep copies for those that do (%(default)s)",
     )
     run.add_argument(
+        "--spare",
+        type=_processes,
+        default=0,
+        help="processes on this machine that are ready to train, and take a lost one's place at once (%(default)s)",
+    )
+    run.add_argument(
         "--members",
         type=_processes,
         help="processes that train, over all machines, that a new job waits for (default: --workers)",
@@ -187,12 +193,12 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.program:
         raise ValueError("expected a SCRIPT, or -m MODULE, after the options; see evermoe run --help")
-    if options.workers + options.replicas < 1:
-        raise ValueError("expected a worker or a replica, got --workers 0 and --replicas 0")
+    if options.workers + options.replicas + options.spare < 1:
+        raise ValueError("expected a worker, a replica or a spare, got --workers 0, --replicas 0 and --spare 0")
     if options.members == 0:
         raise ValueError("--members: expected 1 or more, got 0")
     if not (options.workers or options.members):
-        raise ValueError("--replicas alone: expected --members, how many processes train on other machines")
+        raise ValueError("without workers here: expected --members, how many processes train on other machines")
     command = [sys.executable, *(["-m"] if options.module else []), *options.program]
     address = options.lighthouse or os.environ.get("EVERMOE_LIGHTHOUSE") or lighthouse()
     if address is None and options.members is None and node_rank() is not None:
@@ -210,7 +216,7 @@ def _run(options: argparse.Namespace) -> int:
             raise ValueError("--host-lighthouse: expected --lighthouse, too, with an address of this machine")
         job.host_lighthouse()
     number = node_rank() if options.node_rank is None else options.node_rank
-    return run(job, options.workers, options.restarts, options.replicas, number)
+    return run(job, options.workers, options.restarts, options.replicas, options.spare, number)
 
 
 def _listeners(options: argparse.Namespace) -> dict[str, str]:

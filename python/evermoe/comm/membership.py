@@ -63,6 +63,9 @@ class MembershipOptions(Options):
     """Trains on where `LeftBehind` would stop it, as nobody is left of those that went on (EVERMOE_GO_ON_ALONE=1)."""
     role: Role = "train"
     """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
+    spare: bool = False
+    """Trains only once fewer than `members` do: it waits until then, and takes a lost member's place in the recovery that
+    the loss begins (EVERMOE_SPARE=1). To a new job others may come for `hang_limit` before it makes up their number."""
     heartbeat_limit: float = option(2.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds after which a member whose process is stopped, whose host is gone or which is cut off counts as lost."""
     hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
@@ -81,6 +84,11 @@ class MembershipOptions(Options):
         super().__post_init__()
         for part in self.domain.split("/") if self.domain is not None else ():
             check_name("each part of domain (EVERMOE_DOMAIN), between slashes,", part)
+        if self.spare and (self.role != "train" or self.lighthouse is None):
+            raise ValueError(
+                "spare (EVERMOE_SPARE): expected role='train' and the lighthouse of a job whose members it may replace, got "
+                f"role={self.role!r}, lighthouse={self.lighthouse!r}"
+            )
         if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.go_on_alone:
             raise ValueError(
                 "go_on_alone (EVERMOE_GO_ON_ALONE) lets each part of a job go on, and lighthouse names several: "
@@ -121,6 +129,7 @@ class Membership:
         self.identity = identity = replace(identity, options=common)
         self.messages = Messages(self.id, identity, lighthouse, secret)
         self.role, self.goes_on_alone, self._domain = options.role, options.go_on_alone, options.domain or ""
+        self.is_spare, self._came = options.spare, time.monotonic()
         interface = place.address or options.address
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
@@ -206,6 +215,13 @@ class Membership:
             self._is_expected = True
             logger.warning("the job's members train, and take this one in between two steps")
 
+    def stand_by(self) -> None:
+        """This spare waits until a member that trains is missing, for as long as that takes."""
+        self._deadline = None
+        if self.is_spare and not self._is_expected:
+            self._is_expected = True
+            logger.warning("this worker is a spare: it waits until one of the %d that train is missing", self._members)
+
     def is_out_of_time(self) -> bool:
         """Whether the agreement has taken longer than `agree_limit`."""
         return self._deadline is not None and time.monotonic() > self._deadline
@@ -254,6 +270,8 @@ class Membership:
         try:
             # A newcomer is patient as long as it does not know whether the job runs at another Lighthouse.
             patience = RETURN_SECONDS if self.lighthouses.silent and not self.established else self._patience
+            if self.is_spare and not self.established:  # those that are to begin a new job get time to come
+                patience = max(patience, self._came + self._hang_limit.total_seconds() - time.monotonic())
             quorum = self.lighthouses.ask(self._message(standing, patience, waits=True), max(0.1, seconds))
             self._inquiry.give_way(quorum, is_intact=is_intact)
         except ConnectionError:

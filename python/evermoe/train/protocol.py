@@ -99,6 +99,8 @@ class Rendezvous:
         """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
         if why == "training":
             self._membership.expect_members()
+        if why == "spare":
+            self._membership.stand_by()
         if self._membership.is_out_of_time():
             reason = self._lacking(found, size) if why == "minority" else "some members are absent"
             if why == "members":
@@ -188,6 +190,7 @@ class CommitProtocol:
             {
                 "id": membership.id,
                 "trains": membership.role == "train",
+                "is_spare": membership.is_spare,
                 "members": members,
                 "is_fixed": is_fixed,
                 "goes_on_alone": membership.goes_on_alone,

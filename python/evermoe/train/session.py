@@ -193,11 +193,12 @@ class Session:
     def steps(self, until: int) -> Iterator[Step]:
         """Yields steps until `until` are taken, and again the one that a failure interrupted.
 
-        On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done.
+        On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done. A spare that
+        was never needed ends its process with the code 0 once the job is over: it has no trained model.
         It returns earlier after `leave`; SIGTERM does the same, and ends the process then, with the code 143.
 
         Raises:
-            SystemExit: this member has left on SIGTERM.
+            SystemExit: this member has left on SIGTERM, or was a spare that nobody needed.
             LostExperts: more copies were lost than are kept, and no checkpoint is left.
             JoinTimeout: no Lighthouse, or too few members at the start.
             LeftBehind: the others went on without this member, and none of them is left.
@@ -211,6 +212,9 @@ class Session:
                 self.close()
         except JobFinished:
             self.close()
+            if self.config.spare:
+                logger.warning("the job is over, and this spare was not needed")
+                raise SystemExit(0) from None
         except BaseException as failure:  # GeneratorExit, too: the caller left the loop
             self._fail(failure)
             raise

@@ -1,7 +1,7 @@
 //! Who takes part: when a member asks the Lighthouse, and what it makes of the answer.
 
 use super::{MOST_RECOVERIES, Phase, Protocol};
-use crate::protocol::agreement::{Agreement, Need, Verdict, judge};
+use crate::protocol::agreement::{Agreement, Need, Verdict, judge, without_idle_spares};
 use crate::protocol::cut::reach_each_other;
 use crate::protocol::event::{Begun, Command, Participant, Seat, Standing, Stop, Wait};
 use crate::protocol::version::{generation_of, step_of};
@@ -69,6 +69,7 @@ impl Protocol {
             adopted: self.adopted.0,
             inquires: self.inquires,
             is_done: self.is_done,
+            is_spare: self.is_spare,
             seat: self.seat.clone(),
             known: self.known,
             begun: self.begun.clone(),
@@ -114,6 +115,7 @@ impl Protocol {
     /// together.
     pub(super) fn overhear(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
         self.note_named(id);
+        let participants = &without_idle_spares(participants, self.settings.members)[..];
         if let Some(group) = &self.group {
             let found =
                 participants.iter().filter(|participant| group.members.contains(&participant.id)).count();
@@ -173,6 +175,11 @@ impl Protocol {
         self.inquires = false;
         self.saw_progress |=
             participants.iter().any(|each| each.standing.established && each.standing.has_progress);
+        let participants = &without_idle_spares(participants, self.settings.members)[..];
+        if self.is_spare && participants.iter().all(|each| each.id != self.settings.id) {
+            // Others may go on in this set without it: it can vouch for nothing that they do.
+            return self.wait(Wait::Spare);
+        }
         self.note_named(id);
         let need = Need {
             members: self.settings.members,
@@ -236,6 +243,7 @@ impl Protocol {
             self.known = self.known.max(newest);
         }
         self.group = Some(agreement);
+        self.is_spare = false;
         self.phase = Phase::Connecting;
         vec![Command::Connect { epoch, generation, members, num_trainers }]
     }

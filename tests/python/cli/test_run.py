@@ -215,3 +215,49 @@ def test_job_outlives_the_machine_of_its_first_lighthouse(start, tmp_path):
     code, said = machines["first"].end()
     assert code == 130, said
     assert "Traceback" not in said
+
+
+SPARED = """
+import os, sys, torch, evermoe
+
+torch.manual_seed(0)
+layer = evermoe.MoE(8, 16, 4, top_k=1)
+optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+data = torch.randn(100, 3, 8)
+session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(100, 8), copies=1)
+for step in session.steps(10**6):
+    with step:
+        step.backward(layer(data[step.indices]).square().mean())
+    if step.number % 20 == 0:
+        sys.stdout.write(f"worker {os.environ['LOCAL_RANK']} of {session.group.size} at {session.step}\\n")
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the_spare(start, tmp_path):
+    (tmp_path / "spared.py").write_text(SPARED)
+    command = start("--workers", "2", "--spare", "1", "--restarts", "1", "spared.py")
+    command.wait_for("this worker is a spare: it waits until one of the 2 that train is missing")
+    kill_worker(command.process.pid, 1)
+    command.wait_for(r"worker 1 \(pid \d+\) was killed by signal 9; starting it again")
+    command.wait_for("worker 2 of 2 at")
+    command.wait_for("this worker is a spare: it waits until one of the 2 that train is missing")
+    kill_worker(command.process.pid, 2)
+    command.wait_for("worker 1 of 2 at")
+    command.process.send_signal(signal.SIGTERM)
+    code, said = command.end()
+    assert code == 128 + signal.SIGTERM, said
+
+
+@pytest.mark.timeout(100)
+def test_a_spare_that_nobody_needed_ends_with_the_job(start, tmp_path):
+    code, said = start("--workers", "2", "--spare", "1", "train.py", "8", "10").end()
+    assert code == 0, said
+    assert said.count("ended at 10") == 2, said
+
+
+def kill_worker(parent, index):
+    """Sends SIGKILL to the process that `evermoe run` has started last with this LOCAL_RANK."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    named = [pid for pid in children if f"LOCAL_RANK={index}\0" in Path(f"/proc/{pid}/environ").read_text()]
+    os.kill(int(named[-1]), signal.SIGKILL)

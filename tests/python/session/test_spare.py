@@ -1,0 +1,88 @@
+"""Spares: processes that are ready to train, and take a lost member's place in the recovery that the loss begins."""
+
+import pytest
+
+from evermoe.comm.membership import MembershipOptions
+from support.harness import wait_until
+from support.history import check_history, check_recovered
+from support.worker import EVERYTHING, Fault
+
+STEPS = 24
+HELD = 8
+"""Step at which members wait until the spares stand by; more than one look for newcomers before it and after."""
+
+
+def start_with_spares(job, faults, spares="d"):
+    """Three members that are held at a step, and spares that know of them."""
+    job.open_gate(HELD)
+    members = job.start_all(faults, gated=True, steps=STEPS)
+    members[0].wait_for("commit", step=HELD - 2)
+    waiting = [job.start(name, session={"spare": True}, gated=True, steps=STEPS) for name in spares]
+    for each in waiting:
+        wait_until(lambda each=each: "is a spare" in each.log() and each.has_met_members(), f"{each.name} stands by")
+    return members, waiting
+
+
+def sizes(worker):
+    """Members after each recovery."""
+    return [event["members"] for event in worker.events("recovered")]
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini"])
+def test_a_spare_takes_a_lost_members_place_in_the_same_recovery(start_job, preset):
+    job = start_job(3, preset=preset)
+    (a, b, c), (spare,) = start_with_spares(job, {"b": [Fault("forward", 17)]})
+    job.open_gate(EVERYTHING)
+    assert b.join() == -9
+    assert [each.join() for each in (a, c, spare)] == [0, 0, 0]
+    assert sizes(a) == sizes(c) == [3, 3]
+    assert sizes(spare) == [3]
+    check_history([a, b, c, spare])
+    check_recovered([a, b, c, spare], a)
+
+
+def test_two_losses_at_once_take_as_many_spares_as_there_are(start_job):
+    job = start_job(3, copies=3)
+    (a, b, c), (spare,) = start_with_spares(job, {name: [Fault("forward", 17)] for name in "bc"})
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in (a, b, c, spare)] == [0, -9, -9, 0]
+    assert sizes(a)[-1] == sizes(spare)[-1] == 2
+    check_history([a, b, c, spare])
+
+
+def test_the_first_of_two_spares_takes_the_place_and_the_second_waits_for_the_next_loss(start_job):
+    job = start_job(3)
+    members, waiting = start_with_spares(job, {"b": [Fault("forward", 12)], "c": [Fault("forward", 19)]}, "de")
+    job.open_gate(EVERYTHING)
+    a = members[0]
+    assert [each.join() for each in (*members, *waiting)] == [0, -9, -9, 0, 0]
+    assert sizes(a) == [3, 3, 3]
+    assert sorted(map(len, map(sizes, waiting))) == [1, 2]
+    check_history([*members, *waiting])
+
+
+def test_members_do_not_notice_spares_that_are_not_needed_or_die(start_job):
+    job = start_job(3)
+    members, (spare,) = start_with_spares(job, {})
+    spare.process.kill()
+    assert spare.join() == -9
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in members] == [0, 0, 0]
+    assert [sizes(each) for each in members] == [[3]] * 3
+    check_history(members)
+
+
+def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):
+    job = start_job(3, hang_limit=3.0)
+    workers = [job.start(name, session={"spare": name == "c"}, steps=6) for name in "abc"]
+    assert [each.join() for each in workers] == [0, 0, 0]
+    assert [sizes(each) for each in workers] == [[3]] * 3
+    check_history(workers)
+
+
+def test_a_spare_needs_a_job_whose_members_it_may_replace():
+    for wrong in ({"lighthouse": None}, {"lighthouse": "http://h:1", "role": "replica"}):
+        with pytest.raises(
+            ValueError, match=r"spare \(EVERMOE_SPARE\): expected role='train' and the lighthouse of a job"
+        ):
+            MembershipOptions(spare=True, **wrong)
