@@ -151,7 +151,7 @@ class LocalJob:
         variables: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
     ) -> Worker:
-        """Starts worker `index` on `node`; as a `replica` it keeps copies alone, as a `spare` it waits for a vacant place.
+        """Starts worker `index` on `node`; as a `replica` it keeps copies alone, as a `spare` it waits for a place.
 
         Args:
             index: number of the worker on this machine.
@@ -210,9 +210,10 @@ def terminate(workers: Sequence[Worker]) -> None:
 def run(
     job: LocalJob, workers: int, restarts: int, replicas: int = 0, spares: int = 0, node_rank: int | None = None
 ) -> int:
-    """Runs `workers` processes that train, `replicas` that keep copies for them, and `spares` that wait, until they end.
+    """Runs `workers` processes that train, `replicas` that keep copies for them, and `spares`, until they end.
 
-    One killed by a crash is restarted on the same node: as a spare where there are some, of which one has its place. SIGINT, SIGTERM and SIGHUP make all of them leave the job.
+    One killed by a crash is restarted on the same node, as a spare where there are spares: one of them has its place.
+    SIGINT, SIGTERM and SIGHUP make all of them leave the job.
     `node_rank` is the number of this machine, for torchrun's variables.
 
     Returns an exit code: 0 if at least one worker finished and none failed for good.

@@ -21,6 +21,7 @@ fn message(draw: &mut Draw) -> Message {
         adopted: draw.extreme(),
         inquires: draw.one_in(2),
         is_done: draw.one_in(2),
+        is_spare: draw.one_in(2),
         seat: draw.one_in(2).then(|| Seat {
             epoch: draw.word(),
             generation: draw.word() >> 50,

@@ -64,8 +64,8 @@ class MembershipOptions(Options):
     role: Role = "train"
     """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
     spare: bool = False
-    """Trains only once fewer than `members` do: it waits until then, and takes a lost member's place in the recovery that
-    the loss begins (EVERMOE_SPARE=1). To a new job others may come for `hang_limit` before it makes up their number."""
+    """Trains only once fewer than `members` do, and takes a lost one's place in the recovery that the loss begins
+    (EVERMOE_SPARE=1). To a new job others may come for `hang_limit` before it makes up their number."""
     heartbeat_limit: float = option(2.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds after which a member whose process is stopped, whose host is gone or which is cut off counts as lost."""
     hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
@@ -86,7 +86,7 @@ class MembershipOptions(Options):
             check_name("each part of domain (EVERMOE_DOMAIN), between slashes,", part)
         if self.spare and (self.role != "train" or self.lighthouse is None):
             raise ValueError(
-                "spare (EVERMOE_SPARE): expected role='train' and the lighthouse of a job whose members it may replace, got "
+                "spare (EVERMOE_SPARE): expected role='train' and the lighthouse of a job, got "
                 f"role={self.role!r}, lighthouse={self.lighthouse!r}"
             )
         if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.go_on_alone:
@@ -122,14 +122,13 @@ class Membership:
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
         secret = job_secret()
-        self.node, self.rank_key = node, rank_key
+        self.node, self.rank_key, self._domain = node, rank_key, options.domain or ""
         self._place = place = find_place(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
         self.identity = identity = replace(identity, options=common)
         self.messages = Messages(self.id, identity, lighthouse, secret)
-        self.role, self.goes_on_alone, self._domain = options.role, options.go_on_alone, options.domain or ""
-        self.is_spare, self._came = options.spare, time.monotonic()
+        self.role, self.is_spare, self.goes_on_alone = options.role, options.spare, options.go_on_alone
         interface = place.address or options.address
         self.trainer_group = Group(interface)
         """Group of the members that train; on a replica node it has one member."""
@@ -160,7 +159,7 @@ class Membership:
         self._quorum_limit = max(30.0, 2 * options.hang_limit)
         self._deadline: float | None = None
         """Until when the agreement that is under way must be reached."""
-        self._patience, self._is_expected = 0.0, False
+        self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
         self._named: dict[str, dict[str, Any]] = {}
@@ -209,18 +208,14 @@ class Membership:
         self._deadline, self._is_expected = None, False
 
     def expect_members(self) -> None:
-        """The members have heard of this one while they trained: it waits for them, for as long again."""
+        """The members train and have heard of this one: it waits for them, for as long again; a spare, always."""
         self._deadline = None
         if not self._is_expected:
             self._is_expected = True
-            logger.warning("the job's members train, and take this one in between two steps")
-
-    def stand_by(self) -> None:
-        """This spare waits until a member that trains is missing, for as long as that takes."""
-        self._deadline = None
-        if self.is_spare and not self._is_expected:
-            self._is_expected = True
-            logger.warning("this worker is a spare: it waits until one of the %d that train is missing", self._members)
+            spare = f"this worker is a spare: it waits until one of the {self._members} that train is missing"
+            logger.warning(
+                spare if self.is_spare else "the job's members train, and take this one in between two steps"
+            )
 
     def is_out_of_time(self) -> bool:
         """Whether the agreement has taken longer than `agree_limit`."""

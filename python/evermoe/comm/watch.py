@@ -139,8 +139,8 @@ class Watch:
         else:
             self._waited = time.monotonic() - self._began
         self._is_waiting = begins
-        # Whose wait was in vain still waits for others; who begins one when they have given up is late. So what was said
-        # when a group broke stays, also where something else that was waited for comes to its end after that.
+        # Whose wait was in vain still waits for others; who begins one when they have given up is late. So what was
+        # said when a group broke stays, also where something else that was waited for comes to its end after that.
         if self._is_training and is_whole and not any(group.broken for group in self._groups):
             self._reach.say(computes=0 if begins else self._epoch)
 

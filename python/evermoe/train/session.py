@@ -193,9 +193,8 @@ class Session:
     def steps(self, until: int) -> Iterator[Step]:
         """Yields steps until `until` are taken, and again the one that a failure interrupted.
 
-        On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done. A spare that
-        was never needed ends its process with the code 0 once the job is over: it has no trained model.
-        It returns earlier after `leave`; SIGTERM does the same, and ends the process then, with the code 143.
+        On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done. It
+        returns earlier after `leave`. SIGTERM also ends the process then (code 143), as a spare that nobody needed (0).
 
         Raises:
             SystemExit: this member has left on SIGTERM, or was a spare that nobody needed.
@@ -211,10 +210,7 @@ class Session:
             if not self._protocol.has_left:
                 self.close()
         except JobFinished:
-            self.close()
-            if self.config.spare:
-                logger.warning("the job is over, and this spare was not needed")
-                raise SystemExit(0) from None
+            _end_too_late(self)
         except BaseException as failure:  # GeneratorExit, too: the caller left the loop
             self._fail(failure)
             raise
@@ -354,6 +350,14 @@ class Session:
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
+
+
+def _end_too_late(session: Session) -> None:
+    """Ends the session of a worker that was not needed, and a spare's process: its script may go on with the model."""
+    session.close()
+    if session.config.spare:
+        logger.warning("the job is over, and this spare was not needed")
+        raise SystemExit(0)
 
 
 def _check_open(session: Session) -> None:
