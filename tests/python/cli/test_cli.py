@@ -106,7 +106,7 @@ def test_run_restarts_a_crashed_worker_which_rejoins(tmp_path):
 
 def test_run_says_what_is_wrong(tmp_path):
     assert "expected a SCRIPT" in evermoe("run", folder=tmp_path).stderr
-    assert "a worker or a replica" in evermoe("run", "--workers", "0", "x.py", folder=tmp_path).stderr
+    assert "a worker, a replica or a spare" in evermoe("run", "--workers", "0", "x.py", folder=tmp_path).stderr
     alone = evermoe("run", "--workers", "0", "--replicas", "1", "x.py", folder=tmp_path)
     assert "expected --members" in alone.stderr
     assert "--members: expected 1 or more" in evermoe("run", "--members", "0", "x.py", folder=tmp_path).stderr

@@ -20,6 +20,7 @@ def told(messages: Messages, generation: int) -> dict[str, Any]:
         "adopted": 1,
         "inquires": False,
         "is_done": False,
+        "is_spare": False,
         "seat": None,
         "known": 0,
         "begun": [],
