@@ -4,8 +4,9 @@
 
 Sizes are those of kernel_table.py: a layer of DeepSeek-V3. Each kernel runs once with caches flushed and the clocks as
 they are. `us` is its time, `read` and `written` are the bytes that went through the GPU's memory, `of peak` their share
-of what the memory can do, `of copy` that of a kernel which copies 1 GiB in the same run. `moved / least` compares the
-bytes of all kernels of an op with those that no way to do it can avoid; what the second-level cache saves is in it.
+of what the memory can do. `warps` is the share of the warps that an SM can hold. Of an op, with all of its kernels:
+`of copy` is its least bytes over its time, against those of a kernel which copies 1 GiB in the same run, and
+`moved / least` its bytes over those that no way to do it can avoid; what the second-level cache saves is in it.
 """
 
 import argparse

@@ -153,8 +153,8 @@ __device__ void combine_columns(const Row* __restrict__ rows, const void* __rest
   }
 }
 // out[t] = sum over k of weights[t, k] * rows[positions[t, k]]: float32, in the order of k, one rounding; the
-// first term starts the sum. top_k and num_rows are above 0; weights may be null: 1. Launch: 1-D grid of any size, blocks of a power of
-// two. Example: rows = [1, 10], positions = [[1, 0]], weights = [[0.5, 2]]: out = [0.5 * 10 + 2 * 1] = [7].
+// first term starts the sum. top_k and num_rows are above 0; weights may be null: 1. Launch: 1-D grid of any size, blocks of a
+// power of two. Example: rows = [1, 10], positions = [[1, 0]], weights = [[0.5, 2]]: out = [0.5 * 10 + 2 * 1] = [7].
 template <typename Row, typename Weight>
 __device__ void combine_rows(const Row* rows,        // [num_rows, width]    device
                              const void* positions,  // [num_tokens, top_k]  device

@@ -219,7 +219,7 @@ def run(
     Returns an exit code: 0 if at least one worker finished and none failed for good.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, len(os.sched_getaffinity(0)) // (workers + replicas))
+        threads = max(1, len(os.sched_getaffinity(0)) // max(workers + replicas, spares))
         job.environment = {"OMP_NUM_THREADS": str(threads), **job.environment}
     return _Run(job, restarts, node_rank).go(["train"] * workers + ["replica"] * replicas + ["spare"] * spares)
 

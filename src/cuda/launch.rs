@@ -291,8 +291,8 @@ impl Launcher {
         let sizes = [num_rows, row_bytes, num_tokens, top_k].map(|size| size as u64);
         let wide = [permute.wide_ids, permute.wide_positions].map(u64::from);
         let arguments = [&[x, row_ids, positions, out], &wide[..], &sizes[..]].concat();
-        // A thread for each row, at least: rows of no token are looked for, too.
-        let grid = token_grid(num_tokens.max(num_rows / THREADS), row_bytes, IN_FLIGHT, THREADS);
+        // A lane for each row, at least: rows of no token are looked for, too.
+        let grid = token_grid(num_tokens.max(num_rows.div_ceil(WARP)), row_bytes, IN_FLIGHT, THREADS);
         // SAFETY: by the caller's promise; the kernel's arguments in its order.
         unsafe { self.launch("permute", grid, &arguments) }
     }

@@ -1,5 +1,6 @@
 """The commands for a machine with a GPU start, and end well on one without."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -54,6 +55,28 @@ def test_a_command_that_takes_too_long_is_interrupted_with_all_that_it_has_start
     assert on_gpu.limited(["sh", "-c", 'sh -c "$1"; true', "sh", child], 3, None) == "time-out"
     assert report.read_text() == "enough\n"
     assert on_gpu.limited([sys.executable, "-c", "raise SystemExit(3)"], 20, None) == 3
+
+
+COUNTED = """\
+==PROF== Connected to process 1
+"ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed",\
+"gpu__time_duration.sum","sm__warps_active.avg.pct_of_peak_sustained_active"
+"","","byte","byte","%","ns","%"
+"0","void at::native::copying<(int)4, float>(int, T1)","1,024","1024","90.5","2,000","50"
+"1","invert_positions","8","16","1","500","25"
+"2","unpermute_backward_bf16_f32_i32","32","64","80","1500","75"
+"""
+
+
+def test_the_counters_of_kernels_are_read_by_op(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benches")
+    bench_kernels = importlib.import_module("bench_kernels")
+    found = [(op, kernel, values["us"], values["read"]) for op, kernel, values in bench_kernels.read(COUNTED)]
+    assert found == [
+        ("copy", "at::native::copying", 2.0, 1024.0),
+        ("unpermute_backward", "invert_positions", 0.5, 8.0),
+        ("unpermute_backward", "unpermute_backward_bf16_f32_i32", 1.5, 32.0),
+    ]
 
 
 @pytest.mark.long

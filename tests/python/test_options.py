@@ -70,7 +70,8 @@ def test_bools_are_no_numbers_and_numbers_no_bools():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("EVERMOE_MEMBERS", "-3"), ("EVERMOE_MEMBERS", "two"), ("EVERMOE_ROLE", "x")]
+    ("name", "value"),
+    [("EVERMOE_MEMBERS", "-3"), ("EVERMOE_MEMBERS", "two"), ("EVERMOE_ROLE", "x"), ("EVERMOE_SPARE", "yes")],
 )
 def test_wrong_variables_are_refused_by_name(monkeypatch, name, value):
     from evermoe.config import with_environment

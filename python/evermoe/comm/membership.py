@@ -207,15 +207,13 @@ class Membership:
         """The members have agreed."""
         self._deadline, self._is_expected = None, False
 
-    def expect_members(self) -> None:
-        """The members train and have heard of this one: it waits for them, for as long again; a spare, always."""
+    def expect_members(self, *, as_spare: bool) -> None:
+        """The members train and have heard of this one: it waits for them, for as long again; as a spare, always."""
         self._deadline = None
         if not self._is_expected:
             self._is_expected = True
             spare = f"this worker is a spare: it waits until one of the {self._members} that train is missing"
-            logger.warning(
-                spare if self.is_spare else "the job's members train, and take this one in between two steps"
-            )
+            logger.warning(spare if as_spare else "the job's members train, and take this one in between two steps")
 
     def is_out_of_time(self) -> bool:
         """Whether the agreement has taken longer than `agree_limit`."""

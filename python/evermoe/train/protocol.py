@@ -98,7 +98,7 @@ class Rendezvous:
     def wait(self, why: str, found: int = 0, needed: int = 0, size: int = 0) -> Event:
         """Waits before the Lighthouse is asked again: `waited` or `out_of_time`."""
         if why in ("training", "spare"):
-            self._membership.expect_members()
+            self._membership.expect_members(as_spare=why == "spare")
         if self._membership.is_out_of_time():
             reason = self._lacking(found, size) if why == "minority" else "some members are absent"
             if why == "members":

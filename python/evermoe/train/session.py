@@ -353,7 +353,7 @@ class Session:
 
 
 def _end_too_late(session: Session) -> None:
-    """Ends the session of a worker that was not needed, and a spare's process: its script may go on with the model."""
+    """Closes the session of a worker whose job is over. A spare's process ends: its script has no trained model."""
     session.close()
     if session.config.spare:
         logger.warning("the job is over, and this spare was not needed")

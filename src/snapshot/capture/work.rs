@@ -93,9 +93,6 @@ impl Work {
             }));
         }
         let digests = vec![Xxh3Default::new().digest(); num_units];
-        let largest = layout.units().iter().map(|unit| unit.bytes).max().unwrap_or(0);
-        let hashing =
-            in_place.then(|| Hashing::begin(pieces.iter().map(|piece| piece.bytes).sum(), largest)).flatten();
         let (hash, readable) = (Xxh3Default::new(), if fetch.is_some() { 0 } else { usize::MAX });
         Ok(Self {
             buffer: 0,
@@ -108,7 +105,7 @@ impl Work {
             readable,
             fetch,
             in_place,
-            hashing,
+            hashing: None,
             _kept: kept,
         })
     }
@@ -142,6 +139,10 @@ impl Work {
     /// The buffer has begun and is the layout's; the sources are readable once fetched, and no other code writes them
     /// or the buffer meanwhile.
     pub(super) unsafe fn advance(&mut self, bytes: usize) -> Result<()> {
+        if self.in_place && self.copied == 0 && self.hashing.is_none() {
+            let largest = self.pieces.iter().map(|piece| piece.bytes).max().unwrap_or(0);
+            self.hashing = Hashing::begin(self.total_bytes(), largest); // here: who began the capture waits for no threads
+        }
         // SAFETY: by the caller's promise.
         let advanced = unsafe { self.copy(bytes) };
         finish_stream();

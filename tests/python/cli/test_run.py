@@ -259,6 +259,23 @@ def test_a_spare_that_nobody_needed_ends_with_the_job(start, tmp_path):
     assert said.count("ended at 10") == 2, said
 
 
+@pytest.mark.timeout(200)
+def test_a_spare_of_another_machine_takes_the_place(start, tmp_path):
+    (tmp_path / "spared.py").write_text(SPARED)
+    there = tmp_path / "there"
+    there.mkdir(mode=0o700)
+    command = start("--workers", "2", "spared.py")
+    address = command.wait_for(r"Lighthouse (http://\S+);").group(1)
+    alone = ["--workers", "0", "--spare", "1", "--members", "2", "--lighthouse", address, "--memory-dir", str(there)]
+    spare = start(*alone, "spared.py", EVERMOE_NODE="there")
+    spare.wait_for("this worker is a spare: it waits until one of the 2 that train is missing")
+    kill_worker(command.process.pid, 1)
+    spare.wait_for("worker 0 of 2 at")
+    for each in (command, spare):
+        each.process.send_signal(signal.SIGTERM)
+    assert [each.end()[0] for each in (command, spare)] == [128 + signal.SIGTERM] * 2
+
+
 def kill_worker(parent, index):
     """Sends SIGKILL to the process that `evermoe run` has started last with this LOCAL_RANK."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

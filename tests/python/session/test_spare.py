@@ -80,6 +80,20 @@ def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):
     check_history(workers)
 
 
+@pytest.mark.parametrize(("members", "error"), [(2, "JoinTimeout"), (1, "LostExperts")])
+def test_a_spare_that_does_not_learn_of_the_end_never_begins_the_job_again(start_job, members, error):
+    job = start_job(members, agree_limit=4.0, hang_limit=2.0)
+    job.open_gate(HELD)
+    workers = job.start_all({}, "ab"[:members], gated=True, steps=HELD + 2)
+    spare = job.start("d", session={"spare": True}, steps=HELD + 2)
+    wait_until(lambda: "is a spare" in spare.log() and spare.has_met_members(), "it stands by")
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in workers] == [0] * members
+    assert spare.join() == 1
+    assert [event["error"] for event in spare.events("failed")] == [error]
+    assert spare.events("commit") == []
+
+
 def test_a_spare_needs_a_job_whose_members_it_may_replace():
     for wrong in ({"lighthouse": None}, {"lighthouse": "http://h:1", "role": "replica"}):
         with pytest.raises(
