@@ -90,9 +90,10 @@ fmt: setup ## Format all sources
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler
+bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; how a recovery grows; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
+	$(BIN)/python benches/bench_growth.py
 	$(BIN)/python benches/bench_optim.py
 	$(BIN)/python benches/bench_replica.py
 	$(BIN)/python benches/bench_session.py

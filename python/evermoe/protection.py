@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from evermoe.comm.courier import Sent
-from evermoe.comm.gather import gather_json
+from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import Membership
 from evermoe.events import Arranged, Confirm, Covered, Listener, Send
 from evermoe.first_copies import FirstCopies
@@ -145,12 +145,12 @@ class Protection:
         self.settle()
         self.first.forget()  # where the recovery before was interrupted
         group = self._membership.everyone
-        units = about_units(self.state, self.replicas) if group.rank == 0 else None
         mine = about_member(self._membership, self.window_planner, self.options)
-        everyone = gather_json(group, {"member": asdict(mine), "units": units, "failed": self.first.failed})
+        everyone = gather_json(group, {"member": asdict(mine), "failed": self.first.failed})
+        units = share_json(group, about_units(self.state, self.replicas) if group.rank == 0 else None)
         self.active = self.state.active(self._membership.num_trainers)
         self._selector.replan(self.active, self._membership.num_trainers)
-        infos = unit_infos(self.state, self.active, everyone[0]["units"])
+        infos = unit_infos(self.state, self.active, units)
         ranks = [RankInfo(**each["member"]) for each in everyone]
         self.plan = plan_protection(
             self.options.preset,

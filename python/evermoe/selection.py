@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from evermoe import planning
-from evermoe.comm.gather import gather_json
+from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
 from evermoe.keeper import CopyOptions
 from evermoe.moe_load import TokenCount
@@ -178,7 +178,7 @@ class LossLedger:
         if group.rank == source:
             tokens = self._state.expert_load.tokens.tolist()
             told = {"lost": self.count_lost(stale), "tokens": tokens, "ledger": self.to_bytes().decode()}
-        found = gather_json(group, told)[source]
+        found = share_json(group, told, source)
         self._state.expert_load.tokens.copy_(torch.tensor(found["tokens"]))  # a replica node has none of its own
         self.load_bytes(found["ledger"].encode())
         processed_LE = self.total_LE - self.lost_LE

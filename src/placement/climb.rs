@@ -3,6 +3,7 @@
 use super::candidate::Candidate;
 use super::layout::Problem;
 use super::result::Construction;
+use std::collections::BTreeSet;
 
 /// Pairs of replicas times choices of failures up to which all exchanges are tried.
 const MOST_CLIMBED: f64 = (1 << 17) as f64;
@@ -18,28 +19,36 @@ pub(super) fn climbs(problem: &Problem) -> bool {
 
 /// The placement after exchanges of two replicas, as long as one makes it safer; for problems that [`climbs`].
 pub(super) fn climbed(problem: &Problem, mut candidate: Candidate) -> Candidate {
-    let (experts, cells) = (problem.experts, problem.nodes * problem.experts);
+    let experts = problem.experts;
     let mut losses = Losses::new(problem, &candidate.matrix);
+    let occupied = |cell: &usize| candidate.matrix[*cell] > 0;
+    let mut held: BTreeSet<usize> = (0..candidate.matrix.len()).filter(occupied).collect();
     let (mut found, mut exchanged) = (true, false);
     while found {
         found = false;
-        for (one, two) in (0..cells).flat_map(|one| (one + 1..cells).map(move |two| (one, two))) {
-            let crossed = (one / experts * experts + two % experts, two / experts * experts + one % experts);
-            let held = |cell: usize| candidate.matrix[cell] > 0;
-            if !held(one) || !held(two) || held(crossed.0) || held(crossed.1) {
-                continue;
-            }
-            for (from, to) in [(one, crossed.1), (two, crossed.0)] {
-                candidate.matrix[from] -= 1;
-                candidate.matrix[to] += 1;
-            }
-            if losses.improve(problem, &candidate.matrix, [one % experts, two % experts]) {
+        let mut from = 0;
+        while let Some(&one) = held.range(from..).next() {
+            from = one + 1;
+            let mut beyond = from;
+            while let Some(&two) = held.range(beyond..).next() {
+                beyond = two + 1;
+                let crossed =
+                    [one / experts * experts + two % experts, two / experts * experts + one % experts];
+                if crossed.iter().any(|cell| held.contains(cell)) || !losses.improve(problem, [one, two]) {
+                    continue;
+                }
                 (found, exchanged) = (true, true);
-                continue;
-            }
-            for (from, to) in [(one, crossed.1), (two, crossed.0)] {
-                candidate.matrix[from] += 1;
-                candidate.matrix[to] -= 1;
+                for (left, taken) in [(one, crossed[1]), (two, crossed[0])] {
+                    candidate.matrix[left] -= 1;
+                    candidate.matrix[taken] += 1;
+                    held.insert(taken);
+                    if candidate.matrix[left] == 0 {
+                        held.remove(&left);
+                    }
+                }
+                if !held.contains(&one) {
+                    break;
+                }
             }
         }
     }
@@ -54,12 +63,22 @@ struct Losses {
     lost: Vec<usize>,
     /// Bit d of each expert: it is in domain d.
     domains: Vec<u64>,
+    /// `[experts, domains]`: replicas of an expert in a domain.
+    replicas: Vec<i64>,
 }
 
 impl Losses {
     fn new(problem: &Problem, matrix: &[i64]) -> Self {
-        let domains: Vec<u64> =
-            (0..problem.experts).map(|expert| domains_of(problem, matrix, expert)).collect();
+        let mut replicas = vec![0; problem.experts * problem.domains];
+        for (node, row) in matrix.chunks_exact(problem.experts).enumerate() {
+            for (expert, count) in row.iter().enumerate() {
+                replicas[expert * problem.domains + problem.domain[node]] += count;
+            }
+        }
+        let bits = |on: &[i64]| {
+            on.iter().enumerate().filter(|(_, count)| **count > 0).fold(0, |on, (domain, _)| on | 1 << domain)
+        };
+        let domains: Vec<u64> = replicas.chunks_exact(problem.domains).map(bits).collect();
         let mut failed = vec![0_u64];
         for _ in 0..problem.failures {
             let next = |set: &u64| {
@@ -70,16 +89,27 @@ impl Losses {
             failed = failed.iter().flat_map(next).collect();
         }
         let lost = failed.iter().map(|set| domains.iter().filter(|on| *on & !set == 0).count()).collect();
-        Self { failed, lost, domains }
+        Self { failed, lost, domains, replicas }
     }
 
-    /// Takes two experts' new places over if fewer choices of failures take any expert then; whether that is so.
-    fn improve(&mut self, problem: &Problem, matrix: &[i64], experts: [usize; 2]) -> bool {
+    /// Lets two replicas change places if fewer choices of failures take any expert then; whether that is so.
+    ///
+    /// `cells`: where they are in the matrix, at most one of each expert in a node.
+    fn improve(&mut self, problem: &Problem, cells: [usize; 2]) -> bool {
+        let experts = cells.map(|cell| cell % problem.experts);
+        let [here, there] = cells.map(|cell| problem.domain[cell / problem.experts]);
         let before = experts.map(|expert| self.domains[expert]);
-        if before.iter().all(|on| on.count_ones() as usize > problem.failures) {
+        if here == there || before.iter().all(|on| on.count_ones() as usize > problem.failures) {
             return false;
         }
-        let after = experts.map(|expert| domains_of(problem, matrix, expert));
+        let moves = [(experts[0], here, there), (experts[1], there, here)];
+        let after = moves.map(|(expert, from, to)| {
+            let is_last = self.replicas[expert * problem.domains + from] == 1;
+            (self.domains[expert] & !(u64::from(is_last) << from)) | 1 << to
+        });
+        if after == before {
+            return false;
+        }
         let takes = |set: u64, on: [u64; 2]| on.iter().filter(|on| *on & !set == 0).count();
         let (mut survived, mut survives) = (0_usize, 0_usize);
         for (&set, &lost) in self.failed.iter().zip(&self.lost) {
@@ -92,15 +122,64 @@ impl Losses {
         for (&set, lost) in self.failed.iter().zip(&mut self.lost) {
             *lost = *lost - takes(set, before) + takes(set, after);
         }
-        for (expert, on) in experts.into_iter().zip(after) {
+        for ((expert, from, to), on) in moves.into_iter().zip(after) {
+            self.replicas[expert * problem.domains + from] -= 1;
+            self.replicas[expert * problem.domains + to] += 1;
             self.domains[expert] = on;
         }
         true
     }
 }
 
-/// The domains that hold an expert, as bits.
-fn domains_of(problem: &Problem, matrix: &[i64], expert: usize) -> u64 {
-    let held = (0..problem.nodes).filter(|node| matrix[node * problem.experts + expert] > 0);
-    held.fold(0, |on, node| on | 1 << problem.domain[node])
+#[cfg(test)]
+mod tests {
+    use super::super::candidate::Candidate;
+    use super::super::layout::Problem;
+    use super::super::result::Construction;
+    use super::{climbed, climbs};
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn no_single_exchange_makes_the_result_safer(
+            (nodes, experts, together, failures) in (2_usize..7, 2_usize..6, 1_usize..3, 1_usize..3),
+            cells in prop::collection::vec(any::<bool>(), 36),
+        ) {
+            let domain: Vec<usize> = (0..nodes).map(|node| node / together).collect();
+            let domains = nodes.div_ceil(together);
+            let matrix: Vec<i64> = (0..nodes * experts).map(|cell| i64::from(cells[cell])).collect();
+            let replicas = |of: &[i64]| -> Vec<i64> {
+                (0..experts).map(|expert| of.iter().skip(expert).step_by(experts).sum()).collect()
+            };
+            prop_assume!(replicas(&matrix).iter().all(|&count| count > 0));
+            let problem = Problem {
+                nodes,
+                experts,
+                slots: experts,
+                each: vec![0; experts],
+                wanted: replicas(&matrix).iter().map(|&count| count as usize).collect(),
+                weight: vec![1.0; experts],
+                domain,
+                domains,
+                spread: 1,
+                failures,
+                previous: Vec::new(),
+            };
+            prop_assume!(climbs(&problem));
+            let made = |matrix: &[i64]| Candidate::new(&problem, Construction::Spread, matrix.to_vec());
+            let found = climbed(&problem, made(&matrix));
+            prop_assert_eq!(replicas(&found.matrix), replicas(&matrix));
+            prop_assert!(found.survival.compare(made(&matrix).survival).is_ge());
+            for (one, two) in (0..nodes * experts).flat_map(|one| (0..one).map(move |two| (one, two))) {
+                let crossed = (one / experts * experts + two % experts, two / experts * experts + one % experts);
+                let mut other = found.matrix.clone();
+                if other[one] > 0 && other[two] > 0 && other[crossed.0] == 0 && other[crossed.1] == 0 {
+                    for (left, taken) in [(one, crossed.1), (two, crossed.0)] {
+                        (other[left], other[taken]) = (0, 1);
+                    }
+                    prop_assert!(made(&other).survival.compare(found.survival).is_le());
+                }
+            }
+        }
+    }
 }

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from evermoe.comm.gather import gather_json
+from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import Membership
 from evermoe.comm.task import Worker
 from evermoe.errors import PersistFailed
@@ -251,7 +251,7 @@ class Checkpointer:
         if group.rank == 0:
             with contextlib.suppress(OSError):  # then it is written, or that says why it cannot be
                 path = find(directory).get(version)
-        name = gather_json(group, None if path is None else path.name)[0]
+        name = share_json(group, None if path is None else path.name)
         return None if name is None else directory / name
 
     def _end_worker(self) -> None:

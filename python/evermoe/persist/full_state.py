@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from evermoe.comm.gather import gather_json
+from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
 from evermoe.errors import PersistFailed, UnsupportedState
 from evermoe.experts import Experts, expert_layers
@@ -176,7 +176,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _agree(group: Group, problem: str) -> None:
-    problem = gather_json(group, problem)[0]
+    problem = share_json(group, problem)
     if problem:
         raise PersistFailed(f"the weights were not written: rank 0: {problem}")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from evermoe import planning
 from evermoe._native import RecoveryPlan, digest
-from evermoe.comm.gather import gather_json
+from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnitsMissing
 from evermoe.persist import checkpoint
@@ -23,7 +23,17 @@ from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import read_manifest
 from evermoe.recovery.fetch import Fetch, Transfer
 from evermoe.recovery.report import Outcome
-from evermoe.recovery.survey import ACTIVE, PERSISTED, Holding, Inventory, Standing, Survey, newest_checkpoint, usable
+from evermoe.recovery.survey import (
+    ACTIVE,
+    PERSISTED,
+    Holding,
+    Inventory,
+    Standing,
+    Survey,
+    newest_checkpoint,
+    newest_trainer,
+    usable,
+)
 from evermoe.recovery.target import Target
 from evermoe.state.stored import KeptCopies, StoredUnit, TrainedUnit
 from evermoe.state.training_state import TrainingState
@@ -137,6 +147,8 @@ class Recovery:
                 found.append(Inventory.from_bytes(data))
             except CorruptCopy as error:
                 raise PeerLost(f"what member {rank} told is damaged, so all agree anew: {error}") from None
+        newest = newest_trainer(found)
+        found[newest].load = share_json(self.group, self.state.expert_load.mean_LE.tolist(), newest)
         return found
 
     def _note_copies(self, version: int, holdings: Sequence[Sequence[Holding]]) -> None:

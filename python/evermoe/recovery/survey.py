@@ -65,20 +65,20 @@ class Inventory:
 
     standing: Standing
     holdings: list[Holding]
-    experts: dict[str, list[int]]
-    """Experts that it trains, by layer."""
-    load: list[list[float]]
-    """Average tokens of each expert in a step, layer by layer."""
     checkpoints: list[int]
     """Versions of the complete checkpoints that it can read."""
     trains: bool
     """False for a replica node."""
     can_begin: bool = False
     """Whether its model is deferred and has taken no step: then it counts as holding all units, as it can make them."""
+    load: list[list[float]] = field(default_factory=list)
+    """Average tokens of each expert in a step, layer by layer; empty but for the newest member that trains."""
 
     def to_bytes(self) -> bytes:
-        """JSON, after its checksum."""
-        text = json.dumps(asdict(self), allow_nan=False).encode()
+        """JSON, after its checksum: of all but the load, which is as long for every member and needed of one."""
+        fields = asdict(self)
+        del fields["load"]
+        text = json.dumps(fields, allow_nan=False).encode()
         return _checksum(text) + text
 
     @staticmethod
@@ -149,8 +149,6 @@ _STANDING: dict[str, Callable[[Any], bool]] = {
 _INVENTORY: dict[str, Callable[[Any], bool]] = {
     "standing": lambda value: not _problem(value, _STANDING),
     "holdings": _are_holdings,
-    "experts": lambda value: _are_by_name(int, value),
-    "load": lambda value: isinstance(value, list) and all(_are(float, row) for row in value),
     "checkpoints": lambda value: _are(int, value),
     "trains": lambda value: _are(bool, [value]),
     "can_begin": lambda value: _are(bool, [value]),
@@ -209,8 +207,6 @@ class Survey:
         self.inventory = Inventory(
             standing,
             holdings,
-            {path: layer.ids for path, layer in state.layers.items()},
-            state.expert_load.mean_LE.tolist(),
             sorted({each.version for each in saved} if folder else _seen(find, checkpoints, state, standing)),
             trains,
             can_begin,
@@ -277,6 +273,12 @@ def usable(inventories: Sequence[Inventory], refused: Collection[tuple[int, Hold
         [holding for holding in map(Holding._make, held) if (rank, holding) not in refused]
         for rank, held in enumerate(found)
     ]
+
+
+def newest_trainer(inventories: Sequence[Inventory]) -> int:
+    """The rank, of those that train, whose state is the newest; the first one of several."""
+    trained = [rank for rank, inventory in enumerate(inventories) if inventory.trains]
+    return max(trained, key=lambda rank: inventories[rank].standing.version)
 
 
 def newest_checkpoint(inventories: Sequence[Inventory]) -> int | None:

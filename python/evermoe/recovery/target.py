@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from evermoe.comm.group import Group
 from evermoe.options import count
 from evermoe.persist.place import Location
 from evermoe.placement import LayerPlacements, PlacementOptions, keep_in_place, place_layers
-from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory
+from evermoe.recovery.survey import ACTIVE, PERSISTED, Inventory, newest_trainer
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
 
@@ -91,23 +91,14 @@ class ExpertTarget:
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """A placement for the load as the newest member knows it; experts stay where they or copies are if they can."""
         experts = {path: layer.num_experts for path, layer in self._state.layers.items()}
-        previous = {path: np.zeros((len(self._nodes), number), np.int64) for path, number in experts.items()}
-        for rank, inventory in enumerate(inventories):
-            if inventory.standing.version == version and version > 0 and inventory.trains:
-                for path, held in inventory.experts.items():
-                    previous[path][rank, held] = 1
-        trained = [inventory for inventory in inventories if inventory.trains]
-        newest = max(trained, key=lambda inventory: inventory.standing.version)
+        previous = self._rows(version, self._in_memory(version, inventories, ACTIVE))
+        newest = inventories[newest_trainer(inventories)]
         boosts = newest.standing.boosts
         with warnings.catch_warnings():
             if self._group.rank > 0:  # one member says it for all
                 warnings.simplefilter("ignore", planning.FewerReplicas)
             placement = place_layers(experts, newest.load, previous, self._nodes, self._options, boosts, self._spread)
-        in_memory = self._in_memory(version, inventories)
-        rows = {
-            path: np.array([[version > 0 and unit in units for unit in names] for units in in_memory], np.int64)
-            for path, names in self._units().items()
-        }
+        rows = self._rows(version, self._in_memory(version, inventories))
         placement = keep_in_place(placement, rows, self._sizes(), self._spread)
         if self._state.owners.units:
             placement[OWNERS] = self._place_owners(version, inventories, placement)
@@ -127,6 +118,13 @@ class ExpertTarget:
             loads += placement[path].astype(bool) @ np.array(sizes)
         owners = planning.place_owners([by_name[unit].nbytes for unit in units], trained, copied, loads.tolist())
         return np.eye(len(self._nodes), dtype=np.int64)[:, owners]
+
+    def _rows(self, version: int, in_memory: Sequence[Set[str]]) -> LayerPlacements:
+        """Per layer, [R, E]: 1 where a training rank has the expert's bytes of a version at which steps were taken."""
+        return {
+            path: np.array([[version > 0 and unit in units for unit in names] for units in in_memory], np.int64)
+            for path, names in self._units().items()
+        }
 
     def _in_memory(self, version: int, inventories: Sequence[Inventory], only: str | None = None) -> list[set[str]]:
         """Per training rank, the units whose bytes of a version it has, trained or as copies; or `only` of one kind."""

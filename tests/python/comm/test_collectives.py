@@ -15,6 +15,7 @@ from evermoe import PeerLost
 from evermoe.comm import collectives as collectives_module
 from evermoe.comm import group as group_module
 from evermoe.comm.collectives import ExpertReducer, Slice, complete_gradients, reduce_dense
+from evermoe.comm.gather import share_json
 from evermoe.comm.group import Group
 from support.ranks import run_ranks
 
@@ -38,7 +39,9 @@ def collectives(group):
     receives = [(boxes[s, i : i + 1], s) for s in others for i in range(2)]
     group.exchange(sends, receives)
     group.exchange([], [])
+    shared = share_json(group, {"rank": rank, "ü": [(None, 0.1)] * 1000 * rank}, 1)
     return {
+        "shared": shared,
         "sum": group.all_reduce(own.clone()),
         "gathered": gathered,
         "lengths": [len(text) for text in texts + empty],
@@ -54,6 +57,7 @@ def test_collectives(tmp_path):
         everyone = torch.stack([torch.arange(3.0) + 10 * r for r in range(size)])
         assert torch.equal(found["gathered"], everyone)
         assert torch.equal(found["sum"], everyone.sum(0))
+        assert found["shared"] == {"rank": 1, "ü": [[None, 0.1]] * 1000}
         assert found["lengths"] == [0, 1, 2, 0, 0, 0]
         expected = [torch.full((s + rank + 1, 2), 100.0 * s + rank) for s in range(size)]
         assert torch.equal(found["arrived"], torch.cat(expected))

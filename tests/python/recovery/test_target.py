@@ -35,7 +35,7 @@ def holding(expert, kind, version=NOW):
 def inventory(trained, copied, load, version=NOW):
     """What a rank brings that trains some experts and keeps copies of others."""
     holdings = [holding(e, "active", version) for e in trained] + [holding(*copy) for copy in copied]
-    return Inventory(Standing(version, True), holdings, {LAYER: list(trained)}, [load], [], True)
+    return Inventory(Standing(version, True), holdings, [], True, load=[load])
 
 
 def target(state, nodes, config):
@@ -88,7 +88,7 @@ def test_fewer_bytes_come_from_peers_and_a_node_costs_what_it_did(state, ranks_o
     for inventories, nodes in settings(ranks_of_node, config):
         trained = np.zeros((len(nodes), EXPERTS), np.int64)
         for rank, each in enumerate(inventories):
-            trained[rank, each.experts[LAYER]] = 1
+            trained[rank] = [holding(expert, "active") in each.holdings for expert in range(EXPERTS)]
         load = [inventories[0].load[0]]
         placed = place_layers({LAYER: EXPERTS}, load, {LAYER: trained}, nodes, config, {})[LAYER]
         settled = target(state, nodes, config).place(NOW, inventories)[LAYER]

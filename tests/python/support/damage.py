@@ -162,8 +162,7 @@ def inventory(draw: random.Random) -> Inventory:
         Holding(f"moe.experts.{e}", draw.getrandbits(50), draw.getrandbits(64), draw.choice(("active", "snapshot")))
         for e in range(draw.randrange(6))
     ]
-    loads = [[draw.random() * 1e6 for _ in range(3)] for _ in range(2)]
-    return Inventory(standing, holdings, {"moe": [0, 2], "ü": []}, loads, [draw.getrandbits(50)], draw.random() < 0.5)
+    return Inventory(standing, holdings, [draw.getrandbits(50)], draw.random() < 0.5)
 
 
 def inventories() -> Iterator[Case]:

@@ -1,0 +1,227 @@
+"""How what every member computes and tells in a recovery grows with members and experts, and planners to 10,000 nodes.
+
+    python benches/bench_growth.py [--only recovery planners] [--members 16 32 ...] [--experts 32 64 ...] [--json PATH]
+
+- recovery: what one member does between the agreement on who is left and the first copy, for the state of one process
+  and inventories of as many members as asked for, in nodes of 8, after one node has died: none of them is started.
+  "KB" is what each member tells, and "MB" what each member is told by all. Columns are milliseconds of processor time.
+- planners: placement, copies and migration of one layer, and the memory that it took at most.
+
+The exponent below each table is the slope of log(column) over log(size), from the upper half of the sizes: 1 where
+twice as many take twice as long. Medians over three runs of processor time, on one thread; nothing is asserted on it.
+"""
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import nn
+
+import evermoe
+from common import Table
+from evermoe.config import SessionConfig
+from evermoe.planning import allocate, copy_holders, migrate, place, recovery_plan
+from evermoe.planning.protection import RankInfo, plan_protection
+from evermoe.protection_inputs import covered, covered_now, missing_bytes, unit_infos
+from evermoe.recovery.survey import Holding, Inventory, Standing, usable
+from evermoe.recovery.target import ExpertTarget
+from evermoe.state.stored import KeptCopies
+from evermoe.state.training_state import TrainingState
+from evermoe.state.version import version_of
+
+RANKS_OF_NODE, COPIES, RUNS = 8, 2, 3
+LAYERS, DENSE_OF_LAYER = 24, 4
+NOW = version_of(1, 9)
+PARTS = ("read", "usable", "version", "place", "needs", "plan", "protect", "covered", "covered now", "missing")
+
+
+def model(layers, experts):
+    """A MoE model of single numbers: as many units as a large one has, and hardly any bytes."""
+    blocks = [
+        nn.ModuleDict(
+            {"moe": evermoe.MoE(1, 1, experts)} | {f"dense{n}": nn.Linear(1, 1) for n in range(DENSE_OF_LAYER)}
+        )
+        for _ in range(layers)
+    ]
+    return nn.ModuleList(blocks)
+
+
+class Job:
+    """A job of which one node has died, as one of its members sees it."""
+
+    def __init__(self, members, layers, experts):
+        built = model(layers, experts)
+        self.state = TrainingState(built, evermoe.optim.AdamW(built.parameters()))
+        everyone = members + RANKS_OF_NODE
+        self.nodes = [f"n{rank // RANKS_OF_NODE:05}" for rank in range(everyone)]
+        load_LE = np.random.default_rng(0).gamma(1.0, 100.0, (layers, experts)).tolist()
+        newborn = [Inventory(Standing(0, False), [], [], True, load=load_LE) for _ in range(everyone)]
+        before = self._target(self.nodes)
+        placement = before.place(0, newborn)
+        needs = [before.needs(placement, rank) for rank in range(everyone)]
+        self.ranks = [RankInfo(node, 1 << 40, link=(5e-5, 1e9)) for node in self.nodes]
+        plan = plan_protection("auto", self.infos(placement, everyone), self.ranks, copies=COPIES, budget=0.01)
+        numbers = {unit.name: number for number, unit in enumerate(self.state.catalog.units)}
+        holdings = [[Holding(unit, NOW, numbers[unit], "active") for unit in units] for units in needs]
+        for each in plan.units:
+            for holder in each.holders:
+                holdings[holder].append(Holding(each.unit, NOW, numbers[each.unit], "replayed"))
+        self.inventories = [Inventory(Standing(NOW, True), held, [], True) for held in holdings[:members]]
+        self.inventories[0].load = load_LE
+        self.nodes, self.ranks = self.nodes[:members], self.ranks[:members]
+        self.target = self._target(self.nodes)
+
+    def _target(self, nodes):
+        group = SimpleNamespace(rank=1, size=len(nodes))  # rank 0 would warn
+        return ExpertTarget(self.state, group, nodes, SessionConfig(), None)
+
+    def infos(self, placement, members):
+        """All units, and the ranks that train them."""
+        active = {unit: tuple(range(members)) for unit in self.state.catalog.dense()}
+        active |= {
+            unit: tuple(np.flatnonzero(placement[path][:, expert]).tolist())
+            for path, layer in self.state.layers.items()
+            for expert, unit in enumerate(layer_units(self.state, path, layer))
+        }
+        self.active = active
+        return unit_infos(self.state, active, [(100.0, True)] * len(self.state.catalog.units))
+
+
+def layer_units(state, path, layer):
+    """Names of the units of a layer's experts."""
+    names = [unit.name for unit in state.catalog.units if unit.layer == path]
+    assert len(names) == layer.num_experts
+    return names
+
+
+def recovery(job):
+    """What one member does, by part: seconds; and the bytes that it tells and is told."""
+    sizes, members = dict(job.state.catalog.sizes()), len(job.inventories)
+    texts = [inventory.to_bytes() for inventory in job.inventories]
+    nothing = [[] for _ in range(members)]
+    found, seconds = {}, {}
+
+    def part(name, function):
+        start = time.process_time()
+        found[name] = function()
+        seconds[name] = (time.process_time() - start) * 1e3
+
+    part("read", lambda: [Inventory.from_bytes(text) for text in texts])
+    part("usable", lambda: usable(job.inventories, set()))
+    part("version", lambda: recovery_plan(list(sizes.items()), found["usable"], nothing))
+    part("place", lambda: job.target.place(NOW, job.inventories))
+    part("needs", lambda: [job.target.needs(found["place"], rank) for rank in range(members)])
+    part("plan", lambda: recovery_plan(list(sizes.items()), found["usable"], found["needs"]))
+    infos = job.infos(found["place"], members)
+    part("protect", lambda: plan_protection("auto", infos, job.ranks, copies=COPIES, budget=0.01))
+    copies = KeptCopies([set(units) for units in found["needs"]], 0, {})
+    part("covered", lambda: covered(found["protect"], job.active, job.ranks))
+    part("covered now", lambda: covered_now(found["protect"], job.active, job.ranks, copies))
+    part("missing", lambda: missing_bytes(found["protect"], sizes, copies))
+    assert found["plan"].version == NOW, "a node's loss has cost a step"
+    assert not found["plan"].lost and not found["plan"].conflicts
+    return seconds, statistics.mean(map(len, texts)), sum(map(len, texts))
+
+
+def grow_recovery(title, settings):
+    """A table over members or experts."""
+    columns = {
+        "members": "8d",
+        "experts": "8d",
+        "KB": "8.1f",
+        "MB": "8.2f",
+        **dict.fromkeys(PARTS, "8.1f"),
+        "ms": "9.1f",
+    }
+    table = Table(title, columns)
+    for members, experts in settings:
+        job = Job(members, LAYERS, experts)
+        runs = [recovery(job) for _ in range(RUNS)]
+        parts = {name: statistics.median(seconds[name] for seconds, *_ in runs) for name in PARTS}
+        _, mine, told = runs[0]
+        row = {"members": members, "experts": experts, "KB": mine / 1e3, "MB": told / 1e6}
+        table.add(**row, **parts, ms=sum(parts.values()))
+    return table
+
+
+def grow_planners(nodes_list, experts):
+    """Planners of one layer: milliseconds, and the memory of the process so far."""
+    columns = {"nodes": "8d", "experts": "8d", "allocate": "9.2f", "place": "9.2f", "again": "9.2f", "migrate": "9.2f"}
+    table = Table("One layer: milliseconds", columns | {"copies": "9.2f", "GiB": "7.2f"})
+    load_E = np.random.default_rng(0).gamma(1.0, 100.0, experts)
+    for nodes in nodes_list:
+        slots = max(2, math.ceil(2 * experts / nodes))
+        rows = [planners(load_E, nodes, slots) for _ in range(RUNS)]
+        row = {name: statistics.median(each[name] for each in rows) for name in rows[0]}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+        table.add(nodes=nodes, experts=experts, GiB=peak, **row)
+    return table
+
+
+def planners(load_E, nodes, slots):
+    """Milliseconds of each planner for one layer."""
+    drifted_E = load_E * np.exp(0.05 * np.random.default_rng(1).standard_normal(len(load_E)))
+    names = [f"n{node:05}" for node in range(nodes)]
+    ms, found = {}, {}
+
+    def part(name, function):
+        start = time.process_time()
+        found[name] = function()
+        ms[name] = (time.process_time() - start) * 1e3
+
+    part("allocate", lambda: allocate(load_E, nodes, slots, 2))
+    part("place", lambda: place(found["allocate"], nodes, slots, load=load_E).matrix)
+    before_NE = found["place"]
+    replicas_E = allocate(drifted_E, nodes, slots, 2, before_NE.sum(0))
+    part("again", lambda: place(replicas_E, nodes, slots, "balanced", drifted_E, before_NE).matrix)
+    part("migrate", lambda: migrate(before_NE, found["again"], np.ones(len(load_E), np.int64)))
+    part("copies", lambda: copy_holders(names, 2))
+    return ms
+
+
+def exponents(table, size, columns):
+    """Prints and returns the slopes of the columns over a size, from the upper half of the rows."""
+    rows = table.rows[len(table.rows) // 2 - 1 :]
+    x = np.log([row[size] for row in rows])
+    slopes = {name: float(np.polyfit(x, np.log([max(row[name], 1e-3) for row in rows]), 1)[0]) for name in columns}
+    print(f"exponents over {size}: " + ", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()) + "\n")
+    return slopes
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=["recovery", "planners"], default=["recovery", "planners"])
+    parser.add_argument("--members", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
+    parser.add_argument("--experts", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of each layer")
+    parser.add_argument("--nodes", type=int, nargs="+", default=[32, 100, 320, 1000, 3200, 10_000], help="for planners")
+    parser.add_argument("--json", help="where to write the figures")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = {}
+    columns = ["KB", "MB", *PARTS, "ms"]
+    if "recovery" in arguments.only:
+        for size, settings in (
+            ("members", [(members, 64) for members in arguments.members]),
+            ("experts", [(32, experts) for experts in arguments.experts]),
+        ):
+            table = grow_recovery(f"A recovery of {LAYERS} layers: milliseconds, by {size}", settings)
+            found[size] = {"rows": table.rows, "exponents": exponents(table, size, columns)}
+    if "planners" in arguments.only:
+        table = grow_planners(arguments.nodes, 256)
+        slopes = exponents(table, "nodes", ["allocate", "place", "again", "migrate", "copies"])
+        found["nodes"] = {"rows": table.rows, "exponents": slopes}
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
