@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint-every", type=int, default=50, help="steps between checkpoints, of ds and nvrx (%(default)s)"
     )
     what.add_argument(
-        "--ft-checkpoint-every", type=int, default=250, help="steps between checkpoints, of ds-ft (%(default)s)"
+        "--ft-checkpoint-every",
+        type=int,
+        default=250,
+        help="steps between checkpoints, of presets and ds-ft, which need one if all copies are lost (%(default)s)",
     )
     what.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
     what.add_argument("--held-out", type=int, default=64, help="samples for the final loss (%(default)s)")

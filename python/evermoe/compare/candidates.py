@@ -135,11 +135,9 @@ class PresetLaunch(Launch):
         shutil.rmtree(self._job.memory / node(worker), ignore_errors=True)
 
     def settings(self) -> argparse.Namespace:
-        """The preset, which writes checkpoints only if it needs the place for its own copies."""
-        needs = PRESETS[self._preset].needs_checkpoint_dir
-        place = str(self.folder / "store") if needs else None
-        given = {"preset": self._preset, "checkpoint_dir": place, "checkpoint_every": 0}
-        return argparse.Namespace(**vars(self.options) | given)
+        """The preset, and the interval of its checkpoints."""
+        given = {"preset": self._preset, "checkpoint_every": self.options.ft_checkpoint_every}
+        return argparse.Namespace(**vars(super().settings()) | given)
 
     def _spawn(
         self, worker: int, arguments: list[str], log: Any, variables: Mapping[str, str] = MappingProxyType({})
