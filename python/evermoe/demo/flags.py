@@ -103,6 +103,7 @@ def check_numbers(options: argparse.Namespace) -> None:
     """What a worker would refuse, before any of them starts."""
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
+    checked("--balance", options.balance, float, least=0, most=MOST)
     given = session_options(options) | {"seed": options.seed}
     SessionConfig(**given, checkpoint_dir=options.checkpoint_dir or "anywhere")
 

@@ -25,6 +25,7 @@ from evermoe.cli.main import main
         (["--mtbf", "nan"], "--mtbf"),
         (["--trace", "missing.csv"], "No such file or directory: missing.csv"),
         (["--workers", "0"], "--workers"),
+        (["--balance", "inf"], "--balance"),
         (["--limit", "-1"], "--limit"),
         (["--held-out", "100000000"], "expected to leave a batch of 24 samples"),
         (["--checkpoint-every", "0"], "--checkpoint-every"),
