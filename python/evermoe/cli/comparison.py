@@ -25,6 +25,7 @@ from evermoe.compare.failures import Schedule, at_steps, from_trace, poisson
 from evermoe.demo.corpus import Corpus
 from evermoe.demo.flags import check_numbers, parse_kill
 from evermoe.demo.train import add_program_arguments, add_session_arguments
+from evermoe.errors import LaunchError
 from evermoe.options import checked
 
 MOST_SECONDS = 1e7
@@ -113,6 +114,9 @@ def main(options: argparse.Namespace) -> int:
     root = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="evermoe-compare-"))
     try:
         found = {name: _run(name, options, schedule, root / name, console) for name in names}
+    except LaunchError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
     finally:
         if not options.keep:
             shutil.rmtree(root, ignore_errors=True)
@@ -235,7 +239,7 @@ def _run(name: str, options: argparse.Namespace, schedule: Schedule, folder: Pat
             for line in process.stdout:
                 progress.update(bar, completed=int(line.split()[0]))
     if not (folder / "found.json").exists():
-        raise RuntimeError(f"the run of {name} ended with {process.returncode}:\n{errors.read_text()[-2000:]}")
+        raise LaunchError(f"the run of {name} ended with {process.returncode}:\n{errors.read_text()[-2000:]}")
     found: dict[str, Any] = json.loads((folder / "found.json").read_text())
     return found
 

@@ -31,6 +31,8 @@ class Launch:
     """
 
     worker_module = ""
+    takes_joins = True
+    """Whether new workers can join."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -236,15 +238,11 @@ class InProcessLaunch(Launch):
     """Workers that NVIDIA's resiliency extension restarts within their processes. No new ones can join."""
 
     worker_module = "evermoe.compare.inprocess_worker"
+    takes_joins = False
 
     def open(self) -> None:
         """Starts the store in which the ranks meet."""
         self.store = start_store()
-
-    def start(self, worker: int, *extra: str) -> None:
-        """Starts one of the first workers; others it could not take in."""
-        if worker < self.options.workers:
-            super().start(worker, *extra)
 
     def arguments(self, worker: int) -> list[str]:
         """With the store's address."""

@@ -119,10 +119,10 @@ class Run:
         due = [change for change in self._left if self._is_due(change)]
         self._left = [change for change in self._left if change not in due]
         for change in due:
-            if change.action == "join":
+            if change.action == "join" and self._launch.takes_joins:
                 self._start(change.worker)
                 self.events[change.worker].append({"event": "joining", "time": time.time()})
-            elif change.step is None:
+            elif change.action == "kill" and change.step is None and change.worker in self._launch.running:
                 self._dead.add(change.worker)
                 self._launch.kill(change.worker)
                 self.events[change.worker].append({"event": "killed", "time": time.time(), "step": self._steps()})
@@ -136,6 +136,8 @@ class Run:
         for worker, process in self._launch.running.items():
             if worker not in self._dead and (process.poll() or 0) != 0 and not self._is_over():
                 raise LaunchError(f"worker {worker} failed:\n{self._end_of_log(worker)}")
+        if all(process.poll() is not None for process in self._launch.running.values()) and not self._is_over():
+            raise LaunchError("no worker is left")
         if time.time() - self.began > self._options.limit:
             logs = "\n".join(self._end_of_log(worker) for worker in self.events)
             raise LaunchError(f"not done after {self._options.limit:g} s (--limit):\n{logs}")

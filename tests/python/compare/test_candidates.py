@@ -83,21 +83,54 @@ def test_restart_loses_exactly_the_steps_since_the_checkpoint(tmp_path):
     assert members == {2}  # of three that are left, two fill a group
 
 
-def test_group_that_loses_a_worker_is_dropped_and_torchft_heals_who_joins(tmp_path):
-    flags = ["--candidate", "ds-ft", "--candidate", "torchft", "--steps", "240", "--kill", "2@20", "--join", "1"]
-    found = compare(tmp_path, *flags)
-    for name in ("ds-ft", "torchft"):
-        check_figures(found[name], tmp_path, 240)
-        assert (found[name]["outcome"]["kills"], found[name]["outcome"]["lost_steps"]) == (1, 0)
-        assert sorted(set(steps_taken(log(tmp_path, name, 0)))) == list(range(240))
+def test_group_that_loses_a_worker_is_dropped_whole(tmp_path):
+    found = compare(tmp_path, "--candidate", "ds-ft", "--steps", "40", "--kill", "2@15")["ds-ft"]
+    check_figures(found, tmp_path, 40)
+    assert (found["outcome"]["kills"], found["outcome"]["lost_steps"]) == (1, 0)
+    rows = log(tmp_path, "ds-ft", 0)
+    assert steps_taken(rows) == list(range(40))
+    assert [row["members"] for row in rows if row["event"] == "taken"] == [4] * 15 + [2] * 25
+    fellow = log(tmp_path, "ds-ft", 3)
+    assert steps_taken(fellow) == list(range(15))
+    assert fellow[-1]["event"] == "idle"
+
+
+def test_torchft_heals_who_joins(tmp_path):
+    flags = ["--candidate", "torchft", "--steps", "160", "--kill", "2@10", "--join", "1", "--hang-limit", "6"]
+    found = compare(tmp_path, *flags)["torchft"]
+    check_figures(found, tmp_path, 160)
+    assert (found["outcome"]["kills"], found["outcome"]["joins"], found["outcome"]["lost_steps"]) == (1, 1, 0)
+    assert sorted(set(steps_taken(log(tmp_path, "torchft", 0)))) == list(range(160))
+    joined = log(tmp_path, "torchft", 4)
+    healed = [row["step"] for row in joined if row["event"] == "resumed"]
+    assert healed and healed[0] > 0
+    assert steps_taken(joined)[0] == healed[0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_group_is_formed_again_when_a_worker_joins(tmp_path):
+    flags = ["--candidate", "ds-ft", "--steps", "1200", "--kill", "2@20", "--join", "1"]
+    found = compare(tmp_path, *flags)["ds-ft"]
+    check_figures(found, tmp_path, 1200)
+    assert found["outcome"]["lost_steps"] == 0
     members = [row["members"] for row in log(tmp_path, "ds-ft", 0) if row["event"] == "taken"]
-    assert members[:20] == [4] * 20 and members[-1] == 4
-    assert any(row["event"] == "idle" for row in log(tmp_path, "ds-ft", 3)) or 2 not in members
+    assert (members[0], members[21], members[-1]) == (4, 2, 4)
     resumed = [row for row in log(tmp_path, "ds-ft", 4) if row["event"] == "resumed"]
     assert resumed[0]["source"] == "peers"
-    healed = [row["step"] for row in log(tmp_path, "torchft", 4) if row["event"] == "resumed"]
-    assert healed and healed[0] > 0
-    assert steps_taken(log(tmp_path, "torchft", 4))[0] == healed[0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_all_go_back_to_a_checkpoint_when_no_complete_set_of_experts_is_left(tmp_path):
+    flags = ["--kill", "0@33", "--kill", "2@33", "--ft-checkpoint-every", "10"]
+    found = compare(tmp_path, "--candidate", "ds-ft", "--steps", "40", *flags)["ds-ft"]
+    check_figures(found, tmp_path, 40)
+    rows = log(tmp_path, "ds-ft", 1)
+    resumed = [row for row in rows if row["event"] == "resumed"][-1]
+    assert (resumed["source"], resumed["members"]) == ("checkpoint", 2)
+    assert found["outcome"]["lost_steps"] == 33 - resumed["step"]
+    assert resumed["step"] in (20, 30)
 
 
 @pytest.mark.long
