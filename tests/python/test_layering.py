@@ -50,6 +50,7 @@ ROOMS = [
     "integrations",
     "launch",
     "demo",
+    "compare",
     "cli",
     "__main__",
 ]

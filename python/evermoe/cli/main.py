@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
+    compare = commands.add_parser("compare", help="run presets and what others use through the same failures")
     plan = commands.add_parser(
         "plan",
         help="compare placements of experts: balance, and what survives how many losses",
@@ -107,26 +109,17 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
     checkpoints = commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
-    if command == "demo":
-        from evermoe.demo.flags import add_arguments
-
-        add_arguments(demo)
-    if command == "checkpoints":
-        from evermoe.cli.checkpoints import add_arguments as add_checkpoints_arguments
-
-        add_checkpoints_arguments(checkpoints)
-    if command == "export":
-        from evermoe.cli.export import add_arguments as add_export_arguments
-
-        add_export_arguments(export)
-    if command == "top":
-        from evermoe.cli.top import add_arguments as add_top_arguments
-
-        add_top_arguments(top_command)
-    if command == "plan":
-        from evermoe.cli.plan.command import add_arguments as add_plan_arguments
-
-        add_plan_arguments(plan)
+    late = {
+        "demo": (demo, "evermoe.demo.flags"),
+        "compare": (compare, "evermoe.cli.comparison"),
+        "checkpoints": (checkpoints, "evermoe.cli.checkpoints"),
+        "export": (export, "evermoe.cli.export"),
+        "top": (top_command, "evermoe.cli.top"),
+        "plan": (plan, "evermoe.cli.plan.command"),
+    }
+    if command in late:
+        place, module = late[command]
+        import_module(module).add_arguments(place)
     return top
 
 
@@ -136,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser(given[0] if given else None).parse_args(given)
         actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "top": _top}
-        actions |= {"checkpoints": _checkpoints, "export": _export, "info": _info}
+        actions |= {"compare": _compare, "checkpoints": _checkpoints, "export": _export, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
         extra = {
@@ -179,6 +172,12 @@ def _demo(options: argparse.Namespace) -> int:
     from evermoe.demo.driver import main as demo
 
     return demo(options)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from evermoe.cli.comparison import main as compare
+
+    return compare(options)
 
 
 def _plan(options: argparse.Namespace) -> int:

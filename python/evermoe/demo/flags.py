@@ -76,7 +76,8 @@ def check(options: argparse.Namespace) -> dict[int, int]:
     """
     kills = [] if options.no_kill else options.kill or ([(2, 20)] if options.workers > 2 else [])
     workers = [worker for worker, _ in kills]
-    _check_numbers(options)
+    check_numbers(options)
+    checked("--baseline-steps", options.baseline_steps, int, least=0, most=MOST)
     for worker, step in kills:
         if not 0 <= worker < options.workers or not 0 <= step < options.steps:
             raise ValueError(
@@ -98,11 +99,11 @@ def check(options: argparse.Namespace) -> dict[int, int]:
     return dict(kills)
 
 
-def _check_numbers(options: argparse.Namespace) -> None:
+def check_numbers(options: argparse.Namespace) -> None:
     """What a worker would refuse, before any of them starts."""
     for name in ("workers", "steps", "batch", *SIZES):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1, most=MOST)
-    checked("--baseline-steps", options.baseline_steps, int, least=0, most=MOST)
+    checked("--balance", options.balance, float, least=0, most=MOST)
     given = session_options(options) | {"seed": options.seed}
     SessionConfig(**given, checkpoint_dir=options.checkpoint_dir or "anywhere")
 
@@ -116,7 +117,7 @@ def worker_arguments(options: argparse.Namespace, steps: int, copies: int, folde
         copies: as its `--copies`; 0 for the run to compare with.
         folder: of this run, for what a preset saves.
     """
-    training = ("batch", "learning_rate", "seed", "hang_limit", "rejoin_limit", "checkpoint_every")
+    training = ("balance", "batch", "learning_rate", "seed", "hang_limit", "rejoin_limit", "checkpoint_every")
     values = {name: getattr(options, name) for name in (*SIZES, *training)} | {"steps": steps, "copies": copies}
     values["preset"] = options.preset if copies else "auto"
     if copies and (options.checkpoint_dir or PRESETS[options.preset].needs_checkpoint_dir):

@@ -65,7 +65,13 @@ def session_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sizes of model and run: shared by this script and `evermoe demo`."""
+    """What this script and `evermoe demo` share."""
+    run = add_program_arguments(parser)
+    add_session_arguments(parser, run)
+
+
+def add_program_arguments(parser: argparse.ArgumentParser) -> Any:
+    """The sizes of model and run; returns the group of those that are about training."""
     model = parser.add_argument_group("model and data")
     model.add_argument("--data", metavar="PATH", help="a text file or a folder (default: the Python standard library)")
     model.add_argument("--layers", type=int, default=4, help="transformer blocks, each with an MoE layer (%(default)s)")
@@ -75,11 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--experts", type=int, default=8, help="experts per MoE layer (%(default)s)")
     model.add_argument("--top-k", type=int, default=2, help="experts per token (%(default)s)")
     model.add_argument("--sequence", type=int, default=128, help="bytes per sample (%(default)s)")
+    model.add_argument(
+        "--balance", type=float, default=0.01, help="weight of the routers' load-balancing loss (%(default)s)"
+    )
     run = parser.add_argument_group("training")
     run.add_argument("--steps", type=int, default=60, help="steps to commit (%(default)s)")
     run.add_argument("--batch", type=int, default=24, help="samples per step over all workers (%(default)s)")
     run.add_argument("--learning-rate", type=float, default=3e-3, help="of AdamW (%(default)s)")
     run.add_argument("--seed", type=int, default=0, help="of weights and sampling (%(default)s)")
+    return run
+
+
+def add_session_arguments(parser: argparse.ArgumentParser, run: Any) -> None:
+    """How the state is protected; `run`: the group of flags about training."""
     run.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="how the state is protected (%(default)s)")
     run.add_argument(
         "--slots",
@@ -170,17 +184,22 @@ def main(arguments: list[str] | None = None) -> None:
         train(options, reporter)
 
 
+def build(options: argparse.Namespace, device: torch.device) -> tuple[ByteGPT, torch.optim.Optimizer]:
+    """The model that the flags describe, with weights of `--seed`, and its optimizer."""
+    torch.manual_seed(options.seed)
+    names = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence", "balance")
+    model = ByteGPT(**{name: getattr(options, name) for name in names}).to(device)
+    return model, torch.optim.AdamW(model.parameters(), lr=options.learning_rate, fused=True)
+
+
 def train(options: argparse.Namespace, reporter: Reporter) -> None:
     """The program itself."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    torch.manual_seed(options.seed)
-    names = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
-    model = ByteGPT(**{name: getattr(options, name) for name in names}).to(device)
+    model, optimizer = build(options, device)
     corpus = Corpus(options.data, options.sequence)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, fused=True)
     sampler = evermoe.ElasticSampler(len(corpus), options.batch, seed=options.seed)
     session = evermoe.Session(
         model,

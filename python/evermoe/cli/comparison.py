@@ -1,0 +1,294 @@
+"""`evermoe compare`: flags, runs one after the other, table, picture and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from evermoe.compare.candidates import CANDIDATES
+from evermoe.compare.failures import Schedule, at_steps, from_trace, poisson
+from evermoe.demo.corpus import Corpus
+from evermoe.demo.flags import check_numbers, parse_kill
+from evermoe.demo.train import add_program_arguments, add_session_arguments
+from evermoe.errors import LaunchError
+from evermoe.options import checked
+
+MOST_SECONDS = 1e7
+TABLE_WIDTH = 100
+"""Characters of a line of the table, also where the terminal has fewer."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `evermoe compare`."""
+    what = parser.add_argument_group("what is compared")
+    what.add_argument(
+        "--candidate",
+        action="append",
+        choices=list(CANDIDATES),
+        metavar="NAME",
+        help=f"one to run; repeatable (all: {', '.join(CANDIDATES)})",
+    )
+    what.add_argument("--workers", type=int, default=4, help="processes, each its own node (%(default)s)")
+    what.add_argument(
+        "--expert-parallel",
+        type=int,
+        default=2,
+        metavar="P",
+        help="ranks that hold all experts together in ds, ds-ft and nvrx; presets get --experts / P slots, so that all "
+        "hold as many experts per worker (%(default)s)",
+    )
+    what.add_argument(
+        "--copies", type=int, default=2, help="nodes that hold each unit's state, of presets (%(default)s)"
+    )
+    what.add_argument("--slots", type=int, help="expert replicas per worker and layer, of presets (--experts / P)")
+    what.add_argument(
+        "--checkpoint-every", type=int, default=50, help="steps between checkpoints, of ds and nvrx (%(default)s)"
+    )
+    what.add_argument(
+        "--ft-checkpoint-every",
+        type=int,
+        default=250,
+        help="steps between checkpoints, of presets and ds-ft, which need one if all copies are lost (%(default)s)",
+    )
+    what.add_argument("--hang-limit", type=float, default=10.0, help="seconds to wait for a silent peer (%(default)s)")
+    what.add_argument("--held-out", type=int, default=64, help="samples for the final loss (%(default)s)")
+    what.add_argument("--limit", type=float, default=600.0, help="seconds that a run may take (%(default)s)")
+    add_program_arguments(parser)
+    parser.set_defaults(balance=0.0, steps=100)
+    _add_failures(parser)
+    results = parser.add_argument_group("results")
+    results.add_argument("--json", metavar="PATH", help="write all figures as JSON")
+    results.add_argument("--plot", metavar="PATH", help="draw steps over time: a PNG or SVG file")
+    results.add_argument("--keep", metavar="DIR", help="keep the workers' events and logs here")
+    results.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+
+
+def _add_failures(parser: argparse.ArgumentParser) -> None:
+    fail = parser.add_argument_group("failures: at steps, at random, or as in a trace")
+    fail.add_argument(
+        "--kill",
+        action="append",
+        type=parse_kill,
+        metavar="WORKER@STEP",
+        help="SIGKILL a worker in the middle of this step, when it comes there first; repeatable",
+    )
+    fail.add_argument("--join", type=int, metavar="STEP", help="one more worker joins at this step")
+    fail.add_argument("--mtbf", type=float, metavar="SECONDS", help="mean time between failures at random, by --seed")
+    fail.add_argument(
+        "--replace-after",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="with --mtbf: from a failure to the start of a new worker (%(default)s)",
+    )
+    fail.add_argument("--trace", metavar="FILE", help="a trace of spot instances: lines of ms,add|remove,node")
+    fail.add_argument("--speedup", type=float, default=1.0, help="of --trace: its seconds in one of ours (%(default)s)")
+    fail.add_argument("--trace-start", type=float, default=0.0, metavar="SECONDS", help="of --trace (%(default)s)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs all candidates; the exit code is 0 if each of them came to the end."""
+    console = Console(highlight=False)
+    options = _complete(options)
+    schedule = check(options)
+    names = _names(options.candidate)
+    missing = [CANDIDATES[name].title for name in CANDIDATES if name not in names and not options.candidate]
+    if missing:
+        console.print(f"not installed, left out: {', '.join(missing)}")
+    console.print(f"{options.steps} steps on {options.workers} workers; {schedule.describe()}")
+    root = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="evermoe-compare-"))
+    try:
+        found = {name: _run(name, options, schedule, root / name, console) for name in names}
+    except LaunchError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    finally:
+        if not options.keep:
+            shutil.rmtree(root, ignore_errors=True)
+    result = {"options": vars(options), "schedule": [asdict(each) for each in schedule.changes], "candidates": found}
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+    console.print(_table(found), width=max(console.width, TABLE_WIDTH), crop=False)
+    if options.plot:
+        from evermoe.compare.picture import draw
+
+        draw({CANDIDATES[name].title: each for name, each in found.items()}, Path(options.plot))
+    failures = {name: each["failure"] for name, each in found.items() if each["failure"]}
+    for name, failure in failures.items():
+        console.print(f"{CANDIDATES[name].title}: {failure}", style="red", markup=False)
+    return 1 if failures else 0
+
+
+def _names(asked: Sequence[str] | None) -> list[str]:
+    """Candidates to run: as asked for, or all that are installed.
+
+    Raises:
+        ValueError: one that was asked for is not installed.
+    """
+    there = [name for name, each in CANDIDATES.items() if each.package is None or find_spec(each.package)]
+    for name in asked or ():
+        if name not in there:
+            package = (CANDIDATES[name].package or "").replace("_", "-")
+            raise ValueError(f"--candidate {name}: expected {package} to be installed: pip install {package}")
+    return list(asked or there)
+
+
+def _complete(options: argparse.Namespace) -> argparse.Namespace:
+    """With what a session's worker needs beside, at its defaults."""
+    hidden = argparse.ArgumentParser()
+    add_session_arguments(hidden, hidden)
+    return argparse.Namespace(**vars(hidden.parse_args([])) | vars(options))
+
+
+def check(options: argparse.Namespace) -> Schedule:
+    """The schedule, after all flags were checked; completes `options`.
+
+    Raises:
+        ValueError: with the flag, what was expected and what came.
+    """
+    check_numbers(options)
+    for name in ("expert_parallel", "checkpoint_every", "ft_checkpoint_every", "held_out"):
+        checked(f"--{name.replace('_', '-')}", getattr(options, name), int, least=1)
+    size = options.expert_parallel
+    if options.experts % size or size > options.workers:
+        raise ValueError(
+            f"--expert-parallel: expected a divisor of --experts {options.experts} and at most --workers "
+            f"{options.workers}, got {size}"
+        )
+    for name in ("limit", "speedup", "replace_after", *(["mtbf"] if options.mtbf is not None else [])):
+        checked(f"--{name.replace('_', '-')}", getattr(options, name), float, above=0, most=MOST_SECONDS)
+    windows = len(Corpus(options.data, options.sequence))
+    if windows - options.held_out < options.batch:
+        raise ValueError(
+            f"--held-out {options.held_out}: expected to leave a batch of {options.batch} samples of {windows}"
+        )
+    if options.slots is None:
+        options.slots = options.experts // size
+    schedule = _schedule(options)
+    options.joins = sum(change.action == "join" for change in schedule.changes)
+    return schedule
+
+
+def _schedule(options: argparse.Namespace) -> Schedule:
+    ways = [name for name in ("kill", "mtbf", "trace") if getattr(options, name)]
+    if len(ways) > 1 or (options.join is not None and set(ways) - {"kill"}):
+        raise ValueError("expected --kill and --join, --mtbf, or --trace: one schedule of failures, got several")
+    common = {"workers": options.workers, "least": options.expert_parallel}
+    if options.mtbf is not None:
+        span = {"replace_after": options.replace_after, "seed": options.seed, "until": options.limit}
+        return poisson(mtbf=options.mtbf, **span, **common)
+    if options.trace:
+        with open(options.trace, encoding="utf-8", errors="replace") as lines:
+            how = {"speedup": options.speedup, "start": options.trace_start, "name": options.trace}
+            return from_trace(lines, **how, **common)
+    return _at_steps(options)
+
+
+def _at_steps(options: argparse.Namespace) -> Schedule:
+    kills = options.kill or []
+    for worker, step in kills:
+        if not 0 <= worker < options.workers or not 0 <= step < options.steps:
+            raise ValueError(
+                f"--kill {worker}@{step}: expected a worker below {options.workers} and a step below {options.steps}"
+            )
+    if len(dict(kills)) != len(kills):
+        raise ValueError(f"--kill: a worker dies only once, got {', '.join(str(worker) for worker, _ in kills)}")
+    if options.workers - len(kills) < options.expert_parallel:
+        raise ValueError(
+            f"--kill: expected at least --expert-parallel {options.expert_parallel} survivors of {options.workers} "
+            f"workers, got {len(kills)} kills"
+        )
+    if options.join is not None and not 0 <= options.join < options.steps:
+        raise ValueError(f"--join: expected a step below {options.steps}, got {options.join}")
+    return at_steps(dict(kills), options.join, options.workers)
+
+
+def _run(name: str, options: argparse.Namespace, schedule: Schedule, folder: Path, console: Console) -> dict[str, Any]:
+    """Runs one candidate in a process of its own, which shows how far it is."""
+    if folder.exists():
+        raise ValueError(f"--keep {folder.parent}: expected a folder without {folder.name}, which is there already")
+    folder.mkdir(parents=True)
+    orders = {
+        "candidate": name,
+        "options": vars(options),
+        "changes": [asdict(each) for each in schedule.changes],
+    }
+    (folder / "orders.json").write_text(json.dumps(orders))
+    command = [sys.executable, "-m", "evermoe.compare.runner", str(folder / "orders.json")]
+    errors = folder / "runner.log"
+    with errors.open("w") as log, _progress(console) as progress:
+        bar = progress.add_task(CANDIDATES[name].title, total=options.steps)
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                progress.update(bar, completed=int(line.split()[0]))
+    if not (folder / "found.json").exists():
+        raise LaunchError(f"the run of {name} ended with {process.returncode}:\n{errors.read_text()[-2000:]}")
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("[bold]{task.description:16}"),
+        BarColumn(24),
+        TextColumn("step {task.completed:>4.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _table(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for heading in (
+        "seconds",
+        "tokens/s",
+        "of best",
+        "longest\nstall",
+        "lost\nsteps",
+        "lost\ntokens",
+        "PLT",
+        "held-out\nloss",
+        "sent\nMB",
+        "memory\nMB",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    best = max((each["outcome"]["tokens_per_second"] for each in found.values()), default=0.0)
+    for name, each in found.items():
+        table.add_row(CANDIDATES[name].title, *_cells(each, best))
+    return table
+
+
+def _cells(found: Mapping[str, Any], best: float) -> Sequence[str]:
+    outcome = found["outcome"]
+    loss, sent = outcome["final_loss"], outcome["sent_bytes"]
+    speed = outcome["tokens_per_second"]
+    return (
+        f"{outcome['seconds']:.1f}" if not found["failure"] else f"step {outcome['steps']}",
+        f"{speed:,.0f}",
+        f"{speed / best:.0%}" if best else "",
+        f"{outcome['longest_stall']:.1f}",
+        f"{outcome['lost_steps']}",
+        f"{outcome['lost_tokens']:,}",
+        f"{outcome['plt']:.2%}",
+        "" if loss is None else f"{loss:.4f}",
+        "" if sent is None else f"{sent / 1e6:,.1f}",
+        f"{outcome['peak_memory_bytes'] / 1e6:,.0f}",
+    )

@@ -1,0 +1,307 @@
+"""What is compared: how each candidate's workers are started, and what runs beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from evermoe.compare import processes
+from evermoe.demo.flags import worker_arguments
+from evermoe.launch import LocalJob
+from evermoe.planning import PRESET_NAMES, PRESETS
+from evermoe.planning.presets import PresetName
+
+
+class Launch:
+    """A candidate's workers in one run.
+
+    Args:
+        options: of `evermoe compare`.
+        folder: of this run.
+    """
+
+    worker_module = ""
+    takes_joins = True
+    """Whether new workers can join."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+        self.running: dict[int, subprocess.Popen[Any]] = {}
+        self._resources = ExitStack()
+
+    def __enter__(self) -> Launch:
+        self.open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for process in self.running.values():
+            processes.kill(process.pid)
+            process.wait()
+        self._resources.close()
+
+    def open(self) -> None:
+        """Starts what runs beside the workers."""
+
+    def start(self, worker: int, *extra: str) -> None:
+        """Starts a worker on a node of its own."""
+        with self.log(worker).open("w") as log:
+            self.running[worker] = self._spawn(worker, [*self.arguments(worker), *extra], log)
+
+    def kill(self, worker: int) -> None:
+        """SIGKILL to a worker and to what started it: its node is gone."""
+        processes.kill(self.running[worker].pid)
+        self.running[worker].wait()
+
+    def changed(self) -> None:
+        """Told after workers have been started or killed, or have died."""
+
+    def started(self) -> list[int]:
+        """Workers that live and have reported something."""
+        alive = [worker for worker, process in sorted(self.running.items()) if process.poll() is None]
+        return [worker for worker in alive if self.events(worker).exists() and self.events(worker).stat().st_size]
+
+    def log(self, worker: int) -> Path:
+        """What a worker prints."""
+        return self.folder / f"worker-{worker}.log"
+
+    def events(self, worker: int) -> Path:
+        """What a worker reports."""
+        return self.folder / f"events-{worker}.jsonl"
+
+    def arguments(self, worker: int) -> list[str]:
+        """The flags of a worker."""
+        options = self.options
+        return [
+            *worker_arguments(self.settings(), options.steps, options.copies, self.folder),
+            *("--held-out", str(options.held_out), "--expert-parallel", str(options.expert_parallel)),
+            *("--events", str(self.events(worker)), "--worker", str(worker)),
+        ]
+
+    def settings(self) -> argparse.Namespace:
+        """The options of the run as this candidate has them: checkpoints in a folder of its own."""
+        return argparse.Namespace(**vars(self.options) | {"checkpoint_dir": str(self.folder / "checkpoints")})
+
+    def command(self, worker: int) -> list[str]:
+        """What a worker's process runs, before its flags."""
+        return [sys.executable, "-m", self.worker_module]
+
+    def variables(self) -> Mapping[str, str]:
+        """Of the workers' environment."""
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "GLOO_SOCKET_IFNAME": "lo"}
+
+    def _spawn(
+        self, worker: int, arguments: list[str], log: Any, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[Any]:
+        return subprocess.Popen(
+            [*self.command(worker), *arguments],
+            env={**os.environ, **self.variables(), **variables},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+class PresetLaunch(Launch):
+    """Workers of an evermoe session."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, preset: PresetName) -> None:
+        super().__init__(options, folder)
+        self._preset = preset
+        self._job = LocalJob(
+            [sys.executable, "-m", "evermoe.compare.session_worker"],
+            f"compare-{uuid.uuid4().hex[:8]}",
+            options.workers,
+            memory_dir=options.memory_dir,
+            hang_limit=options.hang_limit,
+            environment=self.variables(),
+        )
+
+    def open(self) -> None:
+        """Starts a Lighthouse."""
+        self._resources.callback(self._job.forget)
+        self._resources.enter_context(self._job)
+
+    def kill(self, worker: int) -> None:
+        """SIGKILL, and the node's memory goes with it."""
+        super().kill(worker)
+        shutil.rmtree(self._job.memory / node(worker), ignore_errors=True)
+
+    def settings(self) -> argparse.Namespace:
+        """The preset, and the interval of its checkpoints."""
+        given = {"preset": self._preset, "checkpoint_every": self.options.ft_checkpoint_every}
+        return argparse.Namespace(**vars(super().settings()) | given)
+
+    def _spawn(
+        self, worker: int, arguments: list[str], log: Any, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[Any]:
+        return self._job.start(
+            worker, node(worker), *arguments, variables=variables, stdout=log, stderr=subprocess.STDOUT
+        ).process
+
+
+class RestartLaunch(Launch):
+    """torchrun, an agent for each node; all workers begin again from a checkpoint when one dies."""
+
+    worker_module = "evermoe.compare.restart_worker"
+
+    def open(self) -> None:
+        """Starts the store in which the agents meet, where no node's death ends it."""
+        self.store = start_store()
+
+    def command(self, worker: int) -> list[str]:
+        """An elastic agent, and the worker that it starts."""
+        options = self.options
+        most = options.workers + options.joins
+        meeting = {"is_host": 0, "last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+        agent = {
+            "nnodes": f"{options.expert_parallel}:{most}",
+            "nproc-per-node": 1,
+            "max-restarts": 1000,
+            "rdzv-backend": "c10d",
+            "rdzv-endpoint": f"127.0.0.1:{self.store.port}",
+            "rdzv-id": "compare",
+            "rdzv-conf": ",".join(f"{key}={value}" for key, value in meeting.items()),
+            "local-addr": "127.0.0.1",
+        }
+        flags = [f"--{key}={value}" for key, value in agent.items()]
+        return [sys.executable, "-m", "torch.distributed.run", *flags, "-m", self.worker_module]
+
+    def variables(self) -> Mapping[str, str]:
+        """Without a store that the agents share: it would die with the agent of rank 0, and the job with it."""
+        return {**super().variables(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+class FixedGroupsLaunch(Launch):
+    """Workers in fixed expert-parallel groups, which a controller tells who lives."""
+
+    worker_module = "evermoe.compare.fixed_groups_worker"
+
+    def open(self) -> None:
+        """Starts the controller's store."""
+        self.store = start_store()
+        self._epoch, self._told = 0, list[int]()
+
+    def settings(self) -> argparse.Namespace:
+        """With the interval of its checkpoints."""
+        given = {"checkpoint_every": self.options.ft_checkpoint_every}
+        return argparse.Namespace(**vars(super().settings()) | given)
+
+    def arguments(self, worker: int) -> list[str]:
+        """With the controller's address."""
+        return [*super().arguments(worker), "--store", f"127.0.0.1:{self.store.port}"]
+
+    def changed(self) -> None:
+        """Begins an epoch if others live than before and all of them have started."""
+        ready = self.started()
+        is_first = not self._epoch
+        if ready and ready != self._told and (not is_first or len(ready) == self.options.workers):
+            self._epoch, self._told = self._epoch + 1, ready
+            self.store.set(f"epoch/{self._epoch}", json.dumps(ready))
+
+
+class TorchftLaunch(Launch):
+    """Workers with torchft's Manager, and the Lighthouse that they ask."""
+
+    worker_module = "evermoe.compare.torchft_worker"
+
+    def open(self) -> None:
+        """Starts a Lighthouse of the same settings as an evermoe job's."""
+        from evermoe.comm.lighthouse import start_local_lighthouse
+
+        limits = LocalJob([], "compare", 1)
+        server, self._address = start_local_lighthouse(
+            heartbeat_limit=limits.heartbeat_limit, join_limit=self.options.hang_limit
+        )
+        self._resources.callback(server.shutdown)
+
+    def arguments(self, worker: int) -> list[str]:
+        """With the Lighthouse's address."""
+        return [*super().arguments(worker), "--store", self._address]
+
+    def changed(self) -> None:
+        """Lets them begin once the first workers have started."""
+        if len(self.started()) == self.options.workers:
+            (self.folder / "begin").touch()
+
+
+class InProcessLaunch(Launch):
+    """Workers that NVIDIA's resiliency extension restarts within their processes. No new ones can join."""
+
+    worker_module = "evermoe.compare.inprocess_worker"
+    takes_joins = False
+
+    def open(self) -> None:
+        """Starts the store in which the ranks meet."""
+        self.store = start_store()
+
+    def arguments(self, worker: int) -> list[str]:
+        """With the store's address."""
+        return [*super().arguments(worker), "--store", f"127.0.0.1:{self.store.port}"]
+
+    def _spawn(
+        self, worker: int, arguments: list[str], log: Any, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> subprocess.Popen[Any]:
+        place = {**variables, "RANK": str(worker), "WORLD_SIZE": str(self.options.workers)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
+        return super()._spawn(worker, arguments, log, place)
+
+
+class Candidate(NamedTuple):
+    """Something to compare."""
+
+    title: str
+    """In tables."""
+    summary: str
+    """One line."""
+    launch: Callable[[argparse.Namespace, Path], Launch]
+    package: str | None = None
+    """What must be installed, beside what evermoe needs."""
+
+
+def node(worker: int) -> str:
+    """The machine of a worker."""
+    return f"node-{worker:03d}"
+
+
+def start_store() -> Any:
+    """A TCPStore in this process, at a free port."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _preset(name: PresetName) -> Candidate:
+    return Candidate(
+        name,
+        PRESETS[name].summary,
+        lambda options, folder: PresetLaunch(options, folder, name),
+    )
+
+
+CANDIDATES: Mapping[str, Candidate] = {
+    **{name: _preset(name) for name in PRESET_NAMES},
+    "ds": Candidate(
+        "DS", "torchrun starts all workers again from the newest checkpoint of DCP's async_save", RestartLaunch
+    ),
+    "ds-ft": Candidate(
+        "DS(FT)", "fixed expert-parallel groups; one that loses a worker is dropped whole", FixedGroupsLaunch
+    ),
+    "torchft": Candidate(
+        "torchft", "a replica group for each worker, each with all experts; a peer heals a new one", TorchftLaunch
+    ),
+    "nvrx": Candidate(
+        "NVRx", "NVIDIA's resiliency extension: all begin again, in the processes that are left", InProcessLaunch,
+        package="nvidia_resiliency_ext",
+    ),
+}  # fmt: skip
+"""By the name that `--candidate` takes."""

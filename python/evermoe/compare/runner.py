@@ -1,0 +1,185 @@
+"""One run of a candidate in a process of its own: starts workers, lets some die and some join, and measures.
+
+`python -m evermoe.compare.runner FILE` reads its orders from the file, and writes what it found beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from evermoe.compare import loopback, processes
+from evermoe.compare.failures import Change, Schedule
+from evermoe.compare.outcome import in_order, measure, progress
+from evermoe.errors import LaunchError
+
+KINDS = ("begin", "taken", "resumed", "recovered", "final", "killed", "joining", "idle")
+"""Events that say how far a run is; a session reports many more."""
+LOOK_SECONDS = 0.02
+"""Between two looks at the workers."""
+MEMORY_SECONDS = 0.25
+"""Between two looks at their memory."""
+LAST_SECONDS = 15.0
+"""That workers have to end by themselves after the last step."""
+
+
+class Run:
+    """One run.
+
+    Args:
+        launch: the candidate's, entered.
+        schedule: who dies and joins.
+        options: of `evermoe compare`.
+        show: called with the number of steps and of seconds, about four times a second.
+
+    Raises:
+        LaunchError: a worker failed, or the run took longer than `--limit`.
+    """
+
+    def __init__(
+        self, launch: Any, schedule: Schedule, options: argparse.Namespace, show: Callable[[int, float], None]
+    ) -> None:
+        self._launch, self._schedule, self._options, self._show = launch, schedule, options, show
+        self.events: dict[int, list[dict[str, Any]]] = {}
+        self.peak = 0
+        self.began = time.time()
+        self._offsets: dict[int, int] = {}
+        self._left = list(schedule.changes)
+        self._dead: set[int] = set()
+        self._next_memory = 0.0
+        self._first: float | None = None
+        """When the first step began."""
+
+    def go(self) -> None:
+        """Runs to the end."""
+        for worker in range(self._options.workers):
+            self._start(worker)
+        while not self._is_over():
+            self._look()
+            time.sleep(LOOK_SECONDS)
+        deadline = time.time() + LAST_SECONDS
+        while time.time() < deadline and any(each.poll() is None for each in self._launch.running.values()):
+            self._look()
+            time.sleep(LOOK_SECONDS)
+
+    def _start(self, worker: int) -> None:
+        self.events[worker], self._offsets[worker] = [], 0
+        deaths = self._schedule.deaths
+        self._launch.start(worker, *(["--die-at", str(deaths[worker])] if worker in deaths else []))
+
+    def _look(self) -> None:
+        for worker in self.events:
+            self._read(worker)
+        self._bury()
+        self._obey()
+        self._launch.changed()
+        self._check()
+        if time.time() >= self._next_memory:
+            self._next_memory = time.time() + MEMORY_SECONDS
+            self.peak = max(self.peak, processes.memory_bytes(p.pid for p in self._launch.running.values()))
+            self._show(self._steps(), time.time() - self.began)
+
+    def _is_over(self) -> bool:
+        return any(event["event"] == "final" for rows in self.events.values() for event in rows[-8:])
+
+    def _steps(self) -> int:
+        found = progress({worker: rows[-50:] for worker, rows in self.events.items()})
+        return found[-1][1] if found else 0
+
+    def _read(self, worker: int) -> None:
+        path = self._launch.events(worker)
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._offsets[worker])
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[worker] += len(whole)
+        new = [json.loads(line) for line in whole.splitlines()]
+        self.events[worker] += [event for event in new if event["event"] in KINDS]
+        if self._first is None:
+            self._first = min((event["time"] for event in new if event["event"] == "begin"), default=None)
+
+    def _bury(self) -> None:
+        """Takes along what was on the node of a worker that killed itself in its step."""
+        for worker, rows in self.events.items():
+            if worker not in self._dead and any(event["event"] == "killed" for event in rows[-3:]):
+                self._dead.add(worker)
+                self._launch.kill(worker)
+
+    def _obey(self) -> None:
+        """Does what is due in the schedule."""
+        due = [change for change in self._left if self._is_due(change)]
+        self._left = [change for change in self._left if change not in due]
+        for change in due:
+            if change.action == "join" and self._launch.takes_joins:
+                self._start(change.worker)
+                self.events[change.worker].append({"event": "joining", "time": time.time()})
+            elif change.action == "kill" and change.step is None and change.worker in self._launch.running:
+                self._dead.add(change.worker)
+                self._launch.kill(change.worker)
+                self.events[change.worker].append({"event": "killed", "time": time.time(), "step": self._steps()})
+
+    def _is_due(self, change: Change) -> bool:
+        if change.step is not None:
+            return change.action == "kill" or self._steps() >= change.step
+        return self._first is not None and time.time() - self._first >= (change.seconds or 0.0)
+
+    def _check(self) -> None:
+        for worker, process in self._launch.running.items():
+            if worker not in self._dead and (process.poll() or 0) != 0 and not self._is_over():
+                raise LaunchError(f"worker {worker} failed:\n{self._end_of_log(worker)}")
+        if all(process.poll() is not None for process in self._launch.running.values()) and not self._is_over():
+            raise LaunchError("no worker is left")
+        if time.time() - self.began > self._options.limit:
+            logs = "\n".join(self._end_of_log(worker) for worker in self.events)
+            raise LaunchError(f"not done after {self._options.limit:g} s (--limit):\n{logs}")
+
+    def _end_of_log(self, worker: int) -> str:
+        return self._launch.log(worker).read_text(errors="replace")[-1500:]
+
+
+def main(path: Path) -> None:
+    """Does what the file says, and writes the outcome beside it."""
+    is_counted = loopback.enter()  # before torch has threads
+    from evermoe.compare.candidates import CANDIDATES
+
+    orders = json.loads(path.read_text())
+    options = argparse.Namespace(**orders["options"])
+    schedule = Schedule(tuple(Change(**change) for change in orders["changes"]))
+    folder = path.parent
+    with CANDIDATES[orders["candidate"]].launch(options, folder) as launch:
+        run = Run(launch, schedule, options, lambda step, seconds: print(f"{step} {seconds:.1f}", flush=True))
+        failure = None
+        try:
+            run.go()
+        except LaunchError as error:
+            failure = str(error)
+    tokens = options.batch * options.sequence
+    outcome = measure(
+        run.events,
+        began=run.began,
+        tokens=tokens,
+        assignments=tokens * options.top_k * options.layers,
+        sent_bytes=loopback.sent_bytes() if is_counted else None,
+        peak_memory_bytes=run.peak,
+    )
+    found = {
+        "failure": failure,
+        "outcome": asdict(outcome),
+        "progress": [(at - run.began, step) for at, step in progress(run.events)],
+        "kills": [event["time"] - run.began for event in in_order(run.events) if event["event"] == "killed"],
+    }
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main(Path(sys.argv[1]))

@@ -1,0 +1,41 @@
+"""The worker of evermoe's presets."""
+
+from __future__ import annotations
+
+import os
+
+from evermoe.compare.program import MAX_GRAD_NORM, Program, main
+from evermoe.demo.train import Reporter, session_options
+from evermoe.train.session import Session
+
+
+def work(program: Program, reporter: Reporter) -> None:
+    """Trains in an `evermoe.Session`."""
+    options = program.options
+    session = Session(
+        program.model,
+        program.optimizer,
+        program.sampler,
+        on_event=reporter,
+        join_every=1,
+        max_grad_norm=MAX_GRAD_NORM,
+        checkpoint_dir=options.checkpoint_dir or None,
+        **session_options(options),
+    )
+    reporter.session = session
+    reporter.write("ready", {"pid": os.getpid()})
+    for step in session.steps(options.steps):
+        with step:
+            loss = program.model.loss(program.corpus[step.indices])
+            reporter.strike(step.number, "step")
+            step.backward(loss)
+        if not step.committed:
+            continue
+        reporter.write("taken", {"step": step.number, "loss": session.loss, "members": session.group.size})
+        if session.step == options.steps:
+            with session.evaluation():
+                reporter.write("final", {"loss": program.held_out_loss()})
+
+
+if __name__ == "__main__":
+    main(__doc__, work)
