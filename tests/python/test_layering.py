@@ -50,6 +50,7 @@ ROOMS = [
     "integrations",
     "launch",
     "demo",
+    "reproduce",
     "cli",
     "__main__",
 ]
@@ -73,6 +74,7 @@ TWINS = {
 }
 """Names that several Python modules have, and why."""
 RUST_TWINS = {
+    "baft": "planner, and the paper's figures",
     "chunks": "ops, and their backends",
     "dispatch": "planner, and its typed face",
     "expert": "how its tokens are split, and what it is",

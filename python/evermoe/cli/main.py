@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from evermoe.options import checked
 
 MOST_PROCESSES = 4096
 """Processes that a command starts at most on one machine."""
+FLAGS = {
+    "demo": "evermoe.demo.flags",
+    "checkpoints": "evermoe.cli.checkpoints",
+    "export": "evermoe.cli.export",
+    "top": "evermoe.cli.top",
+    "plan": "evermoe.cli.plan.command",
+    "reproduce": "evermoe.cli.reproduce",
+}
+"""Modules whose `add_arguments` has the flags of commands, and which take long to import."""
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -105,28 +115,17 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
     trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
     export = commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
+    reproduce = commands.add_parser(
+        "reproduce",
+        help="compute the papers' numbers, and show both side by side",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     checkpoints = commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
-    if command == "demo":
-        from evermoe.demo.flags import add_arguments
-
-        add_arguments(demo)
-    if command == "checkpoints":
-        from evermoe.cli.checkpoints import add_arguments as add_checkpoints_arguments
-
-        add_checkpoints_arguments(checkpoints)
-    if command == "export":
-        from evermoe.cli.export import add_arguments as add_export_arguments
-
-        add_export_arguments(export)
-    if command == "top":
-        from evermoe.cli.top import add_arguments as add_top_arguments
-
-        add_top_arguments(top_command)
-    if command == "plan":
-        from evermoe.cli.plan.command import add_arguments as add_plan_arguments
-
-        add_plan_arguments(plan)
+    late = {"demo": demo, "checkpoints": checkpoints, "export": export, "top": top_command, "plan": plan}
+    late["reproduce"] = reproduce
+    if command in late:
+        import_module(FLAGS[command]).add_arguments(late[command])
     return top
 
 
@@ -136,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser(given[0] if given else None).parse_args(given)
         actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "top": _top}
-        actions |= {"checkpoints": _checkpoints, "export": _export, "info": _info}
+        actions |= {"checkpoints": _checkpoints, "export": _export, "reproduce": _reproduce, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
         extra = {
@@ -273,6 +272,12 @@ def _export(options: argparse.Namespace) -> int:
     from evermoe.cli.export import main as export
 
     return export(options)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from evermoe.cli.reproduce import main as reproduce
+
+    return reproduce(options)
 
 
 def _info(options: argparse.Namespace) -> int:
