@@ -13,6 +13,8 @@ from evermoe.planning import (
     checkpoint_bytes,
     select_experts,
 )
+from evermoe.reproduce.drop_run import dropped_tokens
+from evermoe.reproduce.fault_run import spikes
 from evermoe.reproduce.figure import Figure, Row, stated
 from evermoe.reproduce.moetion_placement import algorithm_2, cluster_holders, placement_time
 from evermoe.reproduce.routing import drifting_tokens
@@ -291,6 +293,13 @@ def _figure_11() -> list[Row]:
 
 FIGURES = (
     Figure(id="moetion-models", title="Sections 7.1 and 7.4: sizes of the models", rows=_models, is_error=True),
+    Figure(
+        id="moetion-t1",
+        title="Table 1: validation loss by dropped tokens",
+        rows=dropped_tokens,
+        note="A small model on the demo's text stands for the paper's MoE-GPT-2.9B-16E.",
+        is_slow=True,
+    ),
     Figure(id="moetion-selection", title="Section 4.1: size of a selective checkpoint", rows=_selection),
     Figure(
         id="moetion-algorithm2",
@@ -307,6 +316,13 @@ FIGURES = (
         title="Figure 7: wasted work",
         rows=_figure_7,
         note="The other systems' numbers depend on times that are not in our copy.",
+    ),
+    Figure(
+        id="moetion-f8",
+        title="Figure 8: validation loss after faults",
+        rows=spikes,
+        note="A small model on the demo's text, and one fault, stand for the paper's MoE-GPT-2.9B-16E and four.",
+        is_slow=True,
     ),
     Figure(id="moetion-f9", title="Figure 9: checkpoints by the number of experts", rows=_figure_9),
     Figure(id="moetion-f10", title="Figure 10: what each technique contributes", rows=_figure_10),

