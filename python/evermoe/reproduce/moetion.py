@@ -7,12 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from evermoe.planning import (
-    ModelSize,
-    TokenLedger,
-    checkpoint_bytes,
-    select_experts,
-)
+from evermoe.planning import ModelSize, TokenLedger, checkpoint_bytes, select_experts
+from evermoe.planning.models import MODELS
 from evermoe.reproduce.drop_run import dropped_tokens
 from evermoe.reproduce.fault_run import spikes
 from evermoe.reproduce.figure import Figure, Row, stated
@@ -109,7 +105,9 @@ def _selection() -> list[Row]:
 
 
 def _models() -> list[Row]:
-    slope = (182e9 - 46.7e9) / 24
+    few, many = 46.7, 1820 / (WEIGHT_BYTES + OPTIMIZER_BYTES)
+    expert = (many - few) / (32 - 8)
+    mixtral = MODELS["mixtral-8x7b"].parameters / 1e9
     return [
         Row(
             quantity="parameters of the dense 3.8B model with 8 experts in the place of each feed-forward, at most",
@@ -117,16 +115,16 @@ def _models() -> list[Row]:
             paper=stated("section 7.1", 46.7),
             ours=8 * 3.8,
             how="arithmetic",
-            why="even if all of it were feed-forwards; 46.7 billion is more than can be, and is Mixtral-8x7B's size",
+            why=f"even if all of it were feed-forwards; Mixtral-8x7B, another model, has {mixtral:.1f} billion",
         ),
         Row(
             quantity="parameters of the dense model, from its checkpoints with 8 and with 32 experts",
             unit="billion",
             paper=stated("section 7.1", 3.8),
-            ours=(46.7e9 - 7 * slope) / 1e9,
+            ours=few - 7 * expert,
             how="arithmetic",
             why="46.7 billion parameters and 1820 GB at 10 bytes each (Figure 9a): one expert of all layers has "
-            f"{slope / 1e9:.2f} billion, the rest {(46.7e9 - 8 * slope) / 1e9:.2f}",
+            f"{expert:.2f} billion, the rest {few - 8 * expert:.2f}",
         ),
     ]
 

@@ -150,7 +150,7 @@ def test_info_names_versions(tmp_path):
     assert done.stdout.startswith("evermoe ") and "torch " in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["plan"], ["run"], ["trace"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["plan"], ["run"], ["trace"], ["reproduce"], ["info"]])
 def test_every_command_has_help(tmp_path, command):
     done = evermoe(*command, "--help", folder=tmp_path)
     assert done.returncode == 0

@@ -81,6 +81,25 @@ def test_no_rank_saves_less_than_its_even_share():
     assert pec.busiest(1, is_adaptive=False) == pytest.approx(dense + pec.STATE_BYTES * pec.EXPERT, rel=1e-5)
 
 
+def dealt(modules, loads):
+    """Bytes of the busiest rank where whole modules, the largest first, go to the rank with the fewest."""
+    loads = list(loads)
+    for module in sorted(modules, reverse=True):
+        loads[int(np.argmin(loads))] += module
+    return max(loads)
+
+
+def test_whole_modules_leave_the_busiest_rank_with_the_embedding():
+    modules, expert = pec.dense_modules(is_tied=False), pec.EXPERT
+    base = sum(modules) + 6 * expert
+    assert dealt(modules, [expert] * 6 + [0, 0]) == max(modules) == 50_257 * 768
+    assert ours("pec-f5b", "reduction of what a rank saves, K = 1, adaptive") == pytest.approx(
+        100 * (1 - max(modules) / base)
+    )
+    fixed = dealt(modules, [0] * 8) + expert  # an expert's turn comes to every rank, also to the embedding's
+    assert ours("pec-f5b", "time of a checkpoint") == pytest.approx(100 * (1 - max(modules) / fixed))
+
+
 def test_algorithm_1_as_printed_keeps_to_every_ranks_capacity():
     ledger = TokenLedger(6, 8, experts_per_layer=1)
     ledger.add(drifting_tokens(1, 6, 8, sigma=2.0)[0])
