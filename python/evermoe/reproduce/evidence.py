@@ -31,7 +31,8 @@ wrote this page, on {machine}; times and trainings are of this machine, everythi
   own numbers put together, to see whether they agree, with nothing of evermoe in it.
 - **difference**: relative to the paper's number, or to the bound that is passed.
 
-Simulations, and runs beside other systems, are not among these figures.
+Left out are drawings of how something works, and numbers that need a simulation of many failures or runs beside other
+systems: Lazarus' Figures 9 and 11, and the throughputs in its Figures 6 and 7.
 
 Rows with a number of the paper, without those that are arithmetic:
 
