@@ -7,9 +7,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from evermoe.planning import TokenLedger
-from evermoe.reproduce import baft, fault_run, gemini, gemini_times, lazarus, moetion, moetion_placement, pec
+from evermoe.reproduce import baft, drop_run, fault_run, gemini, gemini_times, lazarus, moetion, moetion_placement, pec
 from evermoe.reproduce.registry import FIGURES
 from evermoe.reproduce.routing import drifting_tokens, skewed_load
 
@@ -258,6 +259,17 @@ def test_experts_fall_back_to_what_was_saved_of_them(monkeypatch):
     assert 0 < turns.ledger.plt < 1
     training.restore(at_fault)
     assert all(now.equal(then) for now, then in zip(training.expert_state()[0], history[-1], strict=True))
+
+
+def test_a_dropped_token_gets_nothing_from_the_experts_and_only_in_training():
+    layer, y = torch.nn.Identity(), torch.ones(50, 40, 3)
+    draw = torch.Generator().manual_seed(0)
+    kept = drop_run.drop(0.1, draw, layer, None, y)
+    assert kept.unique().tolist() == [0, 1]
+    assert (kept == kept[..., :1]).all()  # a token as a whole
+    assert float(kept.mean()) == pytest.approx(0.9, abs=0.02)
+    assert drop_run.drop(0.0, draw, layer, None, y) is y
+    assert drop_run.drop(0.1, draw, layer.eval(), None, y) is y
 
 
 def test_loads_are_skewed_as_they_say():
