@@ -37,6 +37,10 @@ class Way(NamedTuple):
     interval: int
     """Steps between checkpoints."""
 
+    def __str__(self) -> str:
+        steps = f"every {self.interval} steps" if self.interval > 1 else "at each step"
+        return f"{self.policy} choice, K = {self.each}, a checkpoint {steps}"
+
 
 WAYS = (
     Way("sequential", 1, 1),
@@ -218,8 +222,7 @@ def fault_losses() -> list[Row]:
         outcome = found[way]
         rows.append(
             Row(
-                quantity=f"validation loss over that without a fault, PLT {100 * outcome.plt:.2g} %: {way.policy} "
-                f"choice, K = {way.each}, a checkpoint every {way.interval} steps",
+                quantity=f"validation loss over that without a fault, PLT {100 * outcome.plt:.2g} %: {way}",
                 unit="×",
                 paper=BOUNDS if outcome.plt < 0.075 else None,
                 ours=outcome.loss / base,

@@ -85,6 +85,8 @@ class Row:
     how: How
     why: str
     """What the computation takes from where, and why it differs."""
+    is_fitted: bool = False
+    """Whether something that the paper leaves open was chosen so that this number comes out."""
 
     @property
     def difference(self) -> float | None:

@@ -103,7 +103,7 @@ def _figure_9() -> list[Row]:
     for lost in (1, 3):
         rows.append(
             Row(
-                quantity=f"the same, {lost} lost at once",
+                quantity=f"recovery from memory, 16 machines, 2 copies, {lost} lost at once",
                 unit="%",
                 paper=stated("section 4, appendix B", 100) if lost == 1 else None,
                 ours=survival(16, 2, lost),
@@ -113,7 +113,7 @@ def _figure_9() -> list[Row]:
         )
     rows.append(
         Row(
-            quantity="the same as a ring, 2 lost at once",
+            quantity="recovery from memory, 16 machines in a ring, 2 copies, 2 lost at once",
             unit="%",
             paper=None,
             ours=survival(16, 2, 2, "ring"),

@@ -109,11 +109,12 @@ def _figure_2b() -> list[Row]:
                 quantity=f"PLT of one fault, K = {each}, a checkpoint every {interval} steps",
                 unit="%",
                 paper=None if value is None else stated("section 3.1; Figure 2b", value),
+                is_fitted=value is not None,
                 ours=100 * lost_steps(each, interval) / EPOCH,
                 how="planner",
                 why="sequential choice by `select_experts`, counted by `TokenLedger`; "
                 + (
-                    "fitted, not found: an epoch, which our copy does not state, has 640 steps with this number"
+                    "an epoch, which our copy does not state, has 640 steps with this number"
                     if value is not None
                     else "drawn in Figure 2b without a number in our copy; more with a smaller K and a longer "
                     "interval, as the paper says"

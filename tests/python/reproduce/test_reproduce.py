@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -109,6 +110,7 @@ def test_differences_and_repeated_reasons_read_well():
     assert difference(row(100.01, stated("4", 100))) == "0 %"
     assert difference(row(1, stated("4", 0))) == "not zero"
     assert difference(row(1)) == ""
+    assert difference(replace(row(91.0, stated("4", 91)), is_fitted=True)) == "fitted"
     assert reasons([row(1), row(2), row(3, why="else")]) == ["because", "likewise", "else"]
 
 
