@@ -52,10 +52,10 @@ def difference(row: Row) -> str:
     """
     if row.paper is None or row.is_fitted:
         return "fitted" if row.is_fitted else ""
-    relative = row.difference
-    return (
-        "not zero" if relative is None else f"{100 * relative + 0.0:+.1f} %".replace("+0.0", "0").replace("-0.0", "0")
-    )
+    if row.difference is None:
+        return "not zero"
+    percent = round(100 * row.difference, 1)
+    return f"{percent:+.1f} %" if percent else "0 %"
 
 
 def with_unit(text: str, unit: str) -> str:
