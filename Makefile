@@ -19,7 +19,7 @@ export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-rust test-python test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel release coverage docs clean
+.PHONY: help setup demo test test-rust test-python test-long test-failures test-torch check lint fmt kernels bench test-gpu bench-gpu wheel release coverage docs evidence clean
 
 help: ## List the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ kernels: setup ## Whether the build has every CUDA kernel; it has none without n
 
 docs: $(STAMPS)/tools ## Build the documentation, strictly, into out/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -d out/docs
+
+evidence: setup ## Write docs/evidence.md anew: the papers' numbers beside ours (minutes)
+	$(BIN)/evermoe reproduce all --slow --markdown docs/evidence.md
 
 fmt: setup ## Format all sources
 	cargo fmt

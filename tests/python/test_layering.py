@@ -51,6 +51,7 @@ ROOMS = [
     "launch",
     "demo",
     "compare",
+    "reproduce",
     "cli",
     "__main__",
 ]
@@ -74,6 +75,7 @@ TWINS = {
 }
 """Names that several Python modules have, and why."""
 RUST_TWINS = {
+    "baft": "planner, and the paper's figures",
     "chunks": "ops, and their backends",
     "dispatch": "planner, and its typed face",
     "expert": "how its tokens are split, and what it is",

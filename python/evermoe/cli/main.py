@@ -16,15 +16,25 @@ from evermoe.options import checked
 
 MOST_PROCESSES = 4096
 """Processes that a command starts at most on one machine."""
+FLAGS = {
+    "demo": "evermoe.demo.flags",
+    "compare": "evermoe.cli.comparison",
+    "checkpoints": "evermoe.cli.checkpoints",
+    "export": "evermoe.cli.export",
+    "top": "evermoe.cli.top",
+    "plan": "evermoe.cli.plan.command",
+    "reproduce": "evermoe.cli.reproduce",
+}
+"""Modules whose `add_arguments` has the flags of commands, and which take long to import."""
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Parser of all commands; those whose flags take long to import get theirs only as `command`."""
     top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
-    compare = commands.add_parser("compare", help="run presets and what others use through the same failures")
-    plan = commands.add_parser(
+    commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
+    commands.add_parser("compare", help="run presets and what others use through the same failures")
+    commands.add_parser(
         "plan",
         help="compare placements of experts: balance, and what survives how many losses",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -86,7 +96,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    top_command = commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
+    commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
     lighthouse = commands.add_parser("lighthouse", help="let the members of a job go on that wait for a majority")
     actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
     promote = actions.add_parser(
@@ -106,20 +116,16 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
     trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
-    export = commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
-    checkpoints = commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
+    commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
+    commands.add_parser(
+        "reproduce",
+        help="compute the papers' numbers, and show both side by side",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
-    late = {
-        "demo": (demo, "evermoe.demo.flags"),
-        "compare": (compare, "evermoe.cli.comparison"),
-        "checkpoints": (checkpoints, "evermoe.cli.checkpoints"),
-        "export": (export, "evermoe.cli.export"),
-        "top": (top_command, "evermoe.cli.top"),
-        "plan": (plan, "evermoe.cli.plan.command"),
-    }
-    if command in late:
-        place, module = late[command]
-        import_module(module).add_arguments(place)
+    if command in FLAGS:
+        import_module(FLAGS[command]).add_arguments(commands.choices[command])
     return top
 
 
@@ -129,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser(given[0] if given else None).parse_args(given)
         actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "top": _top}
-        actions |= {"compare": _compare, "checkpoints": _checkpoints, "export": _export, "info": _info}
+        actions |= {"compare": _compare, "checkpoints": _checkpoints, "export": _export, "reproduce": _reproduce}
+        actions |= {"info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
         extra = {
@@ -272,6 +279,12 @@ def _export(options: argparse.Namespace) -> int:
     from evermoe.cli.export import main as export
 
     return export(options)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from evermoe.cli.reproduce import main as reproduce
+
+    return reproduce(options)
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -150,7 +150,10 @@ def test_info_names_versions(tmp_path):
     assert done.stdout.startswith("evermoe ") and "torch " in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["compare"], ["plan"], ["run"], ["trace"], ["info"]])
+COMMANDS = ["demo", "compare", "plan", "run", "trace", "reproduce", "info"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
 def test_every_command_has_help(tmp_path, command):
     done = evermoe(*command, "--help", folder=tmp_path)
     assert done.returncode == 0

@@ -1,0 +1,129 @@
+"""`evermoe reproduce`: the papers' numbers, and evermoe's beside them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from evermoe.reproduce.evidence import Computed, as_json, difference, markdown, with_unit
+from evermoe.reproduce.figure import Figure, Row, reasons, shown
+from evermoe.reproduce.registry import FIGURES, find
+
+DESCRIPTION = """\
+Compute the numbers of the five papers whose mechanisms evermoe has, and show them beside those that the papers state:
+how each was computed, by how much they differ, and why. Where a paper errs there is a counter-example.
+
+  evermoe reproduce list
+  evermoe reproduce gemini-f9 lazarus-theorem1
+  evermoe reproduce all --slow --markdown docs/evidence.md"""
+PIPE_COLUMNS = 120
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `evermoe reproduce`."""
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=["list"],
+        metavar="ID",
+        help="figures, such as gemini-f9; a paper: gemini, pec, lazarus, baft or moetion; all; or list, which is the "
+        "default",
+    )
+    parser.add_argument(
+        "--slow", action="store_true", help="with all, or a paper: also what trains or measures (minutes)"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write all numbers as JSON")
+    parser.add_argument("--markdown", metavar="PATH", help="write a page of Markdown, with the command that wrote it")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Computes, prints and writes what is asked for.
+
+    Raises:
+        ValueError: an ID that is none, with those that are close.
+    """
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    if "list" in options.names:
+        if options.names != ["list"] or options.json or options.markdown:
+            raise ValueError("list: expected it alone, without other IDs, --json and --markdown")
+        console.print(_listed())
+        return 0
+    computed = compute(find(options.names, is_slow=options.slow))
+    for figure, rows in computed.values():
+        _show(console, figure, rows)
+    written = {
+        options.json: lambda: json.dumps(as_json(computed), indent=1, ensure_ascii=False) + "\n",
+        options.markdown: lambda: markdown(computed, _command(options)),
+    }
+    for path, text in written.items():
+        if path:
+            Path(path).write_text(text(), encoding="utf-8")
+            console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    return 0
+
+
+def compute(figures: Sequence[Figure]) -> Computed:
+    """The rows of figures, with a progress bar on a terminal.
+
+    Args:
+        figures: in the order in which they are shown.
+    """
+    found: dict[str, tuple[Figure, list[Row]]] = {}
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=len(figures))
+        for figure in figures:
+            progress.update(task, description=figure.id)
+            found[figure.id] = figure, figure.rows()
+            progress.advance(task)
+    return found
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command line that these options came from."""
+    flags = ["--slow"] if options.slow else []
+    flags += ["--json", options.json] if options.json else []
+    return " ".join(["evermoe reproduce", *options.names, *flags, "--markdown", options.markdown])
+
+
+def _listed() -> Table:
+    table = Table("ID", "what", "", box=SIMPLE_HEAD, pad_edge=False)
+    for figure in FIGURES.values():
+        marks = [name for name, is_it in (("counter-example", figure.is_error), ("slow", figure.is_slow)) if is_it]
+        if figure.rows is list:
+            marks.append("no number in our copy")
+        table.add_row(figure.id, figure.title, ", ".join(marks))
+    return table
+
+
+def _show(console: Console, figure: Figure, rows: Sequence[Row]) -> None:
+    """One figure: its title, a table, what is to be said of it."""
+    error = " (counter-example)" if figure.is_error else ""
+    console.print(f"[bold]{figure.id}[/]  {figure.title}{error}")
+    if figure.note:
+        console.print(figure.note, markup=False)
+    if rows:
+        console.print(_table(rows))
+    console.print()
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("quantity", ratio=5)
+    for name in ("paper", "ours"):
+        table.add_column(name, justify="right", ratio=2)
+    for name, ratio in (("how", 1), ("differs", 1), ("why", 7)):
+        table.add_column(name, ratio=ratio, min_width=7)
+    for row, why in zip(rows, reasons(rows), strict=True):
+        paper = f"{with_unit(str(row.paper), row.unit)} ({row.paper.place})" if row.paper else "not stated"
+        ours = with_unit(shown(row.ours), row.unit)
+        table.add_row(row.quantity, paper, ours, row.how, difference(row), why.replace("[", r"\["))
+    return table

@@ -1,0 +1,134 @@
+"""Figures of the papers: what their text states, what evermoe computes, how, and why the two differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+How = Literal["exact", "planner", "simulation", "real run", "arithmetic"]
+"""Ways to compute a number:
+
+- exact: a closed form, or an enumeration, of a setting that the paper states whole;
+- planner: evermoe's planners, for a setting of which the paper leaves something open; `Row.why` says what was taken;
+- simulation: many steps and failures, simulated;
+- real run: a real training or a measured time, smaller than the paper's;
+- arithmetic: the paper's own numbers put together, to see whether they agree; nothing of evermoe is in it.
+"""
+
+PAPERS = {
+    "gemini": "Gemini: Fast Failure Recovery in Distributed Training with In-Memory Checkpoints (SOSP 2023)",
+    "pec": "Partial Experts Checkpoint: Efficient Fault Tolerance for Sparse Mixture-of-Experts Model Training",
+    "lazarus": "Lazarus: Resilient and Elastic Training of Mixture-of-Experts Models with Adaptive Expert Placement",
+    "baft": "BAFT: bubble-aware fault-tolerant framework for distributed training (from its introduction on)",
+    "moetion": "MoEtion: Efficient and Reliable Checkpointing for Mixture-of-Experts Models at Scale (first version)",
+}
+"""Titles, by the prefix of IDs."""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A number as a paper states it: one value, or bounds where the text says "more than" or "up to"."""
+
+    low: float
+    high: float
+    place: str
+    """Where it stands: section, figure or table."""
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high or (math.isinf(self.low) and math.isinf(self.high)) or not self.place:
+            raise ValueError(f"expected low <= high, one of them finite, and a place; got {self!r}")
+
+    def difference(self, ours: float) -> float | None:
+        """Relative difference of `ours` to the nearest stated value, 0 within the bounds; None where that is zero.
+
+        >>> stated("7.2", at_least=250).difference(320), stated("4", 93.3).difference(0.933 * 93.3)
+        (0.0, -0.067)
+        """
+        if self.low <= ours <= self.high:
+            return 0.0
+        nearest = self.low if ours < self.low else self.high
+        return round((ours - nearest) / abs(nearest), 12) if nearest else None
+
+    def __str__(self) -> str:
+        if self.low == self.high:
+            return shown(self.low)
+        if math.isinf(self.high):
+            return f"≥ {shown(self.low)}"
+        return f"≤ {shown(self.high)}" if math.isinf(self.low) else f"{shown(self.low)} to {shown(self.high)}"
+
+
+def stated(place: str, value: float | None = None, *, at_least: float = -math.inf, at_most: float = math.inf) -> Stated:
+    """A number of a paper: a value, or one or two bounds.
+
+    Args:
+        place: section, figure or table.
+        value: the number, where the text gives one.
+        at_least: the lower bound, where the text says "more than", or from where to where.
+        at_most: the upper bound, where it says "less than" or "up to".
+    """
+    return Stated(at_least, at_most, place) if value is None else Stated(value, value, place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One number of a figure."""
+
+    quantity: str
+    """What it is of, with its setting."""
+    unit: str
+    """Of both numbers; empty for a plain count or ratio."""
+    paper: Stated | None
+    """What the paper's text states; None where our copy states no number."""
+    ours: float
+    how: How
+    why: str
+    """What the computation takes from where, and why it differs."""
+    is_fitted: bool = False
+    """Whether something that the paper leaves open was chosen so that this number comes out."""
+
+    @property
+    def difference(self) -> float | None:
+        """Relative difference to the paper's number; None without one."""
+        return None if self.paper is None else self.paper.difference(self.ours)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A figure, table, theorem or claim of a paper."""
+
+    id: str
+    """Paper and figure, such as `gemini-f9`."""
+    title: str
+    """What it shows."""
+    rows: Callable[[], list[Row]] = list
+    """Computes its rows; none where our copy states no number of it."""
+    note: str = ""
+    """What of it our copy does not state, or what is left out and why."""
+    is_slow: bool = False
+    """Whether it takes more than a second: it trains, or measures."""
+    is_error: bool = False
+    """Whether it has a counter-example: a case in which what the paper says does not hold."""
+
+    @property
+    def paper(self) -> str:
+        """The paper's title."""
+        return PAPERS[self.id.partition("-")[0]]
+
+
+def shown(value: float) -> str:
+    """A number for people: four digits, five around 1.
+
+    >>> shown(93.33333), shown(2926.0), shown(0.0), shown(1.00006)
+    ('93.33', '2,926', '0', '1.0001')
+    """
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.5g}" if 0.9 < abs(value) < 1.1 else f"{value:.4g}"
+
+
+def reasons(rows: Sequence[Row]) -> list[str]:
+    """The rows' reasons for people: "likewise" where it is that of the row before."""
+    befores = ["", *(row.why for row in rows)]
+    return ["likewise" if row.why == before else row.why for before, row in zip(befores, rows, strict=False)]
