@@ -38,6 +38,12 @@ def test_the_corollary_is_right_up_to_two_groups_and_then_too_low():
         assert gemini.corollary(machines, copies, 2 * copies) < gemini.survival(machines, copies, 2 * copies)
 
 
+def test_groups_are_the_best_placement():
+    """Each machine is in a pair that holds its copies, so that there are N / 2 pairs at least: a covering by edges."""
+    assert [gemini._fewest_fatal(machines) for machines in (2, 3, 4, 5)] == [1, 2, 2, 3]
+    assert ours("gemini-theorem1", "pairs whose loss is fatal") == 3
+
+
 def test_times_of_gemini_follow_from_bytes_and_bandwidths():
     assert ours("gemini-eq1", "checkpoint of MT-NLG") == pytest.approx(530e9 * 12 * 8 / 20e9 / 60)
     remote, peer = 100e9 * 12 * 8 / 20e9, 100e9 * 12 / 128 / (400e9 / 8 / 8)
