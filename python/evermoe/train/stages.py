@@ -5,8 +5,9 @@ and how large they are. Who keeps copies of what is computed alike by all.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -23,6 +24,7 @@ from evermoe.state.training_state import TrainingState
 from evermoe.train.loss_scale import KeptScale, LossScale
 
 PipelinePreset = Literal["baft", "moetion"]
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class StageState(TrainingState):
         if self._kept_scale is not None:
             parts[f"stage{stage}_loss_scale"] = self._kept_scale
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
+        self._tracked = [*module.parameters(), *module.buffers()]
         self.own = self.catalog
         """The units of this stage; `catalog` has those of all stages, once they are known."""
 
@@ -140,6 +143,28 @@ class StageState(TrainingState):
         """Units were recovered: so is the loss scale."""
         if self._kept_scale is not None:
             self._kept_scale.restore()
+
+    def copy(self) -> dict[str, Tensor]:
+        """Bytes of all units of this stage now."""
+        found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.held()}
+        for name, data in found.items():
+            self.read(name, data)
+        return found
+
+    def write(self, units: dict[str, Tensor]) -> None:
+        """The inverse of `copy`."""
+        self.adopt({path: layer.ids for path, layer in self.layers.items()}, dict(units))
+
+    def adopt(
+        self,
+        experts: dict[str, list[int]],
+        fetched: dict[str, Tensor],
+        rank: int = 0,
+        leaving: Mapping[str, int] = _NOTHING,
+    ) -> None:
+        """As `TrainingState.adopt`; graphs of before stay usable, as values that go back come again before they are."""
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
+            super().adopt(experts, fetched, rank, leaving)
 
     def learn(self, seats: Sequence[Seat]) -> None:
         """What units the other stages have.
@@ -156,16 +181,19 @@ class StageTarget:
     Args:
         state: this rank's units.
         seats: by rank.
+        before_adopt: called with the version that all are to have, before any unit is overwritten.
     """
 
     trains = True
     checkpoints = None
 
-    def __init__(self, state: StageState, seats: Sequence[Seat]) -> None:
-        self._state, self._seats = state, seats
+    def __init__(self, state: StageState, seats: Sequence[Seat], before_adopt: Callable[[int], None]) -> None:
+        self._state, self._seats, self._before_adopt = state, seats, before_adopt
+        self._version = 0
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """Empty: no layer is spread over ranks."""
+        self._version = version
         return {}
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
@@ -177,7 +205,9 @@ class StageTarget:
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
         """Takes over what was fetched."""
-        self._state.adopt({path: layer.ids for path, layer in self._state.layers.items()}, fetched)
+        self._before_adopt(self._version)
+        self._state.write(fetched)
+        fetched.clear()
 
     def lost_message(self, lost: Sequence[str]) -> str:
         """Names the units."""
