@@ -40,6 +40,8 @@ class Options:
     """Dies in the second microbatch of this step."""
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
+    kill_reduced: int | None = None
+    """Dies in this step when its gradients are summed over the peers."""
     kill_at: str | None = None
     """Dies where `reach` is called with these words."""
     stop_at: str | None = None
@@ -60,6 +62,9 @@ class Options:
     """Runs of the schedule in each step."""
     factor: float = 1.0
     """Of the loss."""
+    dropout: float = 0.0
+    noise: float = 0.0
+    """Added to all inputs: other data than this rank's predecessor had."""
     scaler: dict[str, Any] = field(default_factory=dict)
     """Of the `GradScaler`; none if empty."""
     copies: dict[str, Any] = field(default_factory=dict)
@@ -69,22 +74,28 @@ class Options:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
-    def __init__(self, index: int, width: int, work: int) -> None:
+    def __init__(self, index: int, width: int, work: int, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
         self.norm = nn.LayerNorm(width)
-        self.work = work
-        self.calls = 0
+        self.work, self.dropout = work, dropout
+        self.calls = self.forwards = self.backwards = 0
+
+    def note_backward(self, gradient: torch.Tensor) -> None:
+        self.backwards += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.forwards += 1
         matrix = torch.full((256, 256), 1e-3)
         for _ in range(self.work):
             matrix = matrix @ matrix
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        return self.norm(x)
+        x = self.norm(nn.functional.dropout(x, self.dropout))
+        x.register_hook(self.note_backward)
+        return x
 
 
 class Killer(deque):
@@ -201,6 +212,7 @@ def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any, 
     stage, peer = divmod(options.rank, options.peers)
     is_last = stage == options.stages - 1
     inputs, target = batch(attempt.number, peer, options.width, options.parts)
+    inputs += options.noise
     parts = options.parts + (options.attempts == "unequal runs" and stage == 0)
     for part in attempt.micro_batches(parts):
         number = min(part.number, options.parts - 1)
@@ -220,6 +232,9 @@ def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any, 
             write(options, "losses", step=attempt.number, losses=[float(each) for each in losses])
     if options.attempts != "no reduce":
         attempt.reduce(peers)
+    if attempt.number == options.kill_reduced:
+        write(options, "dies", step=attempt.number)
+        os.kill(os.getpid(), signal.SIGKILL)
     if options.attempts == "optimizer.step":
         options.optimizer.step()  # type: ignore[attr-defined]
 
@@ -254,7 +269,7 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = range(stage, options.stages * options.chunks, options.stages)
-    chunks = nn.ModuleList([Stage(number, options.width, options.work) for number in numbers])
+    chunks = nn.ModuleList([Stage(number, options.width, options.work, options.dropout) for number in numbers])
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     options.optimizer = optimizer  # type: ignore[attr-defined]
     copies = evermoe.PipelineSession(
@@ -308,6 +323,7 @@ def train(options: Options) -> None:
                 "step",
                 step=step,
                 loss=loss,
+                logged=copies._driver.localised.log.nbytes,
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
             )
@@ -327,6 +343,8 @@ def train(options: Options) -> None:
         digests=digests(copies),
         weights=weights,
         scale=copies.loss_scale,
+        forwards=sum(chunk.forwards for chunk in chunks),
+        backwards=sum(chunk.backwards for chunk in chunks),
     )
     copies.close()
     dist.destroy_process_group()
