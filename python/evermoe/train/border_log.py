@@ -155,6 +155,9 @@ class BorderLog:
         The parameters' gradients become those that were made in it.
         """
         step = self.of(step_of(version))
+        if step is not None and not step.is_taken and step.gradients is None:  # begun anew, without a recovery
+            self.steps.remove(step)
+            step = None
         if step is None:
             self.steps.append(step := LoggedStep(version))
         for parameter, gradient in zip(self._parameters, step.gradients or (), strict=False):

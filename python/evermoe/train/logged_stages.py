@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -47,6 +48,30 @@ def compare(found: int, logged: int, what: str) -> None:
         )
 
 
+def forwards_of(stage: Any) -> dict[int, Any]:
+    """What a stage keeps of forwards until their backward, by microbatch."""
+    return stage.fwd_cache if hasattr(stage, "fwd_cache") else stage._forward_chunk_states  # the latter: torch 2.15
+
+
+def cached_forward(stage: Any, number: int) -> tuple[tuple[Any, ...], list[Any]]:
+    """Outputs and inputs of a forward that has just been computed."""
+    kept = forwards_of(stage)[number]
+    return kept if isinstance(kept, tuple) else (tuple(kept.live_outputs), kept.input_values)
+
+
+def cache_forward(stage: Any, number: int, forward: Forward) -> None:
+    """Makes a stage as if it had just computed a forward."""
+    make = getattr(stage, "_make_forward_chunk_state", lambda *parts: parts)
+    forwards_of(stage)[number] = make(forward.outputs, forward.inputs)
+
+
+def drain(received: Sequence[Any]) -> None:
+    """Takes what has come for a stage out of its buffers: torch 2.15 wants them empty before it receives again."""
+    for info in received:
+        if hasattr(info, "take_buffer"):
+            info.buffer = None
+
+
 @contextmanager
 def logged(stages: Sequence[Any], step: LoggedStep | None, run: int, seed: Callable[..., None]) -> Iterator[None]:
     """Logs what stages compute meanwhile, and answers from the log what it has.
@@ -69,21 +94,27 @@ def logged(stages: Sequence[Any], step: LoggedStep | None, run: int, seed: Calla
 class _SeededStage:
     """A stage that draws the same random numbers whenever a microbatch is computed."""
 
-    names: Iterable[str] = ("forward_one_chunk",)
+    names: Iterable[str] = ("forward_one_chunk", "_get_init_p2p_neighbors_ops")
 
     def __init__(self, stage: Any, run: int, seed: Callable[..., None]) -> None:
         self._stage, self._run, self._seed = stage, run, seed
         self._forward = stage.forward_one_chunk
+        self._greetings = getattr(stage, "_get_init_p2p_neighbors_ops", None)
 
     def forward_one_chunk(self, number: int, *args: Any, **options: Any) -> Any:
         self._seed(self._run, self._stage.stage_index, number)
         return self._forward(number, *args, **options)
 
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """First messages between neighbours. In a V, torch 2.11 has a rank send some to itself, which gloo refuses."""
+        found = self._greetings() if self._greetings is not None else []
+        return [each for each in found if each.peer != dist.get_rank()]
+
 
 class _LoggedStage(_SeededStage):
     """Stands in for three methods of a stage."""
 
-    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    names = (*_SeededStage.names, "backward_one_chunk", "backward_weight_one_chunk")
 
     def __init__(self, stage: Any, step: LoggedStep, run: int, seed: Callable[..., None]) -> None:
         super().__init__(stage, run, seed)
@@ -98,16 +129,17 @@ class _LoggedStage(_SeededStage):
 
     def forward_one_chunk(self, number: int, *args: Any, save_forward_output: bool = True, **options: Any) -> Any:
         stage, chunk = self._stage, self._chunk(number)
-        came = (args, options) if stage.is_first else ([i.buffer for i in stage.args_recv_info[number]], args, options)
-        digest = digest_of(came)
+        received = [] if stage.is_first else stage.args_recv_info[number]
+        digest = digest_of(([info.buffer for info in received], args, options))
         if chunk.forward is None:
             options["save_forward_output"] = save_forward_output
             output = super().forward_one_chunk(number, *args, **options)
-            outputs, inputs = stage.fwd_cache[number]
+            outputs, inputs = cached_forward(stage, number)
             chunk.forward = Forward(output if self._is_returned(save_forward_output) else None, outputs, inputs, digest)
             return output
         compare(digest, chunk.forward.digest, self._name("the input", number))
-        stage.fwd_cache[number] = chunk.forward.outputs, chunk.forward.inputs
+        drain(received)
+        cache_forward(stage, number, chunk.forward)
         if self._is_returned(save_forward_output):
             stage.output_chunks.append(chunk.forward.returned)
             return chunk.forward.returned
@@ -122,7 +154,8 @@ class _LoggedStage(_SeededStage):
         if not stage.has_backward:
             self._backward(number, *args, **options)
             return
-        digest = 0 if stage.is_last else digest_of([info.buffer for info in stage.grad_recv_info[number]])
+        received = [] if stage.is_last else stage.grad_recv_info[number]
+        digest = digest_of([info.buffer for info in received])
         if chunk.backward is None:
             with self._tearing():
                 self._backward(number, *args, **options)
@@ -130,10 +163,12 @@ class _LoggedStage(_SeededStage):
             self._after_backward(chunk, number, is_full=full_backward)
             return
         compare(digest, chunk.backward.digest, self._name("the output's gradient", number))
-        stage.fwd_cache.pop(number)
+        drain(received)
+        forwards_of(stage).pop(number)
         stage.bwd_cache[number] = chunk.backward.gradients
         if chunk.weights_left is not None:
-            stage.backward_state[number], stage.dw_runner[number] = chunk.weights_left
+            stage.backward_state[number] = chunk.weights_left.state
+            stage.dw_runner[number] = chunk.weights_left.runner
 
     def _after_backward(self, chunk: LoggedChunk, number: int, *, is_full: bool) -> None:
         if is_full:

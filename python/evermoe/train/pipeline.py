@@ -24,12 +24,20 @@ from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
 from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
+from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.pipeline_step import LossFunction, PipelineStep
 from evermoe.train.protocol import CommitProtocol, Recorder
-from evermoe.train.script import refuse_scaled, versions
+from evermoe.train.script import (
+    check_types,
+    class_name,
+    refuse_divided,
+    refuse_scaled,
+    refuse_tensor_parallel,
+    versions,
+)
 from evermoe.train.stages import StageState
 
 ENDLESS = (1 << 40) - 1
@@ -68,15 +76,17 @@ class PipelineSession:
     Args:
         stage_module: this rank's stage, the same on all its ranks, on the CPU.
         optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
+        scheduler: of the optimizer's learning rate, of the same class on all ranks. The session steps it after each
+            step, and a newcomer resumes it.
         scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
             out steps that overflow, and updates the scale; its methods are not to be called.
         on_record: is told each event of the commit protocol and its commands, as JSON; for tests.
         options: fields of `PipelineConfig`.
 
     Raises:
-        ValueError: an argument that is out of range.
-        UnsupportedState: the optimizer keeps state that cannot be divided into units; or there is a scaler, and
-            parameters are in float16.
+        ValueError: an argument that is out of range or of another type.
+        UnsupportedState: the optimizer keeps state that cannot be divided into units; parameters are divided among
+            tensor-parallel or other ranks; or there is a scaler, and parameters are in float16.
     """
 
     def __init__(
@@ -84,18 +94,24 @@ class PipelineSession:
         stage_module: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_record: Recorder = lambda event, commands: None,
         **options: Any,
     ) -> None:
         check_known(options, PipelineConfig.names())
         self.config = PipelineConfig(**options)
+        check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
+        refuse_tensor_parallel(stage_module)
+        refuse_divided(stage_module, optimizer)
         _check_devices(stage_module)
+        self._scheduler = scheduler
         self.rank, self.size = self.config.rank, self.config.size
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
-        self._state = StageState(stage_module, optimizer, self.config.stage, self._loss_scale)
+        loop = KeptLoop(optimizer, scheduler, self._loss_scale)
+        self._state = StageState(stage_module, optimizer, self.config.stage, loop)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -103,7 +119,9 @@ class PipelineSession:
         node = self._membership.node
         self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
-        self._driver = PipelineDriver(self.config, optimizer, self._state, self._store, self._membership)
+        self._driver = PipelineDriver(
+            self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership
+        )
         self._connections = self._driver.connections
         self._protocol = CommitProtocol(
             self._driver,
@@ -118,7 +136,7 @@ class PipelineSession:
         options = self.config
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
         shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
-        shared |= self._loss_scale.settings()
+        shared |= self._loss_scale.settings() | {"scheduler": class_name(self._scheduler)}
         return Membership(
             options.membership_options(),
             lighthouse=options.lighthouse,

@@ -26,7 +26,9 @@ from evermoe.train import gradients
 from evermoe.train.bubbles import Bubbles
 from evermoe.train.commands import Driver, Event
 from evermoe.train.connections import TorchConnections
+from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.localised import LocalisedRecovery
+from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
 from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
@@ -39,6 +41,8 @@ class PipelineDriver(Driver):
         options: of the pipeline.
         optimizer: of the stage.
         state: the stage's units.
+        loop: the training loop's own state, one of them.
+        loss_scale: of the job.
         store: this node's arenas.
         membership: all ranks.
     """
@@ -48,10 +52,13 @@ class PipelineDriver(Driver):
         options: PipelineConfig,
         optimizer: torch.optim.Optimizer,
         state: StageState,
+        loop: KeptLoop,
+        loss_scale: LossScale,
         store: SnapshotStore,
         membership: Membership,
     ) -> None:
         self._options, self._optimizer, self._state = options, optimizer, state
+        self._loop, self._loss_scale = loop, loss_scale
         self._store, self._membership = store, membership
         self._group = membership.trainer_group
         self.pacer = Pacer()
@@ -127,7 +134,7 @@ class PipelineDriver(Driver):
             nonfinite=float(not is_finite),
             nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
             trainers=float(has_loss),
-            scale=self._state.loss_scale.value if has_loss else 0.0,
+            scale=self._loss_scale.value if has_loss else 0.0,
             counting=float(is_counted),
             counted=counted,
         )
@@ -146,7 +153,7 @@ class PipelineDriver(Driver):
             return
         gradients.refuse_mixed(sums)
         has_run = self.attempt is not None and self.attempt.runs > 0
-        is_needed = has_run or sums.trainers > 0 or self._state.loss_scale.is_used
+        is_needed = has_run or sums.trainers > 0 or self._loss_scale.is_used
         if is_needed and sums.trainers != self._options.data_parallel_size:
             raise UnsupportedState(
                 f"step {step}: {sums.trainers:.0f} ranks have computed a loss that the session knows, expected "
@@ -165,7 +172,7 @@ class PipelineDriver(Driver):
         sums = _of_mean(sums)
         self.loss = sums.mean_loss if sums.trainers else math.nan
         if self.localised.retake(after):
-            self._state.restore_scale()
+            self._loop.restore()
         else:
             self._update(sums)
         self.localised.log.taken(after)
@@ -183,7 +190,7 @@ class PipelineDriver(Driver):
             if factor != 1:
                 gradients.scale(_gradients(self._optimizer), factor)
             self._optimizer.step()
-        self._state.update_scale(has_overflowed=not sums.is_finite)
+        self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
 
     def pace(self, step: int) -> None:
         """After the vote on a step: plans the next windows."""
@@ -210,7 +217,10 @@ class PipelineDriver(Driver):
         seats = [Seat.from_bytes(each) for each in self._group.all_gather_bytes(mine.to_bytes())]
         taken = [seat.stage * self._options.data_parallel_size + seat.data_parallel for seat in seats]
         if taken != list(range(self._options.size)):
-            raise PeerLost(f"the ranks are {taken}, not 0 to {self._options.size - 1}: some are missing or twice")
+            raise PeerLost(
+                f"the ranks are {taken}, not 0 to {self._options.size - 1}: some are missing or twice. Tensor-parallel "
+                "ranks, which would share a place in the pipeline, are not supported"
+            )
         self.seats = seats
         self._state.learn(seats)
         self._store.check()
@@ -226,7 +236,7 @@ class PipelineDriver(Driver):
         except LostExperts as lost:
             self._lost = lost
             return {"event": "unrecoverable"}
-        self._state.restore_scale()
+        self._loop.restore()
         return {"event": "restored", "version": self.outcome.version, "is_stale": False}
 
     def units_lost(self) -> NoReturn:

@@ -21,7 +21,7 @@ from evermoe.recovery.survey import Inventory
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.window_plan import COPIES, WindowPlanner
 from evermoe.state.training_state import TrainingState
-from evermoe.train.loss_scale import KeptScale, LossScale
+from evermoe.train.kept_loop import KeptLoop
 
 PipelinePreset = Literal["baft", "moetion"]
 _NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -113,36 +113,21 @@ def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
 class StageState(TrainingState):
     """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
 
-    Of the state of the training loop there is a unit for the loss scale alone, where there is a scaler.
+    One more unit has the state of the training loop.
 
     Args:
         module: the stage.
         optimizer: of its parameters.
         stage: its number.
-        loss_scale: of the job.
+        loop: what else survives with it.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loss_scale: LossScale) -> None:
-        self.loss_scale = loss_scale
-        parts = {f"stage{stage}": module}
-        self._kept_scale = KeptScale(loss_scale) if loss_scale.is_used else None
-        if self._kept_scale is not None:
-            parts[f"stage{stage}_loss_scale"] = self._kept_scale
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loop: KeptLoop) -> None:
+        parts = {f"stage{stage}": module, f"stage{stage}_loop": loop}
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
         self._tracked = [*module.parameters(), *module.buffers()]
         self.own = self.catalog
         """The units of this stage; `catalog` has those of all stages, once they are known."""
-
-    def update_scale(self, *, has_overflowed: bool) -> None:
-        """A step was taken, or left out: the loss scale follows."""
-        self.loss_scale.update(has_overflowed=has_overflowed)
-        if self._kept_scale is not None:
-            self._kept_scale.note()
-
-    def restore_scale(self) -> None:
-        """Units were recovered: so is the loss scale."""
-        if self._kept_scale is not None:
-            self._kept_scale.restore()
 
     def copy(self) -> dict[str, Tensor]:
         """Bytes of all units of this stage now."""

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from support.harness import Job
 from support.pipeline_worker import MICROBATCHES, ROWS
-from support.pipelines import RANKS, Pipeline
+from support.pipelines import RANKS, Pipeline, run_undisturbed
 
 STEPS, WIDTH = 9, 96
-COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3}
+COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "schedules_rate": True}
 WAYS = {"1F1B": {"parts": 2, "copies": {"max_grad_norm": 0.5}}, "interleaved": {"chunks": 2}}
 BORDER_BYTES = MICROBATCHES * ROWS * WIDTH * 4
 """Activations or gradients of a run of a schedule at one border."""
 
 
-def run_undisturbed(folder, **options):
-    """What ranks say at the end of a run in which nothing happens."""
-    job = Job(folder, RANKS)
-    try:
-        pipeline = Pipeline(job, **COMMON | options)
-        for rank in range(RANKS):
-            pipeline.start(rank)
-        return pipeline.finish(), [each.events("step") for each in pipeline.ranks]
-    finally:
-        job.close()
-
-
 @pytest.fixture(scope="module", params=WAYS)
 def undisturbed(request, tmp_path_factory):
     """A way, and the end of a run in it."""
-    return request.param, *run_undisturbed(tmp_path_factory.mktemp("undisturbed"), **WAYS[request.param])
+    return request.param, *run_undisturbed(tmp_path_factory.mktemp("undisturbed"), **COMMON | WAYS[request.param])
 
 
 def passes(done):
@@ -73,6 +60,7 @@ def test_those_that_live_compute_nothing_again(start_job, undisturbed):
         assert passes(done[seats[place]]) == share(expected[seats[place]], steps)
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS
+    assert [each["rate"] for each in done] == [pytest.approx(1e-3 * 0.8**STEPS)] * RANKS
 
 
 def test_log_has_two_steps_at_most(undisturbed):
@@ -105,3 +93,26 @@ def test_other_data_than_before_is_noticed(start_job):
     assert recovered_at(started[1]) == [0, 3, 3]
     assert [each["different"] for each in done] == [[]] * RANKS
     assert done[0]["digests"] == done[1]["digests"]
+
+
+@pytest.mark.long
+def test_a_stage_is_lost_while_its_newcomers_compute_and_then_together_with_a_rank_of_another(start_job, undisturbed):
+    """The others are ahead twice; the third time a rank of theirs has nothing to answer with, so both compute again."""
+    way, expected, _ = undisturbed
+    pipeline = Pipeline(start_job(RANKS), **COMMON | WAYS[way])
+    plans = [{"kill_in_copy": 3}, {"kill_in_copy": 3}, {}, {"kill_in_copy": 6}]
+    first = [pipeline.start(rank, **plan) for rank, plan in enumerate(plans)]
+    for each in first[:2]:
+        pipeline.lose(each)
+    again = [pipeline.start(0, kill_in_step=2), pipeline.start(1, kill_in_copy=6)]
+    pipeline.lose(again[0])
+    third = pipeline.start(0, kill_in_copy=6)
+    for each in (third, again[1], first[3]):
+        pipeline.lose(each)
+    for rank in (0, 1, 3):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert recovered_at(first[2]) == [0, 2, 2, 5]
+    assert passes(done[2]) == share(expected[2], STEPS + 1)
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
