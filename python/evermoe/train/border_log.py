@@ -81,11 +81,21 @@ class LoggedChunk:
 
 
 @dataclass
+class Forwards:
+    """How many forwards of microbatches a process has made."""
+
+    computed: int = 0
+    resent: int = 0
+    """Whose outputs were sent again from the log."""
+
+
+@dataclass
 class LoggedStep:
     """What this rank has computed of one step."""
 
     before: int
     """Version of the state that it begins with."""
+    forwards: Forwards
     chunks: dict[tuple[int, int, int], LoggedChunk] = field(default_factory=dict)
     """By run of a schedule, stage and microbatch."""
     losses: dict[tuple[int, int], Loss] = field(default_factory=dict)
@@ -139,6 +149,7 @@ class BorderLog:
         self._parameters = parameters
         self.steps: list[LoggedStep] = []
         """In order, without a gap; the last one is under way, or was taken last."""
+        self.forwards = Forwards()
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +170,7 @@ class BorderLog:
             self.steps.remove(step)
             step = None
         if step is None:
-            self.steps.append(step := LoggedStep(version))
+            self.steps.append(step := LoggedStep(version, self.forwards))
         for parameter, gradient in zip(self._parameters, step.gradients or (), strict=False):
             parameter.grad = gradient
         step.gradients = None

@@ -134,12 +134,14 @@ class _LoggedStage(_SeededStage):
         if chunk.forward is None:
             options["save_forward_output"] = save_forward_output
             output = super().forward_one_chunk(number, *args, **options)
+            self._step.forwards.computed += 1
             outputs, inputs = cached_forward(stage, number)
             chunk.forward = Forward(output if self._is_returned(save_forward_output) else None, outputs, inputs, digest)
             return output
         compare(digest, chunk.forward.digest, self._name("the input", number))
         drain(received)
         cache_forward(stage, number, chunk.forward)
+        self._step.forwards.resent += 1
         if self._is_returned(save_forward_output):
             stage.output_chunks.append(chunk.forward.returned)
             return chunk.forward.returned

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
 from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
+from evermoe.train.border_log import Forwards
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
@@ -170,6 +172,14 @@ class PipelineSession:
     def outcome(self) -> Outcome:
         """What the latest recovery did."""
         return self._driver.outcome
+
+    @property
+    def forwards(self) -> Forwards:
+        """Forwards of microbatches that this process has computed in `step.run`, and those that it has sent again.
+
+        None are counted with `localised=False`.
+        """
+        return replace(self._driver.localised.log.forwards)
 
     # ---- a step
 

@@ -58,6 +58,8 @@ def test_those_that_live_compute_nothing_again(start_job, undisturbed):
     assert recovered_at(last[0]) == recovered_at(last[1]) == [6]
     for place, steps in ((2, STEPS), (3, STEPS - 2), (0, STEPS - 6), (1, STEPS - 6)):
         assert passes(done[seats[place]]) == share(expected[seats[place]], steps)
+        assert done[seats[place]]["computed"] == done[seats[place]]["forwards"]
+        assert (done[seats[place]]["resent"] > 0) == (place in (2, 3))
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS
     assert [each["rate"] for each in done] == [pytest.approx(1e-3 * 0.8**STEPS)] * RANKS

@@ -367,6 +367,8 @@ def train(options: Options) -> None:
         weights=weights,
         scale=copies.loss_scale,
         rate=optimizer.param_groups[0]["lr"],
+        resent=copies.forwards.resent,
+        computed=copies.forwards.computed,
         forwards=sum(chunk.forwards for chunk in chunks),
         backwards=sum(chunk.backwards for chunk in chunks),
     )
