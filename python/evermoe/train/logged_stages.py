@@ -25,8 +25,8 @@ class OtherData(PeerLost):
 
 def stages_of(schedule: Any) -> list[Any]:
     """The stages of this rank in a schedule; none in one that keeps them elsewhere than torch's own."""
-    several = getattr(schedule, "_stages", None)
-    return list(several) if several is not None else [each for each in [getattr(schedule, "_stage", None)] if each]
+    found = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    return [stage for stage in found if stage is not None]
 
 
 def digest_of(values: Any) -> int:
