@@ -106,6 +106,7 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; how a re
 	$(BIN)/python benches/bench_transport.py
 	$(BIN)/python benches/bench_account.py
 	$(BIN)/python benches/bench_recovery.py
+	$(BIN)/python benches/bench_pipeline_recovery.py
 	$(BIN)/python benches/bench_durable.py
 	$(BIN)/python benches/bench_checkpoints.py
 	$(BIN)/python benches/kernel_table.py

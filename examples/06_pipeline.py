@@ -41,7 +41,7 @@ class Stage(nn.Module):
 
 def build_schedule(stage, module, session):
     """torch's schedule over this rank's stage; made anew after each failure."""
-    example = torch.zeros(ROWS, WIDTH)
+    example = torch.zeros(ROWS, WIDTH, requires_grad=True)  # by which torch 2.15 knows that gradients are sent
     part = PipelineStage(
         module, stage, 2, torch.device("cpu"), input_args=(example,), output_args=(example,), group=dist.group.WORLD
     )

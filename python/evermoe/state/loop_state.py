@@ -62,16 +62,15 @@ class LoopState:
 
 
 def collect(
-    sampler: Sampler,
+    sampler: Sampler | None,
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
     loss_scale: Stateful | None = None,
 ) -> dict[str, object]:
     """What a member needs to resume as its peers do; numbers, strings, lists and dicts."""
-    found: dict[str, object] = {
-        "sampler": sampler.state_dict(),
-        "optimizer": [group_options(group) for group in optimizer.param_groups],
-    }
+    found: dict[str, object] = {"optimizer": [group_options(group) for group in optimizer.param_groups]}
+    if sampler is not None:
+        found["sampler"] = sampler.state_dict()
     if scheduler is not None:
         found["scheduler"] = _plain_part(scheduler.state_dict())
     if loss_scale is not None and loss_scale.state_dict():
@@ -81,13 +80,14 @@ def collect(
 
 def restore(
     progress: dict[str, Any],
-    sampler: Sampler,
+    sampler: Sampler | None,
     optimizer: torch.optim.Optimizer,
     scheduler: Scheduler | None,
     loss_scale: Stateful | None = None,
 ) -> None:
     """The inverse of `collect`. Settings and schedulers that only one side knows stay as they are."""
-    sampler.load_state_dict(progress["sampler"])
+    if sampler is not None:
+        sampler.load_state_dict(progress["sampler"])
     if scheduler is not None and "scheduler" in progress:
         scheduler.load_state_dict(progress["scheduler"])
     if loss_scale is not None:
@@ -98,6 +98,19 @@ def restore(
                 group[key].fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def advance(scheduler: Scheduler | None, loss: float) -> None:
+    """A step was taken.
+
+    Args:
+        scheduler: of the learning rate, if there is one.
+        loss: of that step, which `ReduceLROnPlateau` looks at.
+    """
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    elif scheduler is not None:
+        scheduler.step()
 
 
 def differences(

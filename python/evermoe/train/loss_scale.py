@@ -97,28 +97,3 @@ class LossScale:
             "growth_interval": self._scaler.get_growth_interval(),
         }
         self._scaler.load_state_dict(factors | self.state_dict())
-
-
-class KeptScale(nn.Module):
-    """The loss scale as a buffer, so that it is copied and recovered with a pipeline stage's units.
-
-    Args:
-        scale: whose state it has.
-    """
-
-    state: torch.Tensor
-
-    def __init__(self, scale: LossScale) -> None:
-        super().__init__()
-        self._scale = scale
-        self.register_buffer("state", torch.zeros(2, dtype=torch.float64))
-        self.note()
-
-    def note(self) -> None:
-        """The scale has changed: the buffer follows."""
-        self.state.copy_(torch.tensor(list(self._scale.state_dict().values()), dtype=torch.float64))
-
-    def restore(self) -> None:
-        """The buffer has changed: the scale follows."""
-        value, steps = self.state.tolist()
-        self._scale.load_state_dict({"scale": value, "_growth_tracker": int(steps)})

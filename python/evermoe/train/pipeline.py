@@ -8,35 +8,38 @@ Version n is kept until version n + 1 is whole on all nodes, so after any loss o
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from evermoe.comm.courier import UNLIMITED
 from evermoe.comm.membership import Membership
 from evermoe.comm.messages import Identity
-from evermoe.comm.tags import CONNECTED
-from evermoe.comm.task import Task
-from evermoe.comm.torch_groups import WatchedStore, end_torch_groups, quick_groups
+from evermoe.comm.torch_groups import end_torch_groups
 from evermoe.errors import PeerLost, UnsupportedState
 from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
 from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
+from evermoe.train.border_log import Forwards
+from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.pipeline_step import LossFunction, PipelineStep
 from evermoe.train.protocol import CommitProtocol, Recorder
-from evermoe.train.script import refuse_scaled, versions
+from evermoe.train.script import (
+    check_types,
+    class_name,
+    refuse_divided,
+    refuse_scaled,
+    refuse_tensor_parallel,
+    versions,
+)
 from evermoe.train.stages import StageState
 
 ENDLESS = (1 << 40) - 1
@@ -75,15 +78,17 @@ class PipelineSession:
     Args:
         stage_module: this rank's stage, the same on all its ranks, on the CPU.
         optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
+        scheduler: of the optimizer's learning rate, of the same class on all ranks. The session steps it after each
+            step, and a newcomer resumes it.
         scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
             out steps that overflow, and updates the scale; its methods are not to be called.
         on_record: is told each event of the commit protocol and its commands, as JSON; for tests.
         options: fields of `PipelineConfig`.
 
     Raises:
-        ValueError: an argument that is out of range.
-        UnsupportedState: the optimizer keeps state that cannot be divided into units; or there is a scaler, and
-            parameters are in float16.
+        ValueError: an argument that is out of range or of another type.
+        UnsupportedState: the optimizer keeps state that cannot be divided into units; parameters are divided among
+            tensor-parallel or other ranks; or there is a scaler, and parameters are in float16.
     """
 
     def __init__(
@@ -91,18 +96,24 @@ class PipelineSession:
         stage_module: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
         on_record: Recorder = lambda event, commands: None,
         **options: Any,
     ) -> None:
         check_known(options, PipelineConfig.names())
         self.config = PipelineConfig(**options)
+        check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
+        refuse_tensor_parallel(stage_module)
+        refuse_divided(stage_module, optimizer)
         _check_devices(stage_module)
+        self._scheduler = scheduler
         self.rank, self.size = self.config.rank, self.config.size
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
-        self._state = StageState(stage_module, optimizer, self.config.stage, self._loss_scale)
+        loop = KeptLoop(optimizer, scheduler, self._loss_scale)
+        self._state = StageState(stage_module, optimizer, self.config.stage, loop)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -110,8 +121,10 @@ class PipelineSession:
         node = self._membership.node
         self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
-        self._driver = PipelineDriver(self.config, optimizer, self._state, self._store, self._membership)
-        self._torch_store: WatchedStore | None = None
+        self._driver = PipelineDriver(
+            self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership
+        )
+        self._connections = self._driver.connections
         self._protocol = CommitProtocol(
             self._driver,
             self._membership,
@@ -125,7 +138,7 @@ class PipelineSession:
         options = self.config
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
         shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
-        shared |= self._loss_scale.settings()
+        shared |= self._loss_scale.settings() | {"scheduler": class_name(self._scheduler)}
         return Membership(
             options.membership_options(),
             lighthouse=options.lighthouse,
@@ -160,6 +173,14 @@ class PipelineSession:
         """What the latest recovery did."""
         return self._driver.outcome
 
+    @property
+    def forwards(self) -> Forwards:
+        """Forwards of microbatches that this process has computed in `step.run`, and those that it has sent again.
+
+        None are counted with `localised=False`.
+        """
+        return replace(self._driver.localised.log.forwards)
+
     # ---- a step
 
     def loss_function(self, compute: LossFunction) -> LossFunction:
@@ -170,20 +191,26 @@ class PipelineSession:
         """
 
         def weighed(output: Any, target: Any) -> Tensor:
-            loss = compute(output, target)
             if self._current is None:
                 raise UnsupportedState("a loss was computed outside of a step: call session.begin() first")
+            return self._current.weigh(checked, output, target)
+
+        def checked(output: Any, target: Any) -> Tensor:
+            loss = compute(output, target)
             if not self._has_seen_loss and isinstance(loss, Tensor):
                 self._has_seen_loss = True
                 refuse_scaled(loss)
-            return self._current.weigh(loss)
+            return loss
 
         return weighed
 
     def begin(self) -> PipelineStep:
         """A step begins: no gradients are left of the one before."""
         self.optimizer.zero_grad(set_to_none=True)
+        past = self._driver.localised.begin(self.version)
         self._driver.pacer.begin_forward()
+        seeds = self.config.seed, self.config.data_parallel
+        torch.manual_seed(hash((*seeds, self.step, self.config.stage)) % 2**63)
         self._current = self._driver.attempt = PipelineStep(
             self.step,
             [p for group in self.optimizer.param_groups for p in group["params"]],
@@ -191,6 +218,9 @@ class PipelineSession:
             scale=self._loss_scale.value,
             generation=self._membership.generation,
             commit=self.commit,
+            past=past,
+            is_repeated=self._driver.localised.is_repeated(self.step),
+            seeds=seeds,
         )
         return self._current
 
@@ -256,6 +286,7 @@ class PipelineSession:
         if self._current is not None:
             self._current.is_open = False
         self._protocol.lose("this rank recovers")
+        self._driver.localised.log.interrupt()
         self._driver.interrupt()
         while not self._protocol.is_ready:
             self._protocol.look(ENDLESS)
@@ -278,36 +309,8 @@ class PipelineSession:
         """
         if not self._driver.seats:
             raise ValueError("PipelineSession: connecting() is for after recover(), as ranks meet there")
-        lost, limit = threading.Event(), timedelta(seconds=self.config.hang_limit)
-        watch = self._driver.watching = self._driver.courier.submit(functools.partial(self._watch, lost))
-        self._torch_store = WatchedStore(self._membership.store, lost, limit)
-        try:
-            with quick_groups(limit):
-                dist.init_process_group("gloo", store=self._torch_store, rank=self.rank, world_size=self.size)
-                yield
-            self._all_connected(watch)
-        except BaseException as error:
-            self._group.drop(f"torch's groups were not made: {error}")  # which the others see at once
-            raise
-
-    def _watch(self, lost: threading.Event) -> None:
-        """Ends with the next rank's message, or when that rank is lost or has dropped its groups. For the courier."""
-        try:
-            message = self._membership.transport.receive(torch.empty(1), (self.rank + 1) % self.size, CONNECTED)
-            message.wait(UNLIMITED)
-        except PeerLost:
-            lost.set()
-            raise
-
-    def _all_connected(self, watch: Task[None]) -> None:
-        """The vote that torch's groups are there, on all ranks."""
-        transport = self._membership.transport
-        if transport.broken is not None:
-            raise PeerLost(f"a rank was lost while torch's groups were made: {transport.broken}")
-        self._group.all_reduce(torch.zeros(1))
-        transport.send(torch.zeros(1), (self.rank - 1) % self.size, CONNECTED).wait()
-        if not self._driver.courier.wait(watch, self._group):
-            raise PeerLost(f"a rank was lost when torch's groups were made: {watch.lost}")
+        with self._connections.made():
+            yield
 
     def verify(self) -> tuple[int, list[str]]:
         """Compares all ranks' units and copies of this version, once they are whole, by digest. Collective.

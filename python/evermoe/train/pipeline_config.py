@@ -49,6 +49,12 @@ class PipelineConfig(Options):
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
     """What a gradient of infinity or NaN on any rank does: `error` ends the job with `NonFiniteLoss` on all of them,
     the state unchanged; `skip` makes all of them leave out that step's update."""
+    localised: bool = option(True, shared=True)
+    """Whether ranks log what they send to other stages, so that after a failure only those that lost their state
+    compute again. The log has the activations and gradients at a stage's borders, of two steps, in host memory."""
+    seed: int = option(0, least=0, shared=True)
+    """Of random numbers: torch's generator is seeded from it, the step and the rank when a step begins, and in
+    `step.run` for each microbatch, so that one which is computed again draws the same."""
     hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that a vote, and any wait in torch's groups, may last: more than a rank is ever idle."""
     agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)

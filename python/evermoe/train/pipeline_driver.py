@@ -13,11 +13,8 @@ from torch import Tensor
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
-from evermoe.comm.task import Task
 from evermoe.comm.vote import Ballot
 from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnsupportedState
-from evermoe.profile import Profiler
-from evermoe.profile.recorder import OpenSpan
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
@@ -26,7 +23,12 @@ from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.snapshot.window_plan import COPIES
 from evermoe.state.version import step_of
 from evermoe.train import gradients
+from evermoe.train.bubbles import Bubbles
 from evermoe.train.commands import Driver, Event
+from evermoe.train.connections import TorchConnections
+from evermoe.train.kept_loop import KeptLoop
+from evermoe.train.localised import LocalisedRecovery
+from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
 from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
@@ -39,6 +41,8 @@ class PipelineDriver(Driver):
         options: of the pipeline.
         optimizer: of the stage.
         state: the stage's units.
+        loop: the training loop's own state, one of them.
+        loss_scale: of the job.
         store: this node's arenas.
         membership: all ranks.
     """
@@ -48,10 +52,13 @@ class PipelineDriver(Driver):
         options: PipelineConfig,
         optimizer: torch.optim.Optimizer,
         state: StageState,
+        loop: KeptLoop,
+        loss_scale: LossScale,
         store: SnapshotStore,
         membership: Membership,
     ) -> None:
         self._options, self._optimizer, self._state = options, optimizer, state
+        self._loop, self._loss_scale = loop, loss_scale
         self._store, self._membership = store, membership
         self._group = membership.trainer_group
         self.pacer = Pacer()
@@ -59,12 +66,13 @@ class PipelineDriver(Driver):
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
         self.window_planner = StageWindowPlanner(self.pacer, self.courier, store, membership, windows, schedule)
-        self._profiler = self._new_profiler()
+        self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.localised = LocalisedRecovery(state, parameters, options.stage, is_on=options.localised)
         self.outcome = Outcome()
         self.seats: list[Seat] = []
         """By rank, what each has told about itself; empty before the first recovery."""
-        self.watching: Task[None] | None = None
-        """Whether the next rank lives while torch connects its groups."""
+        self.connections = TorchConnections(membership, self.courier, options.rank, options.size, options.hang_limit)
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         self.loss = math.nan
@@ -80,7 +88,7 @@ class PipelineDriver(Driver):
     def begin_vote(self) -> None:
         """The step's gradients are there: from now on copies are waited for, which profiles see as a collective."""
         self.pacer.hurry()
-        self._vote_span.enter_context(self._profiler.span(COPIES, "collective", "network"))
+        self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
 
     def end_vote(self) -> None:
         """The result of the vote is known, or a rank is lost."""
@@ -99,6 +107,15 @@ class PipelineDriver(Driver):
         Args:
             is_whole: whether the copies of the version before are.
         """
+        past = None if self.attempt is None else self.attempt.past
+        if past is not None and past.is_taken and past.ballot is not None:
+            return past.ballot._replace(votes=float(is_whole))
+        found = self._ballot(is_whole)
+        if past is not None:
+            past.ballot = found
+        return found
+
+    def _ballot(self, is_whole: bool) -> Ballot:
         found, step = _gradients(self._optimizer), self.attempt
         is_clipped = self._options.max_grad_norm is not None and bool(found)
         norms_there = gradients.norms(found if is_clipped else [])
@@ -117,7 +134,7 @@ class PipelineDriver(Driver):
             nonfinite=float(not is_finite),
             nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
             trainers=float(has_loss),
-            scale=self._state.loss_scale.value if has_loss else 0.0,
+            scale=self._loss_scale.value if has_loss else 0.0,
             counting=float(is_counted),
             counted=counted,
         )
@@ -136,7 +153,7 @@ class PipelineDriver(Driver):
             return
         gradients.refuse_mixed(sums)
         has_run = self.attempt is not None and self.attempt.runs > 0
-        is_needed = has_run or sums.trainers > 0 or self._state.loss_scale.is_used
+        is_needed = has_run or sums.trainers > 0 or self._loss_scale.is_used
         if is_needed and sums.trainers != self._options.data_parallel_size:
             raise UnsupportedState(
                 f"step {step}: {sums.trainers:.0f} ranks have computed a loss that the session knows, expected "
@@ -151,20 +168,29 @@ class PipelineDriver(Driver):
         self.end_vote()
         if self._round is not None:
             self._round.wait_captured()
+            self.localised.log.release(self._round.version)  # all have voted: its copies are complete
         sums = _of_mean(sums)
         self.loss = sums.mean_loss if sums.trainers else math.nan
+        if self.localised.retake(after):
+            self._loop.restore()
+        else:
+            self._update(sums)
+        self.localised.log.taken(after)
+        if is_recalled:
+            return
+        self.taken += 1
+        self.pacer.begin_step()
+        self.bubbles.profiler.step()
+        is_copied = self._group.broken is None and self.localised.needs_copies(after)
+        self._round = SnapshotRound(self._store, after, self.courier).start() if is_copied else None
+
+    def _update(self, sums: Ballot) -> None:
         if sums.is_finite:
             factor = gradients.factor_of(sums, self._options.max_grad_norm)
             if factor != 1:
                 gradients.scale(_gradients(self._optimizer), factor)
             self._optimizer.step()
-        self._state.update_scale(has_overflowed=not sums.is_finite)
-        if is_recalled:
-            return
-        self.taken += 1
-        self.pacer.begin_step()
-        self._profiler.step()
-        self._round = SnapshotRound(self._store, after, self.courier).start() if self._group.broken is None else None
+        self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
 
     def pace(self, step: int) -> None:
         """After the vote on a step: plans the next windows."""
@@ -182,9 +208,7 @@ class PipelineDriver(Driver):
             self._round.wait_captured()
             self.courier.wait(self._round.task, self._group)
             self._round = None
-        if self.watching is not None:
-            self.courier.wait(self.watching, self._group)
-            self.watching = None
+        self.connections.interrupt()
 
     def _meet(self) -> None:
         """Who sits where."""
@@ -193,7 +217,10 @@ class PipelineDriver(Driver):
         seats = [Seat.from_bytes(each) for each in self._group.all_gather_bytes(mine.to_bytes())]
         taken = [seat.stage * self._options.data_parallel_size + seat.data_parallel for seat in seats]
         if taken != list(range(self._options.size)):
-            raise PeerLost(f"the ranks are {taken}, not 0 to {self._options.size - 1}: some are missing or twice")
+            raise PeerLost(
+                f"the ranks are {taken}, not 0 to {self._options.size - 1}: some are missing or twice. Tensor-parallel "
+                "ranks, which would share a place in the pipeline, are not supported"
+            )
         self.seats = seats
         self._state.learn(seats)
         self._store.check()
@@ -202,13 +229,14 @@ class PipelineDriver(Driver):
         """Brings this rank to the newest version of which every unit of every stage is left."""
         self._meet()
         refuse_unequal_runs(self.attempt, self._group)
+        self.localised.tell(self._group, version)
         try:
             self.outcome = self.recovery(version, established=established).run()
             self.outcome.copies.forget()  # all are made anew here, and arenas of before may have to make room
         except LostExperts as lost:
             self._lost = lost
             return {"event": "unrecoverable"}
-        self._state.restore_scale()
+        self._loop.restore()
         return {"event": "restored", "version": self.outcome.version, "is_stale": False}
 
     def units_lost(self) -> NoReturn:
@@ -220,7 +248,8 @@ class PipelineDriver(Driver):
         """One attempt to bring all ranks to one version."""
         stored = ((found, SNAPSHOT) for found in self._store.stored())
         standing = Standing(version, established)
-        return Recovery(self._state, stored, self._group, StageTarget(self._state, self.seats), standing)
+        target = StageTarget(self._state, self.seats, self.localised.go_back)
+        return Recovery(self._state, stored, self._group, target, standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
         """Copies all units as of `version`; returns when the copies are whole everywhere, also where none waits for it.
@@ -240,40 +269,16 @@ class PipelineDriver(Driver):
             raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
         self._round = None
         self._store.prune(generation)
-        self._restart_profile(step_of(version))
+        self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": True}
-
-    # ---- profiles
-
-    def _restart_profile(self, step: int) -> None:
-        self._profiler.detach()
-        self._profiler = self._new_profiler()
-        self._profiler.attach()
-        self.window_planner.restart(step, True)
-        self.pacer.begin_step()
-
-    def _new_profiler(self) -> Profiler:
-        """Every recovery begins a new profile, as all ranks must have recorded the same steps."""
-        profiler = Profiler(device="cpu", keep=max(1, self._options.profile_steps), rank=self._options.rank)
-        profiler.follow_network(self._transfer_begins, self._transfer_ends)
-        self.window_planner.profiler = profiler
-        return profiler
-
-    def _transfer_begins(self, span: OpenSpan) -> None:
-        if span.kind == "send":  # a receive waits for its sender, and meanwhile the network is idle
-            self.pacer.transfer_begins()
-
-    def _transfer_ends(self, span: OpenSpan) -> None:
-        assert isinstance(span.end, int)  # on the CPU it is a time
-        self.pacer.transfer_ends(span.name, span.end)
 
     def write_trace(self, path: str | Path) -> None:
         """See `PipelineSession.write_trace`."""
-        self._profiler.write_trace(path, windows=self.window_planner.windows, sent=list(self.courier.sent))
+        self.bubbles.write_trace(path, list(self.courier.sent))
 
     def end(self) -> None:
         """Ends the profile and all threads."""
-        self._profiler.detach()
+        self.bubbles.end()
         self.courier.close()
 
 

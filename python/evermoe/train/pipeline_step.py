@@ -15,6 +15,9 @@ from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.errors import UnequalForwards, UnsupportedState
 from evermoe.options import checked
+from evermoe.train.border_log import LoggedStep, Loss
+from evermoe.train.logged_stages import OtherData, compare, digest_of, logged, stages_of
+from evermoe.train.peer_sums import sum_again, sum_over
 from evermoe.train.step import check_count, check_loss, detached
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -57,6 +60,9 @@ class PipelineStep:
         scale: what losses are multiplied by.
         generation: of the group that computes it.
         commit: called when the block is left.
+        past: what was computed of it before a failure, and is computed now; None to log nothing.
+        is_repeated: whether some ranks may have computed a part of it before; the same on all ranks.
+        seeds: numbers from which, with the step and the microbatch, random numbers are drawn.
     """
 
     def __init__(
@@ -68,6 +74,9 @@ class PipelineStep:
         scale: float,
         generation: int,
         commit: Callable[[], object],
+        past: LoggedStep | None = None,
+        is_repeated: bool = False,
+        seeds: tuple[int, ...] = (0,),
     ) -> None:
         self.number = number
         """Steps committed before this one."""
@@ -85,6 +94,9 @@ class PipelineStep:
         """Whether the script is inside `with`."""
         self._parameters, self._peers, self._scale = parameters, peers, scale
         self._generation, self._commit = generation, commit
+        self.past, self._is_repeated, self._seeds = past, is_repeated, seeds
+        self._losses_before = 0
+        """Losses of the runs before the one that is under way."""
         self._is_running = self._is_reduced = self._has_ended = False
 
     # ---- what the script calls
@@ -124,10 +136,16 @@ class PipelineStep:
         check_count(count)
         self.runs += 1
         before, own = self.losses, None if losses is None else list[Tensor]()
+        self._losses_before = before
         divides, schedule.scale_grads = schedule.scale_grads, False  # the session divides, by what all ranks have
         self._is_running = True
         try:
-            output = schedule.step(*inputs, losses=own, **options)
+            with logged(stages_of(schedule), self.past, self.runs - 1, self._draw):
+                output = schedule.step(*inputs, losses=own, **options)
+        except OtherData:
+            assert self.past is not None
+            self.past.is_distrusted = True
+            raise
         finally:
             schedule.scale_grads, self._is_running = divides, False
         if losses is not None and own is not None:
@@ -175,9 +193,14 @@ class PipelineStep:
         found = dist.get_world_size(group) if group is not None or self._peers > 1 else 1
         if found != self._peers:
             raise ValueError(f"step.reduce: expected the group of the stage's {self._peers} ranks, got one of {found}")
-        for dtype in sorted({p.dtype for p in self._parameters}, key=str) if self._peers > 1 else ():
-            _sum([p for p in self._parameters if p.dtype == dtype], group)
+        was_taken = self.past is not None and self.past.is_taken  # then by all of them, and no gradients are left
+        if self._peers > 1 and self._is_repeated and not was_taken:
+            sum_again(self._parameters, group, is_summed=self.past is not None and self.past.is_reduced)
+        elif self._peers > 1 and not was_taken:
+            sum_over(self._parameters, group)
         self._is_reduced = True
+        if self.past is not None:
+            self.past.is_reduced = True
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         """Refuses: the schedule runs the backward.
@@ -203,8 +226,13 @@ class PipelineStep:
 
     # ---- what the session calls
 
-    def weigh(self, loss: Tensor) -> Tensor:
+    def weigh(self, compute: LossFunction, output: Any, target: Any) -> Tensor:
         """A microbatch's loss, of which the schedule computes gradients.
+
+        Args:
+            compute: the script's function.
+            output: of the last stage.
+            target: for it.
 
         Raises:
             ValueError: it is no tensor of one number that depends on parameters.
@@ -215,10 +243,26 @@ class PipelineStep:
                 "a loss of session.loss_function was computed outside of step.run: call step.run(schedule, ...) in "
                 "place of schedule.step(...), which would divide the gradients once more"
             )
-        check_loss(loss, "loss_function")
+        loss = self._loss(compute, output, target)
         self.losses += 1
-        self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
-        return loss if self._scale == 1 else loss * self._scale
+        self.loss = loss.value if self.loss is None else self.loss + loss.value
+        return loss.scaled
+
+    def _loss(self, compute: LossFunction, output: Any, target: Any) -> Loss:
+        known = {} if self.past is None else self.past.losses
+        place = self.runs - 1, self.losses - self._losses_before
+        digest = 0 if self.past is None else digest_of(target)
+        if place in known:
+            compare(digest, known[place].digest, f"step {self.number}: the target of microbatch {place[1]}")
+            return known[place]
+        loss = compute(output, target)
+        check_loss(loss, "loss_function")
+        known[place] = Loss(loss.detach(), loss if self._scale == 1 else loss * self._scale, digest)
+        return known[place]
+
+    def _draw(self, run: int, stage: int, microbatch: int) -> None:
+        """Seeds the random numbers of a microbatch, so that it can be computed anew alone."""
+        torch.manual_seed(hash((*self._seeds, self.number, run, stage, microbatch)) % 2**63)
 
     def end(self) -> None:
         """The script has computed all gradients.
@@ -241,20 +285,6 @@ class PipelineStep:
             "runs": self.runs,
             "has_ended": self._has_ended,
         }
-
-
-def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Adds up gradients of one type over a group; those that no rank has stay away."""
-    marks = [torch.full((1,), float(p.grad is not None), dtype=p.dtype) for p in parameters]
-    parts = [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters]
-    flat = torch.cat([*parts, *marks])
-    dist.all_reduce(flat, group=group)
-    *sums, counts = flat.split([*(p.numel() for p in parameters), len(parameters)])
-    for parameter, total, count in zip(parameters, sums, counts.tolist(), strict=True):
-        if count and parameter.grad is None:
-            parameter.grad = total.view_as(parameter).clone()
-        elif count:
-            parameter.grad.copy_(total.view_as(parameter))  # type: ignore[union-attr]
 
 
 def refuse_unequal_runs(mine: PipelineStep | None, group: Group) -> None:

@@ -49,18 +49,10 @@ class Script(NamedTuple):
             ValueError: one is of another type.
             UnsupportedState: something of them divides or reduces parameters among processes itself, or averages them.
         """
-        expected = (nn.Module, torch.optim.Optimizer, Sampler, torch.optim.lr_scheduler.LRScheduler)
-        for name, value, kind in zip(self._fields, self, expected, strict=False):
-            if not isinstance(value, kind) and not (name == "scheduler" and value is None):
-                raise ValueError(f"expected {name} to be a {kind.__module__}.{kind.__name__}, got {value!r}")
-        _refuse_wrappers(self.model)
+        check_types(model=self.model, optimizer=self.optimizer, sampler=self.sampler, scheduler=self.scheduler)
+        refuse_divided(self.model, self.optimizer)
         _refuse_averages(self.model)
         self.loss_scale.check(self.model)
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self.optimizer).__mro__):
-            raise UnsupportedState(
-                "ZeroRedundancyOptimizer steps a part of the parameters on each process, but a member of a session "
-                "steps all that it holds: give the session the optimizer that it wraps"
-            )
 
     def zero_gradients(self) -> None:
         """Frees the gradients of all parameters, those that the optimizer does not step included."""
@@ -88,9 +80,9 @@ class Script(NamedTuple):
         layers = Counter(layer_settings(self.model))
         return {
             **{name: str(value) for name, value in self.sampler.settings().items()},
-            "optimizer": _name(self.optimizer),
+            "optimizer": class_name(self.optimizer),
             **_settings(self.optimizer),
-            "scheduler": _name(self.scheduler),
+            "scheduler": class_name(self.scheduler),
             "MoE layers": " and ".join(f"{count} of {settings}" for settings, count in layers.items()),
             **self.loss_scale.settings(),
             **versions(),
@@ -146,6 +138,51 @@ def refuse_scaled(loss: Tensor) -> None:
         )
 
 
+def check_types(**given: object) -> None:
+    """Checks the types of what a script gives, by name; without a scheduler there may be None.
+
+    Raises:
+        ValueError: one is of another type.
+    """
+    kinds = {
+        "model": nn.Module,
+        "optimizer": torch.optim.Optimizer,
+        "sampler": Sampler,
+        "scheduler": torch.optim.lr_scheduler.LRScheduler,
+    }
+    for name, value in given.items():
+        if not isinstance(value, kinds[name]) and not (name == "scheduler" and value is None):
+            raise ValueError(f"expected {name} to be a {kinds[name].__module__}.{kinds[name].__name__}, got {value!r}")
+
+
+def refuse_divided(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses parameters or optimizers of which each process has a part, and modules that reduce gradients themselves.
+
+    Raises:
+        UnsupportedState: there is one.
+    """
+    _refuse_wrappers(model)
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise UnsupportedState(
+            "ZeroRedundancyOptimizer steps a part of the parameters on each process, but a member of a session "
+            "steps all that it holds: give the session the optimizer that it wraps"
+        )
+
+
+def refuse_tensor_parallel(stage: nn.Module) -> None:
+    """Refuses a stage whose parameters are spread over tensor-parallel ranks.
+
+    Raises:
+        UnsupportedState: names the parameter.
+    """
+    for path, parameter in stage.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False) or "DTensor" in _kinds(parameter):
+            raise UnsupportedState(
+                f"parameter {path} is divided among tensor-parallel ranks, but a PipelineSession copies and recovers "
+                "stages whose ranks each hold all of it: use pipeline and data parallelism alone, or more stages"
+            )
+
+
 def _kinds(value: object) -> set[str]:
     return {kind.__name__ for kind in type(value).__mro__}
 
@@ -189,5 +226,6 @@ def _is_live(reference: weakref.ref[Any]) -> bool:
     return session is not None and not session.has_left
 
 
-def _name(value: object) -> str:
+def class_name(value: object) -> str:
+    """A value's class and module; None for None."""
     return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"

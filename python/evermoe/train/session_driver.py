@@ -201,10 +201,7 @@ class SessionDriver(RecoveryDriver):
                 tell_load(self._state.layers.values())
                 self._state.expert_load.add_step()
             self._script.loss_scale.update(has_overflowed=clip is None)
-            if isinstance(self._script.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-                self._script.scheduler.step(self.loss)
-            elif self._script.scheduler is not None:
-                self._script.scheduler.step()
+            loop_state.advance(self._script.scheduler, self.loss)
             self._script.sampler.advance()
             self._save_progress()
         arrived = self._protection.first.version

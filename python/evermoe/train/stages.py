@@ -5,8 +5,9 @@ and how large they are. Who keeps copies of what is computed alike by all.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -20,9 +21,10 @@ from evermoe.recovery.survey import Inventory
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.window_plan import COPIES, WindowPlanner
 from evermoe.state.training_state import TrainingState
-from evermoe.train.loss_scale import KeptScale, LossScale
+from evermoe.train.kept_loop import KeptLoop
 
 PipelinePreset = Literal["baft", "moetion"]
+_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -111,35 +113,43 @@ def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
 class StageState(TrainingState):
     """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
 
-    Of the state of the training loop there is a unit for the loss scale alone, where there is a scaler.
+    One more unit has the state of the training loop.
 
     Args:
         module: the stage.
         optimizer: of its parameters.
         stage: its number.
-        loss_scale: of the job.
+        loop: what else survives with it.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loss_scale: LossScale) -> None:
-        self.loss_scale = loss_scale
-        parts = {f"stage{stage}": module}
-        self._kept_scale = KeptScale(loss_scale) if loss_scale.is_used else None
-        if self._kept_scale is not None:
-            parts[f"stage{stage}_loss_scale"] = self._kept_scale
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loop: KeptLoop) -> None:
+        parts = {f"stage{stage}": module, f"stage{stage}_loop": loop}
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
+        self._tracked = [*module.parameters(), *module.buffers()]
         self.own = self.catalog
         """The units of this stage; `catalog` has those of all stages, once they are known."""
 
-    def update_scale(self, *, has_overflowed: bool) -> None:
-        """A step was taken, or left out: the loss scale follows."""
-        self.loss_scale.update(has_overflowed=has_overflowed)
-        if self._kept_scale is not None:
-            self._kept_scale.note()
+    def copy(self) -> dict[str, Tensor]:
+        """Bytes of all units of this stage now."""
+        found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.held()}
+        for name, data in found.items():
+            self.read(name, data)
+        return found
 
-    def restore_scale(self) -> None:
-        """Units were recovered: so is the loss scale."""
-        if self._kept_scale is not None:
-            self._kept_scale.restore()
+    def write(self, units: dict[str, Tensor]) -> None:
+        """The inverse of `copy`."""
+        self.adopt({path: layer.ids for path, layer in self.layers.items()}, dict(units))
+
+    def adopt(
+        self,
+        experts: dict[str, list[int]],
+        fetched: dict[str, Tensor],
+        rank: int = 0,
+        leaving: Mapping[str, int] = _NOTHING,
+    ) -> None:
+        """As `TrainingState.adopt`; graphs of before stay usable, as values that go back come again before they are."""
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
+            super().adopt(experts, fetched, rank, leaving)
 
     def learn(self, seats: Sequence[Seat]) -> None:
         """What units the other stages have.
@@ -156,16 +166,19 @@ class StageTarget:
     Args:
         state: this rank's units.
         seats: by rank.
+        before_adopt: called with the version that all are to have, before any unit is overwritten.
     """
 
     trains = True
     checkpoints = None
 
-    def __init__(self, state: StageState, seats: Sequence[Seat]) -> None:
-        self._state, self._seats = state, seats
+    def __init__(self, state: StageState, seats: Sequence[Seat], before_adopt: Callable[[int], None]) -> None:
+        self._state, self._seats, self._before_adopt = state, seats, before_adopt
+        self._version = 0
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """Empty: no layer is spread over ranks."""
+        self._version = version
         return {}
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
@@ -177,7 +190,9 @@ class StageTarget:
 
     def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
         """Takes over what was fetched."""
-        self._state.adopt({path: layer.ids for path, layer in self._state.layers.items()}, fetched)
+        self._before_adopt(self._version)
+        self._state.write(fetched)
+        fetched.clear()
 
     def lost_message(self, lost: Sequence[str]) -> str:
         """Names the units."""

@@ -215,7 +215,7 @@ def test_ranks_with_several_virtual_stages(start_job):
     assert newcomer.events("recovered")[0]["fetched"] == len(done[2]["digests"])
     for each in done:
         assert each["different"] == []
-        assert {name.split(".")[1] for name in each["digests"]} == {"0", "1"}
+        assert {name.split(".")[1] for name in each["digests"] if not name.endswith("_loop")} == {"0", "1"}
     expected = losses_alone(chunks=2)
     found = pipeline.losses()
     assert found.keys() == expected.keys()

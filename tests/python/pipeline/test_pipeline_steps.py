@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import evermoe
 from support.pipeline_worker import PEERS, STAGES, Stage, batch, counted_rows, mean_loss, sum_loss
@@ -173,3 +176,34 @@ def test_a_scaler_for_parameters_in_float16_is_refused():
         evermoe.PipelineSession(
             module, torch.optim.SGD(module.parameters()), **PLACE, job="x", scaler=torch.amp.GradScaler("cpu")
         )
+
+
+def refused(module, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(module.parameters())
+    return evermoe.PipelineSession(module, optimizer, **PLACE | options, job="x")
+
+
+def test_tensor_parallel_stages_are_refused_by_name(tmp_path):
+    marked = nn.Linear(2, 2)
+    marked.weight.tensor_model_parallel = True
+    with pytest.raises(evermoe.UnsupportedState, match="parameter weight is divided among tensor-parallel ranks"):
+        refused(marked)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        divided = parallelize_module(nn.Sequential(nn.Linear(2, 2)), mesh, {"0": ColwiseParallel()})
+        with pytest.raises(
+            evermoe.UnsupportedState, match=r"parameter 0\.weight is divided among tensor-parallel ranks"
+        ):
+            refused(divided)
+        with pytest.raises(evermoe.UnsupportedState, match="DistributedDataParallel, at the top of the model"):
+            refused(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_is_no_scheduler_is_refused():
+    with pytest.raises(
+        ValueError, match=r"expected scheduler to be a torch.optim.lr_scheduler.LRScheduler, got 'cosine'"
+    ):
+        refused(nn.Linear(2, 2), scheduler="cosine")

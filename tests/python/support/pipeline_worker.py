@@ -25,6 +25,7 @@ from evermoe.comm.torch_groups import WatchedStore
 
 ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
+V_SCHEDULES = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
 @dataclass
@@ -40,6 +41,10 @@ class Options:
     """Dies in the second microbatch of this step."""
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
+    kill_begun: int | None = None
+    """Dies when this step begins."""
+    kill_reduced: int | None = None
+    """Dies in this step when its gradients are summed over the peers."""
     kill_at: str | None = None
     """Dies where `reach` is called with these words."""
     stop_at: str | None = None
@@ -48,6 +53,11 @@ class Options:
     """In this step some gradients are infinite."""
     chunks: int = 1
     """Virtual stages of each rank; several for an interleaved schedule."""
+    schedule: str = ""
+    """Class of `torch.distributed.pipelining`; by default 1F1B, interleaved where ranks have several stages."""
+    microbatches: int = MICROBATCHES
+    schedules_rate: bool = False
+    """Whether the learning rate falls in each step."""
     width: int = 96
     """Of the model."""
     work: int = 0
@@ -60,6 +70,9 @@ class Options:
     """Runs of the schedule in each step."""
     factor: float = 1.0
     """Of the loss."""
+    dropout: float = 0.0
+    noise: float = 0.0
+    """Added to all inputs: other data than this rank's predecessor had."""
     scaler: dict[str, Any] = field(default_factory=dict)
     """Of the `GradScaler`; none if empty."""
     copies: dict[str, Any] = field(default_factory=dict)
@@ -69,22 +82,28 @@ class Options:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
-    def __init__(self, index: int, width: int, work: int) -> None:
+    def __init__(self, index: int, width: int, work: int, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
         self.norm = nn.LayerNorm(width)
-        self.work = work
-        self.calls = 0
+        self.work, self.dropout = work, dropout
+        self.calls = self.forwards = self.backwards = 0
+
+    def note_backward(self, gradient: torch.Tensor) -> None:
+        self.backwards += 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.forwards += 1
         matrix = torch.full((256, 256), 1e-3)
         for _ in range(self.work):
             matrix = matrix @ matrix
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        return self.norm(x)
+        x = self.norm(nn.functional.dropout(x, self.dropout))
+        x.register_hook(self.note_backward)
+        return x
 
 
 class Killer(deque):
@@ -102,6 +121,12 @@ def write(options: Options, event: str, **fields: Any) -> None:
     path = Path(options.folder) / f"{options.name}.{os.getpid()}.jsonl"
     with path.open("a") as file:
         file.write(json.dumps({"event": event, **fields}) + "\n")
+
+
+def die_if(options: Options, condition: bool, step: int) -> None:
+    if condition:
+        write(options, "dies", step=step)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reach(options: Options, point: str) -> None:
@@ -139,28 +164,37 @@ def connect(options: Options, chunks: nn.ModuleList, loss: Any) -> tuple[Any, An
         for peer in range(options.peers)
     ]
     stage, peer = divmod(options.rank, options.peers)
-    example = torch.zeros(ROWS, options.width)
+    example = torch.zeros(ROWS, options.width, requires_grad=True)  # else torch 2.15 would send no gradients
     parts = [
         pipelining.PipelineStage(
             chunk,
-            stage + number * options.stages,
+            number,
             options.stages * len(chunks),
             torch.device("cpu"),
             input_args=(example,),
             output_args=(example,),
             group=chains[peer],
         )
-        for number, chunk in enumerate(chunks)
+        for number, chunk in zip(stage_numbers(options), chunks, strict=True)
     ]
-    if len(parts) == 1:
-        return pipelining.Schedule1F1B(parts[0], MICROBATCHES, loss_fn=loss), peers[stage]
-    return pipelining.ScheduleInterleaved1F1B(parts, MICROBATCHES, loss_fn=loss), peers[stage]
+    kind = options.schedule or ("Schedule1F1B" if len(parts) == 1 else "ScheduleInterleaved1F1B")
+    is_single = issubclass(getattr(pipelining.schedules, kind), pipelining.schedules.PipelineScheduleSingle)
+    made = getattr(pipelining.schedules, kind)(parts[0] if is_single else parts, options.microbatches, loss_fn=loss)
+    return made, peers[stage]
 
 
-def batch(step: int, peer: int, width: int, parts: int = 1) -> torch.Tensor:
+def stage_numbers(options: Options) -> list[int]:
+    """Numbers of this rank's virtual stages: in a V, the first rank has the last one, too."""
+    stage, _ = divmod(options.rank, options.peers)
+    if options.schedule in V_SCHEDULES:
+        return [stage, 2 * options.stages - 1 - stage]
+    return [*range(stage, options.stages * options.chunks, options.stages)]
+
+
+def batch(step: int, peer: int, width: int, parts: int = 1, microbatches: int = MICROBATCHES) -> torch.Tensor:
     """Inputs and targets of all microbatches."""
     generator = torch.Generator().manual_seed(1000 * step + peer)
-    return torch.randn(2, parts * ROWS * MICROBATCHES, width, generator=generator)
+    return torch.randn(2, parts * ROWS * microbatches, width, generator=generator)
 
 
 def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList, step: int) -> float:
@@ -199,15 +233,17 @@ def sum_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any, peers: Any) -> None:
     """All runs of a step, with the step's own reduction."""
     stage, peer = divmod(options.rank, options.peers)
-    is_last = stage == options.stages - 1
-    inputs, target = batch(attempt.number, peer, options.width, options.parts)
+    is_last = options.stages * options.chunks - 1 in stage_numbers(options)
+    inputs, target = batch(attempt.number, peer, options.width, options.parts, options.microbatches)
+    inputs += options.noise
+    die_if(options, attempt.number == options.kill_begun, attempt.number)
     parts = options.parts + (options.attempts == "unequal runs" and stage == 0)
     for part in attempt.micro_batches(parts):
         number = min(part.number, options.parts - 1)
-        rows = slice(number * ROWS * MICROBATCHES, (number + 1) * ROWS * MICROBATCHES)
+        rows = slice(number * ROWS * options.microbatches, (number + 1) * ROWS * options.microbatches)
         if options.attempts == "schedule.step":
             schedule.step(*([inputs[rows]] if stage == 0 else []), **({"target": target[rows]} if is_last else {}))
-        elif stage == 0:
+        elif stage == 0 and not is_last:
             part.run(schedule, inputs[rows], count=4 if options.attempts == "count without loss" else None)
         elif not is_last:
             part.run(schedule)
@@ -215,11 +251,13 @@ def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any, 
             is_counted = options.attempts == "counts" or (options.attempts == "some counts" and peer == 0)
             losses: list[torch.Tensor] = []
             count = counted_rows(target[rows]).sum() if is_counted else None
-            part.run(schedule, target=target[rows], count=count, losses=losses)
-            assert len(losses) == MICROBATCHES
+            own = [inputs[rows]] if stage == 0 else []
+            part.run(schedule, *own, target=target[rows], count=count, losses=losses)
+            assert len(losses) == options.microbatches
             write(options, "losses", step=attempt.number, losses=[float(each) for each in losses])
     if options.attempts != "no reduce":
         attempt.reduce(peers)
+    die_if(options, attempt.number == options.kill_reduced, attempt.number)
     if options.attempts == "optimizer.step":
         options.optimizer.step()  # type: ignore[attr-defined]
 
@@ -253,9 +291,10 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
 
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
-    numbers = range(stage, options.stages * options.chunks, options.stages)
-    chunks = nn.ModuleList([Stage(number, options.width, options.work) for number in numbers])
+    numbers = stage_numbers(options)
+    chunks = nn.ModuleList([Stage(number, options.width, options.work, options.dropout) for number in numbers])
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if options.schedules_rate else None
     options.optimizer = optimizer  # type: ignore[attr-defined]
     copies = evermoe.PipelineSession(
         chunks,
@@ -265,6 +304,7 @@ def train(options: Options) -> None:
         data_parallel=peer,
         data_parallel_size=options.peers,
         lighthouse=options.lighthouse,
+        scheduler=scheduler,
         scaler=torch.amp.GradScaler("cpu", **options.scaler) if options.scaler else None,
         on_record=lambda said, commands: write(options, "protocol", said=said, commands=commands),
         **options.copies,
@@ -272,9 +312,7 @@ def train(options: Options) -> None:
     watch_copies(options, copies)
 
     def die_in_step(module: nn.Module, inputs: Any) -> None:
-        if step == options.kill_in_step and module.calls % MICROBATCHES == 1:
-            write(options, "dies", step=step)
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_if(options, step == options.kill_in_step and module.calls % options.microbatches == 1, step)
 
     reach_in_store(options)
     chunks[0].register_forward_pre_hook(die_in_step)
@@ -308,6 +346,7 @@ def train(options: Options) -> None:
                 "step",
                 step=step,
                 loss=loss,
+                logged=copies._driver.localised.log.nbytes,
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
             )
@@ -327,6 +366,11 @@ def train(options: Options) -> None:
         digests=digests(copies),
         weights=weights,
         scale=copies.loss_scale,
+        rate=optimizer.param_groups[0]["lr"],
+        resent=copies.forwards.resent,
+        computed=copies.forwards.computed,
+        forwards=sum(chunk.forwards for chunk in chunks),
+        backwards=sum(chunk.backwards for chunk in chunks),
     )
     copies.close()
     dist.destroy_process_group()

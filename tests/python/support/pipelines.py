@@ -75,3 +75,15 @@ class Pipeline:
                 for event in each.events("step"):
                     found.setdefault((each.options.rank, event["step"]), []).append(event["loss"])
         return found
+
+
+def run_undisturbed(folder, **options):
+    """What ranks say at the end of a run in which nothing happens, and after each step."""
+    job = Job(folder, RANKS)
+    try:
+        pipeline = Pipeline(job, **options)
+        for rank in range(RANKS):
+            pipeline.start(rank)
+        return pipeline.finish(), [each.events("step") for each in pipeline.ranks]
+    finally:
+        job.close()

@@ -1,0 +1,57 @@
+"""The bubbles of a pipeline's schedule: what is recorded of its steps, and the pacer that learns of its transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from evermoe.comm.courier import Sent
+from evermoe.comm.pacer import Pacer
+from evermoe.profile import Profiler
+from evermoe.profile.recorder import OpenSpan
+from evermoe.train.stages import StageWindowPlanner
+
+
+class Bubbles:
+    """Keeps a profile of the steps since the last recovery.
+
+    Args:
+        window_planner: finds windows in it.
+        pacer: is told of the schedule's transfers.
+        rank: of the pipeline.
+        steps: how many are kept.
+    """
+
+    def __init__(self, window_planner: StageWindowPlanner, pacer: Pacer, rank: int, steps: int) -> None:
+        self._window_planner, self._pacer, self._rank, self._steps = window_planner, pacer, rank, steps
+        self.profiler = self._new_profiler()
+
+    def restart(self, step: int) -> None:
+        """Every recovery begins a new profile, as all ranks must have recorded the same steps."""
+        self.profiler.detach()
+        self.profiler = self._new_profiler()
+        self.profiler.attach()
+        self._window_planner.restart(step, True)
+        self._pacer.begin_step()
+
+    def _new_profiler(self) -> Profiler:
+        profiler = Profiler(device="cpu", keep=max(1, self._steps), rank=self._rank)
+        profiler.follow_network(self._transfer_begins, self._transfer_ends)
+        self._window_planner.profiler = profiler
+        return profiler
+
+    def _transfer_begins(self, span: OpenSpan) -> None:
+        if span.kind == "send":  # a receive waits for its sender, and meanwhile the network is idle
+            self._pacer.transfer_begins()
+
+    def _transfer_ends(self, span: OpenSpan) -> None:
+        assert isinstance(span.end, int)  # on the CPU it is a time
+        self._pacer.transfer_ends(span.name, span.end)
+
+    def write_trace(self, path: str | Path, sent: Sequence[Sent]) -> None:
+        """See `PipelineSession.write_trace`."""
+        self.profiler.write_trace(path, windows=self._window_planner.windows, sent=sent)
+
+    def end(self) -> None:
+        """Ends the profile."""
+        self.profiler.detach()

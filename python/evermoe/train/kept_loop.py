@@ -1,0 +1,49 @@
+"""The state of a pipeline's training loop as a buffer, so that it is copied and recovered with a stage's units."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from evermoe.state import loop_state
+from evermoe.train.loss_scale import LossScale
+
+
+class KeptLoop(nn.Module):
+    """Settings of the optimizer's groups, the scheduler and the loss scale, as JSON in a buffer.
+
+    Args:
+        optimizer: of the stage.
+        scheduler: of its learning rate, if there is one.
+        loss_scale: of the job.
+    """
+
+    progress: torch.Tensor
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, scheduler: loop_state.Scheduler | None, loss_scale: LossScale
+    ) -> None:
+        super().__init__()
+        self._parts = optimizer, scheduler, loss_scale
+        self._loop = loop_state.LoopState()
+        self.register_buffer("progress", self._loop.progress)
+        self._note()
+
+    def advance(self, loss: float, *, has_overflowed: bool) -> None:
+        """A step was taken, or left out: the loss scale and the scheduler follow, and the buffer.
+
+        Args:
+            loss: of the step.
+            has_overflowed: whether it was left out.
+        """
+        _, scheduler, loss_scale = self._parts
+        loss_scale.update(has_overflowed=has_overflowed)
+        loop_state.advance(scheduler, loss)
+        self._note()
+
+    def _note(self) -> None:
+        self._loop.store(loop_state.collect(None, *self._parts))
+
+    def restore(self) -> None:
+        """The buffer has changed: all follow."""
+        loop_state.restore(self._loop.load(), None, *self._parts)

@@ -1,0 +1,141 @@
+"""Localised recovery of a pipeline: after a failure only the ranks that lost their state compute again.
+
+All ranks resume from the newest version of which every unit is left, in schedules that are made anew, and run the steps
+since then once more. But a rank that has computed a microbatch of them before answers from its log (`border_log`): it
+sends the same activations and gradients again. So the newcomers of a lost stage compute with the same inputs, and all
+others compute nothing before what nobody has computed yet. Nothing is agreed on beyond what is said below: whoever
+lacks something in its log computes it, with the same bits.
+
+    version       v              v + 1                failure
+    lost stage    computes v ─── computes v + 1 ─── x   starts from v (its copies), computes v and v + 1 again
+    the others    compute v ──── compute v + 1 ────     send v again, then what they had of v + 1, then go on
+
+Where the copies of the lost stage are older than the others' state, these are *ahead*: they bring their state to the
+copies' version, as all ranks must protect the same one, and keep the newer state aside until the steps between have
+been sent again. The idea is MoEvement's (a later form of MoEtion); its text was not at hand.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.group import Group
+from evermoe.state.version import step_of
+from evermoe.train.border_log import BorderLog, LoggedStep
+from evermoe.train.stages import StageState
+
+logger = logging.getLogger(__name__)
+
+
+class LocalisedRecovery:
+    """What this rank need not compute again, and the state to which its log leads.
+
+    Args:
+        state: of the stage.
+        parameters: of the stage.
+        stage: its number.
+        is_on: False to log nothing.
+    """
+
+    def __init__(self, state: StageState, parameters: Sequence[nn.Parameter], stage: int, *, is_on: bool) -> None:
+        self._state, self._stage, self._is_on = state, stage, is_on
+        self.log = BorderLog(parameters)
+        self._told: list[dict[str, Any]] = []
+        """By rank, what its log has."""
+        self._newer: dict[str, Tensor] = {}
+        """Bytes of all units of this stage after `_reaches` steps; empty where this rank is not ahead."""
+        self._reaches = 0
+        """Steps that this rank had taken before it went back, where it is ahead."""
+        self._ahead_until = 0
+        """Steps that the stages that are ahead have taken; the same on all ranks."""
+        self._repeats_until = -1
+        """The last step of which some rank may have computed something; the same on all ranks."""
+
+    # ---- a step
+
+    def begin(self, version: int) -> LoggedStep | None:
+        """The record of a step that begins, with the gradients that were made in it; None if nothing is logged."""
+        return self.log.begin(version) if self._is_on else None
+
+    def is_repeated(self, step: int) -> bool:
+        """Whether some ranks may have computed a part of the step before."""
+        return self._is_on and step <= self._repeats_until
+
+    def retake(self, after: int) -> bool:
+        """Whether this rank took the step to a version before; then its state follows once it has sent all of them."""
+        if not self._newer:
+            return False
+        if step_of(after) == self._reaches:
+            self._state.write(self._newer)
+            self._newer = {}
+        return True
+
+    def needs_copies(self, after: int) -> bool:
+        """Whether a version is copied to other nodes: not while stages that are ahead have another state."""
+        return step_of(after) >= self._ahead_until
+
+    # ---- failures
+
+    def tell(self, group: Group, version: int) -> None:
+        """Tells all ranks what the log has; collective.
+
+        Args:
+            group: all ranks.
+            version: of this rank's state.
+        """
+        if not self._is_on:
+            return
+        mine = {
+            "stage": self._stage,
+            "taken": [step.before for step in self.log.steps if step.is_taken and step.chunks],
+            "reaches": self._reaches if self._newer else step_of(version),
+            "distrusts": any(step.is_distrusted for step in self.log.steps),
+        }
+        self._told = gather_json(group, mine)
+        self._repeats_until = max(each["reaches"] for each in self._told)
+
+    def go_back(self, version: int) -> None:
+        """All ranks resume from a version: sets this rank's state aside if it is newer, before it is overwritten."""
+        if not self._is_on:
+            return
+        if any(each["distrusts"] for each in self._told):
+            logger.warning("a repeated microbatch had other bits than before the failure: all ranks compute anew")
+            self._forget()
+            return
+        ahead = _stages_ahead(self._told, version)
+        self._ahead_until = max(ahead.values(), default=0)
+        self.log.keep_from(version)
+        if self._stage in ahead:
+            if not self._newer:
+                self._newer, self._reaches = self._state.copy(), ahead[self._stage]
+        elif self.log.steps and self.log.steps[0].is_taken:  # its peers have no log of that step
+            self._forget()
+        else:
+            self._newer = {}
+
+    def _forget(self) -> None:
+        self.log.clear()
+        self._newer, self._ahead_until = {}, 0
+
+
+def _stages_ahead(told: Sequence[dict[str, Any]], version: int) -> dict[int, int]:
+    """Stages all ranks of which have taken the step that begins with a version; how many steps each has taken.
+
+    >>> told = [{"stage": 0, "taken": [7], "reaches": 8}, {"stage": 1, "taken": [], "reaches": 0}]
+    >>> _stages_ahead(told, 7)
+    {0: 8}
+    >>> _stages_ahead(told + [{"stage": 0, "taken": [], "reaches": 0}], 7)  # a peer that has just come
+    {}
+    """
+    found = {}
+    for stage in {each["stage"] for each in told}:
+        ranks = [each for each in told if each["stage"] == stage]
+        reached = {each["reaches"] for each in ranks}
+        if all(version in each["taken"] for each in ranks) and len(reached) == 1:
+            found[stage] = reached.pop()
+    return found

@@ -1,0 +1,120 @@
+"""After a failure only the ranks that lost their state compute again; the others send again what they have logged."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.pipeline_worker import MICROBATCHES, ROWS
+from support.pipelines import RANKS, Pipeline, run_undisturbed
+
+STEPS, WIDTH = 9, 96
+COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "schedules_rate": True}
+WAYS = {"1F1B": {"parts": 2, "copies": {"max_grad_norm": 0.5}}, "interleaved": {"chunks": 2}}
+BORDER_BYTES = MICROBATCHES * ROWS * WIDTH * 4
+"""Activations or gradients of a run of a schedule at one border."""
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def undisturbed(request, tmp_path_factory):
+    """A way, and the end of a run in it."""
+    return request.param, *run_undisturbed(tmp_path_factory.mktemp("undisturbed"), **COMMON | WAYS[request.param])
+
+
+def passes(done):
+    """Forwards and backwards that a process has computed."""
+    return done["forwards"], done["backwards"]
+
+
+def share(done, steps):
+    """Of those of all steps."""
+    return tuple(each * steps // STEPS for each in passes(done))
+
+
+def recovered_at(worker):
+    return [event["step"] for event in worker.events("recovered")]
+
+
+def test_those_that_live_compute_nothing_again(start_job, undisturbed):
+    """A rank dies within a step; one when its peer has the sums of gradients; all of a stage, in their copies.
+
+    After the last of these the others have a newer state than the copies of the stage that is lost.
+    """
+    way, expected, _ = undisturbed
+    seats = [*range(RANKS)] if way == "1F1B" else [*reversed(range(RANKS))]  # another stage is lost
+    pipeline = Pipeline(start_job(RANKS), **COMMON | WAYS[way])
+    plans = {0: {"kill_reduced": 4}, 1: {"kill_in_copy": 7}, 2: {}, 3: {"kill_in_step": 2}}
+    first = [pipeline.start(seats[place], **plan) for place, plan in plans.items()]
+    pipeline.lose(first[3])
+    last = {3: pipeline.start(seats[3])}
+    pipeline.lose(first[0])
+    second = pipeline.start(seats[0], kill_in_copy=7)
+    for each in (second, first[1]):
+        pipeline.lose(each)
+    last |= {0: pipeline.start(seats[0]), 1: pipeline.start(seats[1])}
+    done = pipeline.finish()
+
+    assert recovered_at(first[2]) == [0, 2, 4, 6]
+    assert recovered_at(last[3]) == [2, 4, 6]
+    assert recovered_at(last[0]) == recovered_at(last[1]) == [6]
+    for place, steps in ((2, STEPS), (3, STEPS - 2), (0, STEPS - 6), (1, STEPS - 6)):
+        assert passes(done[seats[place]]) == share(expected[seats[place]], steps)
+        assert done[seats[place]]["computed"] == done[seats[place]]["forwards"]
+        assert (done[seats[place]]["resent"] > 0) == (place in (2, 3))
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    assert [each["rate"] for each in done] == [pytest.approx(1e-3 * 0.8**STEPS)] * RANKS
+
+
+def test_log_has_two_steps_at_most(undisturbed):
+    way, _, steps = undisturbed
+    runs, borders = (2, (1, 1)) if way == "1F1B" else (1, (3, 3))  # between four virtual stages, two on each rank
+    for rank, events in enumerate(steps):
+        each = runs * borders[rank // 2] * BORDER_BYTES
+        assert {event["logged"] for event in events} <= {each, 2 * each}
+
+
+def test_without_it_all_ranks_compute_the_step_again(start_job, tmp_path):
+    pipeline = Pipeline(start_job(RANKS), **COMMON | {"copies": {"localised": False}})
+    started = [pipeline.start(rank, kill_reduced=2 if rank == 0 else None) for rank in range(RANKS)]
+    pipeline.lose(started[0])
+    pipeline.start(0)
+    done = pipeline.finish()
+    assert [passes(each) for each in done[1:]] == [(MICROBATCHES * (STEPS + 1),) * 2] * 3
+    assert {event["logged"] for each in pipeline.ranks for event in each.events("step")} == {0}
+
+
+def test_other_data_than_before_is_noticed(start_job):
+    """A newcomer that gives its stage other batches: all ranks compute the step anew, with the same batches."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON)
+    started = [pipeline.start(rank, kill_in_step=3 if rank == 0 else None) for rank in range(RANKS)]
+    pipeline.lose(started[0])
+    pipeline.start(0, noise=1.0)
+    done = pipeline.finish()
+    assert any("microbatch 0 at stage 1 has other bits than before" in str(each.events("lost")) for each in started[1:])
+    assert all("all ranks compute anew" in each.log() for each in started[1:])
+    assert recovered_at(started[1]) == [0, 3, 3]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    assert done[0]["digests"] == done[1]["digests"]
+
+
+@pytest.mark.long
+def test_a_stage_is_lost_while_its_newcomers_compute_and_then_together_with_a_rank_of_another(start_job, undisturbed):
+    """The others are ahead twice; the third time a rank of theirs has nothing to answer with, so both compute again."""
+    way, expected, _ = undisturbed
+    pipeline = Pipeline(start_job(RANKS), **COMMON | WAYS[way])
+    plans = [{"kill_in_copy": 3}, {"kill_in_copy": 3}, {}, {"kill_in_copy": 6}]
+    first = [pipeline.start(rank, **plan) for rank, plan in enumerate(plans)]
+    for each in first[:2]:
+        pipeline.lose(each)
+    again = [pipeline.start(0, kill_in_step=2), pipeline.start(1, kill_in_copy=6)]
+    pipeline.lose(again[0])
+    third = pipeline.start(0, kill_in_copy=6)
+    for each in (third, again[1], first[3]):
+        pipeline.lose(each)
+    for rank in (0, 1, 3):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert recovered_at(first[2]) == [0, 2, 2, 5]
+    assert passes(done[2]) == share(expected[2], STEPS + 1)
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
