@@ -42,6 +42,8 @@ class Ballot(NamedTuple):
     """Over how many: tokens, for example."""
     written: float = 0.0
     """1 from a member that knows what became of the checkpoint that is under way."""
+    reported: float = 0.0
+    """Bit i, a whole number, from the member that has called `on_lost` for the i-th loss that all members know of."""
 
     @property
     def mean_loss(self) -> float:

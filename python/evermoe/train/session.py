@@ -37,7 +37,7 @@ from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
 from evermoe.sampler import Sampler
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.state.deferred import Initializer, WeightSource, find_deferral
+from evermoe.state.deferred import Deferral, Initializer, WeightSource, find_deferral
 from evermoe.state.training_state import TrainingState
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.notice import Notice
@@ -110,8 +110,7 @@ class Session:
         self._store = SnapshotStore(job_folder(self.config.memory_dir or DEFAULT, job) / node, self._state)
         self._store.check()
         self._lighthouse: Any = None
-        common = self.config.shared() | script.common()
-        common["first weights"] = deferral.describe() if deferral is not None else "the model's own"
+        common = self.config.shared() | script.common() | {"first weights": _describe(deferral)}
         rounding = arithmetic.variant if arithmetic else "none" if self.config.sends_gradients else ""
         if self.config.lighthouse is None:
             self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
@@ -246,6 +245,7 @@ class Session:
         The others repeat no step. What they have no copies of is written to a checkpoint first, if there is a folder.
         Does nothing in the last step. Any thread may call it, and a signal handler.
         """
+        self._driver.lost.is_leaving = True
         self._protocol.leave()
 
     def _commit(self, step: Step) -> bool:
@@ -350,6 +350,10 @@ class Session:
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
+
+
+def _describe(deferral: Deferral | None) -> str:
+    return deferral.describe() if deferral is not None else "the model's own"
 
 
 def _end_too_late(session: Session) -> None:

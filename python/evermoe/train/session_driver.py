@@ -36,8 +36,6 @@ class SessionDriver(RecoveryDriver):
         self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
         self._has_seen_loss = False
         self._version = 0
-        self._leaving = 0
-        """Members that leave after the step."""
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         if self._trains:
@@ -131,6 +129,7 @@ class SessionDriver(RecoveryDriver):
             counting=float(step.count is not None),
             counted=count,
             written=float(self._checkpointer.is_over),
+            reported=self.lost.reported,
         )
 
     def follow(self, number: int) -> Ballot:
@@ -144,7 +143,11 @@ class SessionDriver(RecoveryDriver):
         self._emit(Vote(number))
         capture_seconds, step_seconds = self._protection.measures()
         return Ballot(
-            votes=float(is_whole), asked=float(asked), capture_seconds=capture_seconds, step_seconds=step_seconds
+            votes=float(is_whole),
+            asked=float(asked),
+            capture_seconds=capture_seconds,
+            step_seconds=step_seconds,
+            reported=self.lost.reported,
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
@@ -156,6 +159,7 @@ class SessionDriver(RecoveryDriver):
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
         """
         self._leaving = int(sums.leaving)
+        self.lost.tallied(sums.reported)
         if sums.votes < self._membership.everyone.size:
             return
         gradients.refuse_mixed(sums)

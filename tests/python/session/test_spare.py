@@ -2,7 +2,7 @@
 
 import pytest
 
-from evermoe.comm.membership import MembershipOptions
+from evermoe.comm.membership_options import MembershipOptions
 from support.harness import wait_until
 from support.history import check_history, check_recovered
 from support.worker import EVERYTHING, Fault
