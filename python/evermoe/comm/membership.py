@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
 """Time between two attempts to agree."""
+END_SECONDS = 5.0
+"""Time in which the Lighthouse must pass on to spares that the job is over."""
 RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
 
@@ -233,6 +236,12 @@ class Membership:
             "unreachable": sorted(self._reach.unreachable),
         }
         return self.messages.write(message)
+
+    def tell_end(self, standing: dict[str, Any]) -> None:
+        """Tells spares that ask the Lighthouse, too, that the job is over; tries for a while."""
+        self._inquiry.end()
+        with suppress(ConnectionError):
+            self.lighthouses.ask(self._message(standing, 0.0, waits=False), END_SECONDS)
 
     def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
         """Connects the groups of an agreement.

@@ -53,6 +53,9 @@ class MembershipOptions(Options):
     """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM."""
     join_every: int = option(5, shared=True, least=1)
     """Steps between looks for new members, which no step waits for."""
+    join_wait: float = option(0.0, shared=True, least=0, most=LONGEST_SECONDS)
+    """Seconds from when members hear of a newcomer until they take it in, with all that have come meanwhile: one
+    interruption for all. A recovery after a loss takes in at once who has come. Shorter than `agree_limit`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,6 +65,11 @@ class MembershipOptions(Options):
             raise ValueError(
                 "spare (EVERMOE_SPARE): expected role='train' and the lighthouse of a job, got "
                 f"role={self.role!r}, lighthouse={self.lighthouse!r}"
+            )
+        if self.join_wait >= self.agree_limit:
+            raise ValueError(
+                f"newcomers wait for join_wait = {self.join_wait:g} s, and give up after agree_limit = "
+                f"{self.agree_limit:g} s: expected a shorter join_wait, or a longer agree_limit"
             )
         if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.go_on_alone:
             raise ValueError(

@@ -55,6 +55,8 @@ class LostMembers:
         self._hook = None if hook is None else OnLost(hook)
         self.is_leaving = False
         """Whether this member is about to leave the job. It calls for no other machine: the others may leave, too."""
+        self.is_returning = False
+        """Whether it leaves to come back in its other role."""
         self._last: tuple[int, Mapping[str, Mapping[str, Any]]] = (0, {})
         """Generation and members of the newest group whose losses are noted."""
         self._losses: list[Loss] = []
@@ -67,23 +69,25 @@ class LostMembers:
         self.failure = ""
         """The worst kind of the losses since `recovered`."""
 
-    def note(self, step: int, reason: str, leaving: int) -> None:
+    def note(self, step: int, reason: str, leaving: int, returning: int) -> None:
         """Agrees with all members of a new group on who is lost, and begins to call `on_lost`; collective.
 
         Args:
             step: taken in this member's state.
             reason: why the last group was given up.
             leaving: how many of its members have left it on notice.
+            returning: how many of these come back in their other role: they are not lost.
 
         Raises:
             PeerLost: a member is gone; nothing has changed here.
         """
         present, generation = self._membership.members, self._membership.generation
-        mine = [asdict(each) for each in [*self._losses, *self._find(step, reason, leaving)]]
+        found = self._find(step, reason, leaving, returning)
+        mine = [asdict(each) for each in [*self._losses, *found]]
         told = self._told | {each.gone.member: each.last for each in self._losses if self._is_called(each)}
         can_call = self._hook is not None and not self.is_leaving
         said = gather_json(self._membership.everyone, [mine, told, can_call])
-        losses = _merged(Loss(Gone(**each.pop("gone")), **each) for found, _, _ in said for each in found)
+        losses = _merged(Loss(Gone(**each.pop("gone")), **each) for theirs, _, _ in said for each in theirs)
         told_by_any: dict[str, int] = {}
         for _, other, _ in said:
             told_by_any |= {member: max(last, told_by_any.get(member, 0)) for member, last in other.items()}
@@ -99,11 +103,11 @@ class LostMembers:
             self._emit(each.gone)
         self._call()
 
-    def _find(self, step: int, reason: str, leaving: int) -> list[Loss]:
+    def _find(self, step: int, reason: str, leaving: int, returning: int) -> list[Loss]:
         """The members of the last group that are not in this one."""
         last, before = self._last
         lost = {member: about for member, about in before.items() if member not in self._membership.members}
-        if not lost:
+        if len(lost) == returning:
             return []
         if len(lost) == leaving:
             kinds = dict.fromkeys(lost, "left")
@@ -160,6 +164,13 @@ class LostMembers:
         """What has failed since the last recovery: the worst kind."""
         failure, self.failure = self.failure, ""
         return failure
+
+    def turn(self) -> str:
+        """This member is to leave and come back in its other role; why it must not, empty if it may."""
+        if self._membership.role == "train" and self._membership.num_trainers == 1:
+            return "no other member trains"
+        self.is_returning = True
+        return ""
 
     def close(self) -> None:
         """Lets calls end that were asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -130,6 +131,7 @@ class SessionDriver(RecoveryDriver):
             counted=count,
             written=float(self._checkpointer.is_over),
             reported=self.lost.reported,
+            returning=float(self.lost.is_returning),
         )
 
     def follow(self, number: int) -> Ballot:
@@ -148,6 +150,7 @@ class SessionDriver(RecoveryDriver):
             capture_seconds=capture_seconds,
             step_seconds=step_seconds,
             reported=self.lost.reported,
+            returning=float(self.lost.is_returning),
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
@@ -158,7 +161,7 @@ class SessionDriver(RecoveryDriver):
         Raises:
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
         """
-        self._leaving = int(sums.leaving)
+        self._leaving, self._returning = int(sums.leaving), int(sums.returning)
         self.lost.tallied(sums.reported)
         if sums.votes < self._membership.everyone.size:
             return
@@ -296,6 +299,8 @@ class SessionDriver(RecoveryDriver):
         """Leaves the optimizer to the script."""
         self._guard.remove()
 
-    def close(self) -> None:
-        """Tells processes that come too late that the job is over."""
+    def close(self, standing: dict[str, Any] | None) -> None:
+        """Tells processes that come too late, and spares that wait, that the job is over."""
         mark(FINISHED)
+        if standing is not None:
+            self._membership.tell_end(standing)

@@ -81,6 +81,8 @@ class RecoveryDriver(Driver):
         """The members that are lost, and who asks for others in their place."""
         self._leaving = 0
         """Members that leave after the step."""
+        self._returning = 0
+        """Of these, members that come back in their other role."""
         self._report: RecoveryReport | None = None
         """The recovery that is under way, from the question to the Lighthouse on."""
         self._clock = PhaseClock({}, self._emit)
@@ -157,8 +159,8 @@ class RecoveryDriver(Driver):
         self._calls.check(self._membership.everyone)
         self._checkpointer.before_update()
         report = self._report_now()
-        self.lost.note(step_of(version), report.reason, self._leaving)
-        self._leaving = 0
+        self.lost.note(step_of(version), report.reason, self._leaving, self._returning)
+        self._leaving = self._returning = 0
         self._before = version if established and self._trains else None
         self._was_established = established
         recovery = self._recovery(version, established=established, saw_progress=saw_progress)

@@ -15,7 +15,8 @@ printf '%s %s %s %s\\n' "$EVERMOE_LOST_KEY" "$EVERMOE_LOST_KIND" "$EVERMOE_LOST_
 cat > {folder}/$EVERMOE_LOST_KEY.$EVERMOE_LOST_ATTEMPT.json
 """
 """A command that notes who has called it, and keeps what it was given."""
-WAIT = "while [ ! -e {folder}/go ]; do sleep 0.01; done"
+WAIT = "for i in $(seq 6000); do [ -e {folder}/go ] && break; sleep 0.01; done"
+"""Waits until the test says so, or is long over."""
 
 
 @dataclass(frozen=True)
