@@ -50,7 +50,8 @@ class MembershipOptions(Options):
     rejoin_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
     """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
     leave_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
-    """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM."""
+    """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM,
+    and to no SIGUSR1, at which this process takes the other role."""
     join_every: int = option(5, shared=True, least=1)
     """Steps between looks for new members, which no step waits for."""
     join_wait: float = option(0.0, shared=True, least=0, most=LONGEST_SECONDS)
