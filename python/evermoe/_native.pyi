@@ -122,6 +122,14 @@ def plan_chunks(
     policy: str,
     max_steps: int,
 ) -> ChunkPlan: ...
+def copy_period(
+    step_seconds: float,
+    window_seconds: float,
+    copy_seconds: float,
+    retrieve_seconds: float,
+    failures_per_step: float,
+    most: int,
+) -> tuple[int, float, float]: ...
 def snapshot_places(free_bytes: int, nbytes: list[int], reserve: int) -> list[str]: ...
 def unit_shares(nbytes: list[int], ranks: int, share: str) -> list[int]: ...
 def chrome_trace(

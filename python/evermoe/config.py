@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from evermoe import environment
-from evermoe.comm.membership import MembershipOptions, Role
+from evermoe.comm.membership_options import MembershipOptions, Role
+from evermoe.events import Gone
 from evermoe.options import checked, option
 from evermoe.placement import PlacementOptions
 from evermoe.planning import PRESETS, PlacementPolicy
@@ -32,6 +34,10 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
     """With `dense="sharded"` on CPUs: owners send updated weights while the next step's forward computes, and a module
     waits for its own parameters before its forward or `state_dict`. Between an update and the next backward, weights
     must then be read in no other way. False: training waits for the weights after each update."""
+
+    on_lost: str | Callable[[Gone], object] | None = None
+    """Is called when a member is lost, once for each loss in the whole job, to ask for another machine: a shell command
+    (EVERMOE_ON_LOST), or a function of the event `Gone`, in a thread of its own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +78,7 @@ def with_environment(config: SessionConfig) -> SessionConfig:
             Lighthouse, which would not find each other.
     """
     found: dict[str, Any] = {}
-    for name in ("lighthouse", "job", "node", "domain", "address", "memory_dir"):
+    for name in ("lighthouse", "job", "node", "domain", "address", "memory_dir", "on_lost"):
         if getattr(config, name) is None and os.environ.get(f"EVERMOE_{name.upper()}"):
             found[name] = os.environ[f"EVERMOE_{name.upper()}"]
     if os.environ.get("EVERMOE_GO_ON_ALONE"):

@@ -177,6 +177,41 @@ class Lost(Event):
 
 
 @dataclass(frozen=True)
+class Gone(Event):
+    """A member of the group before is not in this one; told by each member of this one, once all of them know it.
+
+    `on_lost` is called with it by one of them.
+    """
+
+    key: str
+    """Names the loss: of the member and the generation that it was last in. The same where it is told again."""
+    job: str
+    member: str
+    """Its name, unlike that of any other process."""
+    node: str
+    """The machine that it was on."""
+    domain: str
+    """What fails with that machine, with slashes; empty where unknown."""
+    role: str
+    """`train` or `replica`."""
+    kind: str
+    """`left`: on notice. `process`: its host answers, and says that the process has ended. `hung`: its host answers for
+    it, and it does not: it is stopped, or waits. `host`: nothing answers: its host is gone, or cut off."""
+    step: int
+    """Steps taken when it was lost, as the member knows that noticed."""
+    generation: int
+    """Generation of the group without it."""
+    reason: str
+    """First line of the error by which it was noticed."""
+    members: int
+    """Workers that train now."""
+    wanted: int
+    """Workers that the job was to have at its start: `members` of its options."""
+    attempt: int
+    """1; more where members that were to call `on_lost` for it were lost before the others knew that they had."""
+
+
+@dataclass(frozen=True)
 class Phase(Event):
     """A phase of a recovery begins; `agree` alone also where new members turn out to be gone."""
 
@@ -265,6 +300,12 @@ class Recovered(Event):
     """Tokens in the updates that these experts lost."""
     plt: float = 0.0
     """Portion of lost tokens of the run so far, averaged over layers."""
+    failure: str = ""
+    """What has failed, the worst of it; the same on all members that were there: empty (nothing), `left`, `process`,
+    `hung` or `host`, each as `Gone.kind`; `storage`: the memory of so many hosts that units were lost with it."""
+    tier: str = ""
+    """Where units came from, the farthest of all members' sources: `own memory` (what this host shares), `peers` (other
+    members' memory), `store` (a checkpoint, or what `pec` saves); empty where none had to be fetched."""
 
 
 # ---- from other threads

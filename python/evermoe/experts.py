@@ -47,7 +47,8 @@ class Experts(HeldInPart):
         post_norm: a module for the experts' outputs, `[N, H]`, before they are weighted; the same one for all. It
             treats each row by itself, as RMSNorm and LayerNorm do; padding reaches neither it nor its gradients.
         token_split: policy of `evermoe.planning.split_tokens`: `balanced` gives the busiest rank as few
-            tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1).
+            tokens as can be, `even` every replica of an expert the same (Lazarus, Algorithm 1). None: as the session's
+            preset has it, `even` in `lazarus`; else `balanced`.
         max_tokens: the most tokens that any rank brings in one forward, the same on all ranks. Given that, exchanges
             are padded to the most rows that can come: the host waits for nothing and no shape depends on a value, so
             that a forward can be part of a CUDA graph (after one that is not). For small batches, and ranks that are
@@ -80,7 +81,7 @@ class Experts(HeldInPart):
         num_experts: int,
         *,
         post_norm: nn.Module | None = None,
-        token_split: SplitPolicy = "balanced",
+        token_split: SplitPolicy | None = None,
         max_tokens: int | None = None,
         fp8_dispatch: bool = False,
         device: torch.device | str | None = None,
@@ -98,12 +99,14 @@ class Experts(HeldInPart):
                 f"Experts: expected post_norm to treat each row by itself, got {mixing}, whose statistics are of all "
                 "rows that are on one rank: use RMSNorm or LayerNorm"
             )
-        if token_split not in SPLITS:
+        if token_split not in (None, *SPLITS):
             raise ValueError(f"Experts: expected token_split to be one of {', '.join(SPLITS)}, got {token_split!r}")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"Experts: expected max_tokens >= 1 or None, got {max_tokens}")
         self.expert, self.hidden, self.num_experts = expert, expert.hidden, num_experts
-        self.token_split, self.max_tokens, self.fp8_dispatch = token_split, max_tokens, fp8_dispatch
+        self.max_tokens, self.fp8_dispatch = max_tokens, fp8_dispatch
+        self._given_split = token_split
+        self.token_split: SplitPolicy = token_split or "balanced"
         self.post_norm = post_norm
         self.weights = nn.Parameter(torch.empty(num_experts, expert.row_size, device=device, dtype=dtype))
         self.ids = list(range(num_experts))
@@ -120,6 +123,10 @@ class Experts(HeldInPart):
     def reset_parameters(self) -> None:
         """Draws the experts as `Expert.initialize` does."""
         self.expert.initialize(self.weights)
+
+    def split_as(self, default: SplitPolicy) -> None:
+        """Splits tokens over replicas as the layer was told to, or else like this."""
+        self.token_split = self._given_split or default
 
     def extra_repr(self) -> str:
         """What `print(layer)` shows."""

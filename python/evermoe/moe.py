@@ -57,7 +57,7 @@ class MoE(nn.Module):
         router_noise: float = 0.0,
         gated: bool = False,
         activation: Activation = F.silu,
-        token_split: SplitPolicy = "balanced",
+        token_split: SplitPolicy | None = None,
         max_tokens: int | None = None,
         fp8_dispatch: bool = False,
         device: torch.device | str | None = None,

@@ -11,7 +11,7 @@ import math
 import numbers
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -27,7 +27,14 @@ NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 _WRONG = object()
 _NOUNS: Mapping[Any, str] = types.MappingProxyType(
-    {bool: "True or False", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
+    {
+        bool: "True or False",
+        int: "a whole number",
+        float: "a number",
+        str: "a text",
+        Path: "a path",
+        Callable: "a function",
+    }
 )
 
 
@@ -102,7 +109,7 @@ def checked(
     Args:
         name: of the argument, as the user wrote it.
         value: what came.
-        kind: bool, int, float, str, Path, a Literal, or a union of them and None.
+        kind: bool, int, float, str, Path, a Callable, a Literal, or a union of them and None.
         least, above, most: bounds of a number.
 
     Raises:
@@ -122,7 +129,7 @@ def _converted(value: Any, kind: Any) -> Any:
         return value if isinstance(value, str) and value in get_args(kind) else _WRONG
     if kind in (int, float) and not isinstance(value, bool):
         return _number(value, kind)
-    return value if isinstance(value, kind) and kind not in (int, float) else _WRONG
+    return value if isinstance(value, get_origin(kind) or kind) and kind not in (int, float) else _WRONG
 
 
 def _number(value: Any, kind: Any) -> Any:
@@ -144,7 +151,7 @@ def _is_within(value: float, least: float | None, above: float | None, most: flo
 def _noun(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    return "None" if kind is types.NoneType else _NOUNS[kind]
+    return "None" if kind is types.NoneType else _NOUNS[get_origin(kind) or kind]
 
 
 def _range(least: float | None, above: float | None, most: float | None) -> str:

@@ -221,6 +221,8 @@ pub enum Stop {
         /// Number of the set now.
         id: u64,
     },
+    /// The job is over, and this spare was not needed.
+    Finished,
     /// Some units survive nowhere.
     UnitsLost,
     /// Recoveries follow each other without a committed step.
@@ -389,7 +391,11 @@ pub enum Command {
     /// Leave the job, which is not over: the steps so far are committed, and their copies are whole on the others.
     Leave,
     /// Leave the job: it is over.
-    Close,
+    Close {
+        /// What to tell spares that wait at the Lighthouse, so that they learn of the end; none if none do. Nobody waits long
+        /// for that.
+        standing: Option<Standing>,
+    },
     /// Give up.
     Stop(Stop),
 }

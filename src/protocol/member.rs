@@ -132,6 +132,8 @@ pub struct Protocol {
     is_done: bool,
     /// Whether it waits until it is needed; no more once it has been.
     is_spare: bool,
+    /// Whether spares were waiting when it was last answered.
+    knows_spares: bool,
     failure: String,
 }
 
@@ -167,6 +169,7 @@ impl Protocol {
             leaves: false,
             leaving: 0,
             is_done: false,
+            knows_spares: false,
             failure: String::new(),
         }
     }
@@ -272,7 +275,7 @@ impl Protocol {
     /// All steps are committed and this member has said farewell, or nobody is left who could hear it.
     fn close(&mut self) -> Vec<Command> {
         self.phase = Phase::Over;
-        vec![Command::Close]
+        vec![Command::Close { standing: self.knows_spares.then(|| self.standing()) }]
     }
 
     fn stop(&mut self, why: Stop) -> Vec<Command> {

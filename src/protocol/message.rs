@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// Number of the protocol; it grows with every change of what members tell each other, or of what they conclude from it.
-pub const PROTOCOL: u64 = 7;
+pub const PROTOCOL: u64 = 8;
 /// Purpose of the tags of messages.
 const SEAL: &str = "message";
 /// What stands in the place of a member's message in that of an operator.

@@ -65,6 +65,35 @@ fn members_do_not_call_for_an_agreement_because_of_a_spare() {
 }
 
 #[test]
+fn a_spare_learns_of_the_end_from_those_that_close() {
+    for (is_done, waits, stops) in [(true, false, true), (true, true, false), (false, false, false)] {
+        let (mut member, told) = spare(1);
+        let a = Participant { waits, ..participant("a", Standing { is_done, ..standing(true, 1) }) };
+        let commands = member.handle(quorum(2, vec![a, participant("s", told)])).unwrap();
+        assert_eq!(commands[0] == Command::Stop(Stop::Finished), stops, "{commands:?}");
+        assert_eq!(member.is_over(), stops);
+    }
+}
+
+#[test]
+fn members_tell_the_end_only_where_spares_wait() {
+    for waits in [true, false] {
+        let mut member = began_with("b", Settings { members: 2, ..settings() });
+        let spare = participant("s", Standing { is_spare: true, ..standing(false, 0) });
+        let [a, b] = ["a", "b"].map(|id| Participant { waits: false, ..participant(id, standing(true, 2)) });
+        let participants = [vec![a, b], if waits { vec![spare] } else { vec![] }].concat();
+        assert_eq!(member.handle(Event::Overheard { id: 2, participants }).unwrap(), []);
+        member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+        member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![] }).unwrap();
+        member.handle(Event::Look { until: 1 }).unwrap();
+        member.handle(Event::Settled { is_whole: true }).unwrap();
+        let commands = member.handle(Event::Parted).unwrap();
+        let [Command::Close { standing }] = &commands[..] else { panic!("{commands:?}") };
+        assert_eq!(standing.as_ref().map(|each| each.is_done), waits.then_some(true));
+    }
+}
+
+#[test]
 fn survivors_take_as_many_spares_as_members_are_missing() {
     let mut member = began_with("b", Settings { members: 2, ..settings() });
     member.handle(Event::Lost { reason: "b is gone".into() }).unwrap();

@@ -2,6 +2,7 @@
 
 mod case;
 mod memory;
+mod period;
 mod plans;
 mod policies;
 mod windows;

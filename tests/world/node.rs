@@ -203,7 +203,10 @@ impl World {
                 }
                 self.end(number);
             }
-            Command::Close => {
+            Command::Close { standing } => {
+                if let Some(standing) = standing {
+                    self.ask_lighthouse(number, standing, false);
+                }
                 self.promise.is_over = true;
                 self.end(number);
             }

@@ -93,6 +93,11 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="write curves for TensorBoard, of each worker in a folder of its own in this one",
     )
+    run.add_argument(
+        "--on-lost",
+        metavar="COMMAND",
+        help="shell command that one member runs when another is lost, to ask for another machine",
+    )
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -215,7 +220,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     members = options.members or options.workers
     name = Path(options.program[0]).stem if options.job is None else options.job
-    variables = _listeners(options)
+    variables = _listeners(options) | ({"EVERMOE_ON_LOST": options.on_lost} if options.on_lost else {})
     job = LocalJob(command, name, members, lighthouse=address, memory_dir=options.memory_dir, environment=variables)
     if options.host_lighthouse:
         if address is None:

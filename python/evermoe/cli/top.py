@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
+FAILURES = {
+    "left": "a member left on notice",
+    "process": "a process was lost, and its host lives",
+    "hung": "a member hangs, or is stopped",
+    "host": "a host was lost, or cut off",
+    "storage": "units were lost with the memory of hosts",
+}
+"""By `Recovered.failure`, for people."""
 MOST_LOSSES = 6
 """Fatal losses that are named."""
 SILENT_SECONDS = 10.0
@@ -210,7 +218,10 @@ def _recovery(views: Sequence[MemberView]) -> list[str]:
     ago = time.time() - (view.recovery_began or 0)
     phases = ", ".join(f"{phase} {_duration(seconds)}" for phase, seconds in view.recovery_seconds.items())
     total = _duration(sum(view.recovery_seconds.values()))
-    return [f"last recovery, {_duration(ago)} ago: {total} ({phases}); {escape(view.recovery_reason)}"]
+    failed = FAILURES.get(view.recovery_failure, "")
+    source = f"units from {view.recovery_tier}" if view.recovery_tier else ""
+    said = "; ".join(filter(None, (failed, source, escape(view.recovery_reason))))
+    return [f"last recovery, {_duration(ago)} ago: {total} ({phases}); {said}"]
 
 
 def _number(value: int | None) -> str:

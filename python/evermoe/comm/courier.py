@@ -93,6 +93,8 @@ class Courier:
     ) -> None:
         self._transport, self._pacer, self.link = transport, pacer, link
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self.in_flight = IN_FLIGHT
+        """Messages that are under way at a time."""
         self.sent: deque[Sent] = deque(maxlen=KEPT_TRANSFERS)
         """The latest messages."""
         self.sent_bytes = 0
@@ -143,7 +145,7 @@ class Courier:
         under_way: deque[_UnderWay] = deque()
         total = 0
         for message in messages:
-            if len(under_way) == IN_FLIGHT:
+            if len(under_way) == self.in_flight:
                 self._note_sent(under_way.popleft())
             before = sum(self.seconds(each.message.data.nbytes) for each in under_way)
             opening = self._wait_for_window(message, before, under_way)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,80 +22,21 @@ import torch.distributed as dist
 from evermoe.comm.group import Group, connect_limit
 from evermoe.comm.inquiry import Inquiry
 from evermoe.comm.lighthouse import Lighthouses, split_addresses
+from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages, job_secret, participant
 from evermoe.comm.reach import LOOK_SECONDS, Reach, Stores, find_place
 from evermoe.comm.transport import Transport
 from evermoe.comm.watch import Watch
 from evermoe.errors import JoinTimeout, PeerLost
-from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, check_name, option
 
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.1
 """Time between two attempts to agree."""
+END_SECONDS = 5.0
+"""Time in which the Lighthouse must pass on to spares that the job is over."""
 RETURN_SECONDS = 1.0
 """Time that members which nothing is wrong with get to reach a Lighthouse that has just come back."""
-
-Role = Literal["train", "replica"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MembershipOptions(Options):
-    """Which job a member belongs to, and how long it waits for others."""
-
-    lighthouse: str | None = None
-    """Address of the job's Lighthouse, `http://host:port` (EVERMOE_LIGHTHOUSE, or TORCHFT_LIGHTHOUSE). Several,
-    separated by commas: members ask the first that answers, and only a majority goes on after a failure. None: a job
-    of this process alone."""
-    job: str | None = option(None, is_name=True)
-    """Name that the job's shared memory goes by (EVERMOE_JOB; with a Lighthouse JOB_ID, SLURM's or torchrun's; default:
-    a name that no other process finds)."""
-    node: str | None = option(None, is_name=True)
-    """The machine whose memory dies as one (EVERMOE_NODE; default: the host's name)."""
-    domain: str | None = None
-    """What fails with this node, from the largest to the smallest, such as `zone-a/rack-3`: copies are spread over the
-    largest of which there are enough (EVERMOE_DOMAIN; srun's SLURM_TOPOLOGY_ADDR; default: the node alone)."""
-    address: str | None = None
-    """Name or address by which other members reach this process, and on which it listens (EVERMOE_ADDRESS; default:
-    loopback if the Lighthouse's address is, else the host's name, listening on all addresses)."""
-    members: int | None = option(None, least=1)
-    """Members that a new job waits for (EVERMOE_MEMBERS; with a Lighthouse WORLD_SIZE or srun's tasks; default 1).
-    Later ones join at any time."""
-    go_on_alone: bool = False
-    """Trains on where `LeftBehind` would stop it, as nobody is left of those that went on (EVERMOE_GO_ON_ALONE=1)."""
-    role: Role = "train"
-    """`replica`: this process keeps copies for the others and does not train (EVERMOE_ROLE)."""
-    spare: bool = False
-    """Trains only once fewer than `members` do, and takes a lost one's place in the recovery that the loss begins
-    (EVERMOE_SPARE=1). To a new job others may come for `hang_limit` before it makes up their number."""
-    heartbeat_limit: float = option(2.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
-    """Seconds after which a member whose process is stopped, whose host is gone or which is cut off counts as lost."""
-    hang_limit: float = option(30.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
-    """Seconds that a collective waits for a silent peer. Longer than the longest difference between members' steps
-    and than a checkpoint takes to write."""
-    agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
-    """Seconds that agreement on the members may take, the Lighthouse being away included."""
-    rejoin_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
-    """Seconds that missing units are waited for before they count as lost: their holders may be on their way back."""
-    leave_limit: float = option(30.0, least=0, most=LONGEST_SECONDS)
-    """Seconds from SIGTERM until this process ends though its step is not over. 0: evermoe listens to no SIGTERM."""
-    join_every: int = option(5, shared=True, least=1)
-    """Steps between looks for new members, which no step waits for."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for part in self.domain.split("/") if self.domain is not None else ():
-            check_name("each part of domain (EVERMOE_DOMAIN), between slashes,", part)
-        if self.spare and (self.role != "train" or self.lighthouse is None):
-            raise ValueError(
-                "spare (EVERMOE_SPARE): expected role='train' and the lighthouse of a job, got "
-                f"role={self.role!r}, lighthouse={self.lighthouse!r}"
-            )
-        if self.lighthouse is not None and len(split_addresses(self.lighthouse)) > 1 and self.go_on_alone:
-            raise ValueError(
-                "go_on_alone (EVERMOE_GO_ON_ALONE) lets each part of a job go on, and lighthouse names several: "
-                "expected one of the two. To let the members at one Lighthouse go on: evermoe lighthouse promote"
-            )
 
 
 class Membership:
@@ -121,9 +64,8 @@ class Membership:
         has_side_group: bool = False,
     ) -> None:
         self.id = f"{node}-{uuid.uuid4().hex[:8]}"
-        secret = job_secret()
         self.node, self.rank_key, self._domain = node, rank_key, options.domain or ""
-        self._place = place = find_place(options.address, split_addresses(lighthouse))
+        secret, place = job_secret(), find_place(options.address, split_addresses(lighthouse))
         self.lighthouses = Lighthouses(lighthouse, self.id, place.host, place.manager)
         common = {**identity.options, "lighthouses": "several" if self.lighthouses.are_several else "one"}
         self.identity = identity = replace(identity, options=common)
@@ -137,14 +79,15 @@ class Membership:
         self._with_replicas = Group(interface)
         self.side_group, self._has_side_group = Group(interface), has_side_group
         """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; else of one."""
-        self._link()
+        _link([self.trainer_group, self._with_replicas, self.side_group], self.transport)
         self.steps = 0
         """Steps after which the script ends the job; 0 where no script does."""
         self.established = False
         """Whether this member has state of the running job, as its protocol says."""
         self.generation = 0
         """Generation of the group, as the protocol says."""
-        self._domain_of: dict[str, str] = {}
+        self.members: dict[str, Mapping[str, Any]] = {}
+        """What each member of the group has told, by id, in the order of ranks."""
         self.nodes: list[str] = []
         """Per rank, the machine whose memory dies with it; several members may share one. Replica nodes come last."""
         self.num_trainers = 1
@@ -178,16 +121,11 @@ class Membership:
         self._meeting: str | None = None
         """Address of the store in which groups are being connected."""
 
-    def _link(self) -> None:
-        """Makes each group be dropped with the others."""
-        groups = [self.trainer_group, self._with_replicas, self.side_group]
-        for group in groups:
-            group.linked, group.transport = [other for other in groups if other is not group], self.transport
-
     @property
     def domains(self) -> list[str]:
         """Per rank, what fails with its node, from the largest to the smallest, with slashes; empty where unknown."""
-        return [self._domain_of[node] for node in self.nodes]
+        domain_of = {each["node"]: each["domain"] for each in self.members.values()}
+        return [domain_of[node] for node in self.nodes]
 
     @property
     def everyone(self) -> Group:
@@ -299,6 +237,12 @@ class Membership:
         }
         return self.messages.write(message)
 
+    def tell_end(self, standing: dict[str, Any]) -> None:
+        """Tells spares that ask the Lighthouse, too, that the job is over; tries for a while."""
+        self._inquiry.end()
+        with suppress(ConnectionError):
+            self.lighthouses.ask(self._message(standing, 0.0, waits=False), END_SECONDS)
+
     def connect(self, epoch: int, members: list[str], num_trainers: int) -> None:
         """Connects the groups of an agreement.
 
@@ -318,8 +262,8 @@ class Membership:
             self.watch.begin(epoch, doors, members.index(self.id))
             with self._stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self._stores.get(address))
-                self.nodes = [self._named[member]["node"] for member in members]
-                self._domain_of = {self._named[each]["node"]: self._named[each]["domain"] for each in members}
+                self.members = {member: self._named[member] for member in members}
+                self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
                 self._rebuild(store, members.index(self.id), len(members))
                 addresses = [self._named[member]["transport"] for member in members]
@@ -394,3 +338,9 @@ class Membership:
             time.sleep(RETRY_SECONDS)
             if self._reach.unreachable and not self._reach.look_again():
                 return
+
+
+def _link(groups: list[Group], transport: Transport) -> None:
+    """Makes each group be dropped with the others."""
+    for group in groups:
+        group.linked, group.transport = [other for other in groups if other is not group], transport

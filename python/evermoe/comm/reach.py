@@ -232,6 +232,40 @@ class Stores:
             end_connections(address)
 
 
+def what_is_left(doors: Mapping[str, str], seconds: float) -> dict[str, str]:
+    """What is left of members that are lost, by id: `process`, `hung` or `host`, as of `events.Gone.kind`.
+
+    A host refuses a connection to a port of a process that has ended; a process that is stopped is connected to all the
+    same, as its host does that for it; of a host without power nothing comes.
+
+    Args:
+        doors: addresses of their doors, by id.
+        seconds: that they get to answer, all at once.
+    """
+    found: dict[str, str] = {}
+    threads = [
+        threading.Thread(target=lambda each=each: found.update({each: _try(doors[each], seconds)}), daemon=True)
+        for each in doors
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:  # the look-up of a name has no limit of its own
+        thread.join(max(0.0, end - time.monotonic()))
+    return {each: found.get(each, "host") for each in doors}
+
+
+def _try(door: str, seconds: float) -> str:
+    host, port = door.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), seconds).close()
+    except (ConnectionRefusedError, ConnectionResetError):
+        return "process"
+    except OSError:
+        return "host"
+    return "hung"
+
+
 def _listen(address: str) -> tuple[int, int]:
     """A socket that listens on a free port of an address, for torch's store to close; and the port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -30,6 +30,8 @@ class Ballot(NamedTuple):
     step_seconds: float = 0.0
     leaving: float = 0.0
     """1 from a member that leaves the job after the step."""
+    returning: float = 0.0
+    """1 from one of these that comes back in its other role."""
     calling: float = 0.0
     """1 from a member that has heard of newcomers: all ask the Lighthouse before the next step."""
     trainers: float = 0.0
@@ -42,6 +44,8 @@ class Ballot(NamedTuple):
     """Over how many: tokens, for example."""
     written: float = 0.0
     """1 from a member that knows what became of the checkpoint that is under way."""
+    reported: float = 0.0
+    """Bit i, a whole number, from the member that has called `on_lost` for the i-th loss that all members know of."""
 
     @property
     def mean_loss(self) -> float:

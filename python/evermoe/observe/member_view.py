@@ -63,6 +63,9 @@ class MemberView:
     checkpoint_step: int | None = None
     recoveries: int | None = None
     recovery_reason: str = ""
+    recovery_failure: str = ""
+    """What had failed, and `recovery_tier` where units came from; see `events.Recovered`."""
+    recovery_tier: str = ""
     recovery_began: float | None = None
     """Seconds since 1970."""
     recovery_seconds: dict[str, float] = field(default_factory=dict)
@@ -94,7 +97,7 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
             values[name] = sample.value
     if "recoveries_total" not in values:
         raise ValueError("it has no metrics of evermoe")
-    about = labels.get("member_info", {})
+    about, recovery = labels.get("member_info", {}), labels.get("last_recovery_info", {})
     states = by_label["state"]
 
     def number(name: str, begun: bool = True) -> float | None:
@@ -125,7 +128,9 @@ def view_of(source: str, families: Iterable[Metric]) -> MemberView:
         copied_bytes={kind: int(nbytes) for kind, nbytes in by_label["copied_bytes_total"].items()},
         checkpoint_step=whole(number("checkpoint_step", bool(values.get("checkpoint_step")))),
         recoveries=int(values["recoveries_total"]),
-        recovery_reason=labels.get("last_recovery_info", {}).get("reason", ""),
+        recovery_reason=recovery.get("reason", ""),
+        recovery_failure=recovery.get("failure", ""),
+        recovery_tier=recovery.get("tier", ""),
         recovery_began=number("last_recovery_begin_seconds", has_recovered),
         recovery_seconds=dict(by_label["last_recovery_seconds"]),
         survives_one=survives.get("1"),

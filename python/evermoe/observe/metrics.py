@@ -15,6 +15,7 @@ from evermoe.events import (
     Covered,
     Damaged,
     Event,
+    Gone,
     Joined,
     Measured,
     Phase,
@@ -65,7 +66,8 @@ METRICS = (
     _Metric("Gauge", "covered", "1 if all copies of the plan are complete, 0 while some are missing"),
     _Metric("Counter", "recoveries", "Recoveries and other changes of members"),
     _Metric("Counter", "recovery_seconds", "Time that they took", ("phase",)),
-    _Metric("Info", "last_recovery", "Why members agreed last"),
+    _Metric("Counter", "lost_members", "Members that were lost", ("kind",)),
+    _Metric("Info", "last_recovery", "Why members agreed last, what had failed, and where units came from"),
     _Metric("Gauge", "last_recovery_seconds", "What the last of them took", ("phase",)),
     _Metric("Gauge", "last_recovery_begin_seconds", "When it began, since 1970"),
     _Metric("Counter", "steps_lost", "Committed steps that were undone"),
@@ -101,8 +103,9 @@ class Metrics:
     | `evermoe_fatal_loss_units` | gauge, by `nodes` | units that would be lost with these nodes now: `Covered.fatal` |
     | `evermoe_covered` | gauge | 1 if all copies of the plan are complete, 0 while some are missing |
     | `evermoe_recoveries_total` | counter | recoveries and other changes of members, the start included |
+    | `evermoe_lost_members_total` | counter, by `kind` | members that were lost: `Gone.kind` |
     | `evermoe_recovery_seconds_total` | counter, by `phase` | what they took |
-    | `evermoe_last_recovery_info` | info | label `reason` |
+    | `evermoe_last_recovery_info` | info | labels `reason`, and `failure` and `tier` of `Recovered` |
     | `evermoe_last_recovery_seconds` | gauge, by `phase` | what the last of them took |
     | `evermoe_last_recovery_begin_seconds` | gauge | when it began, since 1970 |
     | `evermoe_steps_lost_total` | counter | committed steps that were undone |
@@ -143,6 +146,7 @@ class Metrics:
             Measured: self._note_measured,
             Skipped: lambda event: self._of["skipped"].inc(),
             Covered: self._note_covered,
+            Gone: lambda event: self._of["lost_members"].labels(kind=event.kind).inc(),
             Recovered: self._note_recovered,
             Chunk: lambda event: self._of["copy_waiting_bytes"].set(event.total - event.sent),
             Damaged: lambda event: self._of["damaged"].inc(),
@@ -201,7 +205,8 @@ class Metrics:
         self._state.state("training")
         self._recent.clear()
         self._of["recoveries"].inc()
-        self._of["last_recovery"].info({"reason": event.reason})
+        names = ("reason", "failure", "tier")
+        self._of["last_recovery"].info({name: str(getattr(event, name)) for name in names})
         self._of["last_recovery_begin_seconds"].set(event.started_at)
         self._of["last_recovery_seconds"].clear()
         for phase, seconds in event.seconds.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, get_args
 
+from evermoe.planning.dispatch import SplitPolicy
 from evermoe.planning.holders import CopyPolicy
 from evermoe.planning.placement import PlacementPolicy
 from evermoe.planning.recovery import Lagging
@@ -44,6 +45,8 @@ class Preset(NamedTuple):
     """Whether copies go to a place that all members share."""
     active_copies: bool = False
     """Whether `copies` counts the ranks that train each expert."""
+    token_split: SplitPolicy = "balanced"
+    """How replicas of an expert share its tokens, unless a layer says it."""
 
     def replicas(self, copies: int, min_replicas: int | None) -> int:
         """Active replicas of each expert that are wanted; `min_replicas`: as asked for, if so."""
@@ -109,7 +112,7 @@ PRESETS: Mapping[PresetName, Preset] = {
     "lazarus": Preset(
         "none", None, ("active", "persisted"), "none", "safest",
         "experts train on several nodes by load, placed so that most losses leave one; no other copies but the store",
-        active_copies=True,
+        active_copies=True, token_split="even",
     ),
     "auto": Preset(
         "choose_copies", "auto", ("active", "replayed", "snapshot", "persisted"), "unit", "balanced",

@@ -118,6 +118,17 @@ class ChunkReason(NamedTuple):
         return self.summary
 
 
+class CopyPeriod(NamedTuple):
+    """How often versions are made, and what that costs."""
+
+    steps: int
+    """Between two versions."""
+    delay_seconds: float
+    """That a version delays training."""
+    wasted_seconds: float
+    """That a failure wastes on average."""
+
+
 class ChunkPlan:
     """What to send when, from `plan_chunks`; the JSON is for the executor and for files."""
 
@@ -229,6 +240,48 @@ def plan_chunks(
             (count("memory.bytes", memory.bytes), count("memory.buffers", memory.buffers), drain),
             choice("policy", policy, CHUNK_POLICIES),
             count("max_steps", max_steps),
+        )
+    )
+
+
+def copy_period(
+    step_seconds: float,
+    window_seconds: float,
+    copy_seconds: float,
+    retrieve_seconds: float,
+    failures_per_step: float,
+    *,
+    most: int = 64,
+) -> CopyPeriod:
+    """How many steps between two versions lose the least time, to delays and to failures (Gemini, Eq. 1).
+
+    A version may use the windows of all steps until the next one; what does not fit into them delays training. A
+    failure wastes the time of a version, half of the time between two, and the time to retrieve one.
+
+    A step takes 1 s and has 0.3 s of windows, a version takes 1 s to send; one failure in 10,000 steps:
+
+        >>> copy_period(1.0, 0.3, 1.0, 1.0, 1e-4)
+        CopyPeriod(steps=4, delay_seconds=0.0, wasted_seconds=7.0)
+
+    Args:
+        step_seconds: of a step without copies.
+        window_seconds: idle time of the network in a step.
+        copy_seconds: that a version takes to send.
+        retrieve_seconds: that a recovery takes to fetch a version.
+        failures_per_step: expected.
+        most: steps, 1 to 4096.
+
+    Raises:
+        ValueError: a time is below 0 or no number, a step takes none, or `most` is out of its range.
+    """
+    return CopyPeriod(
+        *_native.copy_period(
+            number("step_seconds", step_seconds),
+            number("window_seconds", window_seconds),
+            number("copy_seconds", copy_seconds),
+            number("retrieve_seconds", retrieve_seconds),
+            number("failures_per_step", failures_per_step),
+            count("most", most),
         )
     )
 

@@ -209,15 +209,15 @@ class Recovery:
         needs = [self.target.needs(outcome.placement, rank) for rank in range(self.group.size)]
         plan = self._plan(holdings, needs, may_lag)
         outcome.stale = dict(plan.stale)
+        transfers = [Transfer(*fields) for fields in plan.transfers]
+        outcome.tier = _tier(transfers)
         found = {
             (rank, each.unit, each.kind): each
             for rank, held in enumerate(holdings)
             for each in held
             if each.version == outcome.stale.get(each.unit, version)
         }
-        promised = {
-            each: found[each.source, each.unit, each.kind] for each in (Transfer(*fields) for fields in plan.transfers)
-        }
+        promised = {each: found[each.source, each.unit, each.kind] for each in transfers}
         self._phase("fetch")
         fetched = self._exchange(promised)
         self._phase("verify")
@@ -313,6 +313,16 @@ class Recovery:
                     inventory.checkpoints.remove(version)
             return False
         self._count_fetched({"disk": fetched})
+        self._outcome.tier = "store"
         self._outcome.digests_checked += len(fetched)
         self._adopt(version, fetched)
         return True
+
+
+def _tier(transfers: Iterable[Transfer]) -> str:
+    """The farthest place that a unit comes from: see `events.Recovered.tier`."""
+    found = {
+        "store" if each.kind == PERSISTED else "own memory" if each.source == each.destination else "peers"
+        for each in transfers
+    }
+    return max(found, key=("own memory", "peers", "store").index, default="")

@@ -26,6 +26,8 @@ class Outcome:
     fetched_units: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     """Units by where they came from: `peer`, `local memory`, `disk`."""
+    tier: str = ""
+    """The farthest of all members' sources; see `events.Recovered`."""
     digests_checked: int = 0
     """Digests of units compared with another copy's or with the bytes that arrived."""
     digests_mismatched: int = 0
@@ -49,6 +51,7 @@ class RecoveryReport:
     lost_tokens: dict[str, int] = field(default_factory=dict)
     plt: float = 0.0
     reason: str = ""
+    failure: str = ""
     outcome: Outcome = field(default_factory=Outcome)
 
     def event(self) -> Recovered:
@@ -70,6 +73,8 @@ class RecoveryReport:
             stale={unit: step_of(version) for unit, version in outcome.stale.items()},
             lost_tokens=dict(self.lost_tokens),
             plt=self.plt,
+            failure=self.failure,
+            tier=outcome.tier,
         )
 
 

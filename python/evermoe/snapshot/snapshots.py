@@ -110,7 +110,8 @@ class Snapshots(StateKeeper):
         self.pacer = Pacer()
         self.pacer.attach(membership.trainer_group)
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
-        policy = options.choices.schedule if options.copies else None
+        self._blocks = windows.copy_pacing == "blocking"
+        policy = options.choices.schedule if options.copies and not self._blocks else None
         self.window_planner = WindowPlanner(self.pacer, self.courier, store, membership, windows, policy)
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
@@ -291,6 +292,9 @@ class Snapshots(StateKeeper):
         if not self._is_settled:  # where the members change, no peer would receive it
             self._whole |= {} if self._round is None else self._round.whole
             self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
+            if self._blocks:
+                self.pacer.hurry()
+                self.wait()
 
     def lag(self, step: int) -> dict[str, int]:
         """Of the `snapshot` on other nodes and the `local` ones, the oldest whole one."""

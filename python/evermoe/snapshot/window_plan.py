@@ -13,9 +13,9 @@ import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from evermoe.comm.courier import IN_FLIGHT, Courier, Sent
+from evermoe.comm.courier import Courier, Sent
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
@@ -34,6 +34,7 @@ from evermoe.planning.schedule import (
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, Span, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
+from evermoe.snapshot.frequency import lowered
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.snapshot.store import SnapshotStore
 
@@ -54,7 +55,15 @@ class WindowOptions(Options):
     """How snapshots travel."""
 
     copy_buffer_bytes: int = option(4 << 20, shared=True, least=1)
-    """Bytes of a snapshot that travel at once, at most; two such messages are under way at a time."""
+    """Bytes of a snapshot that travel at once, at most."""
+    copy_buffers: int = option(2, shared=True, least=1, most=64)
+    """Messages of a snapshot that are under way at a time: Gemini's b sub-buffers. 1: each waits for the end of the
+    one before, which is the paper's variant without a pipeline."""
+    window_share: float = option(0.9, shared=True, above=0, most=1)
+    """Part of an idle window that copies may use: Gemini's gamma."""
+    copy_pacing: Literal["windows", "blocking"] = option("windows", shared=True)
+    """`windows`: snapshots travel while the network is idle. `blocking`: training waits after each update until they
+    are there, as in the paper's baseline."""
     profile_steps: int = option(20, shared=True, least=0)
     """Steps that are recorded to find the network's idle windows, in which snapshots travel from then on; 0: none, they
     travel whenever no collective runs."""
@@ -177,7 +186,9 @@ def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[Co
     return items, origins
 
 
-def plan_of(rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk_bytes: int) -> ChunkPlan:
+def plan_of(
+    rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk_bytes: int, buffers: int = 2
+) -> ChunkPlan:
     """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have."""
     items, _ = items_of(reports[rank].outgoing, policy)
     windows = Windows.from_json(reports[rank].windows)
@@ -187,7 +198,7 @@ def plan_of(rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk
             ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
-    memory = Memory(IN_FLIGHT * chunk_bytes, IN_FLIGHT)
+    memory = Memory(buffers * chunk_bytes, buffers)
     return plan_chunks(items, windows, Link(*reports[rank].link), memory, policy=policy, receivers=ends)
 
 
@@ -251,7 +262,7 @@ class WindowPlanner:
         """Summary of the plan of the slowest member."""
         self.plans = 0
         """Number of plans so far."""
-        store.chunk_bytes = options.copy_buffer_bytes
+        store.chunk_bytes, courier.in_flight = options.copy_buffer_bytes, options.copy_buffers
         courier.link = self._default
 
     @property
@@ -316,7 +327,7 @@ class WindowPlanner:
         if link != self._default:
             self.link = link.alpha, link.beta
         mine = RankReport(
-            find_windows(steps).to_json() if steps else "",
+            find_windows(steps, gamma=self._options.window_share).to_json() if steps else "",
             [start + offset for start in starts],
             "" if change is None else change.summary,
             (link.alpha, link.beta),
@@ -344,7 +355,8 @@ class WindowPlanner:
             report.windows and (s == rank or rank in _peers(report.outgoing)) for s, report in enumerate(reports)
         ]
         senders = [s for s, is_one in enumerate(is_sender) if is_one]
-        plans = {s: plan_of(s, reports, policy, self._options.copy_buffer_bytes) for s in senders}
+        sizes = self._options.copy_buffer_bytes, self._options.copy_buffers
+        plans = {s: plan_of(s, reports, policy, *sizes) for s in senders}
         segments = {s: segments_of(plan, reports[s].outgoing, policy) for s, plan in plans.items()}
         receives = [
             segment._replace(peer=s) for s in senders if s != rank for segment in segments[s] if segment.peer == rank
@@ -355,7 +367,8 @@ class WindowPlanner:
         if self.windows is not None and rank in plans:
             self._pacer.expect(places_of(self.windows))
             reason = plans[rank].reason
-            mine = [reason.delay_seconds, reason.steps_per_version, f"{reason} (rank {rank})"]
+            better = lowered(reason, self.windows.step_seconds, Link(*reports[rank].link))
+            mine = [reason.delay_seconds, reason.steps_per_version, f"{reason}{better} (rank {rank})"]
         everyone = gather_json(self._group, mine)
         self.summary = max(everyone)[2]
         self.plans += 1

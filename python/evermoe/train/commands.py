@@ -86,5 +86,9 @@ class Driver(ABC):
         """Ends the job with all members: `parted`."""
         return {"event": "parted"}
 
-    def close(self) -> None:
-        """Is called when the job is over."""
+    def close(self, standing: dict[str, Any] | None) -> None:
+        """Is called when the job is over.
+
+        Args:
+            standing: what to tell spares that wait at the Lighthouse; None where none do.
+        """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from evermoe.comm.membership import MembershipOptions
+from evermoe.comm.membership_options import MembershipOptions
 from evermoe.keeper import CopyOptions
 from evermoe.memory_folder import DEFAULT
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option

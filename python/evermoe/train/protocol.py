@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -16,7 +17,7 @@ from evermoe import _native
 from evermoe.comm.gather import gather_json
 from evermoe.comm.membership import Membership
 from evermoe.comm.vote import Ballot, cast
-from evermoe.errors import LeftBehind, PeerLost
+from evermoe.errors import JobFinished, LeftBehind, PeerLost
 from evermoe.state.version import step_of
 from evermoe.train.commands import Driver, Event
 
@@ -167,6 +168,7 @@ class CommitProtocol:
         members: members that train, for which a new job waits.
         is_fixed: whether that many are needed always.
         join_every: steps between looks for new members; 0 for none.
+        join_wait: seconds from when this member hears of a newcomer until it says so in its votes.
         rebalance_every: steps between looks whether experts should move; 0 for none.
         generation: newest generation that this node's memory names.
         on_record: is told each event and its commands.
@@ -180,6 +182,7 @@ class CommitProtocol:
         members: int,
         is_fixed: bool = False,
         join_every: int = 0,
+        join_wait: float = 0.0,
         rebalance_every: int = 0,
         generation: int = 0,
         on_record: Recorder = lambda event, commands: None,
@@ -203,6 +206,8 @@ class CommitProtocol:
         self._rendezvous = Rendezvous(driver, membership)
         self._ballot = Ballot(0.0)
         self._leaves = False
+        self._join_wait, self._heard_at = join_wait, math.inf
+        """Since when this member knows of newcomers that the group has not taken in."""
         self.has_left = False
         """Whether this member has left a job that is not over."""
         self._tell_membership()
@@ -272,6 +277,8 @@ class CommitProtocol:
         self._membership.established = self._machine.is_established
 
     def _carry_out(self, name: str, fields: dict[str, Any]) -> Event | None:
+        if name == "connect":
+            self._heard_at = math.inf  # whoever has come is in the new group
         if name == "stop":
             self._stop(**fields)  # whatever it raises ends the job, PeerLost too
         own = getattr(self, f"_{name}", None) or getattr(self._rendezvous, name, None) or getattr(self._driver, name)
@@ -299,7 +306,12 @@ class CommitProtocol:
         return {"event": "gradients", "is_whole": bool(ballot.votes), "leaves": bool(self._ballot.leaving)}
 
     def _vote(self, version: int, calls: bool) -> Event:
-        sums = cast(self._membership.everyone, self._ballot._replace(calling=float(calls)))
+        if calls:
+            self._heard_at = min(self._heard_at, time.monotonic())
+        is_time = time.monotonic() >= self._heard_at + self._join_wait
+        sums = cast(self._membership.everyone, self._ballot._replace(calling=float(is_time)))
+        if sums.calling:
+            self._heard_at = math.inf
         self._driver.tallied(self.step, sums)
         counts = {"votes": int(sums.votes), "leaving": int(sums.leaving), "calling": int(sums.calling)}
         return {"event": "tally", **counts, "sums": sums.to_bits()}
@@ -308,6 +320,8 @@ class CommitProtocol:
         self.has_left = True
 
     def _stop(self, why: str, **fields: Any) -> NoReturn:
+        if why == "finished":
+            raise JobFinished(f"job {self._membership.identity.job} has committed all its steps")
         if why == "units_lost":
             self._driver.units_lost()
         if why == "no_progress":

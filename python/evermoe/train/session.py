@@ -26,7 +26,7 @@ from evermoe.comm.lighthouse import start_local_lighthouse
 from evermoe.comm.membership import Membership
 from evermoe.comm.messages import Identity
 from evermoe.config import SessionConfig, with_environment
-from evermoe.errors import LEFT_CODE, JobFinished, PeerLost
+from evermoe.errors import JobFinished, PeerLost
 from evermoe.events import Listener, Protocol, Recovered
 from evermoe.memory_folder import DEFAULT, job_folder, node_name
 from evermoe.observe import combined, from_environment
@@ -37,7 +37,7 @@ from evermoe.protection import Protection
 from evermoe.replay.replicas import find_arithmetic
 from evermoe.sampler import Sampler
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.state.deferred import Initializer, WeightSource, find_deferral
+from evermoe.state.deferred import Deferral, Initializer, WeightSource, find_deferral
 from evermoe.state.training_state import TrainingState
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.notice import Notice
@@ -109,14 +109,11 @@ class Session:
         node = node_name(self.config.node)
         self._store = SnapshotStore(job_folder(self.config.memory_dir or DEFAULT, job) / node, self._state)
         self._store.check()
-        self._lighthouse: Any = None
-        common = self.config.shared() | script.common()
-        common["first weights"] = deferral.describe() if deferral is not None else "the model's own"
+        for layer in self._state.layers.values():
+            layer.split_as(self.config.choices.token_split)
+        common = self.config.shared() | script.common() | {"first weights": _describe(deferral)}
         rounding = arithmetic.variant if arithmetic else "none" if self.config.sends_gradients else ""
-        if self.config.lighthouse is None:
-            self._lighthouse, lighthouse = start_local_lighthouse(heartbeat_limit=1, join_limit=5)
-        else:
-            lighthouse = self.config.lighthouse
+        self._lighthouse, lighthouse = _find_lighthouse(self.config.lighthouse)
         self._membership = Membership(
             self.config,
             lighthouse=lighthouse,
@@ -137,11 +134,13 @@ class Session:
             self._membership,
             members=self.config.members or 1,
             join_every=self.config.join_every,
+            join_wait=self.config.join_wait,
             rebalance_every=self.config.rebalance_every,
             generation=max(self._store.newest_generation(), self._driver.saved_generation()),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
-        self._notice = Notice(self.leave, self.config.leave_limit, lambda: bool(self._driver.reports))
+        has_begun, limit = lambda: bool(self._driver.reports), self.config.leave_limit
+        self._notice = Notice(self.leave, limit, has_begun, self.config.role, self._driver.lost.turn)
         self.has_left = False
 
     @property
@@ -194,7 +193,8 @@ class Session:
         """Yields steps until `until` are taken, and again the one that a failure interrupted.
 
         On a replica node it yields nothing: it keeps the copies that others send, and returns when they are done. It
-        returns earlier after `leave`. SIGTERM also ends the process then (code 143), as a spare that nobody needed (0).
+        returns earlier after `leave`. SIGTERM also ends the process then (code 143), as a spare that nobody needed (0);
+        SIGUSR1 begins it anew in the other role.
 
         Raises:
             SystemExit: this member has left on SIGTERM, or was a spare that nobody needed.
@@ -219,8 +219,7 @@ class Session:
                 self.close()
             else:
                 self._leave()  # its memory stays for a process that comes back
-            if self._notice.has_come:
-                raise SystemExit(LEFT_CODE)
+            self._notice.obey()
 
     def _steps(self, until: int) -> Iterator[Step]:
         is_first = True
@@ -246,6 +245,7 @@ class Session:
         The others repeat no step. What they have no copies of is written to a checkpoint first, if there is a folder.
         Does nothing in the last step. Any thread may call it, and a signal handler.
         """
+        self._driver.lost.is_leaving = True
         self._protocol.leave()
 
     def _commit(self, step: Step) -> bool:
@@ -350,6 +350,15 @@ class Session:
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
+
+
+def _find_lighthouse(given: str | None) -> tuple[Any, str]:
+    """The Lighthouse of this process, if none was given; and the address of the job's."""
+    return start_local_lighthouse(heartbeat_limit=1, join_limit=5) if given is None else (None, given)
+
+
+def _describe(deferral: Deferral | None) -> str:
+    return deferral.describe() if deferral is not None else "the model's own"
 
 
 def _end_too_late(session: Session) -> None:

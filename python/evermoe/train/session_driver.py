@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,6 @@ class SessionDriver(RecoveryDriver):
         self._guard = self._script.optimizer.register_step_pre_hook(self._refuse_step)
         self._has_seen_loss = False
         self._version = 0
-        self._leaving = 0
-        """Members that leave after the step."""
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         if self._trains:
@@ -131,6 +130,8 @@ class SessionDriver(RecoveryDriver):
             counting=float(step.count is not None),
             counted=count,
             written=float(self._checkpointer.is_over),
+            reported=self.lost.reported,
+            returning=float(self.lost.is_returning),
         )
 
     def follow(self, number: int) -> Ballot:
@@ -144,7 +145,12 @@ class SessionDriver(RecoveryDriver):
         self._emit(Vote(number))
         capture_seconds, step_seconds = self._protection.measures()
         return Ballot(
-            votes=float(is_whole), asked=float(asked), capture_seconds=capture_seconds, step_seconds=step_seconds
+            votes=float(is_whole),
+            asked=float(asked),
+            capture_seconds=capture_seconds,
+            step_seconds=step_seconds,
+            reported=self.lost.reported,
+            returning=float(self.lost.is_returning),
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
@@ -155,7 +161,8 @@ class SessionDriver(RecoveryDriver):
         Raises:
             NonFiniteLoss: names the step and the member. ValueError: some members gave counts, and others did not.
         """
-        self._leaving = int(sums.leaving)
+        self._leaving, self._returning = int(sums.leaving), int(sums.returning)
+        self.lost.tallied(sums.reported)
         if sums.votes < self._membership.everyone.size:
             return
         gradients.refuse_mixed(sums)
@@ -289,6 +296,8 @@ class SessionDriver(RecoveryDriver):
         """Leaves the optimizer to the script."""
         self._guard.remove()
 
-    def close(self) -> None:
-        """Tells processes that come too late that the job is over."""
+    def close(self, standing: dict[str, Any] | None) -> None:
+        """Tells processes that come too late, and spares that wait, that the job is over."""
         mark(FINISHED)
+        if standing is not None:
+            self._membership.tell_end(standing)

@@ -28,6 +28,7 @@ from evermoe.state import loop_state
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
 from evermoe.train.commands import Driver, Event
+from evermoe.train.lost_members import LostMembers
 from evermoe.train.measures import StepMeasures
 from evermoe.train.owners import DenseExchange
 from evermoe.train.script import Script
@@ -76,6 +77,12 @@ class RecoveryDriver(Driver):
         """Whether the protocol waits for a step of the script."""
         self._commit_events: dict[int, Commit] = {}
         """What is reported of a step once it is committed."""
+        self.lost = LostMembers(self._membership, self._config.on_lost, self._config.members or 1, self._emit)
+        """The members that are lost, and who asks for others in their place."""
+        self._leaving = 0
+        """Members that leave after the step."""
+        self._returning = 0
+        """Of these, members that come back in their other role."""
         self._report: RecoveryReport | None = None
         """The recovery that is under way, from the question to the Lighthouse on."""
         self._clock = PhaseClock({}, self._emit)
@@ -85,7 +92,7 @@ class RecoveryDriver(Driver):
         self._was_established = False
         self._missing_since = math.inf
         """Time since which some units are in no member's memory; infinite when none are missing."""
-        self._lost: LostExperts | None = None
+        self._unrecoverable: LostExperts | None = None
 
     def saved_generation(self) -> int:
         """The newest generation that wrote to the checkpoint folder; 0 if there is none."""
@@ -95,6 +102,7 @@ class RecoveryDriver(Driver):
         """Lets other jobs have the checkpoint folder, and leaves gradients to the script."""
         self._dense.close()
         self._checkpointer.close()
+        self.lost.close()
 
     def await_weights(self) -> None:
         """Waits for weights that owners still send; where a member is lost, the group is dropped."""
@@ -151,6 +159,8 @@ class RecoveryDriver(Driver):
         self._calls.check(self._membership.everyone)
         self._checkpointer.before_update()
         report = self._report_now()
+        self.lost.note(step_of(version), report.reason, self._leaving, self._returning)
+        self._leaving = self._returning = 0
         self._before = version if established and self._trains else None
         self._was_established = established
         recovery = self._recovery(version, established=established, saw_progress=saw_progress)
@@ -161,7 +171,7 @@ class RecoveryDriver(Driver):
             self._missing_since = min(self._missing_since, time.monotonic())
             return {"event": "missing"}
         except LostExperts as lost:
-            self._lost = lost
+            self._unrecoverable = lost
             return {"event": "unrecoverable"}
         if self._trains:
             script, progress = self._script, self._state.loop.load()
@@ -202,8 +212,8 @@ class RecoveryDriver(Driver):
 
     def units_lost(self) -> NoReturn:
         """Raises what the recovery found."""
-        assert self._lost is not None
-        raise self._lost
+        assert self._unrecoverable is not None
+        raise self._unrecoverable
 
     def pause(self) -> None:
         """Waits a little: nothing tells that a holder has come back, so agree again and see."""
@@ -250,6 +260,8 @@ class RecoveryDriver(Driver):
         if step and not self._was_established and self._group.rank == 0:
             logger.warning("job %s goes on from step %d", self._membership.identity.job, step)
         report.steps_lost = max(0, report.outcome.reached - step)
+        failure = self.lost.recovered()
+        report.failure = "storage" if report.outcome.lost_units else failure
         self.reports.append(report.event())
         self._report = None
         self._emit(self.reports[-1])

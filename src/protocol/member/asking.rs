@@ -57,7 +57,7 @@ impl Protocol {
         Command::Ask { standing: self.standing(), is_intact: self.group.is_some() }
     }
 
-    fn standing(&self) -> Standing {
+    pub(super) fn standing(&self) -> Standing {
         Standing {
             epoch: self.group.as_ref().map(|group| group.epoch),
             established: self.established,
@@ -98,6 +98,10 @@ impl Protocol {
         }
     }
 
+    fn note_spares(&mut self, participants: &[Participant]) {
+        self.knows_spares = participants.iter().any(|each| each.standing.is_spare);
+    }
+
     fn note_adopted(&mut self, id: u64) {
         self.adopted.0 = id;
         self.named.clear();
@@ -115,6 +119,7 @@ impl Protocol {
     /// together.
     pub(super) fn overhear(&mut self, id: u64, participants: &[Participant]) -> Vec<Command> {
         self.note_named(id);
+        self.note_spares(participants);
         let participants = &without_idle_spares(participants, self.settings.members)[..];
         if let Some(group) = &self.group {
             let found =
@@ -175,6 +180,10 @@ impl Protocol {
         self.inquires = false;
         self.saw_progress |=
             participants.iter().any(|each| each.standing.established && each.standing.has_progress);
+        self.note_spares(participants);
+        if self.is_spare && participants.iter().any(|each| each.standing.is_done && !each.waits) {
+            return self.stop(Stop::Finished);
+        }
         let participants = &without_idle_spares(participants, self.settings.members)[..];
         if self.is_spare && participants.iter().all(|each| each.id != self.settings.id) {
             // Others may go on in this set without it: it can vouch for nothing that they do.
@@ -206,6 +215,7 @@ impl Protocol {
                 self.phase = Phase::Waiting;
                 vec![Command::Withdraw]
             }
+            Verdict::LeftBehind { .. } if self.is_done => self.close(), // the others have told spares of the end
             Verdict::LeftBehind { adopted } if self.adopted.0 > 0 => {
                 self.stop(Stop::LeftBehind { adopted, id })
             }

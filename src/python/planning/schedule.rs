@@ -10,6 +10,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(find_windows, module)?)?;
     module.add_function(wrap_pyfunction!(has_changed, module)?)?;
     module.add_function(wrap_pyfunction!(plan_chunks, module)?)?;
+    module.add_function(wrap_pyfunction!(copy_period, module)?)?;
     module.add_function(wrap_pyfunction!(snapshot_places, module)?)?;
     module.add_function(wrap_pyfunction!(unit_shares, module)?)?;
     module.add_function(wrap_pyfunction!(chrome_trace, module)?)?;
@@ -223,6 +224,27 @@ fn plan_chunks(
         max_steps,
     };
     Ok(ChunkPlan(py.detach(|| schedule::plan_chunks(&request))?))
+}
+
+/// Steps, delay and wasted seconds: see [`schedule::copy_period`].
+#[pyfunction]
+fn copy_period(
+    step_seconds: f64,
+    window_seconds: f64,
+    copy_seconds: f64,
+    retrieve_seconds: f64,
+    failures_per_step: f64,
+    most: usize,
+) -> PyResult<(usize, f64, f64)> {
+    let found = schedule::copy_period(
+        step_seconds,
+        window_seconds,
+        copy_seconds,
+        retrieve_seconds,
+        failures_per_step,
+        most,
+    )?;
+    Ok((found.steps, found.delay, found.wasted))
 }
 
 #[pyfunction]

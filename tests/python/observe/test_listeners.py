@@ -5,6 +5,7 @@ import os
 import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from evermoe.events import (
     Commit,
     Covered,
     Damaged,
+    Gone,
     Joined,
     Measured,
     Phase,
@@ -102,12 +104,14 @@ def test_what_is_counted():
     for each in (Begin(0), Begin(1), Skipped(1, None), Damaged("a", 1, "a bit")):
         metrics(each)
     recovered = Recovered(0.0, {"agree": 0.25}, 7, 2, 3, "lost", 100, 1, {}, 9, 0, [], {"e": 5}, {"e": 30, "f": 12})
-    for each in (recovered, Begin(2), recovered):
+    for each in (recovered, Begin(2), replace(recovered, failure="host", tier="peers")):
         metrics(each)
+    metrics(Gone("b-1-3", "moe", "b-1", "b", "", "train", "host", 7, 4, "lost", 3, 4, 1))
     assert value(metrics, "step_seconds_count") == 3
     assert value(metrics, "copy_waiting_bytes") == 0
     assert value(metrics, "last_recovery_seconds", phase="agree") == 0.25
-    assert value(metrics, "last_recovery_info", reason="lost") == 1
+    assert value(metrics, "last_recovery_info", reason="lost", failure="host", tier="peers") == 1
+    assert value(metrics, "lost_members_total", kind="host") == 1
     assert value(metrics, "skipped_total") == value(metrics, "damaged_total") == 1
     assert value(metrics, "recovery_seconds_total", phase="agree") == 0.5
     assert (value(metrics, "steps_lost_total"), value(metrics, "tokens_lost_total")) == (4, 84)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import prometheus_client
 import pytest
@@ -36,6 +37,7 @@ for step in session.steps(1000000):
 """
 
 RECOVERED = Recovered(0.0, {"agree": 0.25, "fetch": 2.0}, 7, 0, 3, "[a] is gone", 100, 1, {}, 9, 0, [])
+RECOVERED = replace(RECOVERED, failure="host", tier="peers")
 
 
 def member(listener, rank, node="n", generation=4):
@@ -86,7 +88,8 @@ def test_members_by_rank_and_what_holds_of_all(capsys, wide):
     assert "no answer: Connection refused" in rows[2]
     assert "a node is lost: survived with probability 0.5; two at once: 0; copies are missing, and being made" in out
     assert "not survived: the loss of [l] (3 units), m + n (1 unit)" in out
-    assert "2.25 s (agree 250 ms, fetch 2 s); [a] is gone" in out
+    said = "a host was lost, or cut off; units from peers; [a] is gone"
+    assert f"2.25 s (agree 250 ms, fetch 2 s); {said}" in out
 
 
 def test_json_has_all_that_a_member_says(capsys):
@@ -100,6 +103,7 @@ def test_json_has_all_that_a_member_says(capsys):
     assert found["lag"] == {"snapshot": 1, "checkpoint": 3}
     assert found["copied_bytes"] == {"snapshot": 3_000_000}
     assert (found["recovery_seconds"], found["recovery_reason"]) == ({"agree": 0.25, "fetch": 2.0}, "[a] is gone")
+    assert (found["recovery_failure"], found["recovery_tier"]) == ("host", "peers")
     assert (found["survives_one"], found["survives_two"], found["is_covered"]) == (1.0, 0.5, True)
     assert found["fatal"] == {"l + m": 2}
     assert found["checkpoint_step"] is None

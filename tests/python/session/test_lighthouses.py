@@ -14,7 +14,7 @@ import pytest
 
 from evermoe.comm._torchft import torchft
 from evermoe.comm.lighthouse import own_address, split_addresses, start_lighthouse
-from evermoe.comm.membership import MembershipOptions
+from evermoe.comm.membership_options import MembershipOptions
 from evermoe.comm.messages import Identity, Messages
 from support.harness import FEWEST, HEARTBEAT_LIMIT, wait_until
 from support.history import check_history

@@ -84,6 +84,8 @@ def test_host_without_power(start_hosts, rank):
     job.open_gate(STEPS)
     check_all_go_on(others, since, 2)
     assert [each.join() for each in others] == [0, 0]
+    assert [event["kind"] for each in others for event in each.events("gone")] == ["host"] * 2
+    assert {each.events("recovered")[-1]["failure"] for each in others} == {"host"}
     check_history(workers.values(), away=lost.name)
 
 

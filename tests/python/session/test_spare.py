@@ -2,7 +2,7 @@
 
 import pytest
 
-from evermoe.comm.membership import MembershipOptions
+from evermoe.comm.membership_options import MembershipOptions
 from support.harness import wait_until
 from support.history import check_history, check_recovered
 from support.worker import EVERYTHING, Fault
@@ -12,10 +12,10 @@ HELD = 8
 """Step at which members wait until the spares stand by; more than one look for newcomers before it and after."""
 
 
-def start_with_spares(job, faults, spares="d"):
-    """Three members that are held at a step, and spares that know of them."""
+def start_with_spares(job, faults, spares="d", names="abc"):
+    """Members that are held at a step, and spares that know of them."""
     job.open_gate(HELD)
-    members = job.start_all(faults, gated=True, steps=STEPS)
+    members = job.start_all(faults, names, gated=True, steps=STEPS)
     members[0].wait_for("commit", step=HELD - 2)
     waiting = [job.start(name, session={"spare": True}, gated=True, steps=STEPS) for name in spares]
     for each in waiting:
@@ -80,15 +80,27 @@ def test_a_spare_makes_up_the_number_with_which_a_new_job_begins(start_job):
     check_history(workers)
 
 
+@pytest.mark.parametrize("members", [1, 3])
+def test_a_spare_that_is_alone_on_its_machine_learns_of_the_end(start_job, members):
+    job = start_job(members)
+    workers, (spare, other) = start_with_spares(job, {}, "de", "abc"[:members])
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in workers] == [0] * members
+    assert [each.join() for each in (spare, other)] == [0, 0]
+    assert "the job is over, and this spare was not needed" in spare.log()
+    assert spare.events("recovered") == other.events("recovered") == []
+    check_history(workers)
+
+
 @pytest.mark.parametrize(("members", "error"), [(2, "JoinTimeout"), (1, "LostExperts")])
-def test_a_spare_that_does_not_learn_of_the_end_never_begins_the_job_again(start_job, members, error):
+def test_a_spare_whose_job_is_gone_never_begins_it_again(start_job, members, error):
     job = start_job(members, agree_limit=4.0, hang_limit=2.0)
     job.open_gate(HELD)
     workers = job.start_all({}, "ab"[:members], gated=True, steps=HELD + 2)
     spare = job.start("d", session={"spare": True}, steps=HELD + 2)
     wait_until(lambda: "is a spare" in spare.log() and spare.has_met_members(), "it stands by")
-    job.open_gate(EVERYTHING)
-    assert [each.join() for each in workers] == [0] * members
+    for each in workers:
+        each.process.kill()
     assert spare.join() == 1
     assert [event["error"] for event in spare.events("failed")] == [error]
     assert spare.events("commit") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ def ends(event):
 def run(start_job, preset, size=2, steps=30, **options):
     """The workers of a job that has ended well, and the traces of their sessions."""
     job = start_job(size, preset=preset, **PROFILE)
+    job.session |= options.pop("session", {})
     workers = job.start_all({}, "abc"[:size], steps=steps, work=BUSY, trace=True, **options)
     assert [each.join() for each in workers] == [0] * size, workers[0].log()
     check_history(workers)
@@ -58,6 +60,53 @@ def test_bytes_travel_in_windows(start_job, preset, size):
         assert check_in_windows(trace) > 0
         assert worker.events("paced")[-1]["plans"] >= 1
         assert "a version takes 1 step" in worker.events("paced")[-1]["summary"]
+
+
+def most_at_once(trace):
+    """Messages that were under way at the same time, at most."""
+    copies = events(trace, "copy")
+    return max(sum(other["ts"] <= copy["ts"] < ends(other) - ROUNDING for other in copies) for copy in copies)
+
+
+@pytest.mark.parametrize("buffers", [1, 4])
+def test_messages_are_under_way_at_a_time_as_there_are_buffers(start_job, buffers):
+    """One alone is the variant without a pipeline."""
+    small = {"copy_buffer_bytes": 1024, "copy_buffers": buffers}
+    for trace in run(start_job, "gemini", session=small)[1]:
+        assert 1 <= most_at_once(trace) <= buffers
+        assert buffers == 1 or most_at_once(trace) > 2, "more than the two of the default"
+
+
+def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(start_job):
+    for trace in run(start_job, "gemini", session={"window_share": 0.25})[1]:
+        assert check_in_windows(trace) > 0
+        for window in events(trace, "window"):
+            assert window["dur"] == pytest.approx(0.25 * window["args"]["expected_us"], rel=0.01, abs=ROUNDING)
+    job = start_job(2, preset="gemini", copy_pacing="blocking")
+    workers = job.start_all({}, "ab", steps=12)
+    assert [each.join() for each in workers] == [0, 0]
+    check_history(workers)
+    for each in workers:
+        check_blocked(each)
+
+
+def test_windows_that_are_too_short_are_said_with_the_frequency_that_loses_least(start_job):
+    workers, _ = run(start_job, "gemini", session={"window_share": 0.002})
+    for worker in workers:
+        summary = worker.events("paced")[-1]["summary"]
+        assert re.search(r"have no window and delay a step by .*; a version in \d+ steps would delay training", summary)
+        assert "(Gemini's Eq. 1): the least loss" in summary
+
+
+def check_blocked(worker):
+    """All of a version is sent before the next step begins, and no plan was made."""
+    sent = {}
+    for event in worker.events():
+        if event["event"] == "chunk":
+            sent[event["step"]] = event["sent"] == event["total"]
+        elif event["event"] == "begin" and event["step"] > 1:
+            assert sent[event["step"]], f"the version of step {event['step']} is whole when it begins"
+    assert {event["plans"] for event in worker.events("paced")} == {0}
 
 
 def plans(worker):

@@ -1,0 +1,111 @@
+"""Asks a cloud or a scheduler for another machine, by a command or a function, when a member is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from evermoe.events import Gone
+
+logger = logging.getLogger(__name__)
+
+COMMAND_SECONDS = 600.0
+"""That a command may take; it is killed after that."""
+CLOSE_SECONDS = 5.0
+"""That the end of a session waits for a call that is under way."""
+
+Hook = Callable[[Gone], object]
+"""Is called with each lost member, in a thread of its own."""
+
+
+class OnLost:
+    """Calls a hook for lost members, one after the other, in a thread of its own: training never waits for it.
+
+    A hook that fails costs a warning, and is not called again for that loss.
+
+    Args:
+        hook: a shell command, which gets what `variables` gives beside the environment of this process, and the event
+            as JSON on its standard input; or a function of the event.
+    """
+
+    def __init__(self, hook: str | Hook) -> None:
+        self._hook = hook
+        self._queue: queue.SimpleQueue[Gone | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._over: set[str] = set()
+
+    def call(self, gone: Gone) -> None:
+        """Has the hook called for a loss."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="evermoe-on-lost", daemon=True)
+            self._thread.start()
+        self._queue.put(gone)
+
+    def is_over(self, key: str) -> bool:
+        """Whether the call for the loss of this `Gone.key` has ended, in whatever way."""
+        return key in self._over
+
+    def close(self) -> None:
+        """Begins no more calls after those that were asked for, and waits for these a little."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        while (gone := self._queue.get()) is not None:
+            began = time.monotonic()
+            try:
+                problem = self._ask(gone)
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+            if problem:
+                logger.warning("on_lost has failed for %s, and is not called for it again: %s", gone.key, problem)
+            else:
+                logger.warning("on_lost was called for %s, in %.1f s", gone.key, time.monotonic() - began)
+            self._over.add(gone.key)
+
+    def _ask(self, gone: Gone) -> str:
+        """Calls the hook; what went wrong, empty for nothing."""
+        if isinstance(self._hook, str):
+            return _run(self._hook, gone)
+        self._hook(gone)
+        return ""
+
+
+def _run(command: str, gone: Gone) -> str:
+    """Runs a command; what went wrong, empty for nothing. It outlives this process."""
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        env=os.environ | variables(gone),
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        with suppress(BrokenPipeError):  # it need not read
+            process.communicate(json.dumps(gone.fields()), COMMAND_SECONDS)
+        code = process.wait(COMMAND_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"the command was killed, as it took longer than {COMMAND_SECONDS:g} s"
+    return f"the command was killed by signal {-code}" if code < 0 else f"the command ended with {code}" if code else ""
+
+
+def variables(gone: Gone) -> Mapping[str, str]:
+    """The environment variables of a command: `EVERMOE_LOST_KIND` for the field `kind`, and so on.
+
+    >>> event = Gone("a-1-3", "big", "a-1", "a", "", "train", "host", 7, 3, "a reason", 3, 4, 1)
+    >>> found = variables(event)
+    >>> found["EVERMOE_LOST_KIND"], found["EVERMOE_LOST_WANTED"]
+    ('host', '4')
+    """
+    return {f"EVERMOE_LOST_{name.upper()}": str(value) for name, value in gone.fields().items()}

@@ -1,0 +1,203 @@
+"""Which members are lost with each change of the group, what is left of them, and who calls `on_lost` for them.
+
+All members know the same losses, as they gather them once a group is connected. Each loss has a caller: of the members
+with `on_lost` the one of the lowest rank. It says in its next votes that the call is over, and all forget the loss:
+
+    members   b is lost   gather: b, caller a   a calls   vote: a says so   all forget b
+    a dies before that vote: the next gather has b without a caller, and c calls again, with the same `Gone.key`
+
+So the hook is called once for a loss, unless its caller is lost before the vote that follows the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from evermoe.comm.gather import gather_json
+from evermoe.comm.membership import Membership
+from evermoe.comm.reach import what_is_left
+from evermoe.events import Gone, Listener
+from evermoe.observe.on_lost import Hook, OnLost
+
+KINDS = ("", "left", "process", "hung", "host")
+"""What is left of lost members, from nothing lost to the worst; see `Gone.kind`."""
+LOOK_SECONDS = 0.25
+"""That the hosts of lost members get to answer: they do at once, or not at all."""
+MOST_REPORTED = 50
+"""Losses of which a vote can tell at a time: the bits of a float's whole numbers."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss for which `on_lost` is to be called."""
+
+    gone: Gone
+    last: int
+    """Newest generation in which members know it."""
+    caller: str = ""
+    """Id of the member that calls `on_lost`."""
+
+
+class LostMembers:
+    """Knows the losses of a job, as all its members do.
+
+    Args:
+        membership: connects the groups.
+        hook: calls for other machines; None: this member does not.
+        wanted: members that the job was to have.
+        emit: is told the losses.
+    """
+
+    def __init__(self, membership: Membership, hook: str | Hook | None, wanted: int, emit: Listener) -> None:
+        self._membership, self._wanted, self._emit = membership, wanted, emit
+        self._hook = None if hook is None else OnLost(hook)
+        self.is_leaving = False
+        """Whether this member is about to leave the job. It calls for no other machine: the others may leave, too."""
+        self.is_returning = False
+        """Whether it leaves to come back in its other role."""
+        self._last: tuple[int, Mapping[str, Mapping[str, Any]]] = (0, {})
+        """Generation and members of the newest group whose losses are noted."""
+        self._losses: list[Loss] = []
+        """In the same order on all members that have noted the same group."""
+        self._told: dict[str, int] = {}
+        """Losses that are done with, and that members which did not get so far may bring again: by member, the newest
+        generation that it was in."""
+        self._begun: set[str] = set()
+        """Keys of the losses for which this member has begun to call."""
+        self.failure = ""
+        """The worst kind of the losses since `recovered`."""
+
+    def note(self, step: int, reason: str, leaving: int, returning: int) -> None:
+        """Agrees with all members of a new group on who is lost, and begins to call `on_lost`; collective.
+
+        Args:
+            step: taken in this member's state.
+            reason: why the last group was given up.
+            leaving: how many of its members have left it on notice.
+            returning: how many of these come back in their other role: they are not lost.
+
+        Raises:
+            PeerLost: a member is gone; nothing has changed here.
+        """
+        present, generation = self._membership.members, self._membership.generation
+        found = self._find(step, reason, leaving, returning)
+        mine = [asdict(each) for each in [*self._losses, *found]]
+        told = self._told | {each.gone.member: each.last for each in self._losses if self._is_called(each)}
+        can_call = self._hook is not None and not self.is_leaving
+        said = gather_json(self._membership.everyone, [mine, told, can_call])
+        losses = _merged(Loss(Gone(**each.pop("gone")), **each) for theirs, _, _ in said for each in theirs)
+        told_by_any: dict[str, int] = {}
+        for _, other, _ in said:
+            told_by_any |= {member: max(last, told_by_any.get(member, 0)) for member, last in other.items()}
+        callers = [member for member, (_, _, calls) in zip(present, said, strict=True) if calls]
+        known = {each.gone.key for each in self._losses}
+        fresh = [each for each in losses if each.gone.key not in known and each.last > told.get(each.gone.member, -1)]
+        still = [each for each in losses if each.last > told_by_any.get(each.gone.member, -1)]
+        self._last = generation, present
+        self._losses = [_assigned(each, present, callers[0]) for each in still] if callers else []
+        self._told = told if callers else told | {each.gone.member: each.last for each in still}
+        for each in fresh:
+            self.failure = max(self.failure, each.gone.kind, key=KINDS.index)
+            self._emit(each.gone)
+        self._call()
+
+    def _find(self, step: int, reason: str, leaving: int, returning: int) -> list[Loss]:
+        """The members of the last group that are not in this one."""
+        last, before = self._last
+        lost = {member: about for member, about in before.items() if member not in self._membership.members}
+        if len(lost) == returning:
+            return []
+        if len(lost) == leaving:
+            kinds = dict.fromkeys(lost, "left")
+        else:
+            kinds = what_is_left({member: about["door"] for member, about in lost.items()}, LOOK_SECONDS)
+        return [
+            Loss(
+                Gone(
+                    key=f"{member}-{last}",
+                    job=self._membership.identity.job,
+                    member=member,
+                    node=about["node"],
+                    domain=about["domain"],
+                    role=about["role"],
+                    kind=kinds[member],
+                    step=step,
+                    generation=self._membership.generation,
+                    reason=reason,
+                    members=self._membership.num_trainers,
+                    wanted=self._wanted,
+                    attempt=1,
+                ),
+                last,
+            )
+            for member, about in lost.items()
+        ]
+
+    def _call(self) -> None:
+        for each in self._losses:
+            if self._hook is not None and each.caller == self._membership.id and each.gone.key not in self._begun:
+                self._begun.add(each.gone.key)
+                self._hook.call(each.gone)
+
+    def _is_called(self, loss: Loss) -> bool:
+        return self._hook is not None and self._hook.is_over(loss.gone.key)
+
+    # ---- votes
+
+    @property
+    def reported(self) -> float:
+        """`Ballot.reported` of this member."""
+        first = self._losses[:MOST_REPORTED]
+        return float(sum(2**bit for bit, each in enumerate(first) if self._is_called(each)))
+
+    def tallied(self, reported: float) -> None:
+        """Forgets the losses of which a vote of all members tells that `on_lost` was called for them."""
+        bits = int(reported)
+        told = [each for bit, each in enumerate(self._losses) if bits >> bit & 1]
+        # All have noted this group's losses, or there was no vote: who comes later brings none of before.
+        self._told = {each.gone.member: each.last for each in told}
+        self._losses = [each for each in self._losses if each not in told]
+
+    def recovered(self) -> str:
+        """What has failed since the last recovery: the worst kind."""
+        failure, self.failure = self.failure, ""
+        return failure
+
+    def turn(self) -> str:
+        """This member is to leave and come back in its other role; why it must not, empty if it may."""
+        if self._membership.role == "train" and self._membership.num_trainers == 1:
+            return "no other member trains"
+        self.is_returning = True
+        return ""
+
+    def close(self) -> None:
+        """Lets calls end that were asked for."""
+        if self._hook is not None:
+            self._hook.close()
+
+
+def _merged(losses: Iterable[Loss]) -> list[Loss]:
+    """One of each member, the oldest first: of the newest generation, with the caller that any of them knows.
+
+    Where those that tried differ in what is left of it, one has got an answer that the others have not.
+    """
+    found: dict[str, Loss] = {}
+    for each in losses:
+        other = found.get(each.gone.member)
+        if other is None or each.last > other.last:
+            found[each.gone.member] = each
+        elif each.last == other.last:
+            kind = min(each.gone.kind, other.gone.kind, key=KINDS.index)
+            newer = max(other, each, key=lambda one: one.gone.attempt)
+            found[each.gone.member] = replace(newer, gone=replace(newer.gone, kind=kind))
+    return sorted(found.values(), key=lambda each: (each.last, each.gone.member))
+
+
+def _assigned(loss: Loss, present: Mapping[str, object], caller: str) -> Loss:
+    """The loss with a caller that is there."""
+    if loss.caller in present:
+        return loss
+    attempt = loss.gone.attempt + bool(loss.caller)
+    return replace(loss, caller=caller, gone=replace(loss.gone, attempt=attempt))

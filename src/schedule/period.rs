@@ -1,0 +1,86 @@
+//! How often to copy where the idle windows of a step are too short for a version: Gemini's wasted time.
+
+use crate::error::{Error, Result};
+
+/// Steps between two versions, at most.
+const MOST_STEPS: usize = 4096;
+
+/// What copying costs at some frequency; times are seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Period {
+    /// Steps between two versions, over whose windows one is spread.
+    pub steps: usize,
+    /// Time that a version delays training, beyond the windows of its steps.
+    pub delay: f64,
+    /// Training time that a failure wastes on average: Gemini's Eq. 1, the time of a checkpoint, half of the time between
+    /// two, and the time to retrieve one.
+    pub wasted: f64,
+}
+
+/// Of 1 to `most` steps between two versions, what loses the least time: to delays in each step, and to failures.
+///
+/// With n steps between versions a version may use the windows of n steps, so it takes n steps and delays training by what does
+/// not fit into them. Per step that loses `delay / n + failures · wasted`, where `wasted = n · step + n · step / 2 +
+/// retrieve`; the shorter period where two are equal. The paper's constraint holds for each n: the next version begins when
+/// the one before is complete.
+///
+/// A step takes 1 s and has 0.3 s of windows, a version takes 1 s to send, and there is one failure in 10,000 steps:
+/// ```
+/// use evermoe::schedule::copy_period;
+/// let period = copy_period(1.0, 0.3, 1.0, 1.0, 1e-4, 64)?;
+/// assert_eq!((period.steps, period.delay, period.wasted), (4, 0.0, 7.0));
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`]: a time is negative, infinite or no number, a step takes none, or `most` is not 1 to 4096.
+pub fn copy_period(
+    step: f64,
+    windows: f64,
+    copy: f64,
+    retrieve: f64,
+    failures: f64,
+    most: usize,
+) -> Result<Period> {
+    let times = [
+        ("step_seconds", step),
+        ("window_seconds", windows),
+        ("copy_seconds", copy),
+        ("retrieve_seconds", retrieve),
+        ("failures_per_step", failures),
+    ];
+    for (name, value) in times {
+        if !value.is_finite() || value < 0.0 {
+            return Err(Error::Invalid(format!("{name}: expected a number >= 0, got {value}")));
+        }
+    }
+    if step == 0.0 || !(1..=MOST_STEPS).contains(&most) {
+        return Err(Error::Invalid(format!(
+            "expected step_seconds > 0 and most of 1 to {MOST_STEPS}, got {step} and {most}"
+        )));
+    }
+    let cost = |period: &Period| period.delay / period.steps as f64 + failures * period.wasted;
+    let mut best = at(1, step, windows, copy, retrieve);
+    for steps in 2..=most {
+        if best.delay == 0.0 {
+            break; // a longer period wastes more, and spares nothing
+        }
+        let next = at(steps, step, windows, copy, retrieve);
+        if cost(&next) < cost(&best) {
+            best = next;
+        }
+        if next.delay == 0.0 {
+            break;
+        }
+    }
+    Ok(best)
+}
+
+fn at(steps: usize, step: f64, windows: f64, copy: f64, retrieve: f64) -> Period {
+    let between = steps as f64 * step;
+    Period {
+        steps,
+        delay: (copy - steps as f64 * windows).max(0.0),
+        wasted: between + between / 2.0 + retrieve,
+    }
+}

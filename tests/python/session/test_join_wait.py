@@ -1,0 +1,86 @@
+"""Newcomers that are let in together, after a time in which others may come: Lazarus' scaling up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import evermoe
+from support.harness import wait_until
+from support.history import check_history
+from support.worker import EVERYTHING, Fault
+
+WAIT = 4.0
+"""Seconds that newcomers are collected for: longer than one takes to come."""
+
+
+def start(start_job, faults=(), names="ab", **session):
+    """Members that are held at a step, in a job that collects newcomers."""
+    job = start_job(len(names), join_wait=WAIT, **session)
+    job.open_gate(8)
+    return job, job.start_all(dict(faults), names, gated=True, steps=400, slow=0.05)
+
+
+def heard(worker):
+    """When the Lighthouse named a newcomer together with a member that trains."""
+    return wait_until(
+        lambda: [
+            event["time"]
+            for event in worker.events("protocol")
+            if '"overheard"' in event["said"] and '"established": false' in event["said"]
+        ],
+        "a member hears of the newcomer",
+    )[0]
+
+
+def test_newcomers_of_some_seconds_come_in_together(start_job):
+    job, (a, b) = start(start_job)
+    job.take_in(c := job.start("c", steps=400), until=13)
+    since = heard(a)
+    d = job.start("d", steps=400)
+    d.wait_for("phase", phase="agree")
+    job.open_gate(EVERYTHING)
+    joined = a.wait_for("recovered", members=4, limit=60.0)
+    assert [event["members"] for event in a.events("recovered")] == [2, 4]
+    assert joined["time"] - since > WAIT
+    for each in (a, b, c, d):
+        each.wait_for("commit", members=4)
+        each.process.kill()
+    check_history([a, b, c, d])
+
+
+def test_a_loss_lets_newcomers_in_at_once(start_job):
+    job, (a, b, _) = start(start_job, {"c": [Fault("forward", 14)]}, "abc", copies=3)
+    job.take_in(d := job.start("d", steps=400), until=13)
+    since = heard(a)
+    job.open_gate(EVERYTHING)
+    joined = a.wait_for("recovered", count=2)
+    assert (joined["members"], joined["failure"]) == (3, "process")
+    assert joined["time"] - since < WAIT
+    for each in (a, b, d):
+        each.wait_for("commit", generation=joined_generation(a))
+        each.process.kill()
+
+
+def joined_generation(worker):
+    return worker.events("joined")[-1]["generation"]
+
+
+def test_newcomers_must_not_wait_longer_than_they_look_for_an_agreement():
+    with pytest.raises(ValueError, match="join_wait = 60 s, and give up after agree_limit = 60 s: expected a shorter"):
+        evermoe.SessionConfig(join_wait=60, agree_limit=60)
+
+
+def test_lazarus_splits_tokens_evenly_unless_the_layer_says_how():
+    torch.manual_seed(0)
+    for given, preset, expected in (
+        (None, "lazarus", "even"),
+        (None, "auto", "balanced"),
+        ("balanced", "lazarus", "balanced"),
+        ("even", "auto", "even"),
+    ):
+        layer = evermoe.MoE(8, 8, 4, token_split=given)
+        optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+        session = evermoe.Session(layer, optimizer, evermoe.ElasticSampler(16, 4), preset=preset, copies=1)
+        assert layer.experts.token_split == expected
+        session.close()

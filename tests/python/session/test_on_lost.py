@@ -1,0 +1,162 @@
+"""Members that are lost: what is left of them, and the hook that asks for others in their place."""
+
+from __future__ import annotations
+
+import functools
+import signal
+
+import pytest
+
+from evermoe.errors import LEFT_CODE
+from support.harness import FEWEST, wait_until
+from support.history import check_history, check_recovered
+from support.hooks import NOTE, WAIT, calls, given, write
+from support.worker import EVERYTHING, Fault
+
+STEPS = 24
+
+
+def start(start_job, names, faults=(), hook=NOTE, at=8, **session):
+    """Members that are held at a step, and the folder in which their hook notes its calls."""
+    job = start_job(len(names), **session)
+    job.session["on_lost"] = hook.format(folder=job.folder) if isinstance(hook, str) else hook(job.folder)
+    job.open_gate(at)
+    workers = job.start_all(dict(faults), names, gated=True, steps=STEPS)
+    return job, workers
+
+
+def wait_for_calls(job, count):
+    return wait_until(lambda: len(calls(job.folder)) >= count and calls(job.folder), f"{count} calls")
+
+
+def of_pid(workers, pid):
+    return next(each for each in workers if each.pid == pid)
+
+
+def test_what_comes_in_a_lost_members_place_gets_its_units_from_peers(start_job):
+    job, (a, b, c) = start(start_job, "abc", {"b": [Fault("forward", 6)]}, domain="zone-1", **FEWEST)
+    (call,) = wait_for_calls(job, 1)
+    for each in (a, c):
+        each.wait_for("gate", step=8)
+    d = job.start("d", steps=STEPS)
+    job.take_in(d, until=STEPS)
+    assert [each.join() for each in (a, b, c, d)] == [0, -9, 0, 0]
+    told = wait_until(lambda: given(job.folder, call), "the command has read all")
+    (gone,) = a.events("gone")
+    assert told == {name: gone[name] for name in told}
+    assert (
+        call.key == f"{told['member']}-1" == f"{b.events('joined')[0]['member']}-{b.events('joined')[0]['generation']}"
+    )
+    about = {
+        name: told[name] for name in ("job", "node", "domain", "role", "kind", "step", "members", "wanted", "attempt")
+    }
+    assert about == {
+        "job": job.name,
+        "node": "b",
+        "domain": "zone-1",
+        "role": "train",
+        "kind": "process",
+        "step": 6,
+        "members": 2,
+        "wanted": 3,
+        "attempt": 1,
+    }
+    assert calls(job.folder) == [call], "once in the whole job"
+    assert call.pid == min((a, c), key=lambda each: each.events("joined", generation=told["generation"])[0]["rank"]).pid
+    assert [event["members"] for event in a.events("recovered")] == [3, 2, 3]
+    arrived = d.events("recovered")[0]
+    assert (arrived["sources"]["peer"] > 0, arrived["sources"]["local memory"], arrived["tier"]) == (True, 0, "peers")
+    check_history([a, b, c, d])
+    check_recovered([a, b, c, d], a)
+
+
+def test_a_caller_that_dies_while_it_calls_is_followed_by_another_and_training_waits_for_none(start_job):
+    job, workers = start(start_job, "abcd", {"b": [Fault("forward", 6)]}, NOTE + WAIT, at=12, copies=3)
+    (call,) = wait_for_calls(job, 1)
+    caller = of_pid(workers, call.pid)
+    caller.wait_for("commit", step=10)  # while the command still runs
+    caller.process.kill()
+    job.open_gate(16)
+    first, again = wait_for_calls(job, 2)
+    assert (again.key, again.attempt, first.attempt) == (call.key, 2, 1)
+    others = [each for each in workers if each not in (caller, workers[1])]
+    assert again.pid in [each.pid for each in others]
+    (job.folder / "go").touch()
+    _, _, last = wait_for_calls(job, 3)
+    assert (last.key.startswith(caller.events("joined")[0]["member"]), last.attempt, last.pid) == (True, 1, again.pid)
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in others] == [0, 0]
+    assert len(calls(job.folder)) == 3
+    check_history(workers)
+
+
+def test_a_caller_that_dies_after_the_vote_that_followed_its_call_is_not_followed(start_job):
+    job, workers = start(start_job, "abc", {"b": [Fault("forward", 6)]}, at=12)
+    (call,) = wait_for_calls(job, 1)
+    caller = of_pid(workers, call.pid)
+    wait_until(lambda: f"on_lost was called for {call.key}" in caller.log(), "the call is over")
+    job.open_gate(16)
+    caller.wait_for("commit", step=14)
+    caller.process.kill()
+    job.open_gate(20)
+    _, other = wait_for_calls(job, 2)
+    assert other.key.startswith(caller.events("joined")[0]["member"])
+    job.open_gate(EVERYTHING)
+    (survivor,) = (each for each in workers if each not in (caller, workers[1]))
+    assert survivor.join() == 0
+    assert len(calls(job.folder)) == 2
+
+
+@pytest.mark.parametrize(
+    ("hook", "why"),
+    [
+        (NOTE + "exit 3", "the command ended with 3"),
+        (lambda folder: functools.partial(write, folder / "calls"), "LookupError: no machines left"),
+    ],
+    ids=["command", "function"],
+)
+def test_a_hook_that_fails_costs_a_warning(start_job, hook, why):
+    job, (a, b, c) = start(start_job, "abc", {"b": [Fault("vote", 6)]}, hook)
+    (call,) = wait_for_calls(job, 1)
+    caller = of_pid((a, c), call.pid)
+    wait_until(lambda: f"on_lost has failed for {call.key}, and is not called for it again: {why}" in caller.log(), why)
+    job.open_gate(EVERYTHING)
+    assert [each.join() for each in (a, b, c)] == [0, -9, 0]
+    assert calls(job.folder) == [call]
+    check_history([a, b, c])
+
+
+def test_a_member_that_leaves_on_notice_and_one_that_is_stopped_are_told_apart(start_job):
+    job, (a, b, c) = start(start_job, "abc", {"c": [Fault("forward", 12, "stop")]}, heartbeat_limit=1.0, copies=3)
+    for each in (a, b, c):
+        each.wait_for("gate", step=8)
+    b.signal(signal.SIGTERM)
+    job.open_gate(16)
+    assert b.join() == LEFT_CODE
+    found = wait_for_calls(job, 2)
+    assert [(each.kind, given(job.folder, each)["node"]) for each in found] == [("left", "b"), ("hung", "c")]
+    c.process.kill()
+    job.open_gate(EVERYTHING)
+    assert a.join() == 0
+    assert [event["failure"] for event in a.events("recovered")] == ["", "left", "hung"]
+
+
+def test_what_a_process_leaves_on_its_host_is_found_there_and_what_no_host_has_in_the_checkpoint(start_job, tmp_path):
+    session = {"checkpoint_dir": str(tmp_path / "saved"), "checkpoint_every": 4, "rejoin_limit": 0.0, **FEWEST}
+    job, (a, b, c) = start(start_job, "abc", **session)
+    for each in (a, b, c):
+        each.wait_for("gate", step=8)
+    spare = job.start("d", session={"spare": True, "node": "b"}, gated=True, steps=STEPS)
+    wait_until(lambda: "is a spare" in spare.log() and spare.has_met_members(), "it stands by")
+    b.process.kill()
+    job.open_gate(12)
+    found = spare.wait_for("recovered")
+    assert (found["failure"], found["sources"]["local memory"] > 0) == ("process", True)
+    for each in (a, c, spare):
+        each.wait_for("gate", step=12)
+    for each in (c, spare):
+        each.process.kill()
+    job.open_gate(EVERYTHING)
+    found = a.wait_for("recovered", members=1)
+    assert (found["failure"], found["tier"], bool(found["lost_units"])) == ("storage", "store", True)
+    assert a.join() == 0
