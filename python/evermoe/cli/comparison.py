@@ -124,7 +124,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-    console.print(_table(found), width=max(console.width, TABLE_WIDTH), crop=False)
+    Console(highlight=False, width=max(console.width, TABLE_WIDTH)).print(_table(found))
     if options.plot:
         from evermoe.compare.picture import draw
 

@@ -39,8 +39,13 @@ class Outcome:
 
 
 def in_order(events: Mapping[int, Sequence[Event]]) -> list[Event]:
-    """All events by time."""
-    return sorted((event for rows in events.values() for event in rows), key=lambda event: event["time"])
+    """All events by time, up to the first that says that all steps are taken.
+
+    What comes later is no part of the run: a worker of torchft that joins then begins a job of its own.
+    """
+    rows = sorted((event for rows in events.values() for event in rows), key=lambda event: event["time"])
+    end = next((number for number, event in enumerate(rows) if event["event"] == "final"), len(rows))
+    return rows[: end + 1]
 
 
 def progress(events: Mapping[int, Sequence[Event]]) -> list[tuple[float, int]]:

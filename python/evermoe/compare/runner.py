@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from evermoe.compare import loopback, processes
 from evermoe.compare.failures import Change, Schedule
 from evermoe.compare.outcome import in_order, measure, progress
 from evermoe.errors import LaunchError
+from evermoe.launch import STOP_SIGNALS
 
 KINDS = ("begin", "taken", "resumed", "recovered", "final", "killed", "joining", "idle")
 """Events that say how far a run is; a session reports many more."""
@@ -78,7 +80,8 @@ class Run:
         for worker in self.events:
             self._read(worker)
         self._bury()
-        self._obey()
+        if not self._is_over():
+            self._obey()
         self._launch.changed()
         self._check()
         if time.time() >= self._next_memory:
@@ -148,6 +151,8 @@ class Run:
 
 def main(path: Path) -> None:
     """Does what the file says, and writes the outcome beside it."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda signum, frame: sys.exit(128 + signum))  # so that no worker is left behind
     is_counted = loopback.enter()  # before torch has threads
     from evermoe.compare.candidates import CANDIDATES
 

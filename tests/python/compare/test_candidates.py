@@ -96,11 +96,11 @@ def test_group_that_loses_a_worker_is_dropped_whole(tmp_path):
 
 
 def test_torchft_heals_who_joins(tmp_path):
-    flags = ["--candidate", "torchft", "--steps", "160", "--kill", "2@10", "--join", "1", "--hang-limit", "6"]
+    flags = ["--candidate", "torchft", "--steps", "240", "--kill", "2@10", "--join", "1", "--hang-limit", "6"]
     found = compare(tmp_path, *flags)["torchft"]
-    check_figures(found, tmp_path, 160)
+    check_figures(found, tmp_path, 240)
     assert (found["outcome"]["kills"], found["outcome"]["joins"], found["outcome"]["lost_steps"]) == (1, 1, 0)
-    assert sorted(set(steps_taken(log(tmp_path, "torchft", 0)))) == list(range(160))
+    assert sorted(set(steps_taken(log(tmp_path, "torchft", 0)))) == list(range(240))
     joined = log(tmp_path, "torchft", 4)
     healed = [row["step"] for row in joined if row["event"] == "resumed"]
     assert healed and healed[0] > 0

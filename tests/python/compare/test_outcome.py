@@ -48,6 +48,12 @@ def test_one_who_resumes_later_at_the_same_step_loses_nothing():
     assert lost_steps(rows) == 0
 
 
+def test_what_comes_after_the_last_step_does_not_count():
+    events = restarted()
+    events[2] = [{"event": "killed", "time": 26.5}, {"event": "resumed", "step": 0, "time": 27.0}, taken(0, 28.0)]
+    assert figures(events) == figures(restarted())
+
+
 def test_run_without_a_step_has_figures():
     outcome = figures({0: []})
     assert (outcome.steps, outcome.tokens_per_second, outcome.final_loss) == (0, 0.0, None)

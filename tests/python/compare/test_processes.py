@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
 
@@ -39,9 +41,11 @@ def test_family_has_children_of_other_sessions_counts_their_memory_and_dies_whol
     child = int(parent.stdout.readline())
     assert family(parent.pid) == [parent.pid, child]
     assert memory_bytes([parent.pid]) > memory_bytes([child]) > 80e6
+    end_of_child = os.pidfd_open(child)
     kill(parent.pid)
     assert parent.wait(10) == -9
-    assert parent.stdout.read() == ""
+    assert select.select([end_of_child], [], [], 10)[0]
+    os.close(end_of_child)
     parent.stdout.close()
     assert memory_bytes([parent.pid, child]) == 0
 
