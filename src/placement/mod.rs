@@ -26,6 +26,7 @@ mod place;
 mod reallocate;
 mod respread;
 mod result;
+mod session;
 mod survival;
 mod training_holders;
 mod unit_holders;
@@ -36,6 +37,7 @@ pub use migrate::{ExpertTransfer, Migration, migrate};
 pub use place::{Policy, Request, place};
 pub use reallocate::reallocate;
 pub use result::{Construction, Placement, Reason};
+pub use session::{is_worth_moving, keep_in_place, session_slots};
 #[cfg(feature = "python")]
 pub(crate) use survival::{Draws, copy_recovery_until, recovery_until};
 pub use survival::{Survival, copy_recovery_probability, recovery_probability, survival};

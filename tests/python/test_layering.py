@@ -15,6 +15,7 @@ ROOMS = [
     "events",
     "ops",
     "planning",
+    "simulate",
     "optim",
     "ema",
     "plotting",

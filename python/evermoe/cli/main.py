@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     """Parser of all commands; those whose flags take long to import get theirs only as `command`."""
     top = argparse.ArgumentParser(prog="evermoe", description="Train Mixture-of-Experts models on machines that fail.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    demo = commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
-    plan = commands.add_parser(
+    commands.add_parser("demo", help="train a small MoE language model, kill a worker and watch it survive")
+    commands.add_parser(
         "plan",
         help="compare placements of experts: balance, and what survives how many losses",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,7 +84,7 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     run.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
     run.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script file")
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    top_command = commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
+    commands.add_parser("top", help="show a running job: members, speed, copies, recoveries")
     lighthouse = commands.add_parser("lighthouse", help="let the members of a job go on that wait for a majority")
     actions = lighthouse.add_subparsers(dest="action", required=True, metavar="ACTION")
     promote = actions.add_parser(
@@ -104,30 +104,49 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
     trace.add_argument("files", nargs="+", metavar="FILE", help="written by a Profiler, each of another rank")
     trace.add_argument("--out", metavar="PATH", default="trace.json", help="where to write the trace (%(default)s)")
     trace.add_argument("--plot", metavar="PATH", help="draw its last steps, too: a PNG or SVG file")
-    export = commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
-    checkpoints = commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
+    commands.add_parser("export", help="write a checkpoint as transformers or torch's DCP read it")
+    commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
+    commands.add_parser(
+        "simulate",
+        help="compare ways to survive on a cluster that fails, in simulated time",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands.add_parser("measure", help="measure what failures cost here, for evermoe simulate")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
+    _add_flags(command, commands.choices)
+    return top
+
+
+def _add_flags(command: str | None, parsers: Mapping[str, argparse.ArgumentParser]) -> None:
+    """The flags of a command that take long to import."""
     if command == "demo":
         from evermoe.demo.flags import add_arguments
 
-        add_arguments(demo)
+        add_arguments(parsers["demo"])
     if command == "checkpoints":
         from evermoe.cli.checkpoints import add_arguments as add_checkpoints_arguments
 
-        add_checkpoints_arguments(checkpoints)
+        add_checkpoints_arguments(parsers["checkpoints"])
     if command == "export":
         from evermoe.cli.export import add_arguments as add_export_arguments
 
-        add_export_arguments(export)
+        add_export_arguments(parsers["export"])
     if command == "top":
         from evermoe.cli.top import add_arguments as add_top_arguments
 
-        add_top_arguments(top_command)
+        add_top_arguments(parsers["top"])
     if command == "plan":
         from evermoe.cli.plan.command import add_arguments as add_plan_arguments
 
-        add_plan_arguments(plan)
-    return top
+        add_plan_arguments(parsers["plan"])
+    if command == "simulate":
+        from evermoe.cli.simulate.scenario_flags import add_arguments as add_simulate_arguments
+
+        add_simulate_arguments(parsers["simulate"])
+    if command == "measure":
+        from evermoe.cli.measure import add_arguments as add_measure_arguments
+
+        add_measure_arguments(parsers["measure"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,7 +155,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser(given[0] if given else None).parse_args(given)
         actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "top": _top}
-        actions |= {"checkpoints": _checkpoints, "export": _export, "info": _info}
+        actions |= {"checkpoints": _checkpoints, "export": _export, "simulate": _simulate}
+        actions |= {"measure": _measure, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
         extra = {
@@ -273,6 +293,18 @@ def _export(options: argparse.Namespace) -> int:
     from evermoe.cli.export import main as export
 
     return export(options)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from evermoe.cli.simulate.simulation import main as simulate
+
+    return simulate(options)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from evermoe.cli.measure import main as measure
+
+    return measure(options)
 
 
 def _info(options: argparse.Namespace) -> int:
