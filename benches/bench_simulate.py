@@ -3,8 +3,7 @@
     python benches/bench_simulate.py [--presets auto gemini ...] [--rounds 3] [--json PATH]
 
 Constants come from one run of each preset in which other workers die at other steps (`evermoe measure` makes the same
-run, of `auto`). The goal: the total time within 10 %, and each recovery, from the kill to the next committed step, within
-25 %; lost and resumed steps, and members, are the same.
+run, of `auto`). The goal: the total time within 10 %, and each recovery, from the kill to the next committed step, within 25 %; lost and resumed steps, and members, are the same.
 """
 
 import argparse
@@ -86,7 +85,9 @@ def run(flags, console):
     options = parser.parse_args(flags)
     kills = check(options)
     with tempfile.TemporaryDirectory() as folder:
-        events = Run(options, Path(folder), console=console, title="real").go(kills, None, options.steps, options.copies)
+        events = Run(options, Path(folder), console=console, title="real").go(
+            kills, None, options.steps, options.copies
+        )
     begun = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")
     done = commits(events)
     found = episodes(events)

@@ -3,13 +3,13 @@
 use super::account::{Cause, nanoseconds};
 use super::copies::{Copies, Line};
 use super::failures::{Change, step_losses};
+use super::in_turn::Turns;
 use super::load::Loads;
 use super::member::Members;
 use super::outcome::{Happened, Outcome, Tally};
 use super::planners::Planners;
 use super::scenario::{PresetChoices, Scenario, Selecting};
 use super::steps::Pace;
-use super::turns::Turns;
 use super::units::{Seat, Units};
 use super::world::{Flow, Progress, World};
 use crate::error::Result;

@@ -198,7 +198,7 @@ impl Job<'_> {
             now: world.now,
             member_time: world.member_time,
             losses: world.losses,
-            plt: self.turns.as_ref().map(super::turns::Turns::plt),
+            plt: self.turns.as_ref().map(super::in_turn::Turns::plt),
         }))
     }
 }

@@ -8,6 +8,9 @@ use crate::recovery::{self, Holding, Plan};
 use crate::schedule;
 use crate::selection::{self, Selection};
 
+/// (node, expert) pairs up to which the best split of tokens is found.
+const MOST_BALANCED: usize = 1 << 14;
+
 /// The planners of a simulated job. [`Product`] has those of a session; a test may put another in the place of one.
 pub trait Planners {
     /// Replicas of each expert: [`placement::allocate`], or [`placement::reallocate`] from those that there are.
@@ -50,12 +53,15 @@ pub trait Planners {
         placement::keep_in_place(held, placement, nbytes, domains)
     }
 
-    /// The busiest node over the mean: [`dispatch::imbalance`].
+    /// The busiest node over the mean: [`dispatch::imbalance`] of tokens that are split as in training; with many nodes,
+    /// of those that are split evenly, which is an upper bound and much faster.
     ///
     /// # Errors
     /// Those of the planner.
     fn imbalance(&self, matrix: &[i64], load: &[f64], nodes: usize) -> Result<f64> {
-        dispatch::imbalance(matrix, load, nodes, dispatch::Policy::Even)
+        let is_small = matrix.len() <= MOST_BALANCED;
+        let policy = if is_small { dispatch::Policy::Balanced } else { dispatch::Policy::Even };
+        dispatch::imbalance(matrix, load, nodes, policy)
     }
 
     /// Who keeps copies of what: [`protection::arrange`].

@@ -123,12 +123,9 @@ impl Job<'_> {
                 return None;
             }
             let primary = now(&each.primary).or_else(|| active.first().map(|&rank| self.seats[rank].node))?;
-            units.push(UnitCopies {
-                primary,
-                holders,
-                version: each.version.map(|_| version),
-                ..each.clone()
-            });
+            let takes_turns = self.turns.is_some() && units.len() < self.units.num_experts();
+            let version = takes_turns.then_some(version);
+            units.push(UnitCopies { primary, holders, version, ..each.clone() });
         }
         Some(Copies { units, begun: version })
     }

@@ -154,6 +154,10 @@ impl Job<'_> {
         let Found { version: Some(version), may_lag, .. } = found else { return Ok(Event::Unrecoverable) };
         let is_newest = version == self.line.newest && !self.seats.is_empty() && found.stale.is_empty();
         let seats = self.place(old, version)?;
+        if version == 0 && self.seats.is_empty() {
+            self.undo(0);
+            return Ok(self.adopt(version, seats)); // each makes its own first values
+        }
         let mut needs = Vec::with_capacity(seats.len());
         for (seat, old) in seats.iter().zip(old) {
             needs.push(self.needs(seat, old.as_ref().filter(|_| is_newest)));
@@ -166,7 +170,7 @@ impl Job<'_> {
         if !self.spend_traffic(&traffic)? {
             return self.lost();
         }
-        if step_of(version) < step_of(before) || (version == 0 && self.tally.steps > 0) {
+        if step_of(version) < step_of(before) {
             self.undo(step_of(version));
         }
         self.stale = plan.stale;
@@ -175,6 +179,9 @@ impl Job<'_> {
 
     /// Units that a member runs and does not have.
     fn needs(&self, seat: &Seat, old: Option<&Seat>) -> Vec<usize> {
+        if old.is_some_and(|old| old.held == seat.held) {
+            return Vec::new();
+        }
         let dense = self.units.dense().filter(|_| old.is_none());
         let has = |unit: usize| {
             let (class, expert) = (unit / self.units.experts, unit % self.units.experts);

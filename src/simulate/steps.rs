@@ -1,8 +1,8 @@
 //! A step: how long it takes, what delays it, and what is saved beside it.
 
 use super::account::{Cause, nanoseconds, seconds};
+use super::in_turn::Saved;
 use super::job::Job;
-use super::turns::Saved;
 use super::world::Flow;
 use crate::error::Result;
 use crate::protocol::Event;

@@ -58,10 +58,8 @@ pub(super) struct Seat {
 impl Seat {
     /// The expert units that it trains.
     pub(super) fn units(&self, experts: usize) -> impl Iterator<Item = usize> + '_ {
-        let units = move |(class, row): (usize, &'_ Vec<(usize, i64)>)| {
-            row.iter().map(|(expert, _)| class * experts + expert).collect::<Vec<_>>()
-        };
-        self.held.iter().enumerate().flat_map(units)
+        let rows = self.held.iter().enumerate();
+        rows.flat_map(move |(class, row)| row.iter().map(move |(expert, _)| class * experts + expert))
     }
 }
 

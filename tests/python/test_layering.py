@@ -95,6 +95,7 @@ RUST_TWINS = {
     "memory": "unlike: free bytes, buffers of a plan, memory of the ops",
     "recovery": "planner and executor",
     "holders": "planner, and its typed face",
+    "scenario": "simulator, and its typed face",
     "options": "unlike: of a session, ways to protect a unit",
     "summary": "unlike: of a run of the demo, of a plan",
 }

@@ -108,8 +108,9 @@ class SimulatedOptions:
     join_every: int = 1
     rebalance_every: int = 100
     rejoin_limit: float = 30.0
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 for none. For `restart` and `restart-groups` see `Scenario.restart_every`."""
+    checkpoint_every: int = 250
+    """Steps between checkpoints, 250 as for Lazarus in its section 6.4; 0 for none. For `restart` and
+    `restart-groups` see `Scenario.restart_every`."""
     replay_log_bytes: int = 1 << 30
     experts_per_save: int | None = None
     save_every: int = 1

@@ -10,7 +10,20 @@ from evermoe.cli.simulate.scenario_flags import duration
 from evermoe.simulate import SCHEMES, read_constants
 from support.commands import evermoe
 
-SMALL = "--model gpt-s-moe --nodes 8 --step-seconds 30 --days 0.5 --mtbf 30m --seeds 2".split()
+SMALL = [
+    "--model",
+    "gpt-s-moe",
+    "--nodes",
+    "8",
+    "--step-seconds",
+    "30",
+    "--days",
+    "0.5",
+    "--mtbf",
+    "30m",
+    "--seeds",
+    "2",
+]
 
 
 def test_table_json_and_plot(tmp_path):
@@ -77,7 +90,7 @@ def test_measures_this_machine(tmp_path):
     for name in ("network", "digest", "capture", "store_write", "store_read"):
         assert 1e6 < getattr(constants, f"{name}_bytes_per_second") < 1e13, name
     assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
-    flags = "--presets auto --seeds 1 --constants here.json".split()
+    flags = ["--presets", "auto", "--seeds", "1", "--constants", "here.json"]
     done = evermoe("simulate", *SMALL, *flags, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "costs measured by evermoe measure" in done.stdout

@@ -65,8 +65,10 @@ impl Job<'_> {
         for class in 0..self.units.classes {
             let load = self.loads.of_class(class);
             let previous = matrix(old, class, experts);
-            let now: Vec<i64> =
-                (0..experts).map(|expert| previous.iter().skip(expert).step_by(experts).sum()).collect();
+            let mut now = vec![0; experts];
+            for (expert, count) in old.iter().flatten().flat_map(|seat| &seat.held[class]) {
+                now[*expert] += count;
+            }
             let counts = self.planners.allocate(load, nodes.len(), slots, replicas, Some(&now))?;
             let placement = self.planners.place(&Request {
                 replicas: &counts,
@@ -78,7 +80,7 @@ impl Job<'_> {
                 domains: Some(&domains),
                 failures: None,
             })?;
-            worst = worst.max(placement.reason.imbalance);
+            worst = worst.max(self.planners.imbalance(&placement.matrix, load, nodes.len())?);
             let kept = match in_memory {
                 Some(in_memory) => {
                     let mut held = previous;
