@@ -2,8 +2,9 @@
 
     python benches/bench_simulate.py [--presets auto gemini ...] [--rounds 3] [--json PATH]
 
-Constants come from one run of each preset in which other workers die at other steps (`evermoe measure` makes the same
-run, of `auto`). The goal: the total time within 10 %, and each recovery, from the kill to the next committed step, within 25 %; lost and resumed steps, and members, are the same.
+Constants come from one run of each preset in which another worker dies at another step (`evermoe measure` makes such a
+run of `auto`). The goal: the total time within 10 %; each recovery, from the kill to the next committed step, within
+25 %; and the same steps that are lost, and members that go on.
 """
 
 import argparse

@@ -42,13 +42,26 @@ def test_time_adds_up_and_a_seed_repeats(scheme):
     assert outcome != simulate(small(), scheme, seed=2)
 
 
+def test_numbers_of_an_outcome_fit_each_other():
+    outcome = simulate(small(), "gemini", seed=3)
+    tokens = 1 << 20
+    assert outcome.repeated_tokens == (outcome.undone_steps + outcome.interrupted_steps) * tokens
+    kept = outcome.steps * tokens - outcome.lost_tokens
+    assert outcome.goodput_tokens_per_second * outcome.seconds == pytest.approx(kept)
+    assert outcome.goodput == pytest.approx(outcome.goodput_tokens_per_second * 20.0 / tokens)
+    assert outcome.fewest_members <= outcome.mean_members <= 8
+    assert outcome.copy_bytes > outcome.recovery_bytes > 0 and outcome.local_bytes >= 0
+    assert outcome.checkpoint_loads == outcome.restarts == 0
+    assert len(outcome.recovery_seconds) <= outcome.losses
+
+
 def test_every_preset_of_a_session_can_be_simulated():
     assert set(PRESET_NAMES) < set(SCHEMES)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_known_model_can_be_simulated(name):
-    scenario = replace(small(days=0.02), workload=Workload.preset(name, step_seconds=20.0))
+    scenario = replace(small(days=0.02, failures=()), workload=Workload.preset(name, step_seconds=20.0))
     assert simulate(scenario, "auto", seed=0).steps > 50
 
 
