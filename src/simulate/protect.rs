@@ -33,17 +33,19 @@ impl Job<'_> {
     /// Plans who keeps copies of what, and begins to make those that are missing.
     pub(super) fn protect(&mut self, version: u64, waits: bool) -> Result<Event> {
         let active = active(&self.seats, &self.units);
-        let mut copies = match self.kept_copies(&active, version) {
+        let copies = match self.kept_copies(&active, version) {
             Some(copies) => copies,
-            None => self.arrange(&active, version)?,
+            None => {
+                let copies = self.arrange(&active, version)?;
+                self.note_memory(&copies);
+                copies
+            }
         };
-        copies.begun = version;
         let first = self.first_sends(&copies);
         let first_bytes: u64 = first.values().sum();
         self.tally.first_bytes += u128::from(first_bytes);
         let seconds = self.busiest(&first) as f64 / self.scenario.cluster.network_bytes_per_second;
         self.pace_copies(&copies)?;
-        self.note_memory(&copies);
         self.copies = Some(copies);
         let waits = waits || self.scenario.session.copies == 0;
         self.pace.first_copies = if waits { 0.0 } else { seconds };

@@ -61,6 +61,7 @@ impl Job<'_> {
         let slots =
             session.most_slots.map_or(slots, |most| slots.min(most.max(experts.div_ceil(nodes.len()))));
         let domains = self.domains(nodes);
+        let fail_together = domains.len() < nodes.len();
         let (mut found, mut worst) = (Vec::with_capacity(self.units.classes), 1.0_f64);
         for class in 0..self.units.classes {
             let load = self.loads.of_class(class);
@@ -77,7 +78,7 @@ impl Job<'_> {
                 policy: self.preset.placement.0,
                 load: Some(load),
                 previous: Some(&previous),
-                domains: Some(&domains),
+                domains: fail_together.then_some(&domains[..]), // nodes that fail alone need no list
                 failures: None,
             })?;
             worst = worst.max(self.planners.imbalance(&placement.matrix, load, nodes.len())?);
