@@ -177,7 +177,7 @@ fn check_trace(events: &[(f64, bool, Vec<usize>)], nodes: usize) -> Result<()> {
     let mut last = 0.0;
     for (at, _, which) in events {
         not_negative("trace", *at)?;
-        ensure!(*at >= last, "trace: expected ascending times, got {at} s after {last} s");
+        ensure!((last..).contains(at), "trace: expected ascending times, got {at} s after {last} s");
         last = *at;
         if let Some(node) = which.iter().find(|&&node| node >= nodes) {
             ensure!(false, "trace: names node {node}; there are {nodes}, spares included");

@@ -328,7 +328,7 @@ impl Scenario {
         let steps = self.until();
         ensure!((1..=NO_END).contains(&steps), "steps: expected 1 to {NO_END}, got {steps}");
         ensure!(
-            self.seconds <= MOST_SECONDS,
+            (0.0..=MOST_SECONDS).contains(&self.seconds),
             "seconds: expected at most {MOST_SECONDS:e}, got {}",
             self.seconds
         );
