@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`error`] | the one public error type, by what the caller can do |
 //! | [`secret`] | pure: tags by which members of a job know each other |
+//! | [`random`] | pure: reproducible random numbers |
 //! | [`dispatch`] | pure: counts and replicas → which rank sends which tokens where |
 //! | [`placement`] | pure: load → replicas → which rank holds which expert; the holders of copies |
 //! | [`persist`] | pure: which version is written, persisted and recovered from; which durable versions stay |
@@ -17,6 +18,7 @@
 //! | [`recovery`] | pure: what survives → target version and transfers |
 //! | [`schedule`] | pure: spans of a profile → idle windows → which chunk goes in which |
 //! | [`selection`] | pure: tokens at risk → which experts to copy now; which rank saves which part of the rest |
+//! | [`simulate`] | pure: a job on a cluster that fails, run by the planners and the protocol in simulated time |
 //! | [`beside`] | threads beside training, which give way to its own |
 //! | [`reach`] | whether members can be reached: a port of each that answers, and who asks |
 //! | [`transport`] | messages between members beside their collectives: from memory to memory, in threads of their own |
@@ -45,12 +47,14 @@ pub mod protection;
 pub mod protocol;
 #[cfg(feature = "python")]
 mod python;
+pub mod random;
 pub mod reach;
 pub mod recovery;
 pub mod replay;
 pub mod schedule;
 pub mod secret;
 pub mod selection;
+pub mod simulate;
 pub mod snapshot;
 #[cfg(feature = "object-store")]
 pub mod store;

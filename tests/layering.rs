@@ -4,17 +4,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const PLANNERS: [&str; 10] = [
+const PLANNERS: [&str; 12] = [
     "dispatch",
     "persist",
     "placement",
     "protection",
     "protocol",
+    "random",
     "recovery",
     "replay",
     "schedule",
     "secret",
     "selection",
+    "simulate",
 ];
 
 /// What a planner may not even mention: clocks, files, sockets, randomness, Python, CUDA, and the layers above.
@@ -39,13 +41,14 @@ const IMPURE: [&str; 17] = [
 ];
 
 /// Module, and the modules of the crate that it may import, as `src/lib.rs` says.
-const LAYERS: [(&str, &[&str]); 20] = [
+const LAYERS: [(&str, &[&str]); 22] = [
     ("error", &[]),
     ("beside", &[]),
+    ("random", &[]),
     ("secret", &["error"]),
     ("dispatch", &["error"]),
     ("persist", &["error"]),
-    ("placement", &["error", "dispatch"]),
+    ("placement", &["error", "dispatch", "random"]),
     ("protocol", &["error", "secret"]),
     ("reach", &["error", "secret"]),
     ("transport", &["error", "reach", "secret"]),
@@ -53,6 +56,20 @@ const LAYERS: [(&str, &[&str]); 20] = [
     ("schedule", &["error", "placement"]),
     ("protection", &["error", "placement", "schedule"]),
     ("selection", &["error"]),
+    (
+        "simulate",
+        &[
+            "error",
+            "random",
+            "dispatch",
+            "placement",
+            "protocol",
+            "recovery",
+            "schedule",
+            "protection",
+            "selection",
+        ],
+    ),
     ("cpu", &["error"]),
     ("replay", &["error", "cpu"]),
     ("snapshot", &["error", "beside", "cpu"]),

@@ -1,7 +1,8 @@
 """Types of the extension module; `src/python` is the source."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,34 @@ def split_tokens(
     tokens: NDArray[np.int64], matrix: NDArray[np.int64], rank: int, policy: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def imbalance(matrix: NDArray[np.int64], load: NDArray[np.float64], policy: str) -> float: ...
+def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, replicas: int) -> int: ...
+def is_worth_moving(now: float, then: float) -> bool: ...
+def keep_in_place(
+    held: NDArray[np.int64],
+    placement: NDArray[np.int64],
+    nbytes: NDArray[np.int64],
+    domains: Sequence[Sequence[int]],
+) -> NDArray[np.int64]: ...
+
+LOGGED_STEPS: int
+OWN_VERSIONS: int
+RECORD_BYTES: int
+
+def arrange(
+    name: str,
+    copying: str,
+    units: Sequence[tuple[int, int, Sequence[int], float, bool, bool]],
+    ranks: Sequence[tuple[str, int, bool, float | None, float | None, int, tuple[float, float] | None]],
+    copies: int,
+    budget: float,
+) -> tuple[list[tuple[Literal["active", "replayed", "snapshot"], int, int, list[int]]], str]: ...
+
+# ---- simulation: src/python/simulate.rs ----
+
+def simulate(scenario: str, scheme: str, seed: int, progress: Callable[[float], object] | None = None) -> str: ...
+def check_scenario(scenario: str) -> None: ...
+def read_bamboo(text: str) -> tuple[str, int]: ...
+def read_skypilot(texts: Sequence[str]) -> str: ...
 
 class LoadAverage:
     """Average tokens of every expert in a step: `evermoe.planning.LoadAverage`."""

@@ -17,9 +17,6 @@ from evermoe.state.training_state import TrainingState
 LayerPlacements = dict[str, np.ndarray]
 """Module path of each MoE layer → int64 [R, E], replicas of each expert on each rank."""
 
-REBALANCE_GAIN = 0.1
-"""A new placement must lower the busiest rank of a layer by this part of the mean load."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions(Options):
@@ -126,6 +123,6 @@ def should_rebalance(
     for row, (path, layer) in zip(load_LE, state.layers.items(), strict=True):
         load = row[: layer.num_experts]
         now, then = (planning.imbalance(m, load, layer.token_split) for m in (layer.matrix_RE, planned[path]))
-        if then < now - REBALANCE_GAIN:
+        if planning.is_worth_moving(now, then):
             return True
     return False

@@ -1,6 +1,7 @@
 use super::{CopyPolicy, copy_holders};
 use crate::ensure;
 use crate::error::Result;
+use std::collections::HashSet;
 
 /// For each unit, the ranks that keep its copies: its primary, then `copies − 1` others.
 ///
@@ -52,15 +53,15 @@ fn holders_of<S: AsRef<str>>(
     nodes: &[S],
 ) -> Vec<usize> {
     let node = |rank: usize| nodes[rank].as_ref();
-    let mut covered: Vec<&str> = active.iter().map(|&rank| node(rank)).collect();
+    let mut covered: HashSet<&str> = active.iter().map(|&rank| node(rank)).collect();
     let mut holders = vec![primary];
     for &partner in &partners[1..] {
         let candidates = (0..nodes.len()).map(|step| (partner + step) % nodes.len());
         let fresh =
-            candidates.clone().find(|&rank| !covered.contains(&node(rank)) && !holders.contains(&rank));
+            candidates.clone().find(|&rank| !covered.contains(node(rank)) && !holders.contains(&rank));
         let chosen = fresh.or_else(|| candidates.clone().find(|rank| !holders.contains(rank)));
         if let Some(rank) = chosen {
-            covered.push(node(rank));
+            covered.insert(node(rank));
             holders.push(rank);
         }
     }

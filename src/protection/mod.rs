@@ -4,8 +4,10 @@
 //! ```text
 //! unit ─ choices(holders, kind) ─ cost and expected loss ─ hull ─┐
 //! node ─ windows, memory ─ capacity ─────────────────────────────┴─ choose ─ CopyPlan
+//! preset, units, ranks ─ arrange (of `auto` by that plan) ─ who keeps copies of what in a session
 //! ```
 
+mod arrange;
 mod capacity;
 mod choose;
 mod improve;
@@ -14,6 +16,10 @@ mod plan;
 mod request;
 mod summary;
 
+pub use arrange::{
+    Arrangement, Copying, DEFAULT_LINK, Kept, LOGGED_STEPS, OWN_VERSIONS, RECORD_BYTES, SessionRank,
+    SessionRequest, SessionUnit, arrange,
+};
 pub use choose::choose_copies;
 pub use plan::{CopyKind, CopyPlan, CopyReason, Holder, Limit, LossSurvival, NodeUse, UnitChoice};
 pub use request::{CopyNode, CopyRequest, CopyUnit};

@@ -12,6 +12,7 @@ mod protocol;
 mod reach;
 mod replay;
 mod secret;
+mod simulate;
 mod snapshot;
 #[cfg(feature = "object-store")]
 mod store;
@@ -35,6 +36,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     reach::register(module)?;
     replay::register(module)?;
     secret::register(module)?;
+    simulate::register(module)?;
     snapshot::register(module)?;
     #[cfg(feature = "object-store")]
     store::register(module)?;

@@ -15,6 +15,7 @@ ROOMS = [
     "events",
     "ops",
     "planning",
+    "simulate",
     "optim",
     "ema",
     "plotting",
@@ -97,6 +98,7 @@ RUST_TWINS = {
     "memory": "unlike: free bytes, buffers of a plan, memory of the ops",
     "recovery": "planner and executor",
     "holders": "planner, and its typed face",
+    "scenario": "simulator, and its typed face",
     "options": "unlike: of a session, ways to protect a unit",
     "summary": "unlike: of a run of the demo, of a plan",
 }

@@ -24,6 +24,8 @@ FLAGS = {
     "top": "evermoe.cli.top",
     "plan": "evermoe.cli.plan.command",
     "reproduce": "evermoe.cli.reproduce",
+    "simulate": "evermoe.cli.simulate.scenario_flags",
+    "measure": "evermoe.cli.measure",
 }
 """Modules whose `add_arguments` has the flags of commands, and which take long to import."""
 
@@ -127,6 +129,12 @@ def parser(command: str | None = None) -> argparse.ArgumentParser:
         help="compute the papers' numbers, and show both side by side",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    commands.add_parser(
+        "simulate",
+        help="compare ways to survive on a cluster that fails, in simulated time",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands.add_parser("measure", help="measure what failures cost here, for evermoe simulate")
     commands.add_parser("checkpoints", help="list, show, verify, copy, prune or export checkpoints")
     commands.add_parser("info", help="versions, and whether the CUDA kernels are in this build")
     if command in FLAGS:
@@ -141,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser(given[0] if given else None).parse_args(given)
         actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "top": _top}
         actions |= {"compare": _compare, "checkpoints": _checkpoints, "export": _export, "reproduce": _reproduce}
-        actions |= {"info": _info}
+        actions |= {"simulate": _simulate, "measure": _measure, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
         extra = {
@@ -290,6 +298,18 @@ def _reproduce(options: argparse.Namespace) -> int:
     from evermoe.cli.reproduce import main as reproduce
 
     return reproduce(options)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from evermoe.cli.simulate.simulation import main as simulate
+
+    return simulate(options)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    from evermoe.cli.measure import main as measure
+
+    return measure(options)
 
 
 def _info(options: argparse.Namespace) -> int:

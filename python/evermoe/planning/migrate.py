@@ -82,10 +82,4 @@ def keep_in_place(
         domains: lists of ranks that fail together.
     """
     held_RE, new_RE = array("held", held, np.int64, 2), array("placement", placement, np.int64, 2)
-    left = np.flatnonzero(held_RE.any(0))  # the others come from a checkpoint, wherever they go
-    if not len(left):
-        return new_RE
-    moves = migrate(held_RE[:, left], new_RE[:, left], array("nbytes", nbytes, np.int64, 1)[left], domains)
-    kept_RE = np.empty_like(new_RE)
-    kept_RE[moves.node_map] = new_RE
-    return kept_RE
+    return _native.keep_in_place(held_RE, new_RE, array("nbytes", nbytes, np.int64, 1), count_lists("domains", domains))

@@ -245,12 +245,17 @@ def session_slots(experts: int, domain_sizes: Sequence[int], slots: int | None, 
         slots: as asked; None for a session's own choice.
         replicas: active replicas of each expert that are wanted.
     """
-    ranks = sum(domain_sizes)
-    fewest = -(-experts // ranks)
-    if slots is not None:
-        return max(fewest, slots)
-    chosen = max(fewest + 1, -(-experts * min(replicas, ranks) // ranks))
-    wanted = experts * min(replicas, len(domain_sizes))
-    while sum(min(experts, chosen * size) for size in domain_sizes) < wanted:
-        chosen += 1
-    return chosen
+    return _native.session_slots(experts, list(domain_sizes), slots, replicas)
+
+
+def is_worth_moving(now: float, then: float) -> bool:
+    """Whether a new placement makes a layer so much more even that experts should move.
+
+        >>> is_worth_moving(1.3, 1.1), is_worth_moving(1.3, 1.25)
+        (True, False)
+
+    Args:
+        now: load of the busiest rank over the mean.
+        then: the same with the new placement.
+    """
+    return _native.is_worth_moving(now, then)

@@ -16,6 +16,8 @@ PresetName = Literal["gemini", "pec", "baft", "moetion", "lazarus", "auto"]
 PRESET_NAMES: tuple[PresetName, ...] = get_args(PresetName)
 Selection = Policy | Literal["all", "none", "choose_copies"]
 """A policy of `select_experts`; everything; nothing; or what `choose_copies` says."""
+Copying = Literal["chosen", "everything", "to_previous", "uncovered", "nothing"]
+"""Copies beside active holders: `src/protection/arrange.rs`."""
 CopyPlacement = CopyPolicy | Literal["training", "unit", "none"]
 """A policy of `copy_holders`; `training_copy_holders`; `unit_copy_holders`; none."""
 
@@ -58,6 +60,16 @@ class Preset(NamedTuple):
     def chooses_copies(self) -> bool:
         """Whether `choose_copies` says how each unit is protected."""
         return self.selection == "choose_copies"
+
+    @property
+    def copying(self) -> Copying:
+        """Which copies `plan_protection` arranges beside active holders."""
+        if self.chooses_copies:
+            return "chosen"
+        if self.copies_to_previous_node:
+            return "to_previous"
+        by_placement: dict[str, Copying] = {"none": "nothing", "training": "uncovered"}
+        return by_placement.get(self.copy_placement, "everything")
 
     @property
     def selects_by_budget(self) -> bool:

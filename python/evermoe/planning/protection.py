@@ -7,21 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from evermoe import planning
-from evermoe.planning.schedule import DEFAULT_LINK, Link
+from evermoe import _native, planning
 
 Kind = Literal["active", "replayed", "snapshot"]
 """Copies in addition to the active holders: none; copies that repeat its steps; or copies of its state."""
-OWN_VERSIONS = 2
+OWN_VERSIONS = _native.OWN_VERSIONS
 """Versions of its own snapshots that a rank has room for, page-locked where the state is on a GPU."""
-LOGGED_STEPS = 2
+LOGGED_STEPS = _native.LOGGED_STEPS
 """Steps that a log needs room for: the newest, which can still be undone, and the one that is voted on."""
-RECORD_BYTES = 256
+RECORD_BYTES = _native.RECORD_BYTES
 """What a logged gradient counts for beside its bytes, at most."""
-FAILURE = 1e-4
-"""Probability that a node fails in a step; the same for all, it only weighs units against each other."""
-UNKNOWN_SECONDS = 1e6
-"""Seconds of a step that was not profiled yet."""
 MOST_FATAL = 32
 """Fatal losses that are named."""
 
@@ -89,34 +84,6 @@ class ProtectionPlan:
         self.by_unit.update({each.unit: each for each in self.units})
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is to be planned."""
-
-    preset: planning.PresetName
-    units: Sequence[UnitInfo]
-    ranks: Sequence[RankInfo]
-    copies: int
-    budget: float
-
-    @property
-    def choices(self) -> planning.Preset:
-        """What the preset stands for."""
-        return planning.PRESETS[self.preset]
-
-    def primaries(self) -> list[int]:
-        """The rank that sends each unit: one that trains it, so that all have as many bytes to send as can be."""
-        units = self.units
-        return planning.primaries([unit.active for unit in units], [unit.nbytes for unit in units], len(self.ranks))
-
-    def active_only(self, summary: str) -> ProtectionPlan:
-        """The plan without copies, but for the active ones."""
-        pairs = zip(self.units, self.primaries(), strict=True)
-        return ProtectionPlan(
-            [UnitProtection(unit.name, "active", rank) for unit, rank in pairs], f"{self.preset}: {summary}"
-        )
-
-
 def plan_protection(
     preset: planning.PresetName,
     units: Sequence[UnitInfo],
@@ -137,142 +104,33 @@ def plan_protection(
     Example: two nodes, an expert on each, a router on both, `auto`: each expert is replayed on the other node, the
     router needs nothing.
     """
-    request = _Request(preset, units, ranks, copies, budget)
-    plan = _use_replica_nodes(_plan(request), request)
-    return _within_logs(plan, request) if request.choices.chooses_copies else plan
-
-
-def _plan(request: _Request) -> ProtectionPlan:
-    placement = request.choices.copy_placement
-    if request.choices.chooses_copies:
-        return _auto(request)
-    if placement == "none" or request.copies < 2:
-        return request.active_only("no copies on other nodes beside the active ones")
-    return _uncovered_only(request) if placement == "training" else _everything(request)
-
-
-def _use_replica_nodes(plan: ProtectionPlan, request: _Request) -> ProtectionPlan:
-    """Copies go to replica nodes where there are some: evenly, and to others if one would be the sender's own node."""
-    replicas = [rank for rank, info in enumerate(request.ranks) if not info.trains]
-    if not replicas:
-        return plan
-    load = dict.fromkeys(replicas, 0)
-    kept = []
-    for unit, each in zip(request.units, plan.units, strict=True):
-        chosen = sorted(replicas, key=lambda rank: (load[rank], rank))[: len(each.holders)]
-        for rank in chosen:
-            load[rank] += unit.nbytes
-        others = [rank for rank in each.holders if rank not in chosen]
-        holders = (*chosen, *others)[: len(each.holders)]
-        kept.append(UnitProtection(each.unit, each.kind, each.primary, holders, each.period))
-    return ProtectionPlan(kept, plan.summary)
-
-
-def _within_logs(plan: ProtectionPlan, request: _Request) -> ProtectionPlan:
-    """Snapshots of each step instead, of units whose gradients do not fit into the logs of their holders."""
-    room = [info.log_bytes for info in request.ranks]
-    kept = []
-    for unit, each in zip(request.units, plan.units, strict=True):
-        nbytes = LOGGED_STEPS * (unit.gradient_bytes + RECORD_BYTES)
-        if each.kind == "replayed" and any(room[holder] < nbytes for holder in each.holders):
-            kept.append(UnitProtection(each.unit, "snapshot", each.primary, each.holders))
-            continue
-        if each.kind == "replayed":
-            for holder in each.holders:
-                room[holder] -= nbytes
-        kept.append(each)
-    number = sum(new is not old for new, old in zip(kept, plan.units, strict=True))
-    summary = f"; snapshots of {number} more, whose gradients are too large for replay_log_bytes" if number else ""
-    return ProtectionPlan(kept, plan.summary + summary)
-
-
-def _everything(request: _Request) -> ProtectionPlan:
-    """Gemini and BAFT: snapshots of all units; each unit is sent by one of the ranks that have it."""
-    nodes, primaries = [info.node for info in request.ranks], request.primaries()
-    if request.choices.copies_to_previous_node:
-        previous = planning.copy_holders(nodes, 2, policy="previous")
-        others = [tuple(previous[rank][1:]) for rank in primaries]
-    else:
-        active = [unit.active for unit in request.units]
-        others = [tuple(ranks[1:]) for ranks in planning.unit_copy_holders(primaries, active, nodes, request.copies)]
-    kept = [
-        UnitProtection(unit.name, "snapshot", rank, holders)
-        for unit, rank, holders in zip(request.units, primaries, others, strict=True)
-    ]
-    sent = sum(unit.nbytes * len(each.holders) for unit, each in zip(request.units, kept, strict=True))
-    summary = f"{request.preset}: snapshots of all {len(kept)} units, {sent / 1e6:.1f} MB to peers each step"
-    return ProtectionPlan(kept, summary)
-
-
-def _uncovered_only(request: _Request) -> ProtectionPlan:
-    """MoEtion: copies of what no peer holds already, replayed where that is exact."""
-    domains, primaries = _node_numbers(request.ranks), request.primaries()
-    nodes = [f"{domain:06d}" for domain in domains]
-    active = [unit.active for unit in request.units]
-    holders = planning.unit_copy_holders(primaries, active, nodes, request.copies)
-    kept = []
-    for unit, rank, ranks in zip(request.units, primaries, holders, strict=True):
-        is_safe = len({domains[r] for r in unit.active}) >= min(request.copies, len(set(domains)))
-        others = () if is_safe else tuple(ranks[1:])
-        kept.append(UnitProtection(unit.name, "active" if not others else "replayed", rank, others))
-    number = sum(each.kind == "replayed" for each in kept)
-    return ProtectionPlan(kept, f"{request.preset}: copies of up to {number} of {len(kept)} units within the budget")
-
-
-def _auto(request: _Request) -> ProtectionPlan:
-    domains = _node_numbers(request.ranks)
-    if request.copies < 2 or len(set(domains)) < 2:
-        return request.active_only("one node alone keeps no copies")
-    step_seconds = _step_seconds(request.ranks)
-    own = [0] * len(request.ranks)
-    for unit, rank in zip(request.units, request.primaries(), strict=True):
-        own[rank] += OWN_VERSIONS * unit.nbytes
-    nodes = [
-        planning.CopyNode(
-            FAILURE,
-            domain,
-            max(0, info.free_bytes - own_bytes),
-            network_seconds=step_seconds if info.network_seconds is None else info.network_seconds,
-            host_link_seconds=step_seconds,
-        )
-        for domain, info, own_bytes in zip(domains, request.ranks, own, strict=True)
-    ]
-    units = [
-        planning.CopyUnit(unit.nbytes, unit.gradient_bytes, list(unit.active), max(unit.tokens, 1.0), unit.replayable)
-        for unit in request.units
-    ]
-    plan = planning.choose_copies(
-        units,
-        nodes,
-        network=_network(request.ranks),
-        host_link=DEFAULT_LINK,
-        step_seconds=step_seconds,
-        copies=request.copies,
-        budget=request.budget,
+    kept, summary = _native.arrange(
+        preset,
+        planning.PRESETS[preset].copying,
+        [
+            (unit.nbytes, unit.gradient_bytes, list(unit.active), unit.tokens, unit.replayable, unit.may_lag)
+            for unit in units
+        ],
+        [
+            (
+                info.node,
+                max(0, info.free_bytes),
+                info.trains,
+                info.step_seconds,
+                info.network_seconds,
+                info.log_bytes,
+                info.link,
+            )
+            for info in ranks
+        ],
+        copies,
+        budget,
     )
-    kept = []
-    for unit, rank, choice in zip(request.units, request.primaries(), plan.units, strict=True):
-        kind: Kind = "active" if choice.kind in ("active", "uncovered") else choice.kind  # type: ignore[assignment]
-        others = tuple(holder.node for holder in choice.holders)
-        primary = choice.primary if kind != "active" else rank
-        kept.append(UnitProtection(unit.name, kind, primary, others, choice.period))
-    return _always_copied(ProtectionPlan(kept, f"auto: {plan.summary}"), request, domains)
-
-
-def _always_copied(plan: ProtectionPlan, request: _Request, domains: Sequence[int]) -> ProtectionPlan:
-    """Snapshots of each step, whatever they cost, of what one node alone has and the rest cannot go on without."""
-    nodes = [f"{domain:06d}" for domain in domains]
-    active = [unit.active for unit in request.units]
-    holders = planning.unit_copy_holders(request.primaries(), active, nodes, request.copies)
-    kept = []
-    for unit, each, ranks in zip(request.units, plan.units, holders, strict=True):
-        is_alone = not unit.may_lag and len({domains[rank] for rank in unit.active}) == 1
-        is_late = not each.holders or each.period > 1
-        primary, *others = ranks
-        kept.append(UnitProtection(unit.name, "snapshot", primary, tuple(others)) if is_alone and is_late else each)
-    number = sum(new is not old for new, old in zip(kept, plan.units, strict=True))
-    summary = f"; snapshots of {number} more beyond the budget, which nothing goes on without" if number else ""
-    return ProtectionPlan(kept, plan.summary + summary)
+    plans = [
+        UnitProtection(unit.name, kind, primary, tuple(holders), period)
+        for unit, (kind, period, primary, holders) in zip(units, kept, strict=True)
+    ]
+    return ProtectionPlan(plans, summary)
 
 
 def survival(
@@ -321,21 +179,6 @@ def fatal_losses(holders: Mapping[str, Collection[int]], nodes: Sequence[str]) -
     found = [each for each in lost if len(each) == 1 or (len(each) == 2 and not each & single)]
     found.sort(key=lambda each: (len(each), -lost[each], sorted(each)))
     return {" + ".join(sorted(each)): lost[each] for each in found[:MOST_FATAL]}
-
-
-def _network(ranks: Sequence[RankInfo]) -> Link:
-    """The slowest link that was measured."""
-    links = [info.link for info in ranks if info.link is not None]
-    if not links:
-        return DEFAULT_LINK
-    return Link(max(alpha for alpha, _ in links), min(beta for _, beta in links))
-
-
-def _step_seconds(ranks: Sequence[RankInfo]) -> float:
-    """Step seconds of the slowest training member; so long that nothing is too slow until all were profiled."""
-    steps = [info.step_seconds for info in ranks if info.trains]
-    known = [seconds for seconds in steps if seconds is not None]
-    return max(known, default=UNKNOWN_SECONDS) if len(known) == len(steps) else UNKNOWN_SECONDS
 
 
 def _node_numbers(ranks: Sequence[RankInfo]) -> list[int]:

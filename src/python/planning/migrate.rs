@@ -1,6 +1,6 @@
 //! [`crate::placement::migrate`] for Python.
 
-use super::{numbers, shape_error};
+use super::{Matrix, numbers, shape_error, to_matrix};
 use crate::placement;
 use numpy::{PyReadonlyArray1, PyReadonlyArray2, PyUntypedArrayMethods};
 use pyo3::prelude::*;
@@ -9,7 +9,29 @@ use pyo3::prelude::*;
 type Migration = (Vec<usize>, Vec<(usize, usize, usize, i64)>, i128);
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(migrate, module)?)
+    module.add_function(wrap_pyfunction!(migrate, module)?)?;
+    module.add_function(wrap_pyfunction!(keep_in_place, module)?)
+}
+
+#[pyfunction]
+fn keep_in_place<'py>(
+    py: Python<'py>,
+    held: PyReadonlyArray2<'_, i64>,
+    placement: PyReadonlyArray2<'_, i64>,
+    nbytes: PyReadonlyArray1<'_, i64>,
+    domains: Vec<Vec<usize>>,
+) -> PyResult<Matrix<'py>> {
+    let nbytes: Vec<i64> = nbytes.as_array().iter().copied().collect();
+    let shape = [placement.shape()[0], placement.shape()[1]];
+    if held.shape() != shape || shape[1] != nbytes.len() {
+        return Err(shape_error(format!(
+            "held: expected shape {shape:?}, as of placement, with a column for each expert of nbytes, got {:?}",
+            held.shape()
+        )));
+    }
+    let (held, placement) = (numbers(&held), numbers(&placement));
+    let kept = py.detach(|| placement::keep_in_place(&held, &placement, &nbytes, &domains))?;
+    to_matrix(py, kept, shape)
 }
 
 #[pyfunction]

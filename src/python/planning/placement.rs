@@ -10,7 +10,19 @@ type Reason = (String, usize, f64, usize, f64, f64, Option<usize>, String);
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(allocate, module)?)?;
-    module.add_function(wrap_pyfunction!(place, module)?)
+    module.add_function(wrap_pyfunction!(place, module)?)?;
+    module.add_function(wrap_pyfunction!(session_slots, module)?)?;
+    module.add_function(wrap_pyfunction!(is_worth_moving, module)?)
+}
+
+#[pyfunction]
+fn session_slots(experts: usize, domain_sizes: Vec<usize>, slots: Option<usize>, replicas: usize) -> usize {
+    placement::session_slots(experts, &domain_sizes, slots, replicas)
+}
+
+#[pyfunction]
+fn is_worth_moving(now: f64, then: f64) -> bool {
+    placement::is_worth_moving(now, then)
 }
 
 #[pyfunction]

@@ -1,12 +1,71 @@
 //! [`crate::protection::choose_copies`] for Python: tuples in, tuples out.
 
+use crate::error::Error;
 use crate::placement::Survival;
 use crate::protection::{self, CopyNode, CopyReason, CopyRequest, CopyUnit, Limit};
 use crate::schedule::Link;
 use pyo3::prelude::*;
+use serde::Deserialize;
+use serde::de::IntoDeserializer;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(choose_copies, module)?)
+    module.add("LOGGED_STEPS", protection::LOGGED_STEPS)?;
+    module.add("OWN_VERSIONS", protection::OWN_VERSIONS)?;
+    module.add("RECORD_BYTES", protection::RECORD_BYTES)?;
+    module.add_function(wrap_pyfunction!(choose_copies, module)?)?;
+    module.add_function(wrap_pyfunction!(arrange, module)?)
+}
+
+/// State bytes, gradient bytes, active ranks, tokens, replayable, may lag.
+type SessionUnitRow = (u64, u64, Vec<usize>, f64, bool, bool);
+
+/// Node, free bytes, trains, step seconds, network seconds, log bytes, link.
+type SessionRankRow = (String, u64, bool, Option<f64>, Option<f64>, u64, Option<(f64, f64)>);
+
+/// Kind, period, primary, holders.
+type KeptRow = (&'static str, usize, usize, Vec<usize>);
+
+/// `copying` by its name in JSON.
+#[pyfunction]
+fn arrange(
+    py: Python<'_>,
+    name: &str,
+    copying: &str,
+    units: Vec<SessionUnitRow>,
+    ranks: Vec<SessionRankRow>,
+    copies: usize,
+    budget: f64,
+) -> PyResult<(Vec<KeptRow>, String)> {
+    let named: Result<protection::Copying, serde::de::value::Error> =
+        protection::Copying::deserialize(copying.into_deserializer());
+    let copying = named.map_err(|error| Error::Invalid(format!("copying: {error}")))?;
+    let unit = |(state_bytes, gradient_bytes, active, tokens, replayable, may_lag)| protection::SessionUnit {
+        state_bytes,
+        gradient_bytes,
+        active,
+        tokens,
+        replayable,
+        may_lag,
+    };
+    let rank =
+        |(node, free_bytes, trains, step_seconds, network_seconds, log_bytes, link): SessionRankRow| {
+            let link = link.map(|(alpha, beta)| Link { alpha, beta });
+            protection::SessionRank {
+                node,
+                free_bytes,
+                trains,
+                step_seconds,
+                network_seconds,
+                log_bytes,
+                link,
+            }
+        };
+    let units: Vec<_> = units.into_iter().map(unit).collect();
+    let ranks: Vec<_> = ranks.into_iter().map(rank).collect();
+    let request = protection::SessionRequest { name, copying, units: &units, ranks: &ranks, copies, budget };
+    let found = py.detach(|| protection::arrange(&request))?;
+    let row = |kept: protection::Kept| (kept.kind.name(), kept.kind.period(), kept.primary, kept.holders);
+    Ok((found.units.into_iter().map(row).collect(), found.summary))
 }
 
 /// State bytes, gradient bytes, active nodes, tokens, replayable.

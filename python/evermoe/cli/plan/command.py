@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
-import os
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 import evermoe
 from evermoe.cli.plan.advice import advise, best
@@ -28,6 +22,7 @@ from evermoe.cli.plan.setting import add_copy_arguments, parse_setting
 from evermoe.cli.plan.show import show
 from evermoe.cli.plan.show_copies import advise_copies, show_copies
 from evermoe.cli.plan.show_fit import show_fit
+from evermoe.cli.results import console, write_all
 from evermoe.planning import POLICIES
 
 MOST_FAILURES = 64
@@ -130,30 +125,25 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         found = as_json(options, load_LE, comparison) | ({"copies": copies_json(*copies)} if copies else {})
         files["--json"] = (json.dumps(found) + "\n").encode()
-    _write({flag: (getattr(options, flag[2:]), content) for flag, content in files.items()})
-    console = _console()
-    show(console, options.load, comparison)
+    write_all({flag: (getattr(options, flag[2:]), content) for flag, content in files.items()})
+    out = console()
+    show(out, options.load, comparison)
     if copies is not None:
-        show_copies(console, *copies)
+        show_copies(out, *copies)
     for flag in files:
-        console.print(f"wrote {getattr(options, flag[2:])}", soft_wrap=True, markup=False)
+        out.print(f"wrote {getattr(options, flag[2:])}", soft_wrap=True, markup=False)
     return 0
-
-
-def _console() -> Console:
-    """A pipe gets what fits in 100 columns; a terminal what fits in its own."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 100)
 
 
 def _fit(options: argparse.Namespace) -> int:
     """Answers `--model`."""
     report = plan_fit(parse_fit(options))
     if options.json:
-        _write({"--json": (options.json, (json.dumps(fit_json(report)) + "\n").encode())})
-    console = _console()
-    show_fit(console, report)
+        write_all({"--json": (options.json, (json.dumps(fit_json(report)) + "\n").encode())})
+    out = console()
+    show_fit(out, report)
     if options.json:
-        console.print(f"wrote {options.json}", soft_wrap=True, markup=False)
+        out.print(f"wrote {options.json}", soft_wrap=True, markup=False)
     return 0
 
 
@@ -213,43 +203,6 @@ def _plotter(options: argparse.Namespace) -> Callable[[Comparison], bytes] | Non
         return picture.getvalue()
 
     return draw
-
-
-def _write(files: dict[str, tuple[str, bytes]]) -> None:
-    """Writes all of them or none, each completely."""
-    parts: dict[str, Path] = {}
-    try:
-        for flag, (name, content) in files.items():
-            with _explained(flag, name):
-                parts[flag] = _part(Path(name), content)
-        for flag, part in parts.items():
-            with _explained(flag, files[flag][0]):
-                part.replace(files[flag][0])
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
-
-
-def _part(path: Path, content: bytes) -> Path:
-    """A file beside `path` with what it shall contain."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-    return part
-
-
-@contextmanager
-def _explained(flag: str, name: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{flag} {name}: cannot be written: {error.strerror}") from None
 
 
 # ---- JSON

@@ -1,0 +1,66 @@
+"""`evermoe measure`: what failures cost on this machine, as a file of constants for `evermoe simulate`."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from evermoe.cli.measurements import (
+    measure_capture,
+    measure_digests,
+    measure_link,
+    measure_session,
+    measure_store,
+)
+from evermoe.cli.results import console
+from evermoe.simulate import Constants, write_constants
+
+DESCRIPTION = """\
+Measure, within a minute, what failures cost on this machine: messages between two processes, copies, digests and disk,
+and a short real session of three workers of which one is killed. evermoe simulate --constants reads the file."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `evermoe measure`."""
+    parser.description = DESCRIPTION
+    parser.add_argument("--out", metavar="FILE", default="evermoe-constants.json", help="what to write (%(default)s)")
+    parser.add_argument("--folder", metavar="DIR", default=".", help="on the disk of checkpoints (%(default)s)")
+    parser.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
+    parser.add_argument("--no-session", action="store_true", help="leave the session out: keep what is assumed of it")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures, writes the file and prints what is in it.
+
+    Raises:
+        OSError: a folder cannot be written.
+    """
+    out = console()
+    with (
+        tempfile.TemporaryDirectory(prefix=".evermoe-measure-", dir=options.folder) as disk,
+        tempfile.TemporaryDirectory(prefix="evermoe-measure-", dir=options.memory_dir) as memory,
+    ):
+        found = measure_link() | measure_digests() | measure_capture(Path(memory)) | measure_store(Path(disk))
+    details: dict[str, Any] = {}
+    if not options.no_session:
+        session, details = measure_session(out)
+        found |= session
+    source = f"measured by evermoe measure on {platform.node()}, {time.strftime('%Y-%m-%d')}"
+    constants = replace(Constants(), **found, source=source)
+    write_constants(constants, options.out, details)
+    table = Table(box=SIMPLE_HEAD)
+    table.add_column("constant", no_wrap=True)
+    table.add_column("value", justify="right", no_wrap=True)
+    for name, value in found.items():
+        table.add_row(name, f"{value / 1e9:.3g} GB/s" if name.endswith("bytes_per_second") else f"{value:.4g} s")
+    out.print(table)
+    out.print(f"wrote {options.out}", soft_wrap=True, markup=False)
+    return 0

@@ -1,0 +1,178 @@
+"""Measurements of this machine: links, memory, disk, and a short real session in which a worker is killed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from rich.console import Console
+
+from evermoe._native import Arena, CopyEngine, digests
+from evermoe.comm.transport import Transport
+from evermoe.demo.driver import Run
+from evermoe.demo.flags import add_arguments as add_demo_arguments
+from evermoe.demo.flags import check
+from evermoe.demo.summary import commits, episodes
+from evermoe.persist.plain_files import flush, write_units
+from evermoe.state.unit import TensorSpec, Unit
+
+LIMIT = timedelta(seconds=30)
+BYTES = 64 << 20
+"""What is sent, hashed, copied and written at a time."""
+PINGS = 200
+ROUNDS = 5
+
+
+def measure_link() -> dict[str, float]:
+    """Latency and bandwidth of messages between two processes here, by the transport of a session."""
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_echo, args=(there,), daemon=True)
+    process.start()
+    transport = Transport("127.0.0.1", "127.0.0.1")
+    try:
+        here.send(transport.address)
+        transport.connect(1, 0, [transport.address, here.recv()], LIMIT, LIMIT)
+        ping = statistics.median(_round_trip(transport, torch.zeros(1, dtype=torch.uint8)) for _ in range(PINGS)) / 2
+        best = min(_round_trip(transport, torch.zeros(BYTES, dtype=torch.uint8)) for _ in range(ROUNDS)) / 2
+        return {"network_latency_seconds": ping, "network_bytes_per_second": BYTES / max(best - ping, 1e-9)}
+    finally:
+        transport.close()
+        process.join(timeout=LIMIT.total_seconds())
+        if process.is_alive():
+            process.kill()
+
+
+def _round_trip(transport: Transport, message: torch.Tensor) -> float:
+    start = time.perf_counter()
+    coming = transport.receive(message, 1, 1)
+    transport.send(message, 1, 0).wait()
+    coming.wait()
+    return time.perf_counter() - start
+
+
+def _echo(pipe: Connection) -> None:
+    """The other process: sends back what comes."""
+    torch.set_num_threads(1)
+    transport = Transport("127.0.0.1", "127.0.0.1")
+    other = pipe.recv()
+    pipe.send(transport.address)
+    transport.connect(1, 1, [other, transport.address], LIMIT, LIMIT)
+    for size in [1] * PINGS + [BYTES] * ROUNDS:
+        message = torch.empty(size, dtype=torch.uint8)
+        transport.receive(message, 0, 0).wait()
+        transport.send(message, 0, 1).wait()
+    transport.close()
+
+
+def measure_digests() -> dict[str, float]:
+    """Bytes a second of digests, as a recovery makes them."""
+    units = [[part.numpy()] for part in torch.ones(BYTES, dtype=torch.uint8).split(BYTES // 16)]
+    return {"digest_bytes_per_second": BYTES / _best(lambda: digests(units))}
+
+
+def measure_capture(folder: Path) -> dict[str, float]:
+    """Bytes a second of captures into shared memory, by the thread that makes snapshots."""
+    tensor = torch.ones(BYTES, dtype=torch.uint8)
+    arena = Arena.create(folder / "arena", "{}", [("unit", BYTES)])
+    engine = CopyEngine()
+    versions = iter(range(1, ROUNDS + 2))
+
+    def capture() -> None:
+        made = engine.capture(arena, next(versions), [[(tensor.data_ptr(), tensor.nbytes)]], tensor)
+        made.hurry()
+        made.wait()
+
+    try:
+        return {"capture_bytes_per_second": BYTES / _best(capture)}
+    finally:
+        engine.shutdown()
+        arena.unlink()
+
+
+def measure_store(folder: Path) -> dict[str, float]:
+    """Bytes a second to a disk, as checkpoints are written, and from it past the page cache."""
+    specs = (TensorSpec("weights", (BYTES // 64,), torch.float32),)
+    data = torch.randint(0, 256, (16, BYTES // 16), dtype=torch.uint8)
+    units = {f"moe.experts.{at}": (Unit(f"moe.experts.{at}", specs, "moe", at), data[at]) for at in range(16)}
+    path = folder / "units.safetensors"
+
+    def write() -> None:
+        path.unlink(missing_ok=True)
+        write_units(path, units)
+        flush(folder)
+
+    written = _best(write, rounds=3)
+    return {"store_write_bytes_per_second": BYTES / written, "store_read_bytes_per_second": BYTES / _read(path)}
+
+
+def _read(path: Path) -> float:
+    """Seconds to read a file that is not in the page cache any more, where the system can drop it."""
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        while file.read(1 << 24):
+            pass
+        return time.perf_counter() - start
+
+
+def _best(action: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """The least seconds of some rounds, after one that does not count."""
+    action()
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - start)
+    return max(min(taken), 1e-9)
+
+
+SESSION = ["--workers", "3", "--steps", "30", "--kill", "1@12", "--no-join", "--baseline-steps", "0", "--layers", "2"]
+"""The demo's flags for the session that is measured."""
+
+
+def measure_session(console: Console, flags: list[str] | None = None) -> tuple[dict[str, float], dict[str, Any]]:
+    """What a real session takes to notice a killed worker, to agree, to connect and to survey; and its step.
+
+    Args:
+        console: for what happens meanwhile.
+        flags: of the demo; its steps, workers and kills.
+
+    Returns:
+        Constants, and what is for people: seconds of a step, of each phase and of the start.
+
+    Raises:
+        LaunchError: a worker failed.
+    """
+    parser = argparse.ArgumentParser()
+    add_demo_arguments(parser)
+    options = parser.parse_args(flags or SESSION)
+    kills = check(options)
+    began = time.time()
+    with tempfile.TemporaryDirectory(prefix="evermoe-measure-") as folder:
+        run = Run(options, Path(folder), console=console, title="a real session")
+        events = run.go(kills, None, options.steps, options.copies)
+    (episode,) = episodes(events)
+    seconds = episode.seconds
+    first = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")
+    times = [event["time"] for event in commits(events).values()]
+    step = statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+    constants = {
+        "detect_seconds": seconds.get("detect", 0.0),
+        "agree_seconds": seconds.get("agree", 0.0),
+        "rebuild_seconds": seconds.get("rebuild", 0.0),
+        "survey_seconds": seconds.get("fetch", 0.0) + seconds.get("verify", 0.0),
+        "start_seconds": first - began,
+    }
+    return constants, {"step_seconds": step, "phases": seconds, "flags": flags or SESSION}

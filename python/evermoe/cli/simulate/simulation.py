@@ -1,0 +1,93 @@
+"""Simulates what the flags of `evermoe simulate` describe, and tells what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import BytesIO
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import evermoe
+from evermoe.cli.results import console, write_all
+from evermoe.cli.simulate.outcome_table import show_outcomes
+from evermoe.cli.simulate.scenario_flags import parse_scenario
+from evermoe.simulate import Sample, Scenario, simulate_seeds
+
+NUMBERS = ("ettr", "goodput", "plt", "steps", "undone_steps", "interrupted_steps", "losses", "memory_bytes")
+"""Of which the JSON has a mean and a confidence interval."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Simulates, and prints a table.
+
+    Raises:
+        ValueError: with the flag or field, what was expected and what came.
+    """
+    scenario = parse_scenario(options)
+    if options.plot:
+        import matplotlib  # noqa: F401  missing, it is told before any work
+    out = console()
+    samples = run(scenario, tuple(dict.fromkeys(options.presets)), options.seed, options.seeds, out)
+    files: dict[str, tuple[str, bytes]] = {}
+    if options.json:
+        found = json.dumps(as_json(scenario, samples, options.seed)) + "\n"
+        files["--json"] = (options.json, found.encode())
+    if options.plot:
+        files["--plot"] = (options.plot, _draw(samples))
+    write_all(files)
+    show_outcomes(out, scenario, samples)
+    for path, _ in files.values():
+        out.print(f"wrote {path}", soft_wrap=True, markup=False)
+    return 0
+
+
+def run(scenario: Scenario, presets: Sequence[Any], seed: int, seeds: int, out: Console) -> list[Sample]:
+    """All schemes, with a bar of progress on a terminal."""
+    columns = TextColumn("{task.description:14}"), BarColumn(32), TextColumn("{task.percentage:>3.0f} %")
+    samples = []
+    with Progress(*columns, TimeElapsedColumn(), console=out, transient=True, disable=not out.is_terminal) as progress:
+        for name in presets:
+            bar = progress.add_task(name, total=1.0)
+            tell = _teller(progress, bar)
+            samples.append(simulate_seeds(scenario, name, seed=seed, seeds=seeds, progress=tell))
+    return samples
+
+
+def _teller(progress: Progress, bar: Any) -> Any:
+    return lambda part: progress.update(bar, completed=part)
+
+
+def _draw(samples: Sequence[Sample]) -> bytes:
+    from evermoe.cli.simulate.plot import plot_outcomes
+
+    picture = BytesIO()
+    plot_outcomes(samples, picture)
+    return picture.getvalue()
+
+
+def as_json(scenario: Scenario, samples: Sequence[Sample], seed: int) -> dict[str, Any]:
+    """Everything, JSON-able."""
+    return {
+        "evermoe": evermoe.__version__,
+        "seed": seed,
+        "constants": asdict(scenario.constants),
+        "scenario": json.loads(scenario.to_json()),
+        "presets": {sample.scheme: _sample_json(sample) for sample in samples},
+    }
+
+
+def _sample_json(sample: Sample) -> dict[str, Any]:
+    intervals = {name: sample.interval(name) for name in NUMBERS}
+    return {
+        "means": {name: interval.mean for name, interval in intervals.items()},
+        "half_intervals": {
+            name: interval.half if len(sample.outcomes) > 1 else None for name, interval in intervals.items()
+        },
+        "seconds_by_cause": sample.seconds_by_cause(),
+        "outcomes": [asdict(outcome) for outcome in sample.outcomes],
+    }

@@ -1,0 +1,216 @@
+"""A cluster, what goes wrong on it, and a session's options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from evermoe import _native
+from evermoe.simulate.constants import Constants
+from evermoe.simulate.workload import Workload
+
+DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A reason for which nodes come and go, made by one of the functions below. Several add up."""
+
+    fields: dict[str, Any]
+    """Those of `Source` in `src/simulate/failures.rs`."""
+
+    @staticmethod
+    def poisson(*, mtbf_seconds: float, repair_seconds: float | None) -> Failure:
+        """Nodes fail one by one.
+
+        Args:
+            mtbf_seconds: mean time between two failures of any node, while all are up.
+            repair_seconds: until the node, or one in its place, is there again; None for never.
+        """
+        return Failure({"kind": "poisson", "mtbf_seconds": mtbf_seconds, "repair_seconds": repair_seconds})
+
+    @staticmethod
+    def racks(*, nodes_per_rack: int, mtbf_seconds: float, repair_seconds: float | None) -> Failure:
+        """Racks of consecutive nodes fail as a whole; else as `poisson`."""
+        given = {"nodes_per_rack": nodes_per_rack, "mtbf_seconds": mtbf_seconds, "repair_seconds": repair_seconds}
+        return Failure({"kind": "racks", **given})
+
+    @staticmethod
+    def maintenance(*, every_seconds: float, nodes: int, seconds: float) -> Failure:
+        """So many nodes at a time are taken out of service for a while, and their processes have notice."""
+        return Failure({"kind": "maintenance", "every_seconds": every_seconds, "nodes": nodes, "seconds": seconds})
+
+    @staticmethod
+    def stragglers(*, mtbf_seconds: float, factor: float, seconds: float) -> Failure:
+        """Nodes become so many times slower for a while, and all wait for them."""
+        return Failure({"kind": "stragglers", "mtbf_seconds": mtbf_seconds, "factor": factor, "seconds": seconds})
+
+    @staticmethod
+    def in_steps(losses: Sequence[tuple[int, Sequence[int]]]) -> Failure:
+        """Nodes are lost for good in the middle of steps.
+
+        Args:
+            losses: number of a step, and which nodes.
+        """
+        return Failure({"kind": "steps", "losses": [(step, list(nodes)) for step, nodes in losses]})
+
+    @staticmethod
+    def at(times: Sequence[tuple[float, bool, Sequence[int]]]) -> Failure:
+        """Nodes come and go at these times; none is there before it comes.
+
+        Args:
+            times: seconds from the start, whether they come, and which; in order of time.
+        """
+        events = [(seconds, comes, list(nodes)) for seconds, comes, nodes in times]
+        return Failure({"kind": "trace", "events": events})
+
+    @staticmethod
+    def trace(*paths: str | Path) -> Failure:
+        """As recorded: a file in Bamboo's format (`milliseconds,add|remove,node`), or in SkyPilot's one for each node.
+
+        Raises:
+            ValueError: with the file, what was expected and what came. OSError: one cannot be read.
+        """
+        texts = [Path(path).read_text(encoding="utf-8") for path in paths]
+        try:
+            if len(texts) == 1 and not texts[0].lstrip().startswith("{"):
+                return Failure(json.loads(_native.read_bamboo(texts[0])[0]))
+            return Failure(json.loads(_native.read_skypilot(texts)))
+        except ValueError as error:
+            raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
+
+    @property
+    def most_nodes(self) -> int:
+        """Of a trace: as many nodes as it names; else 0."""
+        nodes = (node for _, _, nodes in self.fields.get("events", ()) for node in nodes)
+        return max(nodes, default=-1) + 1
+
+    @property
+    def last_seconds(self) -> float:
+        """Of a trace: the time of its last event; else 0."""
+        events = self.fields.get("events", ())
+        return float(events[-1][0]) if events else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOptions:
+    """Options of a session, as `evermoe.SessionConfig` has them, and of how it is simulated."""
+
+    slots: int | None = None
+    most_slots: int | None = None
+    """Replicas of a layer's experts that a node has memory for; a job that needs more waits for nodes."""
+    min_replicas: int | None = None
+    copies: int = 2
+    copy_budget: float = 0.01
+    join_every: int = 1
+    rebalance_every: int = 100
+    rejoin_limit: float = 30.0
+    checkpoint_every: int = 250
+    """Steps between checkpoints, 250 as for Lazarus in its section 6.4; 0 for none. For `restart` and
+    `restart-groups` see `Scenario.restart_every`."""
+    replay_log_bytes: int = 1 << 30
+    experts_per_save: int | None = None
+    save_every: int = 1
+    plt_limit: float = 1.0
+    remote_bytes_per_step: int | None = None
+    plans_anew: bool = True
+    """Whether experts and copies are planned anew at every change, as a session does. Else newcomers take over what
+    lost nodes had, and all is planned anew only where that leaves an expert without a node: faster to simulate."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job on a cluster that fails.
+
+    Raises:
+        ValueError: from `simulate`, with the field, what was expected and what came.
+    """
+
+    workload: Workload
+    nodes: int
+    """Nodes that train. The devices of a node fail together: they are one member here."""
+    days: float = 1.0
+    """How long it goes on at most."""
+    steps: int | None = None
+    """Steps after which the job is over; None where only time ends it."""
+    spares: int = 0
+    """Nodes that are ready to take a lost one's place."""
+    nodes_per_rack: int = 0
+    """Consecutive nodes that share a rack, over which copies and replicas are spread; 0 where that does not matter."""
+    host_bytes: int = 1 << 40
+    """Host memory of a node that is free for copies."""
+    failures: tuple[Failure, ...] = ()
+    constants: Constants = field(default_factory=Constants)
+    options: SimulatedOptions = field(default_factory=SimulatedOptions)
+    zipf: float = 0.0
+    """Exponent of the experts' load at the start; 0 is even."""
+    drift: float = 0.0
+    """Standard deviation of the logarithm by which each expert's load changes from one change to the next."""
+    drift_every: int = 100
+    """Steps between two changes of the load."""
+    load_trace: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """Step, and tokens of each expert of each class from it on, in the place of these."""
+    expert_parallel: int | None = None
+    """Nodes that share the experts in `restart` and `restart-groups`; None: one in `restart`, two in the other."""
+    restart_every: int = 50
+    """Steps between the checkpoints of `restart` and `restart-groups`: 50 for DS in Lazarus, section 6.1."""
+    join_seconds: float = 120.0
+    """For which these gather nodes that come: 2 minutes in Lazarus, section 6.4."""
+
+    def failing(self, *failures: Failure) -> Scenario:
+        """The same with these failures beside those that there are."""
+        return replace(self, failures=(*self.failures, *failures))
+
+    def to_json(self) -> str:
+        """The fields of `Scenario` in `src/simulate/scenario.rs`."""
+        constants, workload = self.constants, self.workload
+        given = {
+            "cluster": {
+                "nodes": self.nodes,
+                "spares": self.spares,
+                "nodes_per_rack": self.nodes_per_rack,
+                "network_latency_seconds": constants.network_latency_seconds,
+                "network_bytes_per_second": constants.network_bytes_per_second,
+                "host_bytes": self.host_bytes,
+            },
+            "costs": {
+                "detect_seconds": constants.detect_seconds,
+                "agree_seconds": constants.agree_seconds,
+                "rebuild_seconds": constants.rebuild_seconds,
+                "rebuild_seconds_per_node": constants.rebuild_seconds_per_node,
+                "survey_seconds": constants.survey_seconds,
+                "digest_bytes_per_second": constants.digest_bytes_per_second,
+                "capture_bytes_per_second": constants.capture_bytes_per_second,
+                "store_write_bytes_per_second": constants.store_write_bytes_per_second,
+                "store_read_bytes_per_second": constants.store_read_bytes_per_second,
+                "start_seconds": constants.start_seconds,
+            },
+            "model": {
+                "layers": workload.layers,
+                "classes": workload.classes,
+                "experts": workload.experts,
+                "expert_state_bytes": workload.expert_parameters * workload.state_bytes,
+                "expert_gradient_bytes": workload.expert_parameters * workload.gradient_bytes,
+                "dense_state_bytes": workload.dense_parameters * workload.state_bytes,
+                "tokens_per_step": workload.tokens_per_step,
+                "step_seconds": workload.step_seconds + constants.step_overhead,
+                "scaling": workload.scaling,
+                "expert_share": workload.expert_share,
+                "network_idle": workload.network_idle,
+                "replayable": workload.replayable,
+            },
+            "load": {
+                "zipf": self.zipf,
+                "drift": self.drift,
+                "drift_every": self.drift_every,
+                "trace": self.load_trace,
+            },
+            "session": vars(self.options),
+            "failures": [failure.fields for failure in self.failures],
+            "seconds": self.days * DAY,
+            "steps": self.steps,
+        }
+        return json.dumps(given)

@@ -1,0 +1,60 @@
+"""Ways to survive that can be simulated: the presets of a session, and what people use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from evermoe.planning import PRESET_NAMES, PRESETS, PresetName
+
+BaselineName = Literal["restart", "restart-groups"]
+BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
+SchemeName = PresetName | BaselineName
+SCHEMES: Mapping[SchemeName, str] = {
+    **{name: PRESETS[name].summary for name in PRESET_NAMES},
+    "restart": "all stop at a loss, start again and load the newest checkpoint (torchrun and DCP; DS in Lazarus)",
+    "restart-groups": "groups of nodes that share the experts are dropped whole, the others go on (DS(FT) in Lazarus)",
+}
+"""By name, in one line."""
+_SELECTIONS = {"load-aware": "load-aware", "budget": "budget"}
+
+
+def scheme_fields(
+    name: SchemeName, *, expert_parallel: int, checkpoint_every: int, join_seconds: float
+) -> dict[str, Any]:
+    """The fields of `Scheme` in `src/simulate/scenario.rs`.
+
+    Args:
+        name: of the scheme.
+        expert_parallel: nodes that share the experts; baselines alone.
+        checkpoint_every: steps between checkpoints; baselines alone.
+        join_seconds: for which nodes that come are gathered; baselines alone.
+
+    Raises:
+        ValueError: no scheme has the name.
+    """
+    if name not in SCHEMES:
+        raise ValueError(f"presets: expected some of {', '.join(SCHEMES)}, got {name!r}")
+    if name in BASELINES:
+        return {
+            "kind": "restart",
+            "name": name,
+            "expert_parallel": expert_parallel,
+            "drops_groups": name == "restart-groups",
+            "checkpoint_every": checkpoint_every,
+            "is_blocking": False,
+            "join_seconds": join_seconds,
+        }
+    preset = PRESETS[name]  # type: ignore[index]
+    return {
+        "kind": "preset",
+        "name": name,
+        "copying": preset.copying,
+        "selection": _SELECTIONS.get(preset.selection, "all"),
+        "placement": preset.placement,
+        "chunks": preset.schedule,
+        "lagging": preset.lagging,
+        "copies_late": preset.copies_late,
+        "active_copies": preset.active_copies,
+        "saves_experts": preset.needs_checkpoint_dir,
+    }

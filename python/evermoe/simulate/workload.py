@@ -1,0 +1,119 @@
+"""A model that is trained, as a simulation needs it: sizes of its units, and how a step goes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from evermoe.options import checked
+from evermoe.planning.models import MODELS, ModelShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is trained.
+
+    Raises:
+        ValueError: a field, what was expected and what came.
+    """
+
+    name: str
+    layers: int
+    """MoE layers."""
+    experts: int
+    """Experts of each."""
+    expert_parameters: int
+    """Parameters of one expert."""
+    dense_parameters: int
+    """Parameters of all that is no expert; every node has them."""
+    step_seconds: float
+    """Seconds of a step on all nodes of the cluster, with an even load."""
+    tokens_per_step: int = 1 << 20
+    """Tokens of a global batch."""
+    classes: int = 1
+    """Layers that differ in their load: all layers of a class are placed and copied alike."""
+    state_bytes: int = 14
+    """Bytes of a parameter's state: bfloat16, and float32 master and moments."""
+    gradient_bytes: int = 2
+    """Bytes of a parameter's gradient as it is sent."""
+    scaling: float = 1.0
+    """How a step's seconds depend on the number of nodes: 1 where a lost one leaves its work to the others, 0 where all
+    share one machine."""
+    expert_share: float = 0.5
+    """Share of a step in which experts compute, which an uneven load makes longer."""
+    network_idle: float = 0.5
+    """Share of a step in which the network is idle. Gemini measured 41 % for GPT-2 100B (section 5.2)."""
+    replayable: bool = True
+    """Whether the optimizer's steps can be repeated to the bit."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "layers",
+            "experts",
+            "expert_parameters",
+            "dense_parameters",
+            "tokens_per_step",
+            "classes",
+            "state_bytes",
+            "gradient_bytes",
+        ):
+            checked(name, getattr(self, name), int, least=0)
+        checked("step_seconds", self.step_seconds, float, above=0)
+
+    @classmethod
+    def of_shape(cls, name: str, shape: ModelShape, *, step_seconds: float, **options: float) -> Workload:
+        """A model of these sizes.
+
+        Args:
+            name: for people.
+            shape: its sizes.
+            step_seconds: of a step on all nodes of the cluster.
+            options: other fields.
+        """
+        given: dict[str, object] = {
+            "layers": shape.layers,
+            "experts": shape.experts,
+            "expert_parameters": shape.expert_parameters,
+            "dense_parameters": shape.dense_parameters,
+        }
+        return cls(name=name, step_seconds=step_seconds, **(given | options))  # type: ignore[arg-type]
+
+    @classmethod
+    def preset(cls, name: str, *, step_seconds: float, **options: float) -> Workload:
+        """A known model, by its name in `evermoe.planning.models.MODELS`.
+
+        Raises:
+            ValueError: no model has the name.
+        """
+        if name not in MODELS:
+            raise ValueError(f"model: expected a file or one of {', '.join(MODELS)}, got {name!r}")
+        return cls.of_shape(name, MODELS[name], step_seconds=step_seconds, **options)
+
+    @classmethod
+    def read(cls, path: str | Path, **options: float) -> Workload:
+        """A model from a JSON file with these fields; `options` come before what it says.
+
+        Raises:
+            ValueError: it is none. OSError: it cannot be read.
+        """
+        try:
+            data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path}: expected JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ValueError(f"{path}: expected an object with the fields of evermoe.simulate.Workload")
+        given: dict[str, Any] = {"name": Path(path).stem} | data | options
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise ValueError(f"{path}: expected fields of evermoe.simulate.Workload, got {unknown[0]!r}")
+        try:
+            return cls(**given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @property
+    def parameters(self) -> int:
+        """All parameters."""
+        return self.dense_parameters + self.layers * self.experts * self.expert_parameters

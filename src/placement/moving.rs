@@ -1,0 +1,92 @@
+//! What a session asks of placements beside the planners: slots, rows that stay, and whether moving is worth it.
+
+use super::migrate::migrate;
+use crate::error::Result;
+
+/// A new placement must lower the busiest rank of a layer by this part of the mean load.
+const REBALANCE_GAIN: f64 = 0.1;
+
+/// Replicas of experts of a layer that each rank of a session holds: as asked, but all experts fit.
+///
+/// Where nothing is asked, one more than the fewest, or so many that all wanted replicas fit. Nodes of different sizes
+/// need more: each expert is to be on `replicas` of them, or on all. `domain_sizes` are the ranks of each node.
+///
+/// ```
+/// use evermoe::placement::session_slots;
+/// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 1), 3);
+/// assert_eq!(session_slots(8, &[1, 1, 1, 1], None, 2), 4);
+/// ```
+///
+/// Without ranks it is 0.
+pub fn session_slots(experts: usize, domain_sizes: &[usize], slots: Option<usize>, replicas: usize) -> usize {
+    let ranks: usize = domain_sizes.iter().sum();
+    if ranks == 0 {
+        return 0;
+    }
+    let fewest = experts.div_ceil(ranks);
+    if let Some(slots) = slots {
+        return fewest.max(slots);
+    }
+    let mut chosen = (fewest + 1).max(experts.saturating_mul(replicas.min(ranks)).div_ceil(ranks));
+    let domains = domain_sizes.iter().filter(|&&size| size > 0).count();
+    let wanted = experts.saturating_mul(replicas.min(domains));
+    while domain_sizes.iter().map(|size| experts.min(chosen * size)).sum::<usize>() < wanted {
+        chosen += 1;
+    }
+    chosen
+}
+
+/// A layer's placement with its rows given to ranks so that the fewest bytes come from peers.
+///
+/// `held` is `[ranks, experts]`: above 0 where a rank has the expert's bytes in memory, trained or as a copy; `placement`
+/// has the same shape. What each node's ranks hold together stays together, so that the loss of a node costs what it
+/// did. Experts that no rank holds come from a checkpoint, wherever they go.
+///
+/// ```
+/// use evermoe::placement::keep_in_place;
+/// let kept = keep_in_place(&[0, 1, 1, 0], &[1, 0, 0, 1], &[8, 8], &[vec![0], vec![1]])?;
+/// assert_eq!(kept, [0, 1, 1, 0]);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`migrate`].
+pub fn keep_in_place(
+    held: &[i64],
+    placement: &[i64],
+    nbytes: &[i64],
+    domains: &[Vec<usize>],
+) -> Result<Vec<i64>> {
+    let experts = nbytes.len().max(1);
+    let left: Vec<usize> = (0..experts)
+        .filter(|&expert| held.iter().skip(expert).step_by(experts).any(|&count| count > 0))
+        .collect();
+    if left.is_empty() {
+        return Ok(placement.to_vec());
+    }
+    let moves = if left.len() == experts {
+        migrate(held, placement, nbytes, Some(domains))?
+    } else {
+        let columns = |matrix: &[i64]| -> Vec<i64> {
+            matrix.chunks_exact(experts).flat_map(|row| left.iter().map(|&expert| row[expert])).collect()
+        };
+        let sizes: Vec<i64> = left.iter().map(|&expert| nbytes[expert]).collect();
+        migrate(&columns(held), &columns(placement), &sizes, Some(domains))?
+    };
+    let mut kept = vec![0; placement.len()];
+    for (row, &rank) in placement.chunks_exact(experts).zip(&moves.node_map) {
+        kept[rank * experts..][..experts].copy_from_slice(row);
+    }
+    Ok(kept)
+}
+
+/// Whether a new placement makes a layer so much more even that experts should move; both loads are those of the busiest
+/// rank over the mean.
+///
+/// ```
+/// use evermoe::placement::is_worth_moving;
+/// assert!(is_worth_moving(1.3, 1.1) && !is_worth_moving(1.3, 1.25));
+/// ```
+pub fn is_worth_moving(now: f64, then: f64) -> bool {
+    then < now - REBALANCE_GAIN
+}

@@ -1,0 +1,96 @@
+//! Who takes part: the members that are left, spares, and newcomers.
+
+use super::account::{Cause, nanoseconds};
+use super::job::Job;
+use super::world::Flow;
+use crate::error::Result;
+use crate::protocol::{Event, Participant, Standing, without_idle_spares};
+use std::collections::BTreeSet;
+
+impl Job<'_> {
+    /// The Lighthouse answers.
+    pub(super) fn ask(&mut self, standing: Standing, is_intact: bool) -> Result<Option<Event>> {
+        let agree = nanoseconds(self.scenario.costs.agree_seconds);
+        if self.world.spend(Cause::Agree, agree)? == Flow::Lost && is_intact {
+            return self.lost().map(Some);
+        }
+        if !self.await_enough()? {
+            return Ok(None);
+        }
+        let stay = self.survivors();
+        if stay.is_empty() && self.members.is_established() {
+            self.forget_members();
+            return Ok(Some(Event::Look { until: self.scenario.until() }));
+        }
+        let newcomers = self.newcomers(&stay);
+        self.agreed = stay.iter().copied().chain(newcomers.iter().copied()).collect();
+        self.agreed.sort_unstable();
+        let agreed = std::mem::take(&mut self.agreed);
+        self.world.set_members(&agreed);
+        self.agreed = agreed;
+        let has_newcomers = !newcomers.is_empty() && !stay.is_empty();
+        self.members.answer(standing, is_intact, has_newcomers).map(Some)
+    }
+
+    /// Members that are left, by rank.
+    fn survivors(&self) -> Vec<usize> {
+        self.seats.iter().map(|seat| seat.node).filter(|node| self.world.up.contains(node)).collect()
+    }
+
+    /// Nodes that come to these, in the order of their ids, as the protocol says of spares.
+    pub(super) fn newcomers(&self, stay: &[usize]) -> Vec<usize> {
+        let members: BTreeSet<usize> = stay.iter().copied().collect();
+        let ready =
+            self.world.up.iter().filter(|node| !members.contains(node) && !self.world.leaving.contains(node));
+        let free = self.scenario.cluster.nodes.saturating_sub(stay.len());
+        if free == 0 {
+            return Vec::new();
+        }
+        let mut participants: Vec<Participant> =
+            ready.map(|node| member(&format!("{node:07}"), true)).collect();
+        // One stands for all that are left, on both sides of the difference.
+        participants.extend((!stay.is_empty()).then(|| member("left", false)));
+        let wanted = free + usize::from(!stay.is_empty());
+        let chosen = without_idle_spares(&participants, wanted);
+        chosen.iter().filter_map(|participant| participant.id.parse().ok()).collect()
+    }
+
+    /// Waits until there are nodes enough for all experts; false where the simulated time is over before.
+    fn await_enough(&mut self) -> Result<bool> {
+        let fewest = self.scenario.session.most_slots.map_or(1, |most| self.units.experts.div_ceil(most));
+        while self.world.up.len().min(self.scenario.cluster.nodes) < fewest {
+            if self.world.await_change(Cause::Wait)? == Flow::Over {
+                return Ok(false);
+            }
+        }
+        Ok(!self.world.is_over())
+    }
+}
+
+fn member(id: &str, is_spare: bool) -> Participant {
+    let standing = Standing {
+        epoch: None,
+        established: !is_spare,
+        size: 0,
+        generation: 0,
+        state: 0,
+        has_progress: false,
+        named: Vec::new(),
+        adopted: 0,
+        inquires: false,
+        is_done: false,
+        is_spare,
+        seat: None,
+        known: 0,
+        begun: Vec::new(),
+    };
+    Participant {
+        id: id.into(),
+        rank_key: String::new(),
+        trains: true,
+        waits: true,
+        is_patient: false,
+        unreachable: Vec::new(),
+        standing,
+    }
+}

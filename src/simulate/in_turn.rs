@@ -1,0 +1,212 @@
+//! Experts that are copied a few at a time: `pec` into the store, `moetion` to peers.
+
+use super::copies::Copies;
+use super::load::Loads;
+use super::planners::Planners;
+use super::scenario::{PresetChoices, Scenario, Selecting};
+use super::units::Units;
+use crate::error::Result;
+use crate::protection::CopyKind;
+use crate::protocol::step_of;
+use crate::selection::{Selection, TokenLedger};
+
+/// What was sent after a step.
+pub(super) struct Saved {
+    pub(super) store_bytes: u64,
+    pub(super) peer_bytes: u64,
+}
+
+/// A copy of an expert in the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Stored {
+    version: u64,
+    /// Tokens that it had processed.
+    processed: i64,
+}
+
+/// The ledger, and what follows from it.
+pub(super) struct Turns {
+    selecting: Selecting,
+    ledger: TokenLedger,
+    tokens_per_step: f64,
+    save_every: u64,
+    /// Bytes to peers in a step.
+    budget: u64,
+    expert_bytes: u64,
+    /// By unit: the newest copy that is whole. Of `moetion` the versions are those of its copies.
+    stored: Vec<Option<Stored>>,
+    /// Copies that are being written, and when they are whole.
+    writing: Option<(u64, Vec<(usize, Stored)>)>,
+    /// Experts that were copied after the step before: of them only gradients are sent.
+    followed: Vec<bool>,
+}
+
+impl Turns {
+    pub(super) fn new(scenario: &Scenario, preset: &PresetChoices, units: &Units) -> Result<Self> {
+        let (session, experts) = (&scenario.session, units.experts);
+        let each = session.experts_per_save.unwrap_or((experts / 4).max(1)).min(experts);
+        let expert_bytes = units.bytes[..units.num_experts()].iter().copied().max().unwrap_or(1).max(1);
+        let all: u64 = units.bytes[..units.num_experts()].iter().sum();
+        Ok(Self {
+            selecting: preset.selection,
+            ledger: TokenLedger::new(units.classes, experts, each, session.plt_limit)?,
+            tokens_per_step: scenario.model.tokens_per_step as f64,
+            save_every: session.save_every,
+            budget: session.remote_bytes_per_step.unwrap_or((all / 8).max(expert_bytes)),
+            expert_bytes,
+            stored: vec![None; units.bytes.len()],
+            writing: None,
+            followed: vec![false; units.num_experts()],
+        })
+    }
+
+    /// Versions of what is in the store, by unit.
+    pub(super) fn saved(&self) -> impl Iterator<Item = (usize, u64)> + '_ {
+        let is_stored = self.selecting == Selecting::LoadAware;
+        let found = self.stored.iter().enumerate().filter(move |_| is_stored);
+        found.filter_map(|(unit, stored)| stored.map(|stored| (unit, stored.version)))
+    }
+
+    /// Portion of lost tokens.
+    pub(super) fn plt(&self) -> f64 {
+        self.ledger.plt()
+    }
+
+    /// The part of what is followed that the budget allows to send in a step.
+    pub(super) fn followed_part(&self, copies: &Copies, units: &Units) -> f64 {
+        let kept = copies.units.iter().zip(&units.bytes).filter(|(each, _)| each.kind == CopyKind::Replayed);
+        let all: u64 = kept.map(|(each, &bytes)| bytes * each.holders.len() as u64).sum();
+        if all == 0 { 1.0 } else { (self.budget as f64 / all as f64).min(1.0) }
+    }
+
+    fn processed(&self, unit: usize) -> i64 {
+        self.ledger.seen()[unit] - self.ledger.lost()[unit]
+    }
+
+    /// A step was taken; `version` is the state now.
+    pub(super) fn taken(
+        &mut self,
+        loads: &Loads<'_>,
+        planners: &dyn Planners,
+        version: u64,
+        copies: &mut Option<Copies>,
+        units: &Units,
+    ) -> Result<Option<Saved>> {
+        let counts: Vec<i64> = (0..units.classes)
+            .flat_map(|class| {
+                loads.of_class(class).iter().map(|share| (share * self.tokens_per_step).round() as i64)
+            })
+            .collect();
+        self.ledger.add(&counts)?;
+        match self.selecting {
+            Selecting::LoadAware => self.save(planners, version, units),
+            _ => self.follow(planners, version, copies, units),
+        }
+    }
+
+    /// `pec`: K experts of each layer, and all that is no expert, unless the save before is still being written.
+    fn save(&mut self, planners: &dyn Planners, version: u64, units: &Units) -> Result<Option<Saved>> {
+        if !step_of(version).is_multiple_of(self.save_every) || self.writing.is_some() {
+            return Ok(None);
+        }
+        let shape = self.ledger.shape();
+        let capacity = (self.ledger.experts_per_layer() * units.classes) as u64;
+        let ledger = &self.ledger;
+        let chosen =
+            planners.load_aware(ledger.at_risk(), ledger.waiting(), shape, capacity, ledger.checkpoint())?;
+        self.ledger.copied(&chosen)?;
+        let copied: Vec<usize> = flat(&chosen, units.experts).chain(units.dense()).collect();
+        let store_bytes = copied.iter().map(|&unit| units.bytes[unit]).sum();
+        let stored = |unit: usize| {
+            let processed = if unit < units.num_experts() { self.processed(unit) } else { 0 };
+            (unit, Stored { version, processed })
+        };
+        self.writing = Some((u64::MAX, copied.into_iter().map(stored).collect()));
+        Ok(Some(Saved { store_bytes, peer_bytes: 0 }))
+    }
+
+    /// The save that has begun is whole at this time.
+    pub(super) fn busy_until(&mut self, at: u64) {
+        if let Some((whole, _)) = &mut self.writing {
+            *whole = at;
+        }
+    }
+
+    /// Time has come so far.
+    pub(super) fn advance(&mut self, now: u64) {
+        if let Some((_, copied)) = self.writing.take_if(|(whole, _)| *whole <= now) {
+            for (unit, stored) in copied {
+                self.stored[unit] = Some(stored);
+            }
+        }
+    }
+
+    /// `moetion`: of the experts that peers follow those with the most tokens at risk, as many as the budget allows.
+    fn follow(
+        &mut self,
+        planners: &dyn Planners,
+        version: u64,
+        copies: &mut Option<Copies>,
+        units: &Units,
+    ) -> Result<Option<Saved>> {
+        let Some(copies) = copies else { return Ok(None) };
+        let is_kept = |unit: usize| copies.units[unit].kind == CopyKind::Replayed;
+        let at_risk = self.ledger.at_risk().iter().enumerate();
+        let tokens: Vec<i64> =
+            at_risk.map(|(unit, &tokens)| if is_kept(unit) { tokens } else { 0 }).collect();
+        let chosen = planners.budget(&tokens, self.ledger.shape(), self.budget / self.expert_bytes)?;
+        self.ledger.copied(&chosen)?;
+        let mut peer_bytes = 0;
+        let mut followed = vec![false; units.num_experts()];
+        for unit in flat(&chosen, units.experts) {
+            followed[unit] = true;
+            let each = if self.followed[unit] { units.gradients[unit] } else { units.bytes[unit] };
+            let kept = &mut copies.units[unit];
+            peer_bytes += each * kept.holders.len() as u64;
+            kept.version = Some(version);
+            self.stored[unit] = Some(Stored { version, processed: self.processed(unit) });
+        }
+        self.followed = followed;
+        Ok(Some(Saved { store_bytes: 0, peer_bytes }))
+    }
+
+    /// All copies are as the state is now.
+    pub(super) fn all_copied(&mut self, copies: &Copies, version: u64, units: &Units) -> Result<()> {
+        if self.selecting != Selecting::Budget {
+            return Ok(());
+        }
+        let mut chosen: Selection = vec![Vec::new(); units.classes];
+        for unit in 0..units.num_experts() {
+            if copies.units[unit].kind == CopyKind::Replayed {
+                chosen[unit / units.experts].push(unit % units.experts);
+                self.stored[unit] = Some(Stored { version, processed: self.processed(unit) });
+            }
+        }
+        self.ledger.copied(&chosen)
+    }
+
+    /// These experts went back to copies of these versions; the tokens that they lost.
+    pub(super) fn lose(&mut self, stale: &[(usize, u64)], units: &Units) -> Result<f64> {
+        self.writing = None;
+        let mut lost = vec![0; units.num_experts()];
+        let mut experts: Selection = vec![Vec::new(); units.classes];
+        for &(unit, version) in stale {
+            let stored = self.stored[unit].filter(|stored| stored.version == version);
+            let processed = stored.map_or(0, |stored| stored.processed);
+            lost[unit] = (self.processed(unit) - processed).max(0);
+            experts[unit / units.experts].push(unit % units.experts);
+        }
+        if stale.is_empty() {
+            return Ok(0.0);
+        }
+        self.ledger.lose(&experts, Some(&lost))?;
+        Ok(lost.iter().sum::<i64>() as f64)
+    }
+}
+
+fn flat(chosen: &Selection, experts: usize) -> impl Iterator<Item = usize> + '_ {
+    let units = move |(class, row): (usize, &'_ Vec<usize>)| {
+        row.iter().map(|expert| class * experts + expert).collect::<Vec<_>>()
+    };
+    chosen.iter().enumerate().flat_map(units)
+}

@@ -1,0 +1,269 @@
+//! A job of one of the product's presets: carries out in simulated time what the protocol's member says.
+
+use super::account::{Cause, nanoseconds};
+use super::copies::{Copies, Line};
+use super::failures::{Change, step_losses};
+use super::in_turn::Turns;
+use super::load::Loads;
+use super::member::Members;
+use super::outcome::{Happened, Outcome, Tally};
+use super::planners::Planners;
+use super::scenario::{PresetChoices, Scenario, Selecting};
+use super::steps::Pace;
+use super::units::{Seat, Units};
+use super::world::{Flow, Progress, World};
+use crate::error::Result;
+use crate::protocol::{Command, Event, Passed, Stop, step_of};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// Steps that are remembered, to be undone.
+const MOST_STEPS: usize = 1 << 20;
+
+/// A job.
+pub(super) struct Job<'a> {
+    pub(super) scenario: &'a Scenario,
+    pub(super) preset: &'a PresetChoices,
+    pub(super) planners: &'a dyn Planners,
+    pub(super) units: Units,
+    pub(super) world: World<'a>,
+    pub(super) loads: Loads<'a>,
+    pub(super) members: Members,
+    /// Those that train, by rank.
+    pub(super) seats: Vec<Seat>,
+    /// Nodes of the group that is connected next, by rank.
+    pub(super) agreed: Vec<usize>,
+    pub(super) copies: Option<Copies>,
+    /// Those of before, until the first of the new ones are whole.
+    pub(super) former: Option<Copies>,
+    pub(super) line: Line,
+    pub(super) pace: Pace,
+    pub(super) turns: Option<Turns>,
+    /// The newest checkpoint in the store.
+    pub(super) stored: Option<u64>,
+    /// The one that is being written, and when it is whole.
+    pub(super) writing: Option<(u64, u64)>,
+    /// Units that the last recovery took at older versions.
+    pub(super) stale: Vec<(usize, u64)>,
+    /// Steps that were taken, and their nanoseconds.
+    taken: VecDeque<(u64, u64)>,
+    /// Since when units are missing.
+    pub(super) missing_since: Option<u64>,
+    /// Newcomers that take over what lost nodes had, by the lost one.
+    pub(super) substitutes: BTreeMap<usize, usize>,
+    lost_at: Option<u64>,
+    pub(super) tally: Tally,
+}
+
+impl<'a> Job<'a> {
+    pub(super) fn new(
+        scenario: &'a Scenario,
+        preset: &'a PresetChoices,
+        planners: &'a dyn Planners,
+        (present, changes): (BTreeSet<usize>, &'a [Change]),
+        seed: u64,
+        progress: &'a mut Progress<'a>,
+    ) -> Result<Self> {
+        let nodes = scenario.cluster.nodes + scenario.cluster.spares;
+        let units = Units::new(&scenario.model, &scenario.cluster);
+        let turns = match preset.selection {
+            Selecting::All => None,
+            _ => Some(Turns::new(scenario, preset, &units)?),
+        };
+        let mut world = World::new(changes, present, nodes, scenario.seconds, progress);
+        world.step_losses = step_losses(&scenario.failures);
+        Ok(Self {
+            scenario,
+            preset,
+            planners,
+            world,
+            loads: Loads::new(&scenario.load, &scenario.model, seed),
+            members: Members::new(&scenario.session, 0),
+            seats: Vec::new(),
+            agreed: Vec::new(),
+            copies: None,
+            former: None,
+            line: Line::default(),
+            pace: Pace::default(),
+            turns,
+            stored: None,
+            writing: None,
+            stale: Vec::new(),
+            taken: VecDeque::new(),
+            missing_since: None,
+            substitutes: BTreeMap::new(),
+            lost_at: None,
+            tally: Tally::default(),
+            units,
+        })
+    }
+
+    /// Runs until the simulated time is over.
+    pub(super) fn run(mut self) -> Result<Outcome> {
+        let (start, until) = (nanoseconds(self.scenario.costs.start_seconds), self.scenario.until());
+        let mut event = match self.world.spend(Cause::Start, start)? {
+            Flow::Over => None,
+            _ => Some(Event::Look { until }),
+        };
+        while let Some(happened) = event {
+            let commands = self.members.handle(happened)?;
+            event = Some(Event::Look { until });
+            for command in commands {
+                if let Some(answer) = self.carry_out(command)? {
+                    event = Some(answer);
+                }
+            }
+            if self.world.is_over() {
+                break;
+            }
+        }
+        self.outcome()
+    }
+
+    /// Does what the protocol says; what answers it.
+    fn carry_out(&mut self, command: Command) -> Result<Option<Event>> {
+        if self.world.is_over() {
+            return Ok(None);
+        }
+        match command {
+            Command::Ask { standing, is_intact } => self.ask(standing, is_intact),
+            Command::Inquire { standing } => {
+                self.members.standing = Some(standing);
+                Ok(None)
+            }
+            Command::Compare { set } => Ok(Some(Event::Compared { sets: vec![set; self.members.size] })),
+            Command::Wait(_) | Command::Withdraw => {
+                self.world.await_change(Cause::Wait)?;
+                Ok(Some(Event::Waited))
+            }
+            Command::Connect { members, .. } => self.connect(members.len()),
+            Command::Weigh => Ok(Some(Event::Weighed { should_move: self.should_move()? })),
+            Command::Recall { vote } => Ok(Some(Event::Recalled { votes: vec![vote] })),
+            Command::Take { vote, .. } => self.take(&vote).map(|()| None),
+            Command::Restore { version, .. } => self.restore(version).map(Some),
+            Command::CountLosses { .. } => self.count_losses().map(|()| Some(Event::Counted)),
+            Command::Protect { version, waits, .. } => self.protect(version, waits).map(Some),
+            Command::Resume { version } => self.resume(version).map(|()| None),
+            Command::Step { number } | Command::Follow { number } => self.step(number).map(Some),
+            Command::Vote { calls, .. } => Ok(Some(self.vote(calls))),
+            Command::Commit { step } => {
+                self.tally.committed = step + 1;
+                Ok(None)
+            }
+            Command::Settle => {
+                self.world.let_go();
+                Ok(Some(Event::Settled { is_whole: true }))
+            }
+            Command::Pause => {
+                let patience = nanoseconds(self.scenario.session.rejoin_limit);
+                let since = self.missing_since.unwrap_or(self.world.now);
+                self.world.spend(Cause::Wait, (since + patience).saturating_sub(self.world.now))?;
+                Ok(None)
+            }
+            Command::Stop(why) => self.start_again(&why).map(|()| None),
+            Command::Farewell { .. } => Ok(Some(Event::Parted)),
+            Command::Close => {
+                self.world.finish();
+                Ok(None)
+            }
+            Command::Drop { .. } | Command::Leave => Ok(None),
+        }
+    }
+
+    /// A member is lost: the others notice.
+    pub(super) fn lost(&mut self) -> Result<Event> {
+        self.lost_at.get_or_insert(self.world.now);
+        let detect = nanoseconds(self.scenario.costs.detect_seconds);
+        while self.world.spend(Cause::Detect, detect)? == Flow::Lost {}
+        self.log("lost");
+        Ok(Event::Lost { reason: String::new() })
+    }
+
+    /// What answers a command that takes time, unless a member is lost meanwhile.
+    pub(super) fn unless_lost(&mut self, flow: Flow, answer: Event) -> Result<Event> {
+        if flow == Flow::Lost { self.lost() } else { Ok(answer) }
+    }
+
+    fn connect(&mut self, size: usize) -> Result<Option<Event>> {
+        self.members.size = size;
+        let costs = &self.scenario.costs;
+        let seconds = costs.rebuild_seconds + costs.rebuild_seconds_per_node * self.agreed.len() as f64;
+        let flow = self.world.spend(Cause::Rebuild, nanoseconds(seconds))?;
+        self.unless_lost(flow, Event::Connected).map(Some)
+    }
+
+    fn resume(&mut self, version: u64) -> Result<()> {
+        self.members.settle()?;
+        self.line.note(version);
+        if let (Some(turns), Some(copies)) = (&mut self.turns, &self.copies) {
+            turns.all_copied(copies, version, &self.units)?;
+        }
+        if let Some(lost) = self.lost_at.take() {
+            self.tally.recovery_nanoseconds.push(self.world.now - lost);
+        }
+        self.log("resumed");
+        Ok(())
+    }
+
+    fn vote(&mut self, calls: bool) -> Event {
+        let leaving = self.world.leaving.len();
+        Event::Tally { votes: self.members.size, leaving, calling: usize::from(calls), sums: Vec::new() }
+    }
+
+    /// A step was taken.
+    fn take(&mut self, vote: &Passed) -> Result<()> {
+        self.line.note(vote.after);
+        self.taken.push_back((step_of(vote.before), std::mem::take(&mut self.pace.computing)));
+        if self.taken.len() > MOST_STEPS {
+            self.taken.pop_front();
+        }
+        self.former = None;
+        self.tally.steps += 1;
+        self.taken_step(vote.after)
+    }
+
+    /// All go back to the state after so many steps.
+    pub(super) fn undo(&mut self, step: u64) {
+        let mut nanoseconds = 0;
+        let done = self.tally.steps;
+        while let Some(&(_, spent)) = self.taken.back().filter(|(number, _)| *number >= step) {
+            nanoseconds += spent;
+            self.taken.pop_back();
+        }
+        let undone = done.saturating_sub(step);
+        if step == 0 && undone > 0 {
+            nanoseconds = u64::MAX; // also of steps that are not remembered
+        }
+        self.world.spent.move_to_repeat(nanoseconds);
+        self.tally.steps -= undone;
+        self.tally.undone_steps += undone;
+    }
+
+    /// The job is over for its members: it begins again, from what is in the store.
+    fn start_again(&mut self, _why: &Stop) -> Result<()> {
+        self.tally.restarts += 1;
+        self.log("restarted");
+        self.forget_members();
+        self.world.set_members(&[]);
+        let start = nanoseconds(self.scenario.costs.start_seconds);
+        self.world.spend(Cause::Start, start)?;
+        Ok(())
+    }
+
+    /// All processes are gone, with what was in their memory.
+    pub(super) fn forget_members(&mut self) {
+        let generation = self.members.generation();
+        self.members = Members::new(&self.scenario.session, generation);
+        self.seats.clear();
+        (self.copies, self.former) = (None, None);
+        self.line = Line::default();
+        self.writing = None;
+    }
+
+    pub(super) fn log(&mut self, what: &'static str) {
+        if self.tally.happened.len() < super::outcome::MOST_HAPPENED {
+            let step = step_of(self.line.newest);
+            let (members, at) = (self.seats.len(), self.world.now);
+            self.tally.happened.push(Happened { at, what, step, members });
+        }
+    }
+}

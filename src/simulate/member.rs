@@ -1,0 +1,150 @@
+//! The members of a job, as state machines of the protocol. Members in the same state are represented by one.
+
+use super::scenario::SessionChoices;
+use crate::error::{Error, Result};
+use crate::protocol::{Command, Event, Participant, Protocol, Settings, Standing};
+
+/// Those that have been in the job, and those that come to it.
+pub(super) struct Members {
+    session: SessionChoices,
+    old: Protocol,
+    /// Those that come, until they are in the same state as the others.
+    new: Option<Protocol>,
+    /// Ids of the machines that the group is made of.
+    ids: Vec<String>,
+    /// Number of the newest set that the Lighthouse has named.
+    pub(super) set: u64,
+    /// Machines of the group.
+    pub(super) size: usize,
+    /// What the members have told last.
+    pub(super) standing: Option<Standing>,
+}
+
+impl Members {
+    /// Processes that have just started.
+    pub(super) fn new(session: &SessionChoices, generation: u64) -> Self {
+        let ids = vec![format!("first {generation}")];
+        let old = Protocol::new(settings(session, &ids[0], generation));
+        Self { session: session.clone(), old, new: None, ids, set: generation, size: 0, standing: None }
+    }
+
+    pub(super) fn generation(&self) -> u64 {
+        self.old.generation()
+    }
+
+    pub(super) fn is_established(&self) -> bool {
+        self.old.is_established()
+    }
+
+    /// What the members do now that `event` has happened.
+    pub(super) fn handle(&mut self, event: Event) -> Result<Vec<Command>> {
+        if let Some(new) = &mut self.new {
+            match event {
+                Event::Lost { .. } => self.new = None, // they ask again
+                Event::Look { .. } | Event::Compared { .. } => {}
+                _ => {
+                    new.handle(event.clone())?;
+                }
+            }
+        }
+        self.old.handle(event)
+    }
+
+    /// Others wait at the Lighthouse while these train.
+    pub(super) fn overhear_newcomers(&mut self) -> Result<()> {
+        let Some(standing) = self.standing.clone() else { return Ok(()) };
+        let mut participants = self.old_ones(&standing, false);
+        let (id, mut newcomer) = self.newcomer();
+        participants.push(participant(&id, asked(&mut newcomer)?, true));
+        self.old.handle(Event::Overheard { id: self.set + 1, participants }).map(|_| ())
+    }
+
+    /// The Lighthouse's answer: the members that are left, and newcomers where there are some.
+    ///
+    /// Where a member was lost, one machine stands for all that are left.
+    pub(super) fn answer(
+        &mut self,
+        standing: Standing,
+        is_intact: bool,
+        has_newcomers: bool,
+    ) -> Result<Event> {
+        self.set += 1;
+        if !is_intact {
+            self.ids.truncate(1);
+        }
+        let mut participants = self.old_ones(&standing, true);
+        self.new = None;
+        if has_newcomers {
+            let (id, mut newcomer) = self.newcomer();
+            participants.push(participant(&id, asked(&mut newcomer)?, true));
+            self.ids.push(id);
+            self.new = Some(newcomer);
+        }
+        Ok(self.quorum(&participants))
+    }
+
+    fn quorum(&self, participants: &[Participant]) -> Event {
+        Event::Quorum { id: self.set, participants: participants.to_vec(), is_promoted: false }
+    }
+
+    fn old_ones(&self, standing: &Standing, waits: bool) -> Vec<Participant> {
+        self.ids.iter().map(|id| participant(id, standing.clone(), waits)).collect()
+    }
+
+    fn newcomer(&self) -> (String, Protocol) {
+        let id = format!("next {}", self.set);
+        let settings = settings(&self.session, &id, 0);
+        (id, Protocol::new(settings))
+    }
+
+    /// A recovery is over: newcomers are as the others now.
+    pub(super) fn settle(&mut self) -> Result<()> {
+        let Some(new) = self.new.take() else { return Ok(()) };
+        let is_same = new.version() == self.old.version() && new.generation() == self.old.generation();
+        if is_same {
+            return Ok(());
+        }
+        Err(Error::Runtime(format!(
+            "simulate: newcomers are at version {}, the others at {}, after the same recovery",
+            new.version(),
+            self.old.version()
+        )))
+    }
+}
+
+fn settings(session: &SessionChoices, id: &str, generation: u64) -> Settings {
+    Settings {
+        id: id.into(),
+        trains: true,
+        is_spare: false,
+        members: 1,
+        is_fixed: false,
+        goes_on_alone: false,
+        needs_majority: false,
+        join_every: session.join_every,
+        rebalance_every: session.rebalance_every,
+        generation,
+    }
+}
+
+fn participant(id: &str, standing: Standing, waits: bool) -> Participant {
+    Participant {
+        id: id.into(),
+        rank_key: String::new(),
+        trains: true,
+        waits,
+        is_patient: false,
+        unreachable: Vec::new(),
+        standing,
+    }
+}
+
+/// What a process that has just started tells.
+fn asked(newcomer: &mut Protocol) -> Result<Standing> {
+    let commands = newcomer.handle(Event::Look { until: u64::MAX >> 24 })?;
+    let standing = commands.into_iter().find_map(|command| match command {
+        Command::Ask { standing, .. } => Some(standing),
+        _ => None,
+    });
+    standing.ok_or_else(|| Error::Runtime("simulate: a process that has started asks nobody".into()))
+}

@@ -1,0 +1,70 @@
+//! A job on a cluster that fails, in simulated time: the product's own planners and protocol decide.
+//!
+//! ```text
+//! sources ─ changes ─ World (clock, nodes) ◄─ spend(cause, seconds) ─┐
+//!                                                                    │
+//! Members: protocol::Protocol ─ commands ─► Job: ask, connect, restore, protect, step ─ events ─► Members
+//!                                            │ Planners: allocate, place, keep_in_place, arrange, plan_recovery, …
+//!                                            └─► Tally ─ Outcome: time by cause, steps, tokens, bytes
+//! ```
+//!
+//! A node is one member. Members in the same state are represented by one machine of the protocol, and layers of the same
+//! load by one. What decisions *cost* in seconds is modelled, by [`Costs`]; what they *are* is not: it is planned.
+
+mod account;
+mod asking;
+mod copies;
+mod failures;
+mod in_turn;
+mod job;
+mod load;
+mod member;
+mod outcome;
+mod planners;
+mod protect;
+mod rearrange;
+mod restart;
+mod restore;
+mod scenario;
+mod steps;
+mod trace;
+mod units;
+mod world;
+
+pub use account::{Cause, Spent};
+pub use failures::{Change, Source, What, changes};
+pub use outcome::{Happened, Outcome};
+pub use planners::{Planners, Product};
+pub use scenario::{
+    ChunkName, Cluster, Costs, Lagging, Load, Model, PlacementName, PresetChoices, RestartChoices, Scenario,
+    Scheme, Selecting, SessionChoices,
+};
+pub use trace::{read_bamboo, read_skypilot};
+pub use world::Progress;
+
+use crate::error::Result;
+
+/// Simulates a scheme; the same for a seed, which decides what fails when and how the load drifts: alike for all schemes.
+///
+/// # Errors
+/// [`Error::Invalid`](crate::error::Error::Invalid) for a scenario that is none, with the field, what was expected and what
+/// came; what a planner refuses; and what `progress` returns.
+pub fn simulate(
+    scenario: &Scenario,
+    scheme: &Scheme,
+    seed: u64,
+    planners: &dyn Planners,
+    progress: &mut Progress<'_>,
+) -> Result<Outcome> {
+    scenario.check()?;
+    scheme.check(scenario)?;
+    let trainers = scenario.cluster.nodes;
+    let nodes = [trainers, trainers + scenario.cluster.spares];
+    let ready = scenario.costs.start_seconds;
+    let (present, changes) = changes(&scenario.failures, nodes, scenario.seconds, ready, seed);
+    let begin = (present, &changes[..]);
+    match scheme {
+        Scheme::Preset(preset) => job::Job::new(scenario, preset, planners, begin, seed, progress)?.run(),
+        Scheme::Restart(choices) => restart::Restarts::new(scenario, choices, begin, seed, progress).run(),
+    }
+}

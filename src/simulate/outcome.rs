@@ -1,0 +1,204 @@
+//! What came of it.
+
+use super::account::{Cause, Spent, seconds};
+use super::job::Job;
+use crate::error::Result;
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Events that are remembered of a simulation.
+pub(super) const MOST_HAPPENED: usize = 1 << 12;
+
+/// Something that happened to the job.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Happened {
+    /// Nanoseconds from the start.
+    pub at: u64,
+    /// `lost`, `resumed`, or `restarted`.
+    pub what: &'static str,
+    /// Steps that the state had taken.
+    pub step: u64,
+    /// Members before, or after a recovery.
+    pub members: usize,
+}
+
+/// Counts while a simulation runs.
+#[derive(Clone, Debug)]
+pub(super) struct Tally {
+    pub(super) steps: u64,
+    pub(super) committed: u64,
+    pub(super) undone_steps: u64,
+    pub(super) interrupted_steps: u64,
+    pub(super) recoveries: u64,
+    pub(super) moves: u64,
+    pub(super) restarts: u64,
+    pub(super) checkpoint_loads: u64,
+    pub(super) lost_tokens: f64,
+    pub(super) copy_bytes: u128,
+    pub(super) first_bytes: u128,
+    pub(super) recovery_bytes: u128,
+    pub(super) local_bytes: u128,
+    pub(super) store_bytes: u128,
+    pub(super) read_bytes: u128,
+    pub(super) memory_bytes: u64,
+    pub(super) fewest_members: usize,
+    pub(super) recovery_nanoseconds: Vec<u64>,
+    pub(super) happened: Vec<Happened>,
+}
+
+impl Default for Tally {
+    fn default() -> Self {
+        Self {
+            steps: 0,
+            committed: 0,
+            undone_steps: 0,
+            interrupted_steps: 0,
+            recoveries: 0,
+            moves: 0,
+            restarts: 0,
+            checkpoint_loads: 0,
+            lost_tokens: 0.0,
+            copy_bytes: 0,
+            first_bytes: 0,
+            recovery_bytes: 0,
+            local_bytes: 0,
+            store_bytes: 0,
+            read_bytes: 0,
+            memory_bytes: 0,
+            fewest_members: usize::MAX,
+            recovery_nanoseconds: Vec::new(),
+            happened: Vec::new(),
+        }
+    }
+}
+
+/// What came of a simulation.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Outcome {
+    /// Name of the scheme.
+    pub scheme: String,
+    /// Seconds in all.
+    pub seconds: f64,
+    /// Nanoseconds by cause; they add up to `seconds`.
+    pub nanoseconds: BTreeMap<&'static str, u64>,
+    /// Effective training time ratio: the part of the time in which steps that count were computed.
+    pub ettr: f64,
+    /// Tokens of these steps, without those that experts lost, for each second.
+    pub goodput_tokens_per_second: f64,
+    /// The same, over what all nodes of the cluster would train without failures and copies, with an even load.
+    pub goodput: f64,
+    /// Steps that count.
+    pub steps: u64,
+    /// Steps that were undone, and taken again.
+    pub undone_steps: u64,
+    /// Steps that a loss interrupted.
+    pub interrupted_steps: u64,
+    /// Tokens of steps that were undone or interrupted.
+    pub repeated_tokens: f64,
+    /// Tokens that experts lost as they went back alone.
+    pub lost_tokens: f64,
+    /// Portion of lost tokens, averaged over layers.
+    pub plt: f64,
+    /// Members that were lost.
+    pub losses: u64,
+    /// Recoveries, the start and newcomers included.
+    pub recoveries: u64,
+    /// Times that experts moved as the load had shifted.
+    pub moves: u64,
+    /// Times that all processes were started again.
+    pub restarts: u64,
+    /// Times that all went back to a checkpoint.
+    pub checkpoint_loads: u64,
+    /// Bytes of copies to peers.
+    pub copy_bytes: u128,
+    /// Bytes of first copies, after a change.
+    pub first_bytes: u128,
+    /// Bytes that recoveries fetched from peers.
+    pub recovery_bytes: u128,
+    /// Bytes that recoveries took from copies in own memory.
+    pub local_bytes: u128,
+    /// Bytes that were written to the store.
+    pub store_bytes: u128,
+    /// Bytes that were read from it.
+    pub read_bytes: u128,
+    /// Memory that state and copies took on the fullest node.
+    pub memory_bytes: u64,
+    /// Nodes that trained, on average.
+    pub mean_members: f64,
+    /// The fewest that did.
+    pub fewest_members: usize,
+    /// Seconds from each loss until training went on.
+    pub recovery_seconds: Vec<f64>,
+    /// The first events.
+    pub happened: Vec<Happened>,
+}
+
+/// What an outcome is made of.
+pub(super) struct Parts<'a> {
+    pub(super) scheme: &'a str,
+    pub(super) tokens_per_step: u64,
+    pub(super) ideal_step_seconds: f64,
+    pub(super) tally: Tally,
+    pub(super) spent: &'a Spent,
+    pub(super) now: u64,
+    pub(super) member_time: u128,
+    pub(super) losses: u64,
+    pub(super) plt: Option<f64>,
+}
+
+impl Outcome {
+    pub(super) fn new(parts: Parts<'_>) -> Self {
+        let Parts { tally, spent, tokens_per_step, .. } = parts;
+        let (total, tokens) = (seconds(parts.now).max(f64::MIN_POSITIVE), tokens_per_step as f64);
+        let kept = (tally.steps as f64 * tokens - tally.lost_tokens).max(0.0);
+        let goodput = kept / total;
+        let seen = (tally.steps as f64 * tokens).max(1.0);
+        Self {
+            scheme: parts.scheme.to_owned(),
+            seconds: total,
+            nanoseconds: Cause::ALL.iter().map(|&cause| (cause.name(), spent.of(cause))).collect(),
+            ettr: seconds(spent.of(Cause::Train)) / total,
+            goodput_tokens_per_second: goodput,
+            goodput: goodput * parts.ideal_step_seconds / tokens,
+            steps: tally.steps,
+            undone_steps: tally.undone_steps,
+            interrupted_steps: tally.interrupted_steps,
+            repeated_tokens: (tally.undone_steps + tally.interrupted_steps) as f64 * tokens,
+            lost_tokens: tally.lost_tokens,
+            plt: parts.plt.unwrap_or((tally.lost_tokens / seen).min(1.0)),
+            losses: parts.losses,
+            recoveries: tally.recoveries,
+            moves: tally.moves,
+            restarts: tally.restarts,
+            checkpoint_loads: tally.checkpoint_loads,
+            copy_bytes: tally.copy_bytes,
+            first_bytes: tally.first_bytes,
+            recovery_bytes: tally.recovery_bytes,
+            local_bytes: tally.local_bytes,
+            store_bytes: tally.store_bytes,
+            read_bytes: tally.read_bytes,
+            memory_bytes: tally.memory_bytes,
+            mean_members: parts.member_time as f64 / (parts.now.max(1) as f64),
+            fewest_members: if tally.fewest_members == usize::MAX { 0 } else { tally.fewest_members },
+            recovery_seconds: tally.recovery_nanoseconds.into_iter().map(seconds).collect(),
+            happened: tally.happened,
+        }
+    }
+}
+
+impl Job<'_> {
+    pub(super) fn outcome(self) -> Result<Outcome> {
+        let world = &self.world;
+        Ok(Outcome::new(Parts {
+            scheme: &self.preset.name,
+            tokens_per_step: self.scenario.model.tokens_per_step,
+            ideal_step_seconds: self.scenario.model.step_seconds,
+            tally: self.tally,
+            spent: &world.spent,
+            now: world.now,
+            member_time: world.member_time,
+            losses: world.losses,
+            plt: self.turns.as_ref().map(super::in_turn::Turns::plt),
+        }))
+    }
+}

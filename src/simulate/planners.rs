@@ -1,0 +1,125 @@
+//! The decisions that a simulation takes: the product's own.
+
+use crate::dispatch;
+use crate::error::Result;
+use crate::placement::{self, Placement};
+use crate::protection::{self, Arrangement, SessionRequest};
+use crate::recovery::{self, Holding, Plan};
+use crate::schedule;
+use crate::selection::{self, Selection};
+
+/// (node, expert) pairs up to which the best split of tokens is found.
+const MOST_BALANCED: usize = 1 << 14;
+
+/// The planners of a simulated job. [`Product`] has those of a session; a test may put another in the place of one.
+pub trait Planners {
+    /// Replicas of each expert: [`placement::allocate`], or [`placement::reallocate`] from those that there are.
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn allocate(
+        &self,
+        load: &[f64],
+        nodes: usize,
+        slots: usize,
+        min_replicas: usize,
+        previous: Option<&[i64]>,
+    ) -> Result<Vec<i64>> {
+        match previous {
+            Some(previous) => placement::reallocate(load, nodes, slots, min_replicas, previous),
+            None => placement::allocate(load, nodes, slots, min_replicas),
+        }
+    }
+
+    /// Nodes of each replica: [`placement::place`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn place(&self, request: &placement::Request<'_>) -> Result<Placement> {
+        placement::place(request)
+    }
+
+    /// Which node takes which row: [`placement::keep_in_place`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn keep_in_place(
+        &self,
+        held: &[i64],
+        placement: &[i64],
+        nbytes: &[i64],
+        domains: &[Vec<usize>],
+    ) -> Result<Vec<i64>> {
+        placement::keep_in_place(held, placement, nbytes, domains)
+    }
+
+    /// The busiest node over the mean: [`dispatch::imbalance`] of tokens that are split as in training; with many nodes,
+    /// of those that are split evenly, which is an upper bound and much faster.
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn imbalance(&self, matrix: &[i64], load: &[f64], nodes: usize) -> Result<f64> {
+        let is_small = matrix.len() <= MOST_BALANCED;
+        let policy = if is_small { dispatch::Policy::Balanced } else { dispatch::Policy::Even };
+        dispatch::imbalance(matrix, load, nodes, policy)
+    }
+
+    /// Who keeps copies of what: [`protection::arrange`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn arrange(&self, request: &SessionRequest<'_>) -> Result<Arrangement> {
+        protection::arrange(request)
+    }
+
+    /// When copies travel: [`schedule::plan_chunks`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn plan_chunks(&self, request: &schedule::Request<'_>) -> Result<schedule::ChunkPlan> {
+        schedule::plan_chunks(request)
+    }
+
+    /// From where all go on: [`recovery::plan_lagging`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn plan_recovery(
+        &self,
+        bytes: &[u64],
+        holdings: &[Vec<Holding>],
+        needs: &[Vec<usize>],
+        may_lag: &[usize],
+    ) -> Result<Plan> {
+        recovery::plan_lagging(bytes, holdings, needs, may_lag)
+    }
+
+    /// Experts that `pec` saves now: [`selection::load_aware`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn load_aware(
+        &self,
+        tokens: &[i64],
+        waiting: &[i64],
+        shape: [usize; 2],
+        capacity: u64,
+        checkpoint: u64,
+    ) -> Result<Selection> {
+        selection::load_aware(tokens, Some(waiting), shape, capacity, checkpoint)
+    }
+
+    /// Experts that `moetion` copies now: [`selection::budget`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn budget(&self, tokens: &[i64], shape: [usize; 2], capacity: u64) -> Result<Selection> {
+        selection::budget(tokens, shape, capacity)
+    }
+}
+
+/// The planners of a session.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Product;
+
+impl Planners for Product {}

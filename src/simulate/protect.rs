@@ -1,0 +1,278 @@
+//! Who keeps copies of what after a change, what the first of them take, and how they delay each step.
+
+use super::account::{Cause, nanoseconds};
+use super::copies::{Copies, UnitCopies};
+use super::job::Job;
+use super::units::active;
+use crate::error::Result;
+use crate::protection::{CopyKind, Copying, SessionRank, SessionRequest, SessionUnit};
+use crate::protocol::Event;
+use crate::schedule::{
+    CopyItem, Kind, Link, Memory, Receiver, Request, Resource, Span, StepProfile, WindowOptions, Windows,
+    find_windows,
+};
+use std::collections::BTreeMap;
+
+/// Windows of a step at most.
+const MOST_WINDOWS: usize = 256;
+/// The part of its share that a collective keeps the network busy for, so that windows stay apart.
+const OVERLAP: f64 = 1.0 - 1e-9;
+/// Memory through which chunks pass, and into how many buffers it is cut.
+const BUFFERS: u64 = 4;
+const BUFFER_BYTES: u64 = 32 << 20;
+/// Chunks of a node at most: larger ones take the place of more.
+const MOST_CHUNKS: u64 = 1 << 12;
+/// Gradients that a replayed copy keeps, and versions of a snapshot.
+const KEPT_GRADIENTS: u64 = 8;
+const KEPT_VERSIONS: u64 = 2;
+
+/// Bytes from a node to another in a step.
+type Sends = BTreeMap<(usize, usize), u64>;
+
+impl Job<'_> {
+    /// Plans who keeps copies of what, and begins to make those that are missing.
+    pub(super) fn protect(&mut self, version: u64, waits: bool) -> Result<Event> {
+        let active = active(&self.seats, &self.units);
+        let copies = match self.kept_copies(&active, version) {
+            Some(copies) => copies,
+            None => {
+                let copies = self.arrange(&active, version)?;
+                self.note_memory(&copies);
+                copies
+            }
+        };
+        let first = self.first_sends(&copies);
+        let first_bytes: u64 = first.values().sum();
+        self.tally.first_bytes += u128::from(first_bytes);
+        let seconds = self.busiest(&first) as f64 / self.scenario.cluster.network_bytes_per_second;
+        self.pace_copies(&copies)?;
+        self.copies = Some(copies);
+        let waits = waits || self.scenario.session.copies == 0;
+        self.pace.first_copies = if waits { 0.0 } else { seconds };
+        if waits {
+            let flow = self.world.spend(Cause::Protect, nanoseconds(seconds))?;
+            self.former = None;
+            return self.unless_lost(flow, Event::Protected { is_whole: true });
+        }
+        Ok(Event::Protected { is_whole: false })
+    }
+
+    fn arrange(&mut self, active: &[Vec<usize>], version: u64) -> Result<Copies> {
+        let experts = self.units.num_experts();
+        let tokens = self.scenario.model.tokens_per_step as f64;
+        let unit = |unit: usize| SessionUnit {
+            state_bytes: self.units.bytes[unit],
+            gradient_bytes: self.units.gradients[unit],
+            active: active[unit].clone(),
+            tokens: match unit < experts {
+                true => tokens * self.loads.of_class(unit / self.units.experts)[unit % self.units.experts],
+                false => tokens,
+            },
+            replayable: self.scenario.model.replayable && unit < experts,
+            may_lag: unit < experts,
+        };
+        let units: Vec<SessionUnit> = (0..self.units.bytes.len()).map(unit).collect();
+        let nodes: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
+        let ranks = self.session_ranks(&nodes);
+        let arrangement = self.planners.arrange(&SessionRequest {
+            name: &self.preset.name,
+            copying: self.preset.copying,
+            units: &units,
+            ranks: &ranks,
+            copies: self.scenario.session.copies,
+            budget: self.scenario.session.copy_budget,
+        })?;
+        self.pace.chosen_delay = arrangement.delay_seconds;
+        let takes_turns = self.turns.is_some();
+        Ok(Copies::new(&arrangement, &nodes, version, takes_turns, &self.units))
+    }
+
+    fn session_ranks(&self, nodes: &[usize]) -> Vec<SessionRank> {
+        let (cluster, session) = (&self.scenario.cluster, &self.scenario.session);
+        let step = self.step_seconds();
+        let mut domain = vec![0; nodes.len()];
+        for (number, ranks) in self.domains(nodes).iter().enumerate() {
+            ranks.iter().for_each(|&rank| domain[rank] = number);
+        }
+        let rank = |domain: usize| SessionRank {
+            node: format!("{domain:07}"),
+            free_bytes: cluster.host_bytes,
+            trains: true,
+            step_seconds: Some(step),
+            network_seconds: Some(step * self.scenario.model.network_idle),
+            log_bytes: session.replay_log_bytes,
+            link: Some(self.link()),
+        };
+        domain.into_iter().map(rank).collect()
+    }
+
+    fn link(&self) -> Link {
+        let cluster = &self.scenario.cluster;
+        Link { alpha: cluster.network_latency_seconds, beta: cluster.network_bytes_per_second }
+    }
+
+    /// The copies of before, with newcomers in the place of those that were lost; none where they must be planned anew.
+    fn kept_copies(&self, active: &[Vec<usize>], version: u64) -> Option<Copies> {
+        let former = self.former.as_ref().filter(|_| !self.scenario.session.plans_anew)?;
+        let is_member = |node: &usize| self.agreed.binary_search(node).is_ok();
+        let now = |node: &usize| self.substitutes.get(node).copied().or(is_member(node).then_some(*node));
+        let wanted = self.scenario.session.copies.min(self.seats.len());
+        let mut units = Vec::with_capacity(former.units.len());
+        for (each, active) in former.units.iter().zip(active) {
+            let holders: Vec<usize> = each.holders.iter().filter_map(now).collect();
+            let is_covered = holders.len() == each.holders.len();
+            if !is_covered || (holders.is_empty() && active.len() < wanted) {
+                return None;
+            }
+            let primary = now(&each.primary).or_else(|| active.first().map(|&rank| self.seats[rank].node))?;
+            let takes_turns = self.turns.is_some() && units.len() < self.units.num_experts();
+            let version = takes_turns.then_some(version);
+            units.push(UnitCopies { primary, holders, version, ..each.clone() });
+        }
+        Some(Copies { units, begun: version })
+    }
+
+    /// What is missing of the copies as they are to be.
+    fn first_sends(&self, copies: &Copies) -> Sends {
+        let mut sends = Sends::new();
+        let has = |unit: usize, node: usize| {
+            let Some(former) = &self.former else { return false };
+            former.units[unit].holders.contains(&node) && former.version(unit, &self.line) == copies.begun
+        };
+        for (unit, each) in copies.units.iter().enumerate() {
+            for &holder in each.holders.iter().filter(|&&holder| !has(unit, holder)) {
+                *sends.entry((each.primary, holder)).or_default() += self.units.bytes[unit];
+            }
+        }
+        sends
+    }
+
+    /// Bytes of the node that sends or receives the most.
+    fn busiest(&self, sends: &Sends) -> u64 {
+        let (mut sent, mut received) = (BTreeMap::new(), BTreeMap::new());
+        for (&(sender, receiver), &bytes) in sends {
+            *sent.entry(sender).or_insert(0) += bytes;
+            *received.entry(receiver).or_insert(0) += bytes;
+        }
+        sent.into_values().chain(received.into_values()).max().unwrap_or(0)
+    }
+
+    /// How copies delay each step from now on, and what they send.
+    fn pace_copies(&mut self, copies: &Copies) -> Result<()> {
+        let sends = self.sends(copies);
+        self.pace.copy_bytes = match self.turns {
+            Some(_) => 0, // counted as they are chosen
+            None => sends.values().sum(),
+        };
+        let delay = match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen) {
+            Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy.0)?,
+            _ => self.pace.chosen_delay,
+        };
+        self.pace.copy_seconds = delay;
+        Ok(())
+    }
+
+    /// Bytes from node to node in a step.
+    fn sends(&self, copies: &Copies) -> Sends {
+        let mut sends = Sends::new();
+        let part = self.turns.as_ref().map_or(1.0, |turns| turns.followed_part(copies, &self.units));
+        for (unit, each) in copies.units.iter().enumerate() {
+            let bytes = match each.kind {
+                CopyKind::Replayed => self.units.gradients[unit],
+                CopyKind::Snapshot { period } => self.units.bytes[unit] / period as u64,
+                CopyKind::Active | CopyKind::Uncovered => 0,
+            };
+            for &holder in each.holders.iter().filter(|_| bytes > 0) {
+                *sends.entry((each.primary, holder)).or_default() += (bytes as f64 * part) as u64;
+            }
+        }
+        sends
+    }
+
+    /// Seconds by which the chunks of the busiest node delay a step.
+    fn chunk_delay(&self, sends: &Sends, policy: crate::schedule::Policy) -> Result<f64> {
+        let mut traffic: BTreeMap<usize, u64> = BTreeMap::new();
+        for (&(sender, receiver), &bytes) in sends {
+            *traffic.entry(sender).or_default() += bytes;
+            *traffic.entry(receiver).or_default() += bytes;
+        }
+        let busiest = traffic.iter().max_by_key(|(node, bytes)| (**bytes, std::cmp::Reverse(**node)));
+        let Some((&node, &bytes)) = busiest else { return Ok(0.0) };
+        let own = |(&(sender, receiver), &bytes): (&(usize, usize), &u64)| {
+            let peer = if sender == node { receiver } else { sender };
+            let name = format!("{sender} to {receiver}");
+            (sender == node || receiver == node).then(|| CopyItem {
+                unit: name,
+                bytes,
+                destinations: vec![peer],
+            })
+        };
+        let pieces: Vec<CopyItem> = sends.iter().filter_map(own).collect();
+        let windows = self.windows()?;
+        let mut peers: Vec<usize> = pieces.iter().flat_map(|piece| piece.destinations.clone()).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        let receiver = |rank| Receiver { rank, windows: windows.clone(), clock_offset: 0.0 };
+        let receivers: Vec<Receiver> = peers.into_iter().map(receiver).collect();
+        let buffer = BUFFER_BYTES.max(bytes.div_ceil(MOST_CHUNKS));
+        let plan = self.planners.plan_chunks(&Request {
+            pieces: &pieces,
+            windows: &windows,
+            resource: Resource::Network,
+            receivers: &receivers,
+            link: self.link(),
+            memory: Memory { bytes: BUFFERS * buffer, buffers: BUFFERS, drain: None },
+            policy,
+            max_steps: 1,
+        })?;
+        Ok(plan.reason.delay_seconds)
+    }
+
+    /// Windows of a step in which computing and collectives take turns, as in each layer's forward and backward.
+    fn windows(&self) -> Result<Windows> {
+        let (model, step) = (&self.scenario.model, self.step_seconds());
+        let count = (2 * model.layers).min(MOST_WINDOWS);
+        let whole = step / count as f64;
+        let idle = model.network_idle * whole;
+        let mut spans = Vec::new();
+        let mut add = |name: &str, kind, resource, start, seconds: f64| {
+            if seconds > 0.0 {
+                spans.push(Span {
+                    name: name.into(),
+                    kind,
+                    resource,
+                    start,
+                    seconds,
+                    bytes: 0,
+                    peers: Vec::new(),
+                });
+            }
+        };
+        for number in 0..count {
+            let start = number as f64 * whole;
+            add("compute", Kind::Forward, Resource::Compute, start, idle);
+            add("all-to-all", Kind::Collective, Resource::Network, start + idle, (whole - idle) * OVERLAP);
+        }
+        let options = WindowOptions { gamma: 1.0, ..WindowOptions::default() };
+        find_windows(&[StepProfile { seconds: step, spans }], &options)
+    }
+
+    /// Memory of the fullest node: what it trains, and copies.
+    fn note_memory(&mut self, copies: &Copies) {
+        let mut by_node: BTreeMap<usize, u64> = BTreeMap::new();
+        let dense: u64 = self.units.dense().map(|unit| self.units.bytes[unit]).sum();
+        for seat in &self.seats {
+            let held: u64 = seat.units(self.units.experts).map(|unit| self.units.bytes[unit]).sum();
+            *by_node.entry(seat.node).or_default() += dense + held;
+        }
+        for (unit, each) in copies.units.iter().enumerate() {
+            let bytes = match each.kind {
+                CopyKind::Snapshot { .. } => KEPT_VERSIONS * self.units.bytes[unit],
+                _ => self.units.bytes[unit] + KEPT_GRADIENTS * self.units.gradients[unit],
+            };
+            each.holders.iter().for_each(|&node| *by_node.entry(node).or_default() += bytes);
+        }
+        let most = by_node.into_values().max().unwrap_or(0);
+        self.tally.memory_bytes = self.tally.memory_bytes.max(most);
+    }
+}

@@ -1,0 +1,183 @@
+//! Which member trains which expert: after a change, and when the load has shifted.
+
+use super::job::Job;
+use super::units::{Seat, matrix, rows};
+use crate::error::Result;
+use crate::placement::{Request, is_worth_moving, session_slots};
+use crate::protection::CopyKind;
+use std::collections::BTreeMap;
+
+impl Job<'_> {
+    /// Seats of the agreed nodes; experts stay where they or copies are if they can.
+    pub(super) fn place(&mut self, old: &[Option<Seat>], version: u64) -> Result<Vec<Seat>> {
+        if !self.scenario.session.plans_anew
+            && let Some(seats) = self.take_over(old)
+        {
+            return Ok(seats);
+        }
+        self.substitutes.clear();
+        let in_memory = self.in_memory(version);
+        let old: Vec<Option<&Seat>> = old.iter().map(Option::as_ref).collect();
+        let nodes = self.agreed.clone();
+        let (rows, imbalance) = self.plan_rows(&nodes, &old, Some(&in_memory))?;
+        self.pace.imbalance = imbalance;
+        Ok(seats(&nodes, rows))
+    }
+
+    /// Newcomers take over what lost nodes had; none where that leaves an expert without a node, or a node without one.
+    fn take_over(&mut self, old: &[Option<Seat>]) -> Option<Vec<Seat>> {
+        let mut lost = self.seats.iter().filter(|seat| self.agreed.binary_search(&seat.node).is_err());
+        let mut substitutes = BTreeMap::new();
+        let mut seats = Vec::with_capacity(old.len());
+        for (&node, seat) in self.agreed.iter().zip(old) {
+            if let Some(seat) = seat {
+                seats.push(seat.clone());
+                continue;
+            }
+            let taken = lost.next()?;
+            substitutes.insert(taken.node, node);
+            seats.push(Seat { node, held: taken.held.clone() });
+        }
+        let mut has = vec![false; self.units.num_experts()];
+        seats.iter().flat_map(|seat| seat.units(self.units.experts)).for_each(|unit| has[unit] = true);
+        if !has.into_iter().all(|has| has) {
+            return None;
+        }
+        self.substitutes = substitutes;
+        Some(seats)
+    }
+
+    /// Rows of each class for these nodes, and how uneven the worst class is.
+    #[allow(clippy::type_complexity, reason = "rows of each class, of each node")]
+    fn plan_rows(
+        &self,
+        nodes: &[usize],
+        old: &[Option<&Seat>],
+        in_memory: Option<&[Vec<usize>]>,
+    ) -> Result<(Vec<Vec<Vec<(usize, i64)>>>, f64)> {
+        let (experts, session) = (self.units.experts, &self.scenario.session);
+        let replicas = self.active_replicas();
+        let slots = session_slots(experts, &vec![1; nodes.len()], session.slots, replicas);
+        let slots =
+            session.most_slots.map_or(slots, |most| slots.min(most.max(experts.div_ceil(nodes.len()))));
+        let domains = self.domains(nodes);
+        let fail_together = domains.len() < nodes.len();
+        let (mut found, mut worst) = (Vec::with_capacity(self.units.classes), 1.0_f64);
+        for class in 0..self.units.classes {
+            let load = self.loads.of_class(class);
+            let previous = matrix(old, class, experts);
+            let mut now = vec![0; experts];
+            for (expert, count) in old.iter().flatten().flat_map(|seat| &seat.held[class]) {
+                now[*expert] += count;
+            }
+            let counts = self.planners.allocate(load, nodes.len(), slots, replicas, Some(&now))?;
+            let placement = self.planners.place(&Request {
+                replicas: &counts,
+                nodes: nodes.len(),
+                slots,
+                policy: self.preset.placement.0,
+                load: Some(load),
+                previous: Some(&previous),
+                domains: fail_together.then_some(&domains[..]), // nodes that fail alone need no list
+                failures: None,
+            })?;
+            worst = worst.max(self.planners.imbalance(&placement.matrix, load, nodes.len())?);
+            let kept = match in_memory {
+                Some(in_memory) => {
+                    let mut held = previous;
+                    for (row, units) in held.chunks_exact_mut(experts).zip(in_memory) {
+                        let own = units.iter().filter(|&&unit| unit / experts == class);
+                        own.for_each(|&unit| row[unit % experts] = 1);
+                    }
+                    self.planners.keep_in_place(
+                        &held,
+                        &placement.matrix,
+                        &self.units.of_class(class),
+                        &domains,
+                    )?
+                }
+                None => placement.matrix,
+            };
+            found.push(rows(&kept, experts));
+        }
+        Ok((found, worst))
+    }
+
+    /// Active replicas of each expert that are wanted.
+    fn active_replicas(&self) -> usize {
+        let session = &self.scenario.session;
+        let preset = if self.preset.active_copies { session.copies.max(1) } else { 1 };
+        session.min_replicas.unwrap_or(preset)
+    }
+
+    /// Expert units of which each agreed node has a copy of this version, by rank.
+    fn in_memory(&self, version: u64) -> Vec<Vec<usize>> {
+        let mut found = vec![Vec::new(); self.agreed.len()];
+        let Some(copies) = self.former.as_ref().or(self.copies.as_ref()) else { return found };
+        for (unit, each) in copies.units[..self.units.num_experts()].iter().enumerate() {
+            let is_copied = !matches!(each.kind, CopyKind::Active | CopyKind::Uncovered);
+            if is_copied && copies.version(unit, &self.line) == version {
+                let ranks = each.holders.iter().filter_map(|node| self.agreed.binary_search(node).ok());
+                ranks.for_each(|rank| found[rank].push(unit));
+            }
+        }
+        found
+    }
+
+    /// Nodes that fail together, by rank: racks where there are enough of them for all copies, else nodes.
+    pub(super) fn domains(&self, nodes: &[usize]) -> Vec<Vec<usize>> {
+        let mut found: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (rank, &node) in nodes.iter().enumerate() {
+            found.entry(self.domain_of(node)).or_default().push(rank);
+        }
+        if self.scenario.cluster.nodes_per_rack > 0 && found.len() < self.scenario.session.copies.max(2) {
+            return (0..nodes.len()).map(|rank| vec![rank]).collect();
+        }
+        found.into_values().collect()
+    }
+
+    pub(super) fn domain_of(&self, node: usize) -> usize {
+        match self.scenario.cluster.nodes_per_rack {
+            0 => node,
+            nodes => node / nodes,
+        }
+    }
+
+    /// Whether the load has shifted so far that experts should move.
+    pub(super) fn should_move(&mut self) -> Result<bool> {
+        if !self.scenario.session.plans_anew || !self.loads.has_changed() {
+            return Ok(false);
+        }
+        let nodes: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
+        let old: Vec<Option<&Seat>> = self.seats.iter().map(Some).collect();
+        let (rows, _) = self.plan_rows(&nodes, &old, None)?;
+        let planned = seats(&nodes, rows);
+        let planned: Vec<Option<&Seat>> = planned.iter().map(Some).collect();
+        let (mut is_worth, mut worst) = (false, 1.0_f64);
+        for class in 0..self.units.classes {
+            let even = |seats: &[Option<&Seat>]| {
+                let matrix = matrix(seats, class, self.units.experts);
+                self.planners.imbalance(&matrix, self.loads.of_class(class), nodes.len())
+            };
+            let (now, then) = (even(&old)?, even(&planned)?);
+            is_worth |= is_worth_moving(now, then);
+            worst = worst.max(now);
+        }
+        self.pace.imbalance = worst;
+        self.tally.moves += u64::from(is_worth);
+        if is_worth {
+            self.agreed = nodes;
+        }
+        Ok(is_worth)
+    }
+}
+
+fn seats(nodes: &[usize], rows: Vec<Vec<Vec<(usize, i64)>>>) -> Vec<Seat> {
+    let mut seats: Vec<Seat> = nodes.iter().map(|&node| Seat { node, held: Vec::new() }).collect();
+    for class in rows {
+        for (seat, row) in seats.iter_mut().zip(class) {
+            seat.held.push(row);
+        }
+    }
+    seats
+}

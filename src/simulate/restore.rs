@@ -1,0 +1,283 @@
+//! A recovery: what survives, from where all go on, and what that takes.
+
+use super::account::{Cause, nanoseconds};
+use super::copies::Copies;
+use super::job::Job;
+use super::scenario::Lagging;
+use super::units::Seat;
+use super::world::Flow;
+use crate::error::Result;
+use crate::protection::CopyKind;
+use crate::protocol::{Event, step_of};
+use crate::recovery::{Holding, Kind, Plan};
+use std::collections::BTreeMap;
+
+/// Version from which all go on, and what is known of it.
+struct Found {
+    version: Option<u64>,
+    may_lag: bool,
+    stale: Vec<(usize, u64)>,
+}
+
+/// Bytes that a recovery moves, by node.
+#[derive(Clone, Debug, Default)]
+struct Traffic {
+    sent: BTreeMap<usize, u64>,
+    received: BTreeMap<usize, (u64, usize)>,
+    local: BTreeMap<usize, u64>,
+    read: BTreeMap<usize, u64>,
+}
+
+impl Job<'_> {
+    /// Surveys what survives, and fetches what each member needs.
+    pub(super) fn restore(&mut self, version: u64) -> Result<Event> {
+        let survey = nanoseconds(self.scenario.costs.survey_seconds);
+        if self.world.spend(Cause::Survey, survey)? == Flow::Lost {
+            return self.lost();
+        }
+        self.finish_writing();
+        let old = self.old_seats();
+        let found = self.find_version(&old)?;
+        let is_patient = self.is_patient();
+        if found.version.is_none() && is_patient {
+            self.missing_since.get_or_insert(self.world.now);
+            return Ok(Event::Missing);
+        }
+        let stored = self.stored.filter(|&stored| found.version.is_none_or(|version| stored > version));
+        match (stored, found.version) {
+            (Some(stored), _) => self.read_checkpoint(stored, &old),
+            (None, Some(_)) => self.fetch(version, found, &old),
+            (None, None) => Ok(Event::Unrecoverable),
+        }
+    }
+
+    /// The seat of each agreed node, where it has one.
+    fn old_seats(&self) -> Vec<Option<Seat>> {
+        let mut seats = self.seats.iter().peekable();
+        let mut seat_of = |node: usize| {
+            while seats.next_if(|seat| seat.node < node).is_some() {}
+            seats.next_if(|seat| seat.node == node).cloned()
+        };
+        self.agreed.iter().map(|&node| seat_of(node)).collect()
+    }
+
+    fn is_patient(&self) -> bool {
+        let limit = nanoseconds(self.scenario.session.rejoin_limit);
+        self.missing_since.is_none_or(|since| self.world.now < since + limit)
+    }
+
+    /// A version that all can go on from, without experts that lag if that is possible.
+    fn find_version(&self, old: &[Option<Seat>]) -> Result<Found> {
+        let holdings = self.survey(old, usize::from(self.is_whole(old)));
+        let nothing = vec![Vec::new(); old.len()];
+        let plan = |may_lag: &[usize]| -> Result<Plan> {
+            self.planners.plan_recovery(&self.units.bytes, &holdings, &nothing, may_lag)
+        };
+        let found = |plan: Plan, may_lag| Found { version: plan.version, may_lag, stale: plan.stale };
+        if self.preset.lagging != Lagging::Always {
+            let first = plan(&[])?;
+            if first.version.is_some()
+                || self.preset.lagging == Lagging::Never
+                || self.scenario.session.copies == 0
+            {
+                return Ok(found(first, false));
+            }
+        }
+        Ok(found(plan(&self.experts())?, true))
+    }
+
+    fn experts(&self) -> Vec<usize> {
+        (0..self.units.num_experts()).collect()
+    }
+
+    /// Whether every unit is trained by one of those that are left.
+    fn is_whole(&self, old: &[Option<Seat>]) -> bool {
+        let mut has = vec![false; self.units.num_experts()];
+        for seat in old.iter().flatten() {
+            seat.units(self.units.experts).for_each(|unit| has[unit] = true);
+        }
+        has.into_iter().all(|has| has) && old.iter().any(Option::is_some)
+    }
+
+    /// What each member has, by rank. With `most` above 0 of a unit's active holders only the first so many: they are all
+    /// alike, and no plan of fewer transfers uses more.
+    fn survey(&self, old: &[Option<Seat>], most: usize) -> Vec<Vec<Holding>> {
+        let mut holdings = vec![Vec::new(); old.len()];
+        if self.seats.is_empty() {
+            if let Some(first) = holdings.first_mut() {
+                *first = (0..self.units.bytes.len()).map(|unit| holding(unit, 0, Kind::Active)).collect();
+            }
+            self.survey_store(&mut holdings);
+            return holdings;
+        }
+        let newest = self.line.newest;
+        let most = if most == 0 { usize::MAX } else { most };
+        let mut counted = vec![0; self.units.bytes.len()];
+        for (rank, seat) in old.iter().enumerate() {
+            let Some(seat) = seat else { continue };
+            for unit in seat.units(self.units.experts).chain(self.units.dense()) {
+                counted[unit] += 1;
+                if counted[unit] <= most {
+                    holdings[rank].push(holding(unit, newest, Kind::Active));
+                }
+            }
+        }
+        if let Some(copies) = self.former.as_ref().or(self.copies.as_ref()) {
+            self.survey_copies(copies, old, &mut holdings);
+        }
+        self.survey_store(&mut holdings);
+        holdings
+    }
+
+    fn survey_copies(&self, copies: &Copies, old: &[Option<Seat>], holdings: &mut [Vec<Holding>]) {
+        let rank_of = |node: usize| self.agreed.binary_search(&node).ok().filter(|&rank| old[rank].is_some());
+        for (unit, each) in copies.units.iter().enumerate() {
+            let kind = match each.kind {
+                CopyKind::Active | CopyKind::Uncovered => continue,
+                CopyKind::Replayed => Kind::Replayed,
+                CopyKind::Snapshot { .. } => Kind::Snapshot,
+            };
+            let own = (kind == Kind::Snapshot).then_some(each.primary);
+            for rank in each.holders.iter().copied().chain(own).filter_map(rank_of) {
+                holdings[rank].push(holding(unit, copies.version(unit, &self.line), kind));
+            }
+        }
+    }
+
+    /// Experts that are saved one by one are listed by the first member.
+    fn survey_store(&self, holdings: &mut [Vec<Holding>]) {
+        let (Some(turns), Some(first)) = (&self.turns, holdings.first_mut()) else { return };
+        first.extend(turns.saved().map(|(unit, version)| holding(unit, version, Kind::Persisted)));
+    }
+
+    fn fetch(&mut self, before: u64, found: Found, old: &[Option<Seat>]) -> Result<Event> {
+        let Found { version: Some(version), may_lag, .. } = found else { return Ok(Event::Unrecoverable) };
+        let is_newest = version == self.line.newest && !self.seats.is_empty() && found.stale.is_empty();
+        let seats = self.place(old, version)?;
+        if version == 0 && self.seats.is_empty() {
+            self.undo(0);
+            return Ok(self.adopt(version, seats)); // each makes its own first values
+        }
+        let mut needs = Vec::with_capacity(seats.len());
+        for (seat, old) in seats.iter().zip(old) {
+            needs.push(self.needs(seat, old.as_ref().filter(|_| is_newest)));
+        }
+        let wanted: usize = needs.iter().map(Vec::len).sum();
+        let holdings = self.survey(old, if is_newest { wanted.max(1) } else { 0 });
+        let may_lag = if may_lag { self.experts() } else { Vec::new() };
+        let plan = self.planners.plan_recovery(&self.units.bytes, &holdings, &needs, &may_lag)?;
+        let traffic = self.traffic(&plan);
+        if !self.spend_traffic(&traffic)? {
+            return self.lost();
+        }
+        if step_of(version) < step_of(before) {
+            self.undo(step_of(version));
+        }
+        self.stale = plan.stale;
+        Ok(self.adopt(version, seats))
+    }
+
+    /// Units that a member runs and does not have.
+    fn needs(&self, seat: &Seat, old: Option<&Seat>) -> Vec<usize> {
+        if old.is_some_and(|old| old.held == seat.held) {
+            return Vec::new();
+        }
+        let dense = self.units.dense().filter(|_| old.is_none());
+        let has = |unit: usize| {
+            let (class, expert) = (unit / self.units.experts, unit % self.units.experts);
+            old.is_some_and(|old| old.held[class].iter().any(|(held, _)| *held == expert))
+        };
+        seat.units(self.units.experts).filter(|&unit| !has(unit)).chain(dense).collect()
+    }
+
+    fn traffic(&self, plan: &Plan) -> Traffic {
+        let mut found = Traffic::default();
+        for transfer in &plan.transfers {
+            let bytes = self.units.bytes[transfer.unit];
+            if transfer.kind == Kind::Persisted {
+                *found.read.entry(transfer.destination).or_default() += bytes;
+            } else if transfer.source == transfer.destination {
+                *found.local.entry(transfer.destination).or_default() += bytes;
+            } else {
+                *found.sent.entry(transfer.source).or_default() += bytes;
+                let (received, count) = found.received.entry(transfer.destination).or_default();
+                (*received, *count) = (*received + bytes, *count + 1);
+            }
+        }
+        found
+    }
+
+    /// Lets pass what the transfers take; false if a member is lost meanwhile.
+    fn spend_traffic(&mut self, traffic: &Traffic) -> Result<bool> {
+        let (costs, cluster) = (&self.scenario.costs, &self.scenario.cluster);
+        let most = |by_node: &BTreeMap<usize, u64>| by_node.values().copied().max().unwrap_or(0) as f64;
+        let received = traffic.received.values().map(|&(bytes, _)| bytes).max().unwrap_or(0) as f64;
+        let messages = traffic.received.values().map(|&(_, count)| count).max().unwrap_or(0) as f64;
+        let network = most(&traffic.sent).max(received) / cluster.network_bytes_per_second
+            + messages * cluster.network_latency_seconds;
+        let own = most(&traffic.local) / costs.capture_bytes_per_second;
+        let read = most(&traffic.read) / costs.store_read_bytes_per_second;
+        let verified = received + most(&traffic.local) + most(&traffic.read);
+        let verify = verified / costs.digest_bytes_per_second;
+        self.tally.recovery_bytes +=
+            traffic.received.values().map(|&(bytes, _)| u128::from(bytes)).sum::<u128>();
+        self.tally.local_bytes += traffic.local.values().map(|&bytes| u128::from(bytes)).sum::<u128>();
+        self.tally.read_bytes += traffic.read.values().map(|&bytes| u128::from(bytes)).sum::<u128>();
+        for (cause, seconds) in [(Cause::Fetch, network + own + read), (Cause::Verify, verify)] {
+            if self.world.spend(cause, nanoseconds(seconds))? == Flow::Lost {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// All take their units from the newest checkpoint.
+    fn read_checkpoint(&mut self, version: u64, old: &[Option<Seat>]) -> Result<Event> {
+        let nothing: Vec<Option<Seat>> = vec![None; old.len()];
+        let seats = self.place(&nothing, version)?;
+        let bytes =
+            |seat: &Seat| -> u64 { self.needs(seat, None).iter().map(|&unit| self.units.bytes[unit]).sum() };
+        let read = seats.iter().enumerate().map(|(rank, seat)| (rank, bytes(seat))).collect();
+        if !self.spend_traffic(&Traffic { read, ..Traffic::default() })? {
+            return self.lost();
+        }
+        self.tally.checkpoint_loads += 1;
+        self.undo(step_of(version));
+        self.stale.clear();
+        Ok(self.adopt(version, seats))
+    }
+
+    fn adopt(&mut self, version: u64, seats: Vec<Seat>) -> Event {
+        self.missing_since = None;
+        if let Some(copies) = self.former.take().or(self.copies.take()) {
+            self.former = Some(copies.frozen(&self.line));
+        }
+        self.seats = seats;
+        self.line.note(version);
+        self.tally.recoveries += 1;
+        self.tally.fewest_members = self.tally.fewest_members.min(self.seats.len());
+        Event::Restored { version, is_stale: !self.stale.is_empty() }
+    }
+
+    /// Experts that went back to older copies have lost what they got since.
+    pub(super) fn count_losses(&mut self) -> Result<()> {
+        let stale = std::mem::take(&mut self.stale);
+        let step = step_of(self.line.newest);
+        match &mut self.turns {
+            Some(turns) => self.tally.lost_tokens += turns.lose(&stale, &self.units)?,
+            None => {
+                let tokens = self.scenario.model.tokens_per_step as f64;
+                for (unit, at) in stale {
+                    let (class, expert) = (unit / self.units.experts, unit % self.units.experts);
+                    let steps = step.saturating_sub(step_of(at)) as f64;
+                    self.tally.lost_tokens += steps * tokens * self.loads.of_class(class)[expert];
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn holding(unit: usize, version: u64, kind: Kind) -> Holding {
+    Holding { unit, version, digest: 0, kind }
+}

@@ -1,0 +1,490 @@
+//! What is simulated: a cluster, what things cost on it, a model, the choices of a session, and for how long.
+
+use super::failures::Source;
+use crate::ensure;
+use crate::error::Result;
+use crate::placement::Policy;
+use crate::protection::Copying;
+use crate::protocol::STEP_BITS;
+use crate::schedule;
+use serde::{Deserialize, Serialize};
+use std::str::FromStr;
+
+/// Nodes at most, spares included.
+const MOST_NODES: usize = 1 << 17;
+/// Layers that differ × experts, at most.
+const MOST_UNITS: usize = 1 << 16;
+/// Seconds of a simulation at most: a century.
+const MOST_SECONDS: f64 = 3.2e9;
+
+/// A job on a cluster that fails.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scenario {
+    /// The machines.
+    pub cluster: Cluster,
+    /// What things cost on them.
+    pub costs: Costs,
+    /// What is trained.
+    pub model: Model,
+    /// Tokens of each expert.
+    pub load: Load,
+    /// Options of the session.
+    pub session: SessionChoices,
+    /// What goes wrong.
+    pub failures: Vec<Source>,
+    /// How long it goes on at most.
+    pub seconds: f64,
+    /// Steps after which the job is over; none where only time ends it.
+    pub steps: Option<u64>,
+}
+
+/// Machines, all alike.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Cluster {
+    /// Nodes that the job trains on. The devices of a node fail together: they are one member here.
+    pub nodes: usize,
+    /// Nodes that are ready to take the place of a lost one.
+    pub spares: usize,
+    /// Consecutive nodes that share a rack; 0 where racks do not matter.
+    pub nodes_per_rack: usize,
+    /// Seconds that any transfer between nodes takes.
+    pub network_latency_seconds: f64,
+    /// Bytes a second of a node's network.
+    pub network_bytes_per_second: f64,
+    /// Host memory of a node that is free for copies.
+    pub host_bytes: u64,
+}
+
+/// Seconds and rates of what a failure costs. `evermoe measure` writes them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Costs {
+    /// From a loss until the others know of it.
+    pub detect_seconds: f64,
+    /// Until all agree who goes on.
+    pub agree_seconds: f64,
+    /// Until these are connected.
+    pub rebuild_seconds: f64,
+    /// The same, for each of them.
+    pub rebuild_seconds_per_node: f64,
+    /// Until all know what survives, and what each fetches.
+    pub survey_seconds: f64,
+    /// Bytes a second of a node's digests.
+    pub digest_bytes_per_second: f64,
+    /// Bytes a second with which a node copies state into its own host memory.
+    pub capture_bytes_per_second: f64,
+    /// Bytes a second with which a node writes to the store.
+    pub store_write_bytes_per_second: f64,
+    /// Bytes a second with which a node reads from the store.
+    pub store_read_bytes_per_second: f64,
+    /// From the start of a process until it can take part.
+    pub start_seconds: f64,
+}
+
+/// A model with MoE layers, as a node sees it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Model {
+    /// MoE layers.
+    pub layers: usize,
+    /// Into how many classes they fall: layers of a class have the same load, and are placed and copied alike.
+    pub classes: usize,
+    /// Experts of a layer.
+    pub experts: usize,
+    /// Bytes of an expert's state.
+    pub expert_state_bytes: u64,
+    /// Bytes of an expert's gradient as it is sent.
+    pub expert_gradient_bytes: u64,
+    /// Bytes of the state of all that is no expert; every node has it.
+    pub dense_state_bytes: u64,
+    /// Tokens of a step's global batch.
+    pub tokens_per_step: u64,
+    /// Seconds of a step on all nodes of the cluster, with a perfectly even load.
+    pub step_seconds: f64,
+    /// How a step's seconds depend on the number of nodes: 1 where a node less leaves its work to the others, 0 where all
+    /// share one machine.
+    pub scaling: f64,
+    /// Share of a step in which experts compute: only this grows with an uneven load.
+    pub expert_share: f64,
+    /// Share of a step in which the network is idle.
+    pub network_idle: f64,
+    /// Whether the optimizer's steps can be repeated to the bit.
+    pub replayable: bool,
+}
+
+/// How many tokens each expert gets, and how that changes.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Load {
+    /// Exponent of a Zipf distribution at the start; 0 is even.
+    pub zipf: f64,
+    /// Standard deviation of the logarithm by which each expert's share changes from one look to the next.
+    pub drift: f64,
+    /// Steps between two changes.
+    pub drift_every: u64,
+    /// `[(step, classes × experts)]` tokens from a step on, in the place of these; empty for none.
+    pub trace: Vec<(u64, Vec<f64>)>,
+}
+
+/// Options of a session, with their names there.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SessionChoices {
+    /// Replicas of experts that each node holds of a layer; none for the session's own choice.
+    pub slots: Option<usize>,
+    /// Replicas that a node has memory for; a job that needs more waits for nodes. None for no limit.
+    pub most_slots: Option<usize>,
+    /// Active replicas of each expert that are wanted; none for the preset's.
+    pub min_replicas: Option<usize>,
+    /// Nodes that are to hold each unit.
+    pub copies: usize,
+    /// Share of a step by which copies may delay it.
+    pub copy_budget: f64,
+    /// Steps between looks for newcomers; 0 for none.
+    pub join_every: u64,
+    /// Steps between looks whether experts should move; 0 for none.
+    pub rebalance_every: u64,
+    /// Seconds that units which nobody has are waited for.
+    pub rejoin_limit: f64,
+    /// Steps between checkpoints in the store; 0 for none.
+    pub checkpoint_every: u64,
+    /// Bytes of gradients that a node logs for others.
+    pub replay_log_bytes: u64,
+    /// Experts of each layer that `pec` saves at a time; none for a quarter.
+    pub experts_per_save: Option<usize>,
+    /// Steps between the saves of `pec`.
+    pub save_every: u64,
+    /// Portion of tokens that `pec` may lose before it saves more.
+    pub plt_limit: f64,
+    /// What `moetion` may send to peers in a step; none for an eighth of the experts' state.
+    pub remote_bytes_per_step: Option<u64>,
+    /// Whether experts and copies are planned anew at every change, as a session does. Else a newcomer takes over what a
+    /// lost node had, and all is planned anew only where that leaves an expert without a node.
+    pub plans_anew: bool,
+}
+
+/// A way to survive.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Scheme {
+    /// One of the product's presets.
+    Preset(PresetChoices),
+    /// What people use instead: checkpoints, from which all start again.
+    Restart(RestartChoices),
+}
+
+impl Scheme {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Preset(preset) => &preset.name,
+            Self::Restart(restart) => &restart.name,
+        }
+    }
+}
+
+/// The planners that a preset uses: `evermoe.planning.PRESETS`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PresetChoices {
+    /// Its name.
+    pub name: String,
+    /// Copies beside active holders.
+    pub copying: Copying,
+    /// Which experts are copied.
+    pub selection: Selecting,
+    /// Policy of the placement.
+    pub placement: PlacementName,
+    /// Policy by which windows are filled; none where nothing is copied in windows.
+    pub chunks: Option<ChunkName>,
+    /// Whether a recovery may take experts at older versions than the rest.
+    pub lagging: Lagging,
+    /// Whether the copies of a step are made during the next one.
+    pub copies_late: bool,
+    /// Whether `copies` counts the ranks that train each expert.
+    pub active_copies: bool,
+    /// Whether experts are saved a few at a time to the store, where all that is no expert is saved each time.
+    pub saves_experts: bool,
+}
+
+/// Which experts are copied in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Selecting {
+    /// All that are to be copied.
+    All,
+    /// A few at a time, those with the most unsaved tokens (`pec`).
+    LoadAware,
+    /// As many as a budget of bytes allows (`moetion`).
+    Budget,
+}
+
+/// Whether a recovery may take experts at older versions than the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Lagging {
+    /// Never: all go back.
+    Never,
+    /// Where no version is complete.
+    #[serde(rename = "if needed")]
+    IfNeeded,
+    /// Always.
+    Always,
+}
+
+/// Checkpoints from which all start again.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RestartChoices {
+    /// Its name.
+    pub name: String,
+    /// Nodes that share the experts of all layers: only a multiple of them trains.
+    pub expert_parallel: usize,
+    /// Whether the groups without a lost node go on without a restart, and the others are dropped whole.
+    pub drops_groups: bool,
+    /// Steps between checkpoints.
+    pub checkpoint_every: u64,
+    /// Whether training waits until a checkpoint is in the store; else only until it is in host memory.
+    pub is_blocking: bool,
+    /// Seconds for which nodes that come are gathered before they are let in.
+    pub join_seconds: f64,
+}
+
+/// A policy of placement, by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct PlacementName(pub Policy);
+
+const POLICIES: [(&str, Policy); 5] = [
+    ("balanced", Policy::Balanced),
+    ("safest", Policy::Safest),
+    ("mro", Policy::Mro),
+    ("spread", Policy::Spread),
+    ("compact", Policy::Compact),
+];
+
+impl TryFrom<String> for PlacementName {
+    type Error = String;
+
+    fn try_from(name: String) -> std::result::Result<Self, String> {
+        let found = POLICIES.iter().find(|(known, _)| *known == name);
+        found
+            .map(|(_, policy)| Self(*policy))
+            .ok_or_else(|| format!("no policy of placement is named {name:?}"))
+    }
+}
+
+impl From<PlacementName> for String {
+    fn from(name: PlacementName) -> Self {
+        POLICIES
+            .iter()
+            .find(|(_, policy)| *policy == name.0)
+            .map_or_else(Self::new, |(name, _)| (*name).into())
+    }
+}
+
+/// A policy of chunks, by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ChunkName(pub schedule::Policy);
+
+impl TryFrom<String> for ChunkName {
+    type Error = String;
+
+    fn try_from(name: String) -> std::result::Result<Self, String> {
+        schedule::Policy::from_str(&name).map(Self).map_err(|error| error.to_string())
+    }
+}
+
+impl From<ChunkName> for String {
+    fn from(name: ChunkName) -> Self {
+        name.0.name().into()
+    }
+}
+
+/// Steps of a job that has no end: what a version has room for.
+const NO_END: u64 = (1 << STEP_BITS) - 1;
+
+impl Scenario {
+    /// Steps after which the job is over.
+    pub(super) fn until(&self) -> u64 {
+        self.steps.unwrap_or(NO_END)
+    }
+
+    /// Refuses what cannot be simulated.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) with the field, what was expected and what came.
+    pub fn check(&self) -> Result<()> {
+        let Cluster { nodes, spares, .. } = self.cluster;
+        ensure!(nodes >= 1, "cluster.nodes: expected 1 or more, got 0");
+        ensure!(
+            nodes.saturating_add(spares) <= MOST_NODES,
+            "cluster.nodes: expected at most {MOST_NODES} with spares, got {nodes} + {spares}"
+        );
+        positive("seconds", self.seconds)?;
+        let steps = self.until();
+        ensure!((1..=NO_END).contains(&steps), "steps: expected 1 to {NO_END}, got {steps}");
+        ensure!(
+            (0.0..=MOST_SECONDS).contains(&self.seconds),
+            "seconds: expected at most {MOST_SECONDS:e}, got {}",
+            self.seconds
+        );
+        self.check_model()?;
+        self.check_costs()?;
+        self.check_session()?;
+        self.check_load()?;
+        for source in &self.failures {
+            source.check(nodes + spares)?;
+        }
+        Ok(())
+    }
+
+    fn check_model(&self) -> Result<()> {
+        let model = &self.model;
+        ensure!(
+            model.experts >= 1 && (1..=model.layers).contains(&model.classes),
+            "model: expected 1 expert or more and 1 to `layers` classes, got {} experts, {} layers, {} classes",
+            model.experts,
+            model.layers,
+            model.classes
+        );
+        ensure!(
+            model.experts.saturating_mul(model.classes) <= MOST_UNITS,
+            "model.classes: expected at most 2^16 experts in all classes, got {} × {}",
+            model.classes,
+            model.experts
+        );
+        positive("model.step_seconds", model.step_seconds)?;
+        share("model.scaling", model.scaling)?;
+        share("model.expert_share", model.expert_share)?;
+        share("model.network_idle", model.network_idle)?;
+        let tokens = model.tokens_per_step;
+        ensure!((1..=1 << 40).contains(&tokens), "model.tokens_per_step: expected 1 to 2^40, got {tokens}");
+        let bytes = u128::from(model.expert_state_bytes) * model.experts as u128 * model.layers as u128;
+        let all = bytes + u128::from(model.dense_state_bytes);
+        ensure!(all < 1 << 60, "model: expected less than 2^60 bytes of state, got {all}");
+        Ok(())
+    }
+
+    fn check_costs(&self) -> Result<()> {
+        let costs = &self.costs;
+        for (name, seconds) in [
+            ("costs.detect_seconds", costs.detect_seconds),
+            ("costs.agree_seconds", costs.agree_seconds),
+            ("costs.rebuild_seconds", costs.rebuild_seconds),
+            ("costs.rebuild_seconds_per_node", costs.rebuild_seconds_per_node),
+            ("costs.survey_seconds", costs.survey_seconds),
+            ("costs.start_seconds", costs.start_seconds),
+            ("cluster.network_latency_seconds", self.cluster.network_latency_seconds),
+            ("session.rejoin_limit", self.session.rejoin_limit),
+        ] {
+            not_negative(name, seconds)?;
+        }
+        for (name, rate) in [
+            ("costs.digest_bytes_per_second", costs.digest_bytes_per_second),
+            ("costs.capture_bytes_per_second", costs.capture_bytes_per_second),
+            ("costs.store_write_bytes_per_second", costs.store_write_bytes_per_second),
+            ("costs.store_read_bytes_per_second", costs.store_read_bytes_per_second),
+            ("cluster.network_bytes_per_second", self.cluster.network_bytes_per_second),
+        ] {
+            positive(name, rate)?;
+        }
+        Ok(())
+    }
+
+    fn check_session(&self) -> Result<()> {
+        let session = &self.session;
+        share("session.copy_budget", session.copy_budget)?;
+        share("session.plt_limit", session.plt_limit)?;
+        for (name, count) in [
+            ("slots", session.slots),
+            ("most_slots", session.most_slots),
+            ("min_replicas", session.min_replicas),
+            ("experts_per_save", session.experts_per_save),
+        ] {
+            ensure!(count != Some(0), "session.{name}: expected 1 or more, got 0");
+        }
+        ensure!(session.save_every > 0, "session.save_every: expected 1 step or more, got 0");
+        if let (Some(most), Some(slots)) = (session.most_slots, session.slots) {
+            ensure!(slots <= most, "session.slots: expected at most most_slots, {most}, got {slots}");
+        }
+        let (nodes, experts) = (self.cluster.nodes, self.model.experts);
+        if let Some(most) = session.most_slots {
+            ensure!(
+                most.saturating_mul(nodes) >= experts,
+                "session.most_slots: {experts} experts do not fit in {nodes} nodes × {most} slots"
+            );
+        }
+        Ok(())
+    }
+
+    fn check_load(&self) -> Result<()> {
+        let load = &self.load;
+        not_negative("load.zipf", load.zipf)?;
+        not_negative("load.drift", load.drift)?;
+        ensure!(load.drift_every > 0, "load.drift_every: expected 1 step or more, got 0");
+        let units = self.model.experts * self.model.classes;
+        let mut last = None;
+        for (step, tokens) in &load.trace {
+            ensure!(last < Some(*step), "load.trace: expected ascending steps, got {step} after {last:?}");
+            last = Some(*step);
+            ensure!(
+                tokens.len() == units,
+                "load.trace: expected {units} numbers at step {step}, one for each expert of each class, got {}",
+                tokens.len()
+            );
+            for &tokens in tokens {
+                not_negative("load.trace", tokens)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Scheme {
+    /// Refuses what cannot be simulated.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) with the field, what was expected and what came.
+    pub fn check(&self, scenario: &Scenario) -> Result<()> {
+        match self {
+            Self::Preset(preset) => {
+                let never = preset.saves_experts && scenario.session.copies == 0;
+                ensure!(
+                    !never,
+                    "session.copies: {} saves nothing where copies is 0; expected 1 or more",
+                    preset.name
+                );
+                Ok(())
+            }
+            Self::Restart(restart) => {
+                let group = restart.expert_parallel;
+                ensure!(
+                    (1..=scenario.cluster.nodes).contains(&group),
+                    "expert_parallel: expected 1 to {} nodes, got {group}",
+                    scenario.cluster.nodes
+                );
+                ensure!(restart.checkpoint_every > 0, "checkpoint_every: expected 1 step or more, got 0");
+                not_negative("join_seconds", restart.join_seconds)
+            }
+        }
+    }
+}
+
+pub(super) fn not_negative(name: &str, value: f64) -> Result<()> {
+    ensure!(value.is_finite() && value >= 0.0, "{name}: expected a finite number, 0 or more, got {value}");
+    Ok(())
+}
+
+pub(super) fn positive(name: &str, value: f64) -> Result<()> {
+    ensure!(value.is_finite() && value > 0.0, "{name}: expected a finite number above 0, got {value}");
+    Ok(())
+}
+
+fn share(name: &str, value: f64) -> Result<()> {
+    ensure!((0.0..=1.0).contains(&value), "{name}: expected a share, 0 to 1, got {value}");
+    Ok(())
+}

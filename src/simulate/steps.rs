@@ -1,0 +1,129 @@
+//! A step: how long it takes, what delays it, and what is saved beside it.
+
+use super::account::{Cause, nanoseconds, seconds};
+use super::in_turn::Saved;
+use super::job::Job;
+use super::world::Flow;
+use crate::error::Result;
+use crate::protocol::Event;
+
+/// What the steps of the present arrangement take.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Pace {
+    /// The busiest node over the mean, over all classes.
+    pub(super) imbalance: f64,
+    /// Seconds by which copies delay each step.
+    pub(super) copy_seconds: f64,
+    /// What the planner of copies expects of that.
+    pub(super) chosen_delay: f64,
+    /// Bytes that are sent to peers in each step.
+    pub(super) copy_bytes: u64,
+    /// Seconds of the network that the first copies take, which the next step waits for.
+    pub(super) first_copies: f64,
+    /// Nanoseconds of the step that runs, or was voted on last.
+    pub(super) computing: u64,
+}
+
+impl Job<'_> {
+    /// Seconds of a step of these members, where nothing delays it.
+    pub(super) fn step_seconds(&self) -> f64 {
+        let model = &self.scenario.model;
+        let share = (self.scenario.cluster.nodes as f64 / self.seats.len().max(1) as f64).powf(model.scaling);
+        let uneven = 1.0 - model.expert_share + model.expert_share * self.pace.imbalance;
+        model.step_seconds * share * uneven
+    }
+
+    /// Computes a step, and what must be safe before the vote.
+    pub(super) fn step(&mut self, number: u64) -> Result<Event> {
+        self.loads.advance(number);
+        let compute = nanoseconds(self.step_seconds());
+        let (began, slower) = (self.world.now, self.world.slowness() - 1.0);
+        let flow = self.world.spend_step(Cause::Train, compute, number)?;
+        if flow != Flow::Done {
+            self.world.spent.move_to_repeat(self.world.now - began);
+            self.tally.interrupted_steps += u64::from(flow == Flow::Lost);
+            return self.unless_lost(flow, Event::Waited);
+        }
+        let delays = [
+            (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
+            (Cause::Copy, nanoseconds(self.pace.copy_seconds)),
+            (Cause::Protect, self.first_copies(compute)),
+            (Cause::Checkpoint, self.save(number, compute)?),
+        ];
+        for (cause, delay) in delays.into_iter().filter(|(_, delay)| *delay > 0) {
+            if self.world.spend(cause, delay)? != Flow::Done {
+                self.world.spent.move_to_repeat(compute);
+                self.tally.interrupted_steps += 1;
+                return self.lost();
+            }
+        }
+        self.pace.first_copies = 0.0;
+        self.pace.computing = compute;
+        self.tally.copy_bytes += u128::from(self.pace.copy_bytes);
+        self.look_for_newcomers()?;
+        Ok(Event::Gradients { is_whole: true, leaves: false })
+    }
+
+    /// The first copies are sent beside the step, and the vote waits for them.
+    fn first_copies(&self, compute: u64) -> u64 {
+        let idle = seconds(compute) * self.scenario.model.network_idle;
+        nanoseconds((self.pace.first_copies - idle).max(0.0))
+    }
+
+    fn look_for_newcomers(&mut self) -> Result<()> {
+        let is_full = self.seats.len() >= self.scenario.cluster.nodes;
+        let is_alone = self.world.up.len() <= self.seats.len();
+        if is_full || is_alone || self.scenario.session.join_every == 0 {
+            return Ok(());
+        }
+        let stay: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
+        if self.newcomers(&stay).is_empty() { Ok(()) } else { self.members.overhear_newcomers() }
+    }
+
+    /// Writes checkpoints, and the experts whose turn it is; the nanoseconds for which the step waits.
+    fn save(&mut self, number: u64, compute: u64) -> Result<u64> {
+        self.finish_writing();
+        let every = self.scenario.session.checkpoint_every;
+        let is_due = every > 0 && number > 0 && number.is_multiple_of(every);
+        if !is_due || self.writing.is_some() || self.preset.saves_experts {
+            return Ok(0);
+        }
+        let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
+        let write = bytes / costs.store_write_bytes_per_second;
+        self.writing = Some((self.line.newest, self.world.now + nanoseconds(write)));
+        self.tally.store_bytes += u128::from(self.units.bytes.iter().sum::<u64>());
+        let capture = nanoseconds(bytes / costs.capture_bytes_per_second);
+        Ok(capture.saturating_sub(compute))
+    }
+
+    pub(super) fn finish_writing(&mut self) {
+        if let Some((version, _)) = self.writing.filter(|&(_, whole)| whole <= self.world.now) {
+            self.stored = Some(version);
+            self.writing = None;
+        }
+    }
+
+    /// Bytes of all state for each node: each unit is written by one of those that have it.
+    fn bytes_per_node(&self) -> f64 {
+        self.units.bytes.iter().sum::<u64>() as f64 / self.seats.len().max(1) as f64
+    }
+
+    /// A step was taken: experts that are copied in turn.
+    pub(super) fn taken_step(&mut self, version: u64) -> Result<()> {
+        if self.turns.is_none() {
+            return Ok(());
+        }
+        let nodes = self.seats.len().max(1) as f64;
+        let Some(turns) = &mut self.turns else { return Ok(()) };
+        turns.advance(self.world.now);
+        let saved = turns.taken(&self.loads, self.planners, version, &mut self.copies, &self.units)?;
+        let Some(Saved { store_bytes, peer_bytes }) = saved else { return Ok(()) };
+        self.tally.store_bytes += u128::from(store_bytes);
+        self.tally.copy_bytes += u128::from(peer_bytes);
+        let write = store_bytes as f64 / nodes / self.scenario.costs.store_write_bytes_per_second;
+        if let Some(turns) = self.turns.as_mut().filter(|_| store_bytes > 0) {
+            turns.busy_until(self.world.now + nanoseconds(write));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,83 @@
+"""`evermoe simulate` and `evermoe measure`: real processes for flags, files and messages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from evermoe.cli.simulate.scenario_flags import duration
+from evermoe.simulate import SCHEMES, read_constants
+from support.commands import evermoe
+
+SMALL = ["--model", "gpt-s-moe", "--nodes", "8", "--step-seconds", "30", "--days", "0.5", "--mtbf", "30m"]
+
+
+def test_table_json_and_plot(tmp_path):
+    done = evermoe("simulate", *SMALL, "--seeds", "2", "--json", "out.json", "--plot", "out.png", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines[1:-3])) <= 100 and "\x1b" not in done.stdout
+    for name in SCHEMES:
+        assert any(line.strip().startswith(name) for line in lines), name
+    assert "has the most goodput. What it loses of the time:" in done.stdout
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert set(found["presets"]) == set(SCHEMES)
+    auto = found["presets"]["auto"]
+    assert sum(auto["outcomes"][0]["nanoseconds"].values()) == 43_200 * 10**9
+    assert auto["half_intervals"]["ettr"] > 0
+    assert auto["means"]["ettr"] == pytest.approx(sum(each["ettr"] for each in auto["outcomes"]) / 2)
+
+
+def test_a_trace_and_files(tmp_path):
+    (tmp_path / "spot.csv").write_text("0,add,a\n0,add,b\n0,add,c\n600000,remove,b\n900000,add,d\n")
+    (tmp_path / "cluster.json").write_text('{"nodes": 3, "spares": 1, "nodes_per_rack": 2}')
+    flags = "--model gpt-s-moe --step-seconds 30 --trace spot.csv --days 0.05 --seeds 1 --presets auto restart"
+    done = evermoe("simulate", *flags.split(), "--cluster", "cluster.json", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "on 3 nodes and 1 spare" in done.stdout
+    more = "--maintenance 1h,1,5m --stragglers 1h,1.5,5m --rack-mtbf 5h --option copies=1 --takes-over"
+    done = evermoe("simulate", *SMALL, "--seeds", "1", *more.split(), "--nodes-per-rack", "2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model gpt-s-moe --nodes 8", "--step-seconds: expected the seconds of a step"),
+        ("--model none --nodes 8 --step-seconds 1", "model: expected a file or one of"),
+        ("--model gpt-s-moe --step-seconds 1", "--nodes"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --option speed=1", "--option: expected NAME=VALUE"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --option copies=x", "--option copies: expected a number"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --maintenance 1d,2", "--maintenance: expected three parts"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --rack-mtbf 1h", "--nodes-per-rack, which --rack-mtbf needs"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --seeds 0", "--seeds"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --mtbf soon", "expected a time such as 90s"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --constants none.json", "No such file"),
+        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --trace none.csv", "No such file"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_flag(flags, message, tmp_path):
+    done = evermoe("simulate", *flags.split(), folder=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr, done.stderr
+
+
+def test_times():
+    assert [duration(text) for text in ("90", "1ms", "2s", "10m", "1.5h", "2d")] == [90, 1e-3, 2, 600, 5400, 172_800]
+
+
+def test_measures_this_machine(tmp_path):
+    done = evermoe("measure", "--out", "here.json", "--no-session", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    constants = read_constants(tmp_path / "here.json")
+    assert constants.is_measured
+    assert 1e-7 < constants.network_latency_seconds < 0.1
+    for name in ("network", "digest", "capture", "store_write", "store_read"):
+        assert 1e6 < getattr(constants, f"{name}_bytes_per_second") < 1e13, name
+    assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
+    flags = ["--presets", "auto", "--seeds", "1", "--constants", "here.json"]
+    done = evermoe("simulate", *SMALL, *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "costs measured by evermoe measure" in done.stdout

@@ -1,0 +1,74 @@
+"""A real run of the demo, and the simulation of it: the same events, steps and bytes."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+from rich.console import Console
+
+from evermoe.demo.driver import Run
+from evermoe.demo.flags import add_arguments, check
+from evermoe.demo.model import ByteGPT
+from evermoe.demo.summary import commits, episodes
+from evermoe.simulate import Failure, Scenario, Workload, simulate
+from evermoe.simulate.scenario import SimulatedOptions
+
+WORKERS, STEPS, KILL = 3, 16, (1, 6)
+COUNTER = 4
+"""Bytes of AdamW's count of steps, which each unit has beside 12 for each parameter."""
+SIZES = {"layers": 1, "hidden": 32, "heads": 2, "intermediate": 48, "experts": 3, "top_k": 2, "sequence": 32}
+
+
+def options():
+    """Each expert on one worker; of two that are left each runs one more, whichever that is."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    sizes = [part for name, size in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(size))]
+    flags = ["--workers", str(WORKERS), "--steps", str(STEPS), "--kill", f"{KILL[0]}@{KILL[1]}", "--slots", "1"]
+    return parser.parse_args([*flags, *sizes, "--batch", "12", "--no-join", "--baseline-steps", "0"])
+
+
+def workload():
+    model = ByteGPT(**SIZES)
+    moe = model.blocks[0].moe
+    experts = sum(p.numel() for p in moe.parameters()) - sum(p.numel() for p in moe.router.parameters())
+    return Workload(
+        name="demo",
+        layers=1,
+        experts=SIZES["experts"],
+        expert_parameters=experts // SIZES["experts"],
+        dense_parameters=sum(p.numel() for p in model.parameters()) - experts,
+        step_seconds=1.0,
+        state_bytes=12,
+        gradient_bytes=4,
+        scaling=0.0,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preset", ["auto", "lazarus"])
+def test_events_steps_and_bytes_are_those_of_a_real_run(preset, tmp_path):
+    given = options()
+    given.preset = preset
+    if preset == "lazarus":  # active replicas alone: each expert on two workers, then on both that are left
+        given.slots = 2
+    kills = check(given)
+    events = Run(given, tmp_path, console=Console(quiet=True), title="").go(kills, None, given.steps, given.copies)
+    (episode,) = episodes(events)
+    scenario = Scenario(
+        workload(),
+        nodes=WORKERS,
+        steps=STEPS,
+        failures=(Failure.in_steps([(KILL[1], [KILL[0]])]),),
+        options=SimulatedOptions(slots=given.slots, checkpoint_every=0),
+    )
+    outcome = simulate(scenario, preset, seed=0)
+    begin, lost, resumed = outcome.happened
+    assert [each.what for each in outcome.happened] == ["resumed", "lost", "resumed"]
+    assert (begin.step, lost.step, resumed.step) == (0, episode.step, KILL[1])
+    assert (begin.members, resumed.members) == (WORKERS, episode.members)
+    assert len(commits(events)) == outcome.steps == STEPS
+    assert outcome.interrupted_steps == 1 and outcome.undone_steps == 0
+    moved = outcome.recovery_bytes + outcome.local_bytes
+    assert episode.fetched_bytes == moved + COUNTER * episode.fetched_units

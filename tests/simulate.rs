@@ -1,0 +1,397 @@
+//! Simulated jobs: what must hold for all of them, a case with a closed form, and that the planners decide.
+
+use evermoe::error::Result;
+use evermoe::placement::{self, Placement, Policy};
+use evermoe::protection::Copying;
+use evermoe::schedule;
+use evermoe::simulate::{
+    ChunkName, Cluster, Costs, Lagging, Load, Model, Outcome, PlacementName, Planners, PresetChoices,
+    Product, RestartChoices, Scenario, Scheme, Selecting, SessionChoices, Source, read_bamboo, read_skypilot,
+    simulate,
+};
+use std::cell::Cell;
+
+const HOUR: f64 = 3600.0;
+
+fn scenario() -> Scenario {
+    Scenario {
+        cluster: Cluster {
+            nodes: 12,
+            spares: 0,
+            nodes_per_rack: 0,
+            network_latency_seconds: 50e-6,
+            network_bytes_per_second: 1e9,
+            host_bytes: 1 << 40,
+        },
+        costs: Costs {
+            detect_seconds: 5.0,
+            agree_seconds: 1.0,
+            rebuild_seconds: 4.0,
+            rebuild_seconds_per_node: 0.0,
+            survey_seconds: 1.0,
+            digest_bytes_per_second: 1e10,
+            capture_bytes_per_second: 1e10,
+            store_write_bytes_per_second: 1e9,
+            store_read_bytes_per_second: 1e9,
+            start_seconds: 20.0,
+        },
+        model: Model {
+            layers: 4,
+            classes: 2,
+            experts: 8,
+            expert_state_bytes: 10_000_000,
+            expert_gradient_bytes: 2_000_000,
+            dense_state_bytes: 50_000_000,
+            tokens_per_step: 100_000,
+            step_seconds: 10.0,
+            scaling: 1.0,
+            expert_share: 0.5,
+            network_idle: 0.5,
+            replayable: true,
+        },
+        load: Load { zipf: 1.0, drift: 0.05, drift_every: 10, trace: Vec::new() },
+        session: SessionChoices {
+            slots: None,
+            most_slots: None,
+            min_replicas: None,
+            copies: 2,
+            copy_budget: 0.01,
+            join_every: 1,
+            rebalance_every: 100,
+            rejoin_limit: 30.0,
+            checkpoint_every: 50,
+            replay_log_bytes: 1 << 30,
+            experts_per_save: None,
+            save_every: 1,
+            plt_limit: 1.0,
+            remote_bytes_per_step: None,
+            plans_anew: true,
+        },
+        failures: vec![Source::Poisson { mtbf_seconds: 1200.0, repair_seconds: Some(600.0) }],
+        seconds: 48.0 * HOUR,
+        steps: None,
+    }
+}
+
+fn preset(name: &str, copying: Copying) -> PresetChoices {
+    PresetChoices {
+        name: name.into(),
+        copying,
+        selection: Selecting::All,
+        placement: PlacementName(Policy::Balanced),
+        chunks: None,
+        lagging: Lagging::Never,
+        copies_late: false,
+        active_copies: false,
+        saves_experts: false,
+    }
+}
+
+fn auto() -> Scheme {
+    Scheme::Preset(PresetChoices { lagging: Lagging::IfNeeded, ..preset("auto", Copying::Chosen) })
+}
+
+fn restart(drops_groups: bool) -> Scheme {
+    Scheme::Restart(RestartChoices {
+        name: if drops_groups { "restart-groups" } else { "restart" }.into(),
+        expert_parallel: 2,
+        drops_groups,
+        checkpoint_every: 50,
+        is_blocking: false,
+        join_seconds: 120.0,
+    })
+}
+
+fn schemes() -> Vec<Scheme> {
+    let chunks = |policy| Some(ChunkName(policy));
+    vec![
+        auto(),
+        Scheme::Preset(PresetChoices {
+            chunks: chunks(schedule::Policy::Gemini),
+            copies_late: true,
+            ..preset("gemini", Copying::Everything)
+        }),
+        Scheme::Preset(PresetChoices {
+            chunks: chunks(schedule::Policy::Baft),
+            copies_late: true,
+            ..preset("baft", Copying::ToPrevious)
+        }),
+        Scheme::Preset(PresetChoices {
+            placement: PlacementName(Policy::Safest),
+            active_copies: true,
+            ..preset("lazarus", Copying::Nothing)
+        }),
+        Scheme::Preset(PresetChoices {
+            selection: Selecting::LoadAware,
+            lagging: Lagging::Always,
+            saves_experts: true,
+            ..preset("pec", Copying::Nothing)
+        }),
+        Scheme::Preset(PresetChoices {
+            selection: Selecting::Budget,
+            lagging: Lagging::Always,
+            chunks: chunks(schedule::Policy::Moetion),
+            ..preset("moetion", Copying::Uncovered)
+        }),
+        restart(false),
+        restart(true),
+    ]
+}
+
+fn run(scenario: &Scenario, scheme: &Scheme, seed: u64) -> Outcome {
+    simulate(scenario, scheme, seed, &Product, &mut |_| Ok(())).unwrap()
+}
+
+/// Failures of all kinds at once.
+fn troubled() -> Scenario {
+    let mut scenario = scenario();
+    scenario.cluster.spares = 2;
+    scenario.failures.extend([
+        Source::Racks { nodes_per_rack: 3, mtbf_seconds: 6.0 * HOUR, repair_seconds: Some(HOUR) },
+        Source::Maintenance { every_seconds: 5.0 * HOUR, nodes: 2, seconds: 900.0 },
+        Source::Stragglers { mtbf_seconds: 2.0 * HOUR, factor: 1.5, seconds: 600.0 },
+    ]);
+    scenario
+}
+
+#[test]
+fn causes_add_up_to_the_total_and_a_seed_repeats() {
+    for scheme in schemes() {
+        for scenario in [scenario(), troubled()] {
+            let outcome = run(&scenario, &scheme, 3);
+            let spent: u64 = outcome.nanoseconds.values().sum();
+            assert_eq!(
+                spent,
+                (scenario.seconds * 1e9) as u64,
+                "{}: {:?}",
+                scheme.name(),
+                outcome.nanoseconds
+            );
+            assert!(outcome.losses > 50 && outcome.steps > 1000, "{}: {outcome:?}", scheme.name());
+            assert_eq!(outcome, run(&scenario, &scheme, 3), "{}", scheme.name());
+            assert_ne!(outcome.steps, run(&scenario, &scheme, 4).steps, "{}", scheme.name());
+        }
+    }
+}
+
+#[test]
+fn steps_that_count_took_the_time_that_counts() {
+    for scheme in schemes() {
+        let mut scenario = scenario();
+        (scenario.load.zipf, scenario.load.drift) = (0.0, 0.0);
+        scenario.session.slots = Some(8); // every node has every expert: an even load, however many nodes there are
+        scenario.cluster.spares = 6;
+        let outcome = run(&scenario, &scheme, 1);
+        let trained = outcome.nanoseconds["train"] as f64 * 1e-9;
+        let (fewest, most) = (outcome.steps as f64 * 10.0, outcome.steps as f64 * 20.0);
+        assert!(
+            (fewest - 1e-3..=most).contains(&trained),
+            "{}: {trained} s, {}",
+            scheme.name(),
+            outcome.steps
+        );
+    }
+}
+
+#[test]
+fn more_failures_leave_less_time_for_training() {
+    for scheme in schemes() {
+        let mean = |mtbf_seconds: f64| {
+            let failures = vec![Source::Poisson { mtbf_seconds, repair_seconds: Some(600.0) }];
+            let scenario = Scenario { failures, ..scenario() };
+            (0..5).map(|seed| run(&scenario, &scheme, seed).ettr).sum::<f64>() / 5.0
+        };
+        let found = [300.0, 1200.0, 7200.0, 1e9].map(mean);
+        assert!(found.is_sorted(), "{}: {found:?}", scheme.name());
+        assert!(found[3] > 0.98, "{}: {found:?}", scheme.name());
+    }
+}
+
+/// Losses come as a Poisson process of rate r, each costs c, and a loss meanwhile costs c anew; a step takes s. Of an
+/// exponential time between two losses whole steps are s ÷ (exp(r·s) − 1), and a recovery takes (exp(r·c) − 1) ÷ r:
+/// the part that counts is r·s ÷ (exp(r·s) − 1) · exp(−r·c).
+#[test]
+fn a_fixed_cost_of_each_loss_has_a_closed_form() {
+    let (mtbf, cost, step) = (600.0, 11.0, 10.0);
+    let mut scenario = scenario();
+    scenario.cluster.nodes = 32;
+    scenario.cluster.spares = 32;
+    scenario.cluster.network_bytes_per_second = 1e18;
+    scenario.cluster.network_latency_seconds = 0.0;
+    scenario.costs.digest_bytes_per_second = 1e18;
+    scenario.costs.start_seconds = 0.0;
+    (scenario.load.zipf, scenario.load.drift) = (0.0, 0.0);
+    scenario.session.checkpoint_every = 0;
+    scenario.failures = vec![Source::Poisson { mtbf_seconds: mtbf, repair_seconds: Some(1.0) }];
+    let found: Vec<f64> = (0..12).map(|seed| run(&scenario, &auto(), seed).ettr).collect();
+    let mean = found.iter().sum::<f64>() / found.len() as f64;
+    let variance = found.iter().map(|each| (each - mean).powi(2)).sum::<f64>() / (found.len() - 1) as f64;
+    let half = 3.1 * (variance / found.len() as f64).sqrt(); // Student's t at 99 %, 11 degrees of freedom
+    let expected = step / mtbf / (step / mtbf).exp_m1() * (-cost / mtbf).exp();
+    assert!((mean - expected).abs() < half, "expected {expected}, found {mean} ± {half}");
+    assert!(half < 0.01, "{half}");
+}
+
+#[test]
+fn copies_of_each_step_lose_none_where_nodes_fail_one_by_one() {
+    let mut scenario = scenario();
+    scenario.failures = vec![Source::Poisson { mtbf_seconds: 3.0 * HOUR, repair_seconds: Some(600.0) }];
+    let outcome = run(&scenario, &auto(), 5);
+    assert!(outcome.losses > 5);
+    assert_eq!((outcome.undone_steps, outcome.checkpoint_loads, outcome.lost_tokens), (0, 0, 0.0));
+    assert!(outcome.interrupted_steps <= outcome.losses);
+    let gemini = run(&scenario, &schemes()[1], 5);
+    assert!(gemini.undone_steps <= gemini.losses, "one step for each loss at most: {}", gemini.undone_steps);
+    assert!(gemini.copy_bytes > outcome.copy_bytes);
+}
+
+#[test]
+fn presets_that_may_lose_tokens_say_how_many() {
+    let mut scenario = scenario();
+    scenario.session.slots = Some(2); // too few for two replicas of each
+    scenario.cluster.nodes = 8;
+    for scheme in &schemes()[4..6] {
+        let outcome = run(&scenario, scheme, 2);
+        assert!(outcome.lost_tokens > 0.0 && outcome.plt > 0.0 && outcome.plt < 1.0, "{outcome:?}");
+    }
+}
+
+#[test]
+fn the_end_of_all_nodes_takes_a_job_back_to_its_checkpoint() {
+    let mut scenario = scenario();
+    let all: Vec<usize> = (0..12).collect();
+    let events = vec![(0.0, true, all.clone()), (HOUR, false, all.clone()), (2.0 * HOUR, true, all)];
+    scenario.failures = vec![Source::Trace { events }];
+    scenario.seconds = 3.0 * HOUR;
+    for scheme in &schemes()[..4] {
+        let outcome = run(&scenario, scheme, 1);
+        assert_eq!(outcome.checkpoint_loads, 1, "{}", scheme.name());
+        assert!((1..=60).contains(&outcome.undone_steps), "{}: {}", scheme.name(), outcome.undone_steps);
+        let waited = outcome.nanoseconds["wait"] as f64 * 1e-9;
+        assert!((3000.0..3700.0).contains(&waited), "{}: {waited}", scheme.name());
+        let without = Scenario {
+            session: SessionChoices { checkpoint_every: 0, ..scenario.session.clone() },
+            ..scenario.clone()
+        };
+        let outcome = run(&without, scheme, 1);
+        assert!(outcome.undone_steps > 300 && outcome.checkpoint_loads == 0, "{}", scheme.name());
+    }
+}
+
+#[test]
+fn a_job_ends_after_its_steps() {
+    for scheme in schemes() {
+        let outcome = run(&Scenario { steps: Some(500), ..scenario() }, &scheme, 1);
+        assert_eq!(outcome.steps, 500, "{}", scheme.name());
+        let spent: u64 = outcome.nanoseconds.values().sum();
+        assert!(spent < 48 * 3600 * 1_000_000_000 && (spent as f64 * 1e-9 - outcome.seconds).abs() < 1e-6);
+    }
+}
+
+#[test]
+fn members_with_notice_lose_no_step() {
+    let mut scenario = scenario();
+    scenario.failures = vec![Source::Maintenance { every_seconds: HOUR, nodes: 1, seconds: 600.0 }];
+    let outcome = run(&scenario, &auto(), 1);
+    assert_eq!((outcome.losses, outcome.interrupted_steps, outcome.undone_steps), (0, 0, 0));
+    assert!(outcome.recoveries > 47 * 2 - 2, "{}", outcome.recoveries);
+}
+
+/// Counts calls, and places as another policy does.
+struct Swapped {
+    calls: Cell<usize>,
+}
+
+impl Planners for Swapped {
+    fn place(&self, request: &placement::Request<'_>) -> Result<Placement> {
+        self.calls.set(self.calls.get() + 1);
+        placement::place(&placement::Request { policy: Policy::Compact, ..*request })
+    }
+}
+
+#[test]
+fn another_planner_decides_otherwise() {
+    let swapped = Swapped { calls: Cell::new(0) };
+    let scenario = scenario();
+    let other = simulate(&scenario, &auto(), 1, &swapped, &mut |_| Ok(())).unwrap();
+    let own = run(&scenario, &auto(), 1);
+    assert!(swapped.calls.get() > own.losses as usize);
+    assert!(other.first_bytes + other.recovery_bytes != own.first_bytes + own.recovery_bytes);
+    assert!(other.copy_bytes > own.copy_bytes, "compact placements leave more to copy");
+}
+
+#[test]
+fn taking_over_moves_less_than_planning_anew() {
+    let mut scenario = scenario();
+    scenario.cluster.spares = 6;
+    let anew = run(&scenario, &auto(), 1);
+    scenario.session.plans_anew = false;
+    let taken_over = run(&scenario, &auto(), 1);
+    assert!(taken_over.recovery_bytes <= anew.recovery_bytes);
+    assert!((taken_over.ettr - anew.ettr).abs() < 0.05, "{} {}", taken_over.ettr, anew.ettr);
+}
+
+#[test]
+fn what_is_none_is_refused_with_its_name() {
+    let message = |change: &dyn Fn(&mut Scenario)| {
+        let mut scenario = scenario();
+        change(&mut scenario);
+        simulate(&scenario, &auto(), 1, &Product, &mut |_| Ok(())).unwrap_err().to_string()
+    };
+    assert!(message(&|s| s.cluster.nodes = 0).starts_with("cluster.nodes: expected 1 or more"));
+    assert!(message(&|s| s.model.step_seconds = f64::NAN).starts_with("model.step_seconds: expected"));
+    assert!(message(&|s| s.costs.digest_bytes_per_second = 0.0).contains("above 0, got 0"));
+    assert!(message(&|s| s.session.most_slots = Some(0)).starts_with("session.most_slots"));
+    assert!(message(&|s| s.load.drift_every = 0).starts_with("load.drift_every"));
+    assert!(message(&|s| s.load.trace = vec![(0, vec![1.0])]).contains("expected 16 numbers"));
+    assert!(
+        message(&|s| s.failures = vec![Source::Poisson { mtbf_seconds: 0.0, repair_seconds: None }])
+            .starts_with("mtbf")
+    );
+    let trace = Source::Trace { events: vec![(0.0, true, vec![99])] };
+    assert!(message(&|s| s.failures = vec![trace.clone()]).contains("names node 99; there are 12"));
+    let Scheme::Restart(choices) = restart(false) else { unreachable!() };
+    let scheme = Scheme::Restart(RestartChoices { expert_parallel: 13, ..choices });
+    let error = simulate(&scenario(), &scheme, 1, &Product, &mut |_| Ok(())).unwrap_err();
+    assert!(error.to_string().contains("expert_parallel: expected 1 to 12 nodes, got 13"));
+}
+
+#[test]
+fn traces_that_are_none_are_refused_with_the_line() {
+    for (text, expected) in [
+        ("", "got none"),
+        ("0,add", "line 1: expected milliseconds,add|remove,node"),
+        (
+            "0,add,a\n0,add,a",
+            "line 2: expected milliseconds,add|remove,node, got \"0,add,a\": the node is there",
+        ),
+        ("0,remove,a", "no such node"),
+        ("5,add,a\n4,add,b", "expected ascending times, got 4 ms after 5 ms"),
+        ("0,moved,a", "line 1"),
+        ("-1,add,a", "line 1"),
+    ] {
+        let message = read_bamboo(text).unwrap_err().to_string();
+        assert!(message.contains(expected), "{text:?}: {message}");
+    }
+    for text in [
+        "[]",
+        "{\"metadata\": {\"gap_seconds\": 0}, \"data\": []}",
+        "{\"metadata\": {\"gap_seconds\": 1}, \"data\": [2]}",
+    ] {
+        assert!(read_skypilot(&[text]).unwrap_err().to_string().starts_with("file 0: "), "{text}");
+    }
+}
+
+#[test]
+fn progress_grows_and_its_error_ends_the_simulation() {
+    let mut told = Vec::new();
+    simulate(&scenario(), &auto(), 1, &Product, &mut |part| {
+        told.push(part);
+        Ok(())
+    })
+    .unwrap();
+    assert!(told.is_sorted() && told.len() > 5 && told.iter().all(|part| (0.0..=1.0).contains(part)));
+    let stop = || Err(evermoe::error::Error::Cancelled("enough".into()));
+    let error = simulate(&scenario(), &auto(), 1, &Product, &mut |_| stop()).unwrap_err();
+    assert_eq!(error.to_string(), "enough");
+}
