@@ -161,7 +161,7 @@ impl<'a> Job<'a> {
             }
             Command::Stop(why) => self.start_again(&why).map(|()| None),
             Command::Farewell { .. } => Ok(Some(Event::Parted)),
-            Command::Close => {
+            Command::Close { .. } => {
                 self.world.finish();
                 Ok(None)
             }
