@@ -56,7 +56,7 @@ def compare(preset):
     console = Console(quiet=True)
     measured, details = measure_session(console, [*MEASURED, *flags])
     real = run([*flags, "--workers", str(WORKERS), "--steps", str(STEPS), *kill_flags()], console)
-    constants = replace(Constants(), **measured, start_seconds=0.0)
+    constants = replace(Constants(), **(measured | {"start_seconds": 0.0}))
     predicted = predict(preset, details["step_seconds"], constants)
     total_error = predicted["total"] / real["total"] - 1
     pairs = list(zip(predicted["recoveries"], real["recoveries"], strict=False))
