@@ -265,6 +265,11 @@ class Recovered(Event):
     """Tokens in the updates that these experts lost."""
     plt: float = 0.0
     """Portion of lost tokens of the run so far, averaged over layers."""
+    mtl: float = 0.0
+    """MoE token loss of the run so far (MoEtion, Eq. 6): the portions of lost tokens of all layers, added up."""
+    steps_undone: int = 0
+    """Steps that members had taken, committed or not, and now compute again: one at most with `gemini` and `baft`, and
+    2 n - 1 where a version of their copies takes n steps."""
 
 
 # ---- from other threads

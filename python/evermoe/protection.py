@@ -241,7 +241,8 @@ class Protection:
             Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
         """
         self._emit(Send(step))
-        if self.copies_late or self.first.is_arriving:
+        is_due = self.copies_late and self.snapshots.version_pace.is_due(step)
+        if is_due or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             if not self.replicas.has_begun:
@@ -253,6 +254,13 @@ class Protection:
         for keeper in self._state_keepers:
             self._skipped += keeper.take_skipped()
         return is_whole, len(self.replicas.asked) + len(self._skipped)
+
+    def lag(self, step: int) -> int:
+        """Steps by which copies that are complete with the vote that makes `step` the steps taken are behind.
+
+        Of the state before that step; 0 where the state survives it otherwise.
+        """
+        return self.snapshots.version_pace.lag(step) if self.copies_late else 0
 
     def _select(self) -> set[str] | None:
         if self.preset.selects_by_budget:
@@ -344,6 +352,11 @@ class Protection:
         """Every whole version of every unit that this member has a copy of, and the copy's kind."""
         for keeper in self.keepers:
             yield from keeper.stored()
+
+    def complete(self, version: int) -> bool:
+        """Waits for the copies of the state, which is that of `version`: no vote follows; whether all are whole."""
+        is_whole = self.snapshots.finish(version)
+        return self.settle() and is_whole
 
     def close(self) -> None:
         """Ends all threads. Nothing may be under way, or the group must be dropped."""

@@ -91,8 +91,12 @@ class LossLedger:
     @property
     def plt(self) -> float:
         """Portion of lost tokens of the run so far, averaged over layers."""
-        seen_L = self.total_LE.sum(1)
-        return float(np.mean(self.lost_LE.sum(1) / np.maximum(seen_L, 1))) if len(seen_L) else 0.0
+        return self.mtl / max(1, len(self._layers))
+
+    @property
+    def mtl(self) -> float:
+        """MoE token loss (MoEtion, Eq. 6) of the run so far: the portions of lost tokens of all layers, added up."""
+        return float(np.sum(self.lost_LE.sum(1) / np.maximum(self.total_LE.sum(1), 1)))
 
     def add(self, step: int) -> None:
         """Adds the tokens of the step that was taken now, as the layers have counted them; so many steps were taken."""

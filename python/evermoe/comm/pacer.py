@@ -50,6 +50,8 @@ class Pacer:
         self._busy_since = 0
         self._began = self._changed = now()
         self._step_lasts = 0
+        self.step = 0
+        """Steps that have begun."""
         self._is_hurried = False
         self._seen: dict[str, int] = {}
         self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
@@ -78,6 +80,7 @@ class Pacer:
         with self._change:
             now = self._now()
             self._step_lasts, self._began, self._changed = now - self._began, now, now
+            self.step += 1
             self._record_step(now)
             self._seen, self._reached, self._is_hurried = {}, -1, False
             self._open((None, 0), now)
@@ -164,23 +167,23 @@ class Pacer:
 
     # ---- the couriers' threads
 
-    def wait(self, window: int | None, seconds: float) -> Opening:
+    def wait(self, window: int | None, seconds: float, step: int = 0) -> Opening:
         """Waits until a message of so many seconds may begin.
 
-        `window`: the one that it was planned for; it may also go later, and at any time once training has paused: the
-        network is idle then, and no window would open.
+        `window`: the one of `step` that it was planned for; it may also go later, and at any time once training has
+        paused: the network is idle then, and no window would open.
         """
         with self._change:
-            while not self._may_begin(window, seconds, now := self._now()):
+            while not self._may_begin(window, seconds, step, now := self._now()):
                 self._change.wait(POLL_SECONDS)
             return Opening(None if self._is_hurried else self._window, now)
 
-    def may_begin(self, window: int | None, seconds: float) -> bool:
+    def may_begin(self, window: int | None, seconds: float, step: int = 0) -> bool:
         """Whether `wait` would return at once."""
         with self._change:
-            return self._may_begin(window, seconds, self._now())
+            return self._may_begin(window, seconds, step, self._now())
 
-    def _may_begin(self, window: int | None, seconds: float, now: int) -> bool:
+    def _may_begin(self, window: int | None, seconds: float, step: int, now: int) -> bool:
         if self._is_hurried:
             return True
         if self._is_busy:
@@ -188,4 +191,4 @@ class Pacer:
         if not self._places or now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9):
             return True
         in_time = self._window is not None and now + seconds * 1e9 <= self._closes
-        return in_time and (window is None or self._reached >= window)
+        return in_time and (window is None or (self.step, self._reached) >= (step, window))

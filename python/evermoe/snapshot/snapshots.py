@@ -20,6 +20,7 @@ from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
+from evermoe.snapshot.version_pace import VersionPace
 from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import NO_COPIES
@@ -111,7 +112,11 @@ class Snapshots(StateKeeper):
         self.pacer.attach(membership.trainer_group)
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
         policy = options.choices.schedule if options.copies else None
-        self.window_planner = WindowPlanner(self.pacer, self.courier, store, membership, windows, policy)
+        self.window_planner = WindowPlanner(
+            self.pacer, self.courier, store, membership, windows, policy, options.steps_per_version
+        )
+        self.version_pace = VersionPace()
+        """Which versions are copied, where that is late."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         self._round: SnapshotRound | None = None
@@ -128,7 +133,7 @@ class Snapshots(StateKeeper):
         self._whole: dict[int, int] = {}
         """Steps taken in the newest whole version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
-        self._fixed_steps = options.snapshot_every if options.choices.takes_turns else options.local_every
+        self._fixed_steps = (options.snapshot_every or 1) if options.choices.takes_turns else options.local_every
         """Steps between local snapshots; None for as few as the budget allows."""
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
@@ -195,20 +200,22 @@ class Snapshots(StateKeeper):
         """Begins the next step, whose windows are not known yet."""
         self._is_settled, self._newest_local = False, step
         self.window_planner.restart(step, self.copies_late)
+        self.version_pace.restart(step)
         self.pacer.begin_step()
 
     # ---- a step
 
     def make_room(self, step: int) -> None:
         """One version at a time: waits for the one under way if another one is due."""
-        if self._round is not None and (self.copies_late or self._due_for_peers(step) or not self._sent):
+        is_due = self.version_pace.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
+        if self._round is not None and is_due:
             self.pacer.hurry()
             self.wait()
 
     def before_vote(self, step: int) -> bool:
         """Waits for what must be safe by then; whether that is so."""
         if self._round is not None and self.copies_late:
-            return self.wait()
+            return not self.version_pace.is_due(step) or self.wait()
         if self._round is not None and not self._sent:  # no peer is waited for
             self._round.task.wait()
         return True
@@ -244,6 +251,18 @@ class Snapshots(StateKeeper):
         self._store.release_sources()
         return is_whole
 
+    def finish(self, version: int) -> bool:
+        """Copies the state, which is that of `version`, if what is under way is older; whether all is whole.
+
+        Collective, for the end of training: no vote follows that would wait for it.
+        """
+        is_whole = self.settle()
+        if self.copies_late and self.version_pace.begun < step_of(version):
+            self._is_settled = False
+            self.start(version, Due(bundles=None))
+            is_whole = self.settle() and is_whole
+        return is_whole
+
     @property
     def capture_seconds(self) -> float:
         """Seconds that the latest capture took."""
@@ -262,7 +281,7 @@ class Snapshots(StateKeeper):
         if not self._sent and not self._local:
             return Due()
         if self.copies_late:
-            return Due(bundles=None)
+            return Due(bundles=None) if self.version_pace.is_due(step) else Due()
         sent = self._due_for_peers(step)
         if not sent and self._round is not None and not self._round.task.is_over_within(0):
             return Due()  # the round takes several steps; local snapshots can wait for it
@@ -291,6 +310,7 @@ class Snapshots(StateKeeper):
         if not self._is_settled:  # where the members change, no peer would receive it
             self._whole |= {} if self._round is None else self._round.whole
             self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
+            self.version_pace.begin(step_of(version), self.window_planner.version_steps)
 
     def lag(self, step: int) -> dict[str, int]:
         """Of the `snapshot` on other nodes and the `local` ones, the oldest whole one."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from evermoe.comm.courier import IN_FLIGHT, Courier, Sent
+from evermoe.comm.courier import IN_FLIGHT, Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
@@ -34,6 +34,7 @@ from evermoe.planning.schedule import (
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, Span, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
+from evermoe.snapshot.link import measure_link
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.snapshot.store import SnapshotStore
 
@@ -45,8 +46,8 @@ WARM_UP = 3
 """Steps after a change of membership that are no measure."""
 TOLERANCE = 0.05
 """Part of a step by which windows may change before it is planned anew."""
-LEAST_SAMPLES = 8
-"""Messages from which the network's speed is measured."""
+MOST_VERSION_STEPS = 64
+"""Steps over which a version is sent at most, unless more are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,43 +126,6 @@ def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float
     }
 
 
-def measure_link(sent: Sequence[Sent], default: Link) -> Link:
-    """What transfers took: alpha and beta of a line through the medians of the smaller and of the larger half.
-
-    A message that was begun while another one was under way has had the link for itself only since that one's end.
-
-        >>> def message(start, milliseconds, nbytes):
-        ...     return Sent(start, start + milliseconds * 10**6, nbytes, 1, None)
-        >>> sent = [message(number * 10**9, 2 if number % 2 else 3, 10**6 if number % 2 else 2 * 10**6)
-        ...         for number in range(8)]
-        >>> measure_link(sent, Link(1e-4, 1e9))  # 1 MB in 2 ms, 2 MB in 3 ms
-        Link(alpha=0.001, beta=1000000000.0)
-        >>> measure_link(sent[:7], Link(1e-4, 1e9))  # too few
-        Link(alpha=0.0001, beta=1000000000.0)
-
-    Args:
-        sent: in the order in which they ended.
-        default: the answer where there are fewer than `LEAST_SAMPLES`; its alpha also where all sizes are alike.
-    """
-    samples = []
-    before = 0
-    for each in sent:
-        samples.append((each.nbytes, max(1e-7, (each.end - max(each.start, before)) / 1e9)))
-        before = max(before, each.end)
-    if len(samples) < LEAST_SAMPLES:
-        return default
-    samples.sort()
-    half = len(samples) // 2
-    (small, quick), (large, slow) = (
-        [statistics.median(values) for values in zip(*part, strict=True)] for part in (samples[:half], samples[half:])
-    )
-    if large > 1.5 * small and slow > quick:
-        alpha = max(0.0, quick - small * (slow - quick) / (large - small))
-    else:
-        alpha = min(default.alpha, slow / 2)
-    return Link(alpha, max(1.0, large) / (slow - min(alpha, slow / 2)))
-
-
 def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[CopyItem], list[tuple[int, int]]]:
     """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units.
 
@@ -177,8 +141,13 @@ def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[Co
     return items, origins
 
 
-def plan_of(rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk_bytes: int) -> ChunkPlan:
-    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have."""
+def plan_of(
+    rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk_bytes: int, version_steps: int | None = 1
+) -> ChunkPlan:
+    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have.
+
+    `version_steps`: as `plan_chunks` takes it.
+    """
     items, _ = items_of(reports[rank].outgoing, policy)
     windows = Windows.from_json(reports[rank].windows)
     ends = []
@@ -188,7 +157,11 @@ def plan_of(rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk
         else:
             ends.append(Receiver(peer, windows))
     memory = Memory(IN_FLIGHT * chunk_bytes, IN_FLIGHT)
-    return plan_chunks(items, windows, Link(*reports[rank].link), memory, policy=policy, receivers=ends)
+    link = Link(*reports[rank].link)
+    most = MOST_VERSION_STEPS
+    return plan_chunks(
+        items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
+    )
 
 
 def _lead(sender: RankReport, receiver: RankReport) -> float:
@@ -196,16 +169,22 @@ def _lead(sender: RankReport, receiver: RankReport) -> float:
 
 
 def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
-    """The chunks of a sender as segments of its bundles; `peer` is the destination."""
+    """The chunks of a sender as segments of its bundles; `peer` is the destination. What has no window comes last.
+
+    A version of `auto` is not waited for: its chunks may go before the step that they are planned for.
+    """
     items, origins = items_of(outgoing, policy)
     origin = {item.unit: found for item, found in zip(items, origins, strict=True)}
     segments: list[Segment] = []
     places: dict[tuple[int, int], int] = {}
-    for chunk in plan.chunks:
+    for chunk in sorted(plan.chunks, key=lambda chunk: chunk.window is None):
         bundle, first = origin[chunk.unit]
         place = places.get((bundle, chunk.destination), 0)
         places[bundle, chunk.destination] = place + 1
-        segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, chunk.window))
+        step = 0 if policy == "auto" else chunk.step
+        segments.append(
+            Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, chunk.window, step)
+        )
     return segments
 
 
@@ -222,6 +201,7 @@ class WindowPlanner:
         membership: the members.
         options: sizes, and when steps are recorded.
         policy: plans chunks for windows; None: snapshots never wait for one.
+        fixed_steps: over which a version is sent; None for as few as windows need, and 1 while they are not known.
     """
 
     def __init__(
@@ -232,7 +212,11 @@ class WindowPlanner:
         membership: Membership,
         options: WindowOptions,
         policy: ChunkPolicy | None,
+        fixed_steps: int | None = 1,
     ) -> None:
+        self._fixed_steps = fixed_steps
+        self.version_steps = fixed_steps or 1
+        """Steps over which the next version is sent; the same on all members."""
         self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
         self._options, self._policy, self._until_vote = options, policy, False
         self._default = DEFAULT_LINK
@@ -266,6 +250,7 @@ class WindowPlanner:
         """
         self._until_vote = until_vote
         self._base, self._reports, self.windows = step, [], None
+        self.version_steps = self._fixed_steps or 1
         self._store.segments = None
         self._pacer.record(0)
         self._pacer.expect({})
@@ -344,7 +329,11 @@ class WindowPlanner:
             report.windows and (s == rank or rank in _peers(report.outgoing)) for s, report in enumerate(reports)
         ]
         senders = [s for s, is_one in enumerate(is_sender) if is_one]
-        plans = {s: plan_of(s, reports, policy, self._options.copy_buffer_bytes) for s in senders}
+        most = self._options.copy_buffer_bytes
+        if self._fixed_steps is None:
+            mine_alone = plan_of(rank, reports, policy, most, None).reason.steps_per_version if rank in senders else 1
+            self.version_steps = max(gather_json(self._group, mine_alone))
+        plans = {s: plan_of(s, reports, policy, most, self.version_steps) for s in senders}
         segments = {s: segments_of(plan, reports[s].outgoing, policy) for s, plan in plans.items()}
         receives = [
             segment._replace(peer=s) for s in senders if s != rank for segment in segments[s] if segment.peer == rank

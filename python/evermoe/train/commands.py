@@ -40,6 +40,13 @@ class Driver(ABC):
         """Receives the others' step on a replica node, and returns this member's ballot."""
         raise RuntimeError("this job has no replica nodes")
 
+    def lag(self, step: int) -> int:
+        """Steps by which the copies that are whole with the vote that makes `step` the steps taken are behind.
+
+        Of the state before that step.
+        """
+        return 0
+
     def tallied(self, step: int, sums: Ballot) -> None:
         """Is told the sums of the vote on a step before they count. May raise what ends the job."""
 

@@ -102,7 +102,8 @@ class PipelineSession:
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
-        self._state = StageState(stage_module, optimizer, self.config.stage, self._loss_scale)
+        peers = self.config.data_parallel_size
+        self._state = StageState(stage_module, optimizer, self.config.stage, self._loss_scale, peers)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -220,7 +221,7 @@ class PipelineSession:
         step, before = self._current, self._driver.taken
         if step is not None:
             step.end()
-        self._driver.begin_vote()
+        self._driver.begin_vote(self.step + 1)
         try:
             is_whole = self._driver.is_round_whole()
             if self._protocol.is_ready:
@@ -318,7 +319,7 @@ class PipelineSession:
         Raises:
             PeerLost: a rank is gone.
         """
-        self._driver.interrupt()
+        self._driver.complete(self.version)
         return self._driver.recovery(self.version, established=True).verify()
 
     def write_trace(self, path: str | Path) -> None:
@@ -331,7 +332,7 @@ class PipelineSession:
 
     def close(self) -> None:
         """The job is over here: waits until the copies of the last step are whole, and leaves."""
-        self._driver.interrupt()
+        self._driver.complete(self.version)
         with suppress(PeerLost):
             self._group.all_reduce(torch.zeros(1))
         self._guard.remove()

@@ -23,6 +23,7 @@ from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.version_pace import VersionPace
 from evermoe.snapshot.window_plan import COPIES
 from evermoe.state.version import step_of
 from evermoe.train import gradients
@@ -58,7 +59,10 @@ class PipelineDriver(Driver):
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots")
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
-        self.window_planner = StageWindowPlanner(self.pacer, self.courier, store, membership, windows, schedule)
+        self.window_planner = StageWindowPlanner(
+            self.pacer, self.courier, store, membership, windows, schedule, options.snapshot_every
+        )
+        self.version_pace = VersionPace()
         self._profiler = self._new_profiler()
         self.outcome = Outcome()
         self.seats: list[Seat] = []
@@ -73,13 +77,20 @@ class PipelineDriver(Driver):
         """What the script computes, or has computed last."""
         self._round: SnapshotRound | None = None
         self._vote_span = ExitStack()
+        self._waits = True
+        """Whether the vote waits for copies."""
         self._lost: LostExperts | None = None
 
     # ---- a step
 
-    def begin_vote(self) -> None:
-        """The step's gradients are there: from now on copies are waited for, which profiles see as a collective."""
-        self.pacer.hurry()
+    def begin_vote(self, step: int) -> None:
+        """The gradients are there of the step that makes `step` the steps taken: copies that are due are awaited.
+
+        Profiles see that as a collective.
+        """
+        self._waits = self.version_pace.is_due(step)
+        if self._waits:
+            self.pacer.hurry()
         self._vote_span.enter_context(self._profiler.span(COPIES, "collective", "network"))
 
     def end_vote(self) -> None:
@@ -87,8 +98,8 @@ class PipelineDriver(Driver):
         self._vote_span.close()
 
     def is_round_whole(self) -> bool:
-        """Waits for the copies of the version now; whether they are whole."""
-        if self._round is None:
+        """Waits for the copies that are due before the vote; whether they are whole."""
+        if self._round is None or not self._waits:
             return True
         is_done = self.courier.wait(self._round.task, self._group)
         return is_done and bool(self._round.task.result)
@@ -164,7 +175,23 @@ class PipelineDriver(Driver):
         self.taken += 1
         self.pacer.begin_step()
         self._profiler.step()
-        self._round = SnapshotRound(self._store, after, self.courier).start() if self._group.broken is None else None
+        if self._group.broken is None and self.version_pace.is_due(step_of(after)):
+            self._copy(after)
+
+    def _copy(self, version: int) -> None:
+        self._round = SnapshotRound(self._store, version, self.courier).start()
+        self.version_pace.begin(step_of(version), self.window_planner.version_steps)
+
+    def lag(self, step: int) -> int:
+        """Steps by which what is whole with the vote on a step is behind."""
+        return self.version_pace.lag(step)
+
+    def complete(self, version: int) -> None:
+        """Copies the state, which is that of `version`, if what is under way is older; returns when that is over."""
+        self.interrupt()
+        if self._group.broken is None and self.version_pace.begun < step_of(version):
+            self._copy(version)
+            self.interrupt()
 
     def pace(self, step: int) -> None:
         """After the vote on a step: plans the next windows."""
@@ -250,6 +277,7 @@ class PipelineDriver(Driver):
         self._profiler = self._new_profiler()
         self._profiler.attach()
         self.window_planner.restart(step, True)
+        self.version_pace.restart(step)
         self.pacer.begin_step()
 
     def _new_profiler(self) -> Profiler:

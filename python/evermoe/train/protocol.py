@@ -296,7 +296,8 @@ class CommitProtocol:
 
     def _say(self, ballot: Ballot) -> Event:
         self._ballot = ballot._replace(leaving=float(self._leaves))
-        return {"event": "gradients", "is_whole": bool(ballot.votes), "leaves": bool(self._ballot.leaving)}
+        is_whole, leaves = bool(ballot.votes), bool(self._ballot.leaving)
+        return {"event": "gradients", "is_whole": is_whole, "leaves": leaves, "lag": self._driver.lag(self.step + 1)}
 
     def _vote(self, version: int, calls: bool) -> Event:
         sums = cast(self._membership.everyone, self._ballot._replace(calling=float(calls)))

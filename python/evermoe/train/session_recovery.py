@@ -215,7 +215,7 @@ class RecoveryDriver(Driver):
         report = self._report_now()
         found = report.outcome  # of the copies' version: the state may have got another one since
         report.lost_tokens = self._protection.count_losses(found.stale, found.version, self._before)
-        report.plt = self._protection.ledger.plt
+        report.plt, report.mtl = self._protection.ledger.plt, self._protection.ledger.mtl
         return {"event": "counted"}
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:

@@ -5,7 +5,7 @@ and how large they are. Who keeps copies of what is computed alike by all.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -19,7 +19,10 @@ from evermoe.profile import Profiler
 from evermoe.recovery.survey import Inventory
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.window_plan import COPIES, WindowPlanner
+from evermoe.state.catalog import UnitCatalog
 from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import Unit
+from evermoe.state.unit_parts import UnitPart, cut, equal_shares
 from evermoe.train.loss_scale import KeptScale, LossScale
 
 PipelinePreset = Literal["baft", "moetion"]
@@ -50,7 +53,7 @@ class Seat:
 
 
 def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
-    """Who copies what to whom: each unit of a stage by one of its ranks, evenly.
+    """Who copies what to whom: each unit of a stage by one of its ranks, which have equal shares.
 
     `baft`: to the node before the rank's own in its pipeline (the ranks of one data-parallel coordinate, stage by
     stage), of the first node to the last one; where all stages are on one node, to the stage before.
@@ -86,7 +89,7 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     for first in range(0, len(seats), width):
         ranks = range(first, first + width)
         units = seats[first].units
-        primaries = planning.primaries([list(ranks)] * len(units), [nbytes for _, nbytes in units], len(seats))
+        primaries = equal_shares([nbytes for _, nbytes in units], ranks)
         for (name, _), primary in zip(units, primaries, strict=True):
             if planning.PRESETS[preset].copies_to_previous_node:
                 others = [before[primary]]
@@ -111,24 +114,41 @@ def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
 class StageState(TrainingState):
     """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
 
-    Of the state of the training loop there is a unit for the loss scale alone, where there is a scaler.
+    Units are cut where the ranks of the stage share them: `stage0.linear[0:64]` is a unit of its own. Of the state of
+    the training loop there is a unit for the loss scale alone, where there is a scaler.
 
     Args:
         module: the stage.
         optimizer: of its parameters.
         stage: its number.
         loss_scale: of the job.
+        ranks: of the stage.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loss_scale: LossScale) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loss_scale: LossScale, ranks: int
+    ) -> None:
         self.loss_scale = loss_scale
         parts = {f"stage{stage}": module}
         self._kept_scale = KeptScale(loss_scale) if loss_scale.is_used else None
         if self._kept_scale is not None:
             parts[f"stage{stage}_loss_scale"] = self._kept_scale
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
-        self.own = self.catalog
+        parts_of_units = cut(self.catalog.units, ranks, self._is_contiguous)
+        self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
+        self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""
+
+    def _is_contiguous(self, unit: Unit) -> bool:
+        return all(tensor.is_contiguous() for tensor in super()._tensors(unit))
+
+    def _tensors(self, unit: Unit) -> Iterable[Tensor]:
+        part = self._parts[unit.name]
+        return part.tensors(super()._tensors(part.of))
+
+    def held(self) -> list[str]:
+        """Names of the units of this stage."""
+        return [unit.name for unit in self.own.units]
 
     def update_scale(self, *, has_overflowed: bool) -> None:
         """A step was taken, or left out: the loss scale follows."""
@@ -163,6 +183,10 @@ class StageTarget:
 
     def __init__(self, state: StageState, seats: Sequence[Seat]) -> None:
         self._state, self._seats = state, seats
+
+    def nodes(self, size: int) -> list[str]:
+        """The node of each rank."""
+        return [seat.node for seat in self._seats]
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """Empty: no layer is spread over ranks."""

@@ -11,12 +11,12 @@ from evermoe.comm.courier import Sent
 from evermoe.comm.pacer import TimedStep
 from evermoe.planning.schedule import Link
 from evermoe.planning.windows import find_windows
+from evermoe.snapshot.link import measure_link
 from evermoe.snapshot.window_plan import (
     COPIES,
     Outgoing,
     RankReport,
     as_steps,
-    measure_link,
     places_of,
     plan_of,
     segments_of,

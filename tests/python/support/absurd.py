@@ -183,7 +183,8 @@ def _recovery(draw: Draw) -> Any:
     holdings = draw.few(lambda: draw.few(holding))
     members = [(draw.random.random() < 0.5, draw.random.random() < 0.5) for _ in holdings]
     _native.usable_holdings(members, holdings)
-    return _native.recovery_plan(units, holdings, draw.few(lambda: draw.few(draw.name)), draw.few(draw.name))
+    needs, may_lag = draw.few(lambda: draw.few(draw.name)), draw.few(draw.name)
+    return _native.recovery_plan(units, holdings, needs, may_lag, draw.few(draw.size))
 
 
 def _samples(draw: Draw) -> int | None:

@@ -50,6 +50,8 @@ class Options:
     """Virtual stages of each rank; several for an interleaved schedule."""
     width: int = 96
     """Of the model."""
+    layers: int = 4
+    """Of each stage of the model."""
     work: int = 0
     """Multiplications of matrices in each forward."""
     trace: bool = False
@@ -69,10 +71,10 @@ class Options:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
-    def __init__(self, index: int, width: int, work: int) -> None:
+    def __init__(self, index: int, width: int, work: int, layers: int = 4) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.work = work
         self.calls = 0
@@ -254,7 +256,7 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = range(stage, options.stages * options.chunks, options.stages)
-    chunks = nn.ModuleList([Stage(number, options.width, options.work) for number in numbers])
+    chunks = nn.ModuleList([Stage(number, options.width, options.work, options.layers) for number in numbers])
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     options.optimizer = optimizer  # type: ignore[attr-defined]
     copies = evermoe.PipelineSession(
@@ -283,7 +285,15 @@ def train(options: Options) -> None:
         if schedule is None:
             step = copies.recover()
             outcome = copies.outcome
-            write(options, "recovered", step=step, fetched=outcome.fetched_units, sources=dict(outcome.sources))
+            write(
+                options,
+                "recovered",
+                step=step,
+                fetched=outcome.fetched_units,
+                sources=dict(outcome.sources),
+                undone=outcome.steps_undone,
+                far_bytes=outcome.far_bytes,
+            )
             chunks[0].calls = 0
         try:
             if schedule is None:
@@ -310,6 +320,7 @@ def train(options: Options) -> None:
                 loss=loss,
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
+                copied=copies._driver.version_pace.begun,
             )
         except (evermoe.PeerLost, RuntimeError) as error:
             write(options, "lost", step=step, reason=str(error)[:300])
@@ -327,6 +338,8 @@ def train(options: Options) -> None:
         digests=digests(copies),
         weights=weights,
         scale=copies.loss_scale,
+        sent_bytes=copies._driver.courier.sent_bytes,
+        state_bytes=sum(unit.nbytes for unit in copies._state.own.units),
     )
     copies.close()
     dist.destroy_process_group()
