@@ -55,7 +55,8 @@ class CopyOptions(Options):
     save_every: int = option(1, shared=True, least=1)
     """Steps between the saves of `pec`."""
     remote_bytes_per_step: int | None = option(None, shared=True, least=0)
-    """What `moetion` may send to peers in a step, all members together; None: an eighth of the experts' state."""
+    """What `moetion` may send to peers in a step, all members together; None: bandwidth × time of a step, as they were
+    measured, and until then an eighth of the experts' state."""
     local_bytes_per_step: int | None = option(None, shared=True, least=0)
     """What `moetion` may copy to the experts' own nodes in a step, likewise."""
 

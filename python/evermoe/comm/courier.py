@@ -44,7 +44,7 @@ class Message(NamedTuple):
     tag: int
     """Messages of one tag between two members keep their order."""
     window: int | None = None
-    """The window of the step, by `Pacer.expect`, before which it is not sent; None for any."""
+    """The window of the step, by `Pacer.expect`, before which it is not sent; None for any; or `ANY_TIME`."""
     step: int = 0
     """The step, by `Pacer.step`, of which that is the window."""
 
@@ -57,7 +57,7 @@ class Sent(NamedTuple):
     nbytes: int
     peer: int
     window: int | None
-    """The window in which it was begun; None outside of all, as the training thread waited for it."""
+    """The window in which it was begun; None outside of all: the training thread waited, or any time was right."""
 
 
 class _UnderWay(NamedTuple):

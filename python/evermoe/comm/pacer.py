@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from evermoe.comm.group import Group
 
+ANY_TIME = -1
+"""In place of a window's number: beside compute, whether a window is open or not."""
 PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
 """Training has paused where no collective has begun or ended for as long as so many steps, and for so many seconds."""
 POLL_SECONDS = 0.5
@@ -170,8 +172,8 @@ class Pacer:
     def wait(self, window: int | None, seconds: float, step: int = 0) -> Opening:
         """Waits until a message of so many seconds may begin.
 
-        `window`: the one of `step` that it was planned for; it may also go later, and at any time once training has
-        paused: the network is idle then, and no window would open.
+        `window`: `ANY_TIME`, or the one of `step` that it was planned for; it may also go later, and at any time once
+        training has paused: the network is idle then, and no window would open.
         """
         with self._change:
             while not self._may_begin(window, seconds, step, now := self._now()):
@@ -188,7 +190,8 @@ class Pacer:
             return True
         if self._is_busy:
             return False
-        if not self._places or now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9):
+        has_paused = now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
+        if not self._places or window == ANY_TIME or has_paused:
             return True
         in_time = self._window is not None and now + seconds * 1e9 <= self._closes
         return in_time and (window is None or (self.step, self._reached) >= (step, window))

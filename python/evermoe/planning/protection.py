@@ -205,18 +205,32 @@ def _everything(request: _Request) -> ProtectionPlan:
 
 
 def _uncovered_only(request: _Request) -> ProtectionPlan:
-    """MoEtion: copies of what no peer holds already, replayed where that is exact."""
+    """MoEtion: copies of what no peer holds already, replayed where that is exact.
+
+    A session's ranks are data-parallel peers. What one of them trains alone, an expert or what it owns, is like a part
+    of a ZeRO state: `training_copy_holders` says where it goes. What nothing goes on without is copied at each step.
+    """
     domains, primaries = _node_numbers(request.ranks), request.primaries()
     nodes = [f"{domain:06d}" for domain in domains]
     active = [unit.active for unit in request.units]
     holders = planning.unit_copy_holders(primaries, active, nodes, request.copies)
+    ranks = list(range(len(nodes)))
+    copies = min(request.copies, len(set(domains)))
+    own = planning.training_copy_holders(nodes, ranks, [0] * len(nodes), copies, zero_stage=1).optimizer
+    are_peers = all(info.trains for info in request.ranks)
     kept = []
-    for unit, rank, ranks in zip(request.units, primaries, holders, strict=True):
+    for unit, rank, next_holders in zip(request.units, primaries, holders, strict=True):
         is_safe = len({domains[r] for r in unit.active}) >= min(request.copies, len(set(domains)))
-        others = () if is_safe else tuple(ranks[1:])
-        kept.append(UnitProtection(unit.name, "active" if not others else "replayed", rank, others))
-    number = sum(each.kind == "replayed" for each in kept)
-    return ProtectionPlan(kept, f"{request.preset}: copies of up to {number} of {len(kept)} units within the budget")
+        found = own[rank] if are_peers and len(unit.active) == 1 else next_holders
+        others = () if is_safe else tuple(found[1:])
+        kind: Kind = "replayed" if unit.replayable or unit.may_lag else "snapshot"
+        kept.append(UnitProtection(unit.name, kind if others else "active", rank, others))
+    number = sum(each.kind == "replayed" and unit.may_lag for unit, each in zip(request.units, kept, strict=True))
+    always = sum(bool(each.holders) for each in kept) - number
+    summary = f"; of {always} more, which nothing goes on without, at each step" if always else ""
+    return ProtectionPlan(
+        kept, f"{request.preset}: copies of up to {number} of {len(kept)} units within the budget{summary}"
+    )
 
 
 def _auto(request: _Request) -> ProtectionPlan:

@@ -91,6 +91,12 @@ class SnapshotRound:
         return {kept.number: step_of(self.version) for kept in self._own} if is_whole else {}
 
     @property
+    def host_speed(self) -> float:
+        """Bytes per second at which this member's units were captured; 0 before they all are."""
+        nbytes, seconds = sum(kept.arena.payload_bytes for kept in self._own), self.capture_seconds
+        return nbytes / seconds if self._read.is_set() and seconds else 0.0
+
+    @property
     def capture_seconds(self) -> float:
         """Seconds that this member took so far to capture its units."""
         return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)

@@ -152,6 +152,7 @@ class Snapshots(StateKeeper):
         """
         self.missing, self.locked_bytes, self.problem = {}, 0, ""
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
+        self.version_pace.is_used = self.copies_late
         self._copies = assignment.copies
         self._local_steps = self._fixed_steps or 1
         if not self._options.copies:
@@ -241,23 +242,18 @@ class Snapshots(StateKeeper):
         if self._round is not None:
             self._round.wait_captured()
 
-    def settle(self) -> bool:
-        """Waits until nothing is under way, and begins nothing more; whether all that was is whole."""
+    def settle(self, version: int | None = None) -> bool:
+        """Waits until nothing is under way, and begins nothing more; whether all that was is whole.
+
+        `version`: of the state now, if it is to be copied where what is under way is older: collective then.
+        """
         self.pacer.hurry()
         self._is_settled = True
         self.before_update()
         is_whole = self.wait()
         self._round = None
         self._store.release_sources()
-        return is_whole
-
-    def finish(self, version: int) -> bool:
-        """Copies the state, which is that of `version`, if what is under way is older; whether all is whole.
-
-        Collective, for the end of training: no vote follows that would wait for it.
-        """
-        is_whole = self.settle()
-        if self.copies_late and self.version_pace.begun < step_of(version):
+        if version is not None and self.copies_late and self.version_pace.begun < step_of(version):
             self._is_settled = False
             self.start(version, Due(bundles=None))
             is_whole = self.settle() and is_whole
@@ -308,7 +304,9 @@ class Snapshots(StateKeeper):
         if due.bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
             self._newest_local = step_of(version)
         if not self._is_settled:  # where the members change, no peer would receive it
-            self._whole |= {} if self._round is None else self._round.whole
+            if self._round is not None:
+                self._whole |= self._round.whole
+                self.window_planner.host_speed = self._round.host_speed or self.window_planner.host_speed
             self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
             self.version_pace.begin(step_of(version), self.window_planner.version_steps)
 

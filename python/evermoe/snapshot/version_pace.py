@@ -16,6 +16,8 @@ class VersionPace:
     """
 
     def __init__(self) -> None:
+        self.is_used = True
+        """Whether votes wait for versions; else the state survives without those that are under way."""
         self.begun = 0
         """Steps taken in the newest version that is copied."""
         self._whole, self._due = 0, 1
@@ -35,4 +37,6 @@ class VersionPace:
 
     def lag(self, step: int) -> int:
         """Steps by which what is whole with the vote that makes `step` the steps taken is behind those before it."""
+        if not self.is_used:
+            return 0
         return step - 1 - (self.begun if self.is_due(step) else self._whole)

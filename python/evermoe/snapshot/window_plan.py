@@ -19,7 +19,7 @@ from evermoe.comm.courier import IN_FLIGHT, Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
-from evermoe.comm.pacer import Pacer, TimedStep
+from evermoe.comm.pacer import ANY_TIME, Pacer, TimedStep
 from evermoe.options import Options, option
 from evermoe.planning.schedule import (
     DEFAULT_LINK,
@@ -34,7 +34,7 @@ from evermoe.planning.schedule import (
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, Span, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
-from evermoe.snapshot.link import measure_link
+from evermoe.snapshot.link import Budgets, budgets_of, measure_link
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.snapshot.store import SnapshotStore
 
@@ -92,6 +92,8 @@ class RankReport:
     link: tuple[float, float]
     """Alpha and beta of its link."""
     outgoing: list[Outgoing]
+    host_speed: float = 0.0
+    """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
 
 
 # ---- pure
@@ -169,22 +171,23 @@ def _lead(sender: RankReport, receiver: RankReport) -> float:
 
 
 def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
-    """The chunks of a sender as segments of its bundles; `peer` is the destination. What has no window comes last.
+    """The chunks of a sender as segments of its bundles; `peer` is the destination.
 
+    What has no window comes last; in MoEtion, which sends it beside compute (W* of its Algorithm 4), first.
     A version of `auto` is not waited for: its chunks may go before the step that they are planned for.
     """
     items, origins = items_of(outgoing, policy)
     origin = {item.unit: found for item, found in zip(items, origins, strict=True)}
     segments: list[Segment] = []
     places: dict[tuple[int, int], int] = {}
-    for chunk in sorted(plan.chunks, key=lambda chunk: chunk.window is None):
+    is_beside = policy == "moetion"
+    for chunk in sorted(plan.chunks, key=lambda chunk: (chunk.window is None) != is_beside):
         bundle, first = origin[chunk.unit]
         place = places.get((bundle, chunk.destination), 0)
         places[bundle, chunk.destination] = place + 1
         step = 0 if policy == "auto" else chunk.step
-        segments.append(
-            Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, chunk.window, step)
-        )
+        window = ANY_TIME if chunk.window is None and is_beside else chunk.window
+        segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, window, step))
     return segments
 
 
@@ -231,6 +234,12 @@ class WindowPlanner:
         """Idle seconds of this member's network in a step, of the same profile."""
         self.link: tuple[float, float] | None = None
         """Measured latency and bytes per second of this member's link; None before there was enough to measure."""
+        self.couriers: Sequence[Courier] = [courier]
+        """Those whose messages tell how fast the link is."""
+        self.host_speed = 0.0
+        """Bytes per second of the latest capture."""
+        self.budgets = Budgets()
+        """What copies can take in a step, by the latest profile of these members; the same on all."""
         self.summary = ""
         """Summary of the plan of the slowest member."""
         self.plans = 0
@@ -250,7 +259,7 @@ class WindowPlanner:
         """
         self._until_vote = until_vote
         self._base, self._reports, self.windows = step, [], None
-        self.version_steps = self._fixed_steps or 1
+        self.version_steps, self.budgets = self._fixed_steps or 1, Budgets()
         self._store.segments = None
         self._pacer.record(0)
         self._pacer.expect({})
@@ -275,7 +284,7 @@ class WindowPlanner:
         changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
         if self._reports and not changed:
             return
-        self._reports = reports
+        self._reports, self.budgets = reports, self._budgets(reports)
         if reports[self._group.rank].windows:
             mine = self.windows = Windows.from_json(reports[self._group.rank].windows)
             idle = [window.seconds for window in mine.windows if window.resource == "network"]
@@ -284,6 +293,12 @@ class WindowPlanner:
         if self._group.rank == 0 and any(report.outgoing for report in reports):
             why = f"; planned anew, because of {changed[0]}" if self.plans > 1 and changed else ""
             logger.info("copies in windows from step %d on: %s%s", step, self.summary, why)
+
+    def _budgets(self, reports: Sequence[RankReport]) -> Budgets:
+        trainers = [report for report in reports if report.windows]
+        seconds = max((Windows.from_json(report.windows).step_seconds for report in trainers), default=0.0)
+        links = [None if report.link == self._default else report.link[1] for report in trainers]
+        return budgets_of(seconds, links, [report.host_speed or None for report in trainers])
 
     def _profile(self) -> tuple[list[StepProfile], list[float]]:
         """The steps to find windows in, and when they started: seconds of `time.perf_counter`."""
@@ -297,7 +312,8 @@ class WindowPlanner:
         change: Change | None = None
         if self.windows is not None:
             change = has_changed(self.windows, steps, tolerance=TOLERANCE)
-        link = measure_link(list(self._courier.sent), self._default)
+        sent = sorted((each for courier in self.couriers for each in list(courier.sent)), key=lambda each: each.end)
+        link = measure_link(sent, self._default)
         if link != self._default:
             self.link = link.alpha, link.beta
         mine = RankReport(
@@ -306,6 +322,7 @@ class WindowPlanner:
             "" if change is None else change.summary,
             (link.alpha, link.beta),
             self._outgoing(),
+            self.host_speed,
         )
         everyone = gather_json(self._group, asdict(mine))
         return [

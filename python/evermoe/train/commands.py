@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 from evermoe.comm.vote import Ballot
+from evermoe.snapshot.version_pace import VersionPace
 
 Event = dict[str, Any]
 """What happened, as `src/protocol/event.rs` has it."""
@@ -16,6 +17,9 @@ class Driver(ABC):
 
     The methods here are those of a job that has no replica nodes, moves no units and is ended by its script.
     """
+
+    version_pace: VersionPace
+    """Which version of the copies is whole with which vote."""
 
     def interrupt(self) -> None:
         """Ends what is under way in the group, which is about to be replaced."""
@@ -39,13 +43,6 @@ class Driver(ABC):
     def follow(self, number: int) -> Ballot:
         """Receives the others' step on a replica node, and returns this member's ballot."""
         raise RuntimeError("this job has no replica nodes")
-
-    def lag(self, step: int) -> int:
-        """Steps by which the copies that are whole with the vote that makes `step` the steps taken are behind.
-
-        Of the state before that step.
-        """
-        return 0
 
     def tallied(self, step: int, sums: Ballot) -> None:
         """Is told the sums of the vote on a step before they count. May raise what ends the job."""

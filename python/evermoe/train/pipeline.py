@@ -319,7 +319,7 @@ class PipelineSession:
         Raises:
             PeerLost: a rank is gone.
         """
-        self._driver.complete(self.version)
+        self._driver.interrupt(self.version)
         return self._driver.recovery(self.version, established=True).verify()
 
     def write_trace(self, path: str | Path) -> None:
@@ -332,7 +332,7 @@ class PipelineSession:
 
     def close(self) -> None:
         """The job is over here: waits until the copies of the last step are whole, and leaves."""
-        self._driver.complete(self.version)
+        self._driver.interrupt(self.version)
         with suppress(PeerLost):
             self._group.all_reduce(torch.zeros(1))
         self._guard.remove()

@@ -176,22 +176,8 @@ class PipelineDriver(Driver):
         self.pacer.begin_step()
         self._profiler.step()
         if self._group.broken is None and self.version_pace.is_due(step_of(after)):
-            self._copy(after)
-
-    def _copy(self, version: int) -> None:
-        self._round = SnapshotRound(self._store, version, self.courier).start()
-        self.version_pace.begin(step_of(version), self.window_planner.version_steps)
-
-    def lag(self, step: int) -> int:
-        """Steps by which what is whole with the vote on a step is behind."""
-        return self.version_pace.lag(step)
-
-    def complete(self, version: int) -> None:
-        """Copies the state, which is that of `version`, if what is under way is older; returns when that is over."""
-        self.interrupt()
-        if self._group.broken is None and self.version_pace.begun < step_of(version):
-            self._copy(version)
-            self.interrupt()
+            self._round = SnapshotRound(self._store, after, self.courier).start()
+            self.version_pace.begin(step_of(after), self.window_planner.version_steps)
 
     def pace(self, step: int) -> None:
         """After the vote on a step: plans the next windows."""
@@ -202,8 +188,11 @@ class PipelineDriver(Driver):
 
     # ---- failures
 
-    def interrupt(self) -> None:
-        """Waits until nothing is under way, which is at once in a dropped group."""
+    def interrupt(self, version: int | None = None) -> None:
+        """Waits until nothing is under way, which is at once in a dropped group.
+
+        `version`: of the state, if it is to be copied first where what is under way is older: collective then.
+        """
         self.pacer.hurry()
         if self._round is not None:
             self._round.wait_captured()
@@ -212,6 +201,10 @@ class PipelineDriver(Driver):
         if self.watching is not None:
             self.courier.wait(self.watching, self._group)
             self.watching = None
+        if version is not None and self._group.broken is None and self.version_pace.begun < step_of(version):
+            self._round = SnapshotRound(self._store, version, self.courier).start()
+            self.version_pace.begin(step_of(version), self.window_planner.version_steps)
+            self.interrupt()
 
     def _meet(self) -> None:
         """Who sits where."""

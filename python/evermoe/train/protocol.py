@@ -297,7 +297,8 @@ class CommitProtocol:
     def _say(self, ballot: Ballot) -> Event:
         self._ballot = ballot._replace(leaving=float(self._leaves))
         is_whole, leaves = bool(ballot.votes), bool(self._ballot.leaving)
-        return {"event": "gradients", "is_whole": is_whole, "leaves": leaves, "lag": self._driver.lag(self.step + 1)}
+        lag = self._driver.version_pace.lag(self.step + 1)
+        return {"event": "gradients", "is_whole": is_whole, "leaves": leaves, "lag": lag}
 
     def _vote(self, version: int, calls: bool) -> Event:
         sums = cast(self._membership.everyone, self._ballot._replace(calling=float(calls)))

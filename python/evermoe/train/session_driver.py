@@ -133,10 +133,6 @@ class SessionDriver(RecoveryDriver):
             written=float(self._checkpointer.is_over),
         )
 
-    def lag(self, step: int) -> int:
-        """See `Protection.lag`."""
-        return self._protection.lag(step)
-
     def follow(self, number: int) -> Ballot:
         """Receives a step of the others, on a replica node."""
         if not self.taken:
@@ -266,7 +262,7 @@ class SessionDriver(RecoveryDriver):
             except (PeerLost, PersistFailed) as failed:
                 self._warn_unwritten(self._version, failed)
         self._dense.await_weights()
-        whole = everyone.all_reduce(torch.tensor([int(self._protection.complete(self._version))]))
+        whole = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
 
     def farewell(self, version: int) -> Event:
