@@ -203,7 +203,7 @@ proptest! {
     ) {
         let nodes = &nodes[..needs.len()];
         let plan = plan_on_nodes(&bytes, &holdings, &needs, &[], nodes).unwrap();
-        let apart = super::plan(&bytes, &holdings, &needs).unwrap();
+        let apart = evermoe::recovery::plan(&bytes, &holdings, &needs).unwrap();
         let arrivals = |plan: &Plan| plan.transfers.iter().map(|each| (each.unit, each.destination)).collect::<BTreeSet<_>>();
         prop_assert_eq!(arrivals(&plan), arrivals(&apart));
         prop_assert_eq!(plan.transfers.len(), apart.transfers.len());

@@ -187,7 +187,10 @@ pub fn version_steps(request: &Request<'_>, most: usize) -> Result<usize> {
             let delays = |steps: &usize| {
                 moetion_delay(request, &pace, &over(request, &work, &pace, *steps), *steps) > 0.0
             };
-            return Ok((1..most).find(|steps| !delays(steps)).unwrap_or(most));
+            let copy: f64 = total(work.in_order().iter().map(|load| pace.seconds(load.bytes)));
+            // Bubbles and compute together are no longer than the steps.
+            let fewest = ((copy / request.windows.step_seconds) as usize).clamp(1, most);
+            return Ok((fewest..most).find(|steps| !delays(steps)).unwrap_or(most));
         }
         _ => over(request, &work, &pace, most),
     };

@@ -45,8 +45,8 @@ class Message(NamedTuple):
     """Messages of one tag between two members keep their order."""
     window: int | None = None
     """The window of the step, by `Pacer.expect`, before which it is not sent; None for any; or `ANY_TIME`."""
-    step: int = 0
-    """The step, by `Pacer.step`, of which that is the window."""
+    step: int | None = None
+    """The step, by `Pacer.step`, of which that is the window; None for whichever runs."""
 
 
 class Sent(NamedTuple):

@@ -31,7 +31,7 @@ class Opening(NamedTuple):
     """When a message may begin."""
 
     window: int | None
-    """Number of the window that is open; None if the training thread is in a hurry."""
+    """Number of the window that is open; None if the training thread is in a hurry, or any time is right."""
     at: int
     """Now: no collective had begun yet."""
 
@@ -169,23 +169,23 @@ class Pacer:
 
     # ---- the couriers' threads
 
-    def wait(self, window: int | None, seconds: float, step: int = 0) -> Opening:
+    def wait(self, window: int | None, seconds: float, step: int | None = None) -> Opening:
         """Waits until a message of so many seconds may begin.
 
-        `window`: `ANY_TIME`, or the one of `step` that it was planned for; it may also go later, and at any time once
-        training has paused: the network is idle then, and no window would open.
+        `window`: `ANY_TIME`, or the one of `step` (None: of any) that it was planned for; it may also go later, and at
+        any time once training has paused: the network is idle then, and no window would open.
         """
         with self._change:
             while not self._may_begin(window, seconds, step, now := self._now()):
                 self._change.wait(POLL_SECONDS)
-            return Opening(None if self._is_hurried else self._window, now)
+            return Opening(None if self._is_hurried or window == ANY_TIME else self._window, now)
 
-    def may_begin(self, window: int | None, seconds: float, step: int = 0) -> bool:
+    def may_begin(self, window: int | None, seconds: float, step: int | None = None) -> bool:
         """Whether `wait` would return at once."""
         with self._change:
             return self._may_begin(window, seconds, step, self._now())
 
-    def _may_begin(self, window: int | None, seconds: float, step: int, now: int) -> bool:
+    def _may_begin(self, window: int | None, seconds: float, step: int | None, now: int) -> bool:
         if self._is_hurried:
             return True
         if self._is_busy:
@@ -194,4 +194,5 @@ class Pacer:
         if not self._places or window == ANY_TIME or has_paused:
             return True
         in_time = self._window is not None and now + seconds * 1e9 <= self._closes
-        return in_time and (window is None or (self.step, self._reached) >= (step, window))
+        planned = self.step if step is None else step
+        return in_time and (window is None or (self.step, self._reached) >= (planned, window))

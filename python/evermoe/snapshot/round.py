@@ -189,7 +189,8 @@ class SnapshotRound:
         buffers = {kept.number: torch.from_numpy(kept.arena.buffer(kept.index)) for kept in arenas}
         for segment in segments:
             data = buffers[segment.bundle][segment.offset : segment.offset + segment.nbytes]
-            yield Message(data, segment.peer, segment.tag, segment.window, self._first_step + segment.step)
+            step = None if segment.step is None else self._first_step + segment.step
+            yield Message(data, segment.peer, segment.tag, segment.window, step)
 
     def _is_whole(self, kept: BundleArena) -> bool:
         try:

@@ -185,7 +185,7 @@ def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPoli
         bundle, first = origin[chunk.unit]
         place = places.get((bundle, chunk.destination), 0)
         places[bundle, chunk.destination] = place + 1
-        step = 0 if policy == "auto" else chunk.step
+        step = None if policy == "auto" else chunk.step
         window = ANY_TIME if chunk.window is None and is_beside else chunk.window
         segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, window, step))
     return segments

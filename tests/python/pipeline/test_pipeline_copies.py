@@ -89,7 +89,7 @@ def test_what_the_ranks_of_a_stage_lack_crosses_to_their_node_once(start_job):
 def test_what_has_no_bubble_travels_beside_compute(start_job):
     """MoEtion's W*: what the bubbles of a step have no room for does not wait for the vote."""
     copies = PRESETS["moetion"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 10, "snapshot_every": 1}
-    pipeline = Pipeline(start_job(RANKS), copies=copies, steps=24, work=10, trace=True)
+    pipeline = Pipeline(start_job(RANKS), copies=copies, steps=24, work=40, trace=True)
     for rank in range(RANKS):
         pipeline.start(rank)
     done = pipeline.finish()
