@@ -8,11 +8,11 @@ class VersionPace:
 
     The next version begins when that vote has passed, so the one before stays until then:
 
-        steps   0    1    2    3    4    5    6
-        copied  v0   v1 ────────── v4 ────────── v7      # steps = 3 from version 1 on
-        vote         v0             v1             v4    # whole with the votes that make these the steps taken
+        steps taken  0    1    2    3    4    5    6    7
+        copied       v0   v1 ─────────── v4 ─────────── v7     over 3 steps from version 1 on
+        whole             v0             v1             v4     with the votes that make 1, 4 and 7 the steps taken
 
-    A loss just before the vote that makes 7 the steps taken goes back to version 1: by 2 · steps − 1 at most.
+    A loss just before the vote that makes 7 the steps taken goes back to version 1, by 2 · 3 − 1 steps.
     """
 
     def __init__(self) -> None:
