@@ -101,7 +101,6 @@ fn two_members_to_three_versions_with_two_faults() {
 #[test]
 fn two_members_whose_copies_take_two_steps() {
     explore(&setting(2, 4, 1, Keeper::SlowSnapshots));
-    explore(&Setting { joiners: 1, inquiries: 1, ..setting(2, 3, 1, Keeper::SlowSnapshots) });
     explore(&Setting { leaves: 1, ..setting(2, 4, 1, Keeper::SlowSnapshots) });
 }
 
