@@ -274,10 +274,10 @@ class Snapshots(StateKeeper):
 
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
         """Bundles of which a round should begin now; `choose` gives the experts for local snapshots."""
+        if self.copies_late:  # also where there is no memory for any: steps are committed with versions
+            return Due(bundles=None) if self.version_pace.is_due(step) else Due()
         if not self._sent and not self._local:
             return Due()
-        if self.copies_late:
-            return Due(bundles=None) if self.version_pace.is_due(step) else Due()
         sent = self._due_for_peers(step)
         if not sent and self._round is not None and not self._round.task.is_over_within(0):
             return Due()  # the round takes several steps; local snapshots can wait for it
