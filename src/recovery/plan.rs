@@ -298,7 +298,7 @@ impl Links<'_> {
     fn fetch(&mut self, unit: usize, size: u64, sources: &Sources, mut ranks: Vec<usize>) -> Vec<Transfer> {
         let in_memory = sources.values().any(|kind| kind.is_memory());
         ranks.sort_by_key(|&rank| (self.shared[rank], rank));
-        let mut arrives: BTreeMap<usize, usize> = BTreeMap::new();
+        let mut arrives: BTreeMap<usize, (usize, Kind)> = BTreeMap::new();
         let mut transfers = Vec::new();
         for &destination in &ranks {
             let (source, kind) = match sources.get(&destination) {
@@ -308,10 +308,11 @@ impl Links<'_> {
                     let (holder, kind) = self.cheapest(sources, destination);
                     let node = self.nodes[destination];
                     let is_far = in_memory && self.nodes[holder] != node;
-                    let source = arrives.get(&node).copied().filter(|_| is_far).unwrap_or(holder);
-                    arrives.entry(node).or_insert(destination);
+                    let passed_on = arrives.get(&node).copied().filter(|_| is_far);
+                    let (source, kind) = passed_on.unwrap_or((holder, kind));
+                    arrives.entry(node).or_insert((destination, kind));
                     self.sent[source] += u128::from(size);
-                    if source != holder {
+                    if passed_on.is_some() {
                         self.shared[source] += u128::from(size);
                     }
                     (source, kind)
