@@ -97,6 +97,13 @@ fn two_members_to_three_versions_with_two_faults() {
     }
 }
 
+/// A version of the copies takes two steps: steps are committed once a version that has them is whole.
+#[test]
+fn two_members_whose_copies_take_two_steps() {
+    explore(&setting(2, 4, 1, Keeper::SlowSnapshots));
+    explore(&Setting { leaves: 1, ..setting(2, 4, 1, Keeper::SlowSnapshots) });
+}
+
 #[test]
 fn two_members_whose_lighthouse_is_silent_at_times() {
     for keeper in KEEPERS {
@@ -204,6 +211,7 @@ fn mistakes_are_found() {
         (Mistake::SleepForgotten, Keeper::Replicas),
         (Mistake::MinorityGoesOn, Keeper::Replicas),
         (Mistake::LeaverCounts, Keeper::Replicas),
+        (Mistake::LagForgotten, Keeper::SlowSnapshots),
     ];
     for (mistake, keeper) in mistakes {
         let of_two = matches!(mistake, Mistake::MinorityGoesOn | Mistake::LeaverCounts);

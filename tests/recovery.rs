@@ -1,6 +1,6 @@
 //! Recovery plans against a slow, obvious reading of the rules, and the cases that matter by name.
 
-use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan};
+use evermoe::recovery::{Conflict, Holding, Kind, Plan, Reason, Transfer, plan, plan_on_nodes};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -194,6 +194,39 @@ proptest! {
                 let expected: BTreeSet<usize> = (0..UNITS).filter(|&unit| version > 0 && conflict(unit)).collect();
                 prop_assert_eq!(plan.conflicts.iter().map(|conflict| conflict.unit).collect::<BTreeSet<_>>(), expected);
             }
+        }
+    }
+
+    #[test]
+    fn a_unit_crosses_to_a_node_once(
+        (holdings, needs) in survey(), bytes in prop::array::uniform3(1_u64..4), nodes in prop::array::uniform4(0_usize..3),
+    ) {
+        let nodes = &nodes[..needs.len()];
+        let plan = plan_on_nodes(&bytes, &holdings, &needs, &[], nodes).unwrap();
+        let apart = evermoe::recovery::plan(&bytes, &holdings, &needs).unwrap();
+        let arrivals = |plan: &Plan| plan.transfers.iter().map(|each| (each.unit, each.destination)).collect::<BTreeSet<_>>();
+        prop_assert_eq!(arrivals(&plan), arrivals(&apart));
+        prop_assert_eq!(plan.transfers.len(), apart.transfers.len());
+        prop_assert_eq!((plan.version, &plan.lost, &plan.conflicts), (apart.version, &apart.lost, &apart.conflicts));
+        let Some(version) = plan.version else { return Ok(()) };
+        let has = |rank: usize, unit: usize| {
+            let best = ranking(&holdings, unit, version)[0];
+            holdings[rank].iter().any(|held| (held.unit, held.version, held.digest) == (unit, version, best))
+        };
+        let is_direct = |each: &&Transfer| has(each.source, each.unit);
+        for passed_on in plan.transfers.iter().filter(|each| !is_direct(each)) {
+            prop_assert_eq!(nodes[passed_on.source], nodes[passed_on.destination]);
+            let comes = plan.transfers.iter().filter(is_direct);
+            let to_source = comes.filter(|each| (each.unit, each.destination) == (passed_on.unit, passed_on.source));
+            prop_assert_eq!(to_source.map(|each| each.kind).collect::<Vec<_>>(), [passed_on.kind]);
+        }
+        for (unit, node) in (0..UNITS).flat_map(|unit| (0..3).map(move |node| (unit, node))) {
+            let of_node = || (0..needs.len()).filter(|&rank| nodes[rank] == node);
+            let is_lacking = of_node().any(|rank| needs[rank].contains(&unit)) && !of_node().any(|rank| has(rank, unit));
+            let crossings = plan.transfers.iter().filter(|each| {
+                each.unit == unit && nodes[each.destination] == node && nodes[each.source] != node
+            });
+            prop_assert_eq!(crossings.count(), usize::from(is_lacking));
         }
     }
 

@@ -28,6 +28,7 @@ def keep_in_place(
 LOGGED_STEPS: int
 OWN_VERSIONS: int
 RECORD_BYTES: int
+FAILURE: float
 
 def arrange(
     name: str,
@@ -113,6 +114,7 @@ def recovery_plan(
     holdings: list[list[tuple[str, int, int, str]]],
     needs: list[list[str]],
     may_lag: list[str],
+    nodes: list[int],
 ) -> RecoveryPlan: ...
 def usable_holdings(
     members: list[tuple[bool, bool]], holdings: list[list[tuple[str, int, int, str]]]
@@ -150,6 +152,7 @@ def plan_chunks(
     memory: tuple[int, int, tuple[float, float] | None],
     policy: str,
     max_steps: int,
+    version_steps: int | None,
 ) -> ChunkPlan: ...
 def copy_period(
     step_seconds: float,
@@ -221,7 +224,7 @@ class TokenLedger:
     @property
     def waiting(self) -> NDArray[np.int64]: ...
     @property
-    def mtl(self) -> int: ...
+    def mtl(self) -> float: ...
     @property
     def plt_at_risk(self) -> NDArray[np.float64]: ...
     @property
@@ -246,7 +249,8 @@ class RecoveryPlan:
     def transfers(self) -> list[tuple[str, int, int, str]]:
         """(unit, source, destination, kind), largest units first; a stale unit is sent at its stale version.
 
-        Where source and destination are the same, the rank takes the unit from its own replica, snapshot or file.
+        Where source and destination are the same, the rank takes the unit from its own replica, snapshot or file. A
+        source that has another transfer of the unit to itself passes on what comes with that.
         """
     @property
     def conflicts(self) -> list[tuple[str, int, int, int]]:

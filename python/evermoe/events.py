@@ -306,6 +306,11 @@ class Recovered(Event):
     tier: str = ""
     """Where units came from, the farthest of all members' sources: `own memory` (what this host shares), `peers` (other
     members' memory), `store` (a checkpoint, or what `pec` saves); empty where none had to be fetched."""
+    mtl: float = 0.0
+    """MoE token loss of the run so far (MoEtion, Eq. 6): the portions of lost tokens of all layers, added up."""
+    steps_undone: int = 0
+    """Steps that members had taken, committed or not, and now compute again: one at most with `gemini` and `baft`, and
+    2 n - 1 where a version of their copies takes n steps."""
 
 
 # ---- from other threads

@@ -47,14 +47,16 @@ class CopyOptions(Options):
     """Experts of each layer that `pec` saves to checkpoint_dir at a time, no more than those; None: a quarter."""
     expert_selection: Literal["load-aware", "sequential"] = option("load-aware", shared=True)
     """Order in which `pec` copies experts: those with the most tokens at risk, or each in its turn."""
-    snapshot_every: int = option(1, shared=True, least=1)
-    """Steps between the snapshots of `pec`."""
+    snapshot_every: int | None = option(None, shared=True, least=1)
+    """Steps between the versions that `gemini` and `baft` copy, each over so many steps, and between the snapshots of
+    `pec`. None: as few as the idle windows need for a version, once they are known, and 1 until then; `pec` 1."""
     plt_limit: float = option(1.0, shared=True, above=0, most=1)
     """Portion of the tokens that the job may lose: `pec` saves more experts when failures have taken a larger part."""
     save_every: int = option(1, shared=True, least=1)
     """Steps between the saves of `pec`."""
     remote_bytes_per_step: int | None = option(None, shared=True, least=0)
-    """What `moetion` may send to peers in a step, all members together; None: an eighth of the experts' state."""
+    """What `moetion` may send to peers in a step, all members together; None: bandwidth × time of a step, as they were
+    measured, and until then an eighth of the experts' state."""
     local_bytes_per_step: int | None = option(None, shared=True, least=0)
     """What `moetion` may copy to the experts' own nodes in a step, likewise."""
 
@@ -79,6 +81,11 @@ class CopyOptions(Options):
                 f"replica_device is {self.replica_device!r}, but this process has no such GPU, or this build no CUDA "
                 "kernels; use cpu"
             )
+
+    @property
+    def steps_per_version(self) -> int | None:
+        """Steps over which each version of the snapshots of all state is copied; None for as few as windows need."""
+        return self.snapshot_every if self.choices.copies_late else 1
 
     @property
     def choices(self) -> Preset:

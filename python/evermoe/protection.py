@@ -97,9 +97,6 @@ class Protection:
         """Whether a recovery may take experts at older versions than the rest."""
         self.ledger = LossLedger(state, options, notes_copies=self.lagging != "never")
         selector = self._selector = ExpertSelector(state, options, self.ledger)
-        in_memory = {"load-aware": selector.to_snapshot, "budget": selector.for_local_memory}
-        self._choose = [in_memory.get(self.preset.selection), selector.to_save]
-        """How each of the keepers of states chooses experts; None where it does not."""
         self.snapshots = Snapshots(state, store, membership, options, options, emit)
         self.replicas = Replicas(state, membership, options, arithmetic, emit)
         self._state_keepers: list[StateKeeper] = [self.snapshots]
@@ -111,7 +108,13 @@ class Protection:
         """All that keep copies, in the order in which they are driven."""
         self.window_planner = self.snapshots.window_planner
         """When snapshots travel."""
-        self.couriers = self.replicas.courier, self.snapshots.courier
+        in_memory = {
+            "load-aware": selector.to_snapshot,
+            "budget": lambda: selector.for_local_memory(self.window_planner.budgets.local),
+        }
+        self._choose = [in_memory.get(self.preset.selection), selector.to_save]
+        """How each of the keepers of states chooses experts; None where it does not."""
+        self.couriers = self.window_planner.couriers = self.replicas.courier, self.snapshots.courier
         """The threads that send."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
@@ -241,7 +244,8 @@ class Protection:
             Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
         """
         self._emit(Send(step))
-        if self.copies_late or self.first.is_arriving:
+        is_due = self.copies_late and self.snapshots.version_pace.is_due(step)
+        if is_due or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
             if not self.replicas.has_begun:
@@ -256,7 +260,10 @@ class Protection:
 
     def _select(self) -> set[str] | None:
         if self.preset.selects_by_budget:
-            self._selected = self._selector.for_peers(self._followed, self.ledger.counts())
+            experts = self._followed.intersection(self.state.catalog.experts())
+            budget = self.window_planner.budgets.remote
+            chosen = self._selector.for_peers(experts, self.ledger.counts(), budget)
+            self._selected = self._followed - experts | chosen
         return self._selected
 
     def before_update(self) -> None:
@@ -330,9 +337,12 @@ class Protection:
 
     # ---- after a failure
 
-    def settle(self) -> bool:
-        """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole."""
-        return all([keeper.settle() for keeper in self.keepers])
+    def settle(self, version: int | None = None) -> bool:
+        """Waits until nothing is under way, which is at once in a dropped group; whether all that was is whole.
+
+        `version`: of the state now, if copies of it must be complete, too, as no vote follows that waits for them.
+        """
+        return all([self.snapshots.settle(version), *(keeper.settle() for keeper in self.keepers)])
 
     def count_losses(self, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
         """Tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""

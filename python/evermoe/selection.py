@@ -298,21 +298,23 @@ class ExpertSelector:
         for row, number in zip(self._ranks_LE, self._layers.values(), strict=True):
             row[:number] = [next(found) for _ in range(number)]
 
-    def for_peers(self, kept: Collection[str], counts_LE: np.ndarray) -> set[str]:
+    def for_peers(self, kept: Collection[str], counts_LE: np.ndarray, measured: int | None = None) -> set[str]:
         """MoEtion: of the units that peers are to keep, those with the most tokens at risk, this step's included.
 
         They are as many as have room in the budget of bytes to peers; a unit that its replica follows takes less of it.
+        `measured`: the budget where none is given as an option; None for what it is before there are measurements.
         """
         ledger = self._ledger.selection
         if ledger is None:
             return set()
         at_risk = self._only(kept, ledger.at_risk + counts_LE)
-        return self._by_budget(at_risk, self._options.remote_bytes_per_step)
+        given = self._options.remote_bytes_per_step
+        return self._by_budget(at_risk, measured if given is None else given)
 
-    def for_local_memory(self) -> set[str]:
-        """MoEtion: the experts with the most tokens at risk if all processes die but their node lives."""
-        ledger = self._ledger.local
-        return set() if ledger is None else self._by_budget(ledger.at_risk, self._options.local_bytes_per_step)
+    def for_local_memory(self, measured: int | None = None) -> set[str]:
+        """MoEtion: the experts with the most tokens at risk if all processes die but their node lives; likewise."""
+        ledger, given = self._ledger.local, self._options.local_bytes_per_step
+        return set() if ledger is None else self._by_budget(ledger.at_risk, measured if given is None else given)
 
     def to_save(self) -> set[str]:
         """PEC: the experts that are saved to the place that all share, K of each layer as Dynamic-K has it now."""

@@ -4,7 +4,7 @@ use super::choose::choose_copies;
 use super::plan::CopyKind;
 use super::request::{CopyNode, CopyRequest, CopyUnit};
 use crate::error::Result;
-use crate::placement::{CopyPolicy, copy_holders, primaries, unit_copy_holders};
+use crate::placement::{CopyPolicy, copy_holders, primaries, training_copy_holders, unit_copy_holders};
 use crate::schedule::Link;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,7 @@ pub const LOGGED_STEPS: u64 = 2;
 /// What a logged gradient counts for beside its bytes, at most.
 pub const RECORD_BYTES: u64 = 256;
 /// Probability that a node fails in a step; the same for all, it only weighs units against each other.
-const FAILURE: f64 = 1e-4;
+pub const FAILURE: f64 = 1e-4;
 /// Seconds of a step that was not profiled yet.
 const UNKNOWN_SECONDS: f64 = 1e6;
 /// The link that is assumed until one is measured: 50 µs and 1 GB a second.
@@ -225,20 +225,37 @@ impl SessionRequest<'_> {
     }
 
     /// MoEtion: copies of what no peer holds already, replayed where that is exact.
+    ///
+    /// Ranks are data-parallel peers. What one of them trains alone, an expert or what it owns, is like a part of a ZeRO
+    /// state: [`training_copy_holders`] says where it goes. What nothing goes on without is copied at each step.
     fn uncovered(&self) -> Result<Arrangement> {
         let (domains, primaries) = (self.domains(), self.primaries()?);
-        let holders = unit_copy_holders(&primaries, &self.active(), &names(&domains), self.copies)?;
+        let nodes = names(&domains);
+        let holders = unit_copy_holders(&primaries, &self.active(), &nodes, self.copies)?;
         let wanted = self.copies.min(distinct(domains.iter().copied()));
-        let kept = self.units.iter().zip(primaries).zip(holders).map(|((unit, primary), holders)| {
-            if distinct(unit.active.iter().map(|&rank| domains[rank])) >= wanted || holders.len() < 2 {
+        let ranks: Vec<usize> = (0..self.ranks.len()).collect();
+        let own = training_copy_holders(&nodes, &ranks, &vec![0; ranks.len()], wanted, 1)?.optimizer;
+        let are_peers = self.ranks.iter().all(|rank| rank.trains);
+        let kept = self.units.iter().zip(primaries).zip(&holders).map(|((unit, primary), holders)| {
+            let found = if are_peers && unit.active.len() == 1 { &own[primary] } else { holders };
+            let is_safe = distinct(unit.active.iter().map(|&rank| domains[rank])) >= wanted;
+            if is_safe || found.len() < 2 {
                 return Kept::active(primary);
             }
-            Kept { kind: CopyKind::Replayed, primary, holders: holders[1..].to_vec() }
+            let is_replayed = unit.replayable || unit.may_lag;
+            let kind = if is_replayed { CopyKind::Replayed } else { CopyKind::Snapshot { period: 1 } };
+            Kept { kind, primary, holders: found[1..].to_vec() }
         });
         let units: Vec<Kept> = kept.collect();
-        let copied = units.iter().filter(|kept| kept.kind == CopyKind::Replayed).count();
-        let summary =
-            format!("{}: copies of up to {copied} of {} units within the budget", self.name, units.len());
+        let is_chosen =
+            |(unit, kept): &(&SessionUnit, &Kept)| unit.may_lag && kept.kind == CopyKind::Replayed;
+        let chosen = self.units.iter().zip(&units).filter(is_chosen).count();
+        let always = units.iter().filter(|kept| !kept.holders.is_empty()).count() - chosen;
+        let mut summary =
+            format!("{}: copies of up to {chosen} of {} units within the budget", self.name, units.len());
+        if always > 0 {
+            summary += &format!("; of {always} more, which nothing goes on without, at each step");
+        }
         Ok(Arrangement { units, summary, delay_seconds: 0.0 })
     }
 

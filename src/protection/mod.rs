@@ -17,7 +17,7 @@ mod request;
 mod summary;
 
 pub use arrange::{
-    Arrangement, Copying, DEFAULT_LINK, Kept, LOGGED_STEPS, OWN_VERSIONS, RECORD_BYTES, SessionRank,
+    Arrangement, Copying, DEFAULT_LINK, FAILURE, Kept, LOGGED_STEPS, OWN_VERSIONS, RECORD_BYTES, SessionRank,
     SessionRequest, SessionUnit, arrange,
 };
 pub use choose::choose_copies;

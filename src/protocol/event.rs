@@ -184,6 +184,9 @@ pub enum Event {
         is_whole: bool,
         /// Whether it wants to leave the job after the step.
         leaves: bool,
+        /// Steps by which the copies that are whole with this vote are behind the state before the step: none, unless a
+        /// version of the copies takes several steps. The same on all members.
+        lag: u64,
     },
     /// Answers `Vote`.
     Tally {

@@ -127,6 +127,8 @@ pub struct Protocol {
     /// Whether this member leaves after the step that is under way, and how many do.
     leaves: bool,
     leaving: usize,
+    /// See [`Event::Gradients`], of the latest vote.
+    lag: u64,
     /// Whether all steps are committed here: units that left with members who have heard this one's farewell are not
     /// missed.
     is_done: bool,
@@ -168,6 +170,7 @@ impl Protocol {
             recoveries: 0,
             leaves: false,
             leaving: 0,
+            lag: 0,
             is_done: false,
             knows_spares: false,
             failure: String::new(),
@@ -238,7 +241,7 @@ impl Protocol {
             (Phase::Restoring, Event::Unrecoverable) => self.stop(Stop::UnitsLost),
             (Phase::Counting, Event::Counted) => self.protect(),
             (Phase::Protecting, Event::Protected { is_whole }) => self.resume(is_whole),
-            (Phase::Stepping, Event::Gradients { is_whole, leaves }) => self.vote(is_whole, leaves),
+            (Phase::Stepping, Event::Gradients { is_whole, leaves, lag }) => self.vote(is_whole, leaves, lag),
             (Phase::Voting, Event::Tally { votes, leaving, calling, sums }) => {
                 self.count(votes, leaving, calling, sums)
             }
@@ -370,8 +373,9 @@ impl Protocol {
         Command::Farewell { version: self.version }
     }
 
-    fn vote(&mut self, is_whole: bool, leaves: bool) -> Vec<Command> {
+    fn vote(&mut self, is_whole: bool, leaves: bool, lag: u64) -> Vec<Command> {
         self.leaves = leaves;
+        self.lag = lag;
         if let Some(seat) = &mut self.seat {
             seat.leaves |= leaves && step_of(self.version) + 1 < self.until;
         }
@@ -386,8 +390,8 @@ impl Protocol {
             self.pending = None;
             return self.lose(format!("{votes} of {size} members voted for the step"));
         }
-        let mut commands = self.confirm();
         let step = step_of(self.version);
+        let mut commands = self.confirm_before(step.saturating_sub(self.lag));
         let vote = Passed { before: self.version, after: self.stepped(), sums };
         self.take(vote.clone());
         commands.push(Command::Take { vote, is_recalled: false });
@@ -420,9 +424,15 @@ impl Protocol {
 
     /// All members have the state, and its copies are whole: nothing that the preset covers can undo its steps.
     fn confirm(&mut self) -> Vec<Command> {
+        self.confirm_before(step_of(self.version))
+    }
+
+    /// Those of the steps before `end`, as the copies that are whole are of the state that has taken so many.
+    fn confirm_before(&mut self, end: u64) -> Vec<Command> {
         let taken = step_of(self.version);
-        let first = self.unconfirmed.take().unwrap_or(taken);
-        (first..taken).map(|step| Command::Commit { step }).collect()
+        let first = self.unconfirmed.unwrap_or(taken).min(taken);
+        self.unconfirmed = self.unconfirmed.map(|first| first.max(end)).filter(|first| *first < taken);
+        (first..end).map(|step| Command::Commit { step }).collect()
     }
 
     fn settled(&mut self, is_whole: bool) -> Vec<Command> {

@@ -137,7 +137,43 @@ pub fn plan_lagging(
     needs: &[Vec<usize>],
     may_lag: &[usize],
 ) -> Result<Plan> {
+    let nodes: Vec<usize> = (0..needs.len()).collect();
+    plan_on_nodes(bytes, holdings, needs, may_lag, &nodes)
+}
+
+/// Plans like [`plan_lagging`], where `nodes[r]` is the node of rank r: the links within one are faster than those between.
+///
+/// BAFT's recovery of a data-parallel group: no unit crosses to a node twice. What several ranks of a node lack, and no
+/// other rank there has in memory, one of them fetches, the one with the fewest bytes so far; the others get it from that
+/// one, whose own transfer has the same `kind`.
+///
+/// ```
+/// use evermoe::recovery::{Holding, Kind, Transfer, plan_on_nodes};
+/// let held = |unit| Holding { unit, version: 5, digest: 7, kind: Kind::Snapshot };
+/// // Ranks 1 and 2 are on one node and came back empty; rank 0 on another one has copies of both units.
+/// let needs = [vec![], vec![0, 1], vec![0, 1]];
+/// let plan = plan_on_nodes(&[64, 64], &[vec![held(0), held(1)], vec![], vec![]], &needs, &[], &[0, 1, 1])?;
+/// let found: Vec<_> = plan.transfers.iter().map(|each| (each.unit, each.source, each.destination)).collect();
+/// assert_eq!(found, [(0, 0, 1), (0, 1, 2), (1, 0, 2), (1, 2, 1)]);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Invalid`](crate::error::Error::Invalid) when a unit is out of range or the lists differ in length.
+pub fn plan_on_nodes(
+    bytes: &[u64],
+    holdings: &[Vec<Holding>],
+    needs: &[Vec<usize>],
+    may_lag: &[usize],
+    nodes: &[usize],
+) -> Result<Plan> {
     check(bytes.len(), holdings, needs, may_lag)?;
+    ensure!(
+        nodes.len() == needs.len(),
+        "nodes: expected one for each of the {} ranks of needs, got {}",
+        needs.len(),
+        nodes.len()
+    );
     let found = target(bytes.len(), holdings, may_lag);
     let Some(version) = found.version else { return Ok(found) };
     let mut taken = vec![version; bytes.len()];
@@ -148,7 +184,7 @@ pub fn plan_lagging(
     if version == 0 {
         conflicts.clear();
     }
-    let transfers = transfers(bytes, &sources, needs);
+    let transfers = transfers(bytes, &sources, needs, nodes);
     Ok(Plan { transfers, conflicts, ..found })
 }
 
@@ -230,7 +266,7 @@ fn reached(holdings: &[Vec<Holding>], may_lag: &[usize]) -> BTreeMap<u64, BTreeM
     reached
 }
 
-fn transfers(bytes: &[u64], sources: &[Sources], needs: &[Vec<usize>]) -> Vec<Transfer> {
+fn transfers(bytes: &[u64], sources: &[Sources], needs: &[Vec<usize>], nodes: &[usize]) -> Vec<Transfer> {
     let mut wanted: Vec<(Reverse<u64>, usize, usize)> = needs
         .iter()
         .enumerate()
@@ -238,25 +274,64 @@ fn transfers(bytes: &[u64], sources: &[Sources], needs: &[Vec<usize>]) -> Vec<Tr
         .collect();
     wanted.sort_unstable();
     wanted.dedup();
-    let mut assigned = vec![0_u128; needs.len()];
+    let mut links = Links { sent: vec![0; needs.len()], shared: vec![0; needs.len()], nodes };
     let mut transfers = Vec::new();
-    for (Reverse(size), unit, destination) in wanted {
-        let in_memory = sources[unit].values().any(|kind| kind.is_memory());
-        let (source, kind) = match sources[unit].get(&destination) {
-            Some(Kind::Active) => continue,
-            Some(&kind) if kind.is_memory() || !in_memory => (destination, kind),
-            _ => {
-                let cheapest = sources[unit]
-                    .iter()
-                    .min_by_key(|&(&rank, &kind)| (!kind.is_memory(), assigned[rank], kind, rank));
-                let Some((&source, &kind)) = cheapest else {
-                    unreachable!("every unit has a holder at the version that is taken");
-                };
-                assigned[source] += u128::from(size);
-                (source, kind)
-            }
-        };
-        transfers.push(Transfer { unit, source, destination, kind });
+    for of_unit in wanted.chunk_by(|(_, unit, _), (_, other, _)| unit == other) {
+        let (Reverse(size), unit, _) = of_unit[0];
+        let ranks: Vec<usize> = of_unit.iter().map(|&(.., rank)| rank).collect();
+        transfers.extend(links.fetch(unit, size, &sources[unit], ranks));
     }
     transfers
+}
+
+/// What ranks send and fetch, so far.
+struct Links<'a> {
+    /// Bytes that each rank sends.
+    sent: Vec<u128>,
+    /// Bytes that each rank fetches for others of its node, too.
+    shared: Vec<u128>,
+    nodes: &'a [usize],
+}
+
+impl Links<'_> {
+    /// The transfers of a unit to the ranks that need it.
+    fn fetch(&mut self, unit: usize, size: u64, sources: &Sources, mut ranks: Vec<usize>) -> Vec<Transfer> {
+        let in_memory = sources.values().any(|kind| kind.is_memory());
+        ranks.sort_by_key(|&rank| (self.shared[rank], rank));
+        let mut arrives: BTreeMap<usize, (usize, Kind)> = BTreeMap::new();
+        let mut transfers = Vec::new();
+        for &destination in &ranks {
+            let (source, kind) = match sources.get(&destination) {
+                Some(Kind::Active) => continue,
+                Some(&kind) if kind.is_memory() || !in_memory => (destination, kind),
+                _ => {
+                    let (holder, kind) = self.cheapest(sources, destination);
+                    let node = self.nodes[destination];
+                    let is_far = in_memory && self.nodes[holder] != node;
+                    let passed_on = arrives.get(&node).copied().filter(|_| is_far);
+                    let (source, kind) = passed_on.unwrap_or((holder, kind));
+                    arrives.entry(node).or_insert((destination, kind));
+                    self.sent[source] += u128::from(size);
+                    if passed_on.is_some() {
+                        self.shared[source] += u128::from(size);
+                    }
+                    (source, kind)
+                }
+            };
+            transfers.push(Transfer { unit, source, destination, kind });
+        }
+        transfers
+    }
+
+    /// The holder from which a rank gets a unit: in memory, near, with the fewest bytes to send.
+    fn cheapest(&self, sources: &Sources, destination: usize) -> (usize, Kind) {
+        let is_far = |rank: usize| self.nodes[rank] != self.nodes[destination];
+        let found = sources
+            .iter()
+            .min_by_key(|&(&rank, &kind)| (!kind.is_memory(), is_far(rank), self.sent[rank], kind, rank));
+        let Some((&source, &kind)) = found else {
+            unreachable!("every unit has a holder at the version that is taken");
+        };
+        (source, kind)
+    }
 }

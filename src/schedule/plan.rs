@@ -110,12 +110,15 @@ pub struct ChunkPlan {
 ///     memory: Memory { bytes: 40, buffers: 2, drain: None },
 ///     policy: Policy::Gemini,
 ///     max_steps: 4,
+///     version_steps: 1,
 /// };
 /// let plan = plan_chunks(&request)?;
 /// assert_eq!(plan.chunks.iter().map(|chunk| chunk.bytes).collect::<Vec<_>>(), [20, 20, 10]);
 /// assert_eq!((plan.reason.delay_seconds, plan.reason.steps_in_windows), (2.0, Some(2))); // the last 10 bytes
 /// let plan = plan_chunks(&Request { policy: Policy::Auto, ..request })?;
 /// assert_eq!((plan.reason.delay_seconds, plan.reason.steps_per_version), (0.0, 2));
+/// let plan = plan_chunks(&Request { version_steps: 2, ..request })?;
+/// assert_eq!(plan.chunks.iter().map(|chunk| (chunk.step, chunk.bytes)).collect::<Vec<_>>(), [(0, 20), (0, 20), (1, 10)]);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
@@ -133,10 +136,8 @@ pub fn plan_chunks(request: &Request<'_>) -> Result<ChunkPlan> {
         full.most
     );
     let (pace, filled) = match request.policy {
-        Policy::Gemini => (full, stream(&work.in_order(), &work.intervals, &full, 1)),
-        Policy::Baft => (full, baft::fill(&work, &full, 1)),
-        Policy::Moetion => (full, split(request, &work, &full)),
         Policy::Auto => auto::fill(request, &work),
+        _ => (full, over(request, &work, &full, request.version_steps)),
     };
     let reason = reason(request, &work, &pace, &filled);
     let chunks = cut(request, &pace, &filled)?;
@@ -150,11 +151,77 @@ impl Filled {
     }
 }
 
-/// MoEtion: of n chunks that take `t_copy` the first ⌊n · `t_bubble` ÷ `t_copy`⌋ may use the bubble.
-fn split(request: &Request<'_>, work: &Work, pace: &Pace) -> Filled {
+/// The fewest steps, of at most `most`, over which a version delays none by the request's policy.
+///
+/// BAFT's n iterations of a checkpoint; the same rule for the other policies. Where a version delays even over `most`
+/// steps, these, as each step then waits for a part of it; a single step where windows take nothing. The request's own
+/// `version_steps` says nothing here.
+///
+/// ```
+/// use evermoe::schedule::*;
+/// let send = |start| Span {
+///     name: "send".into(), kind: Kind::Send, resource: Resource::Network, start, seconds: 1.0, bytes: 64, peers: vec![1],
+/// };
+/// let step = StepProfile { seconds: 8.0, spans: vec![send(0.0), send(4.0)] };
+/// let options = WindowOptions { gamma: 1.0, ..Default::default() };
+/// let request = |bytes| [CopyItem { unit: "expert".into(), bytes, destinations: vec![1] }];
+/// let windows = find_windows(&[step], &options)?; // two of 3 seconds, each for a chunk of 20 bytes
+/// let steps = |bytes, most| version_steps(&Request {
+///     pieces: &request(bytes), windows: &windows, resource: Resource::Network, receivers: &[],
+///     link: Link { alpha: 1.0, beta: 10.0 }, memory: Memory { bytes: 40, buffers: 2, drain: None },
+///     policy: Policy::Gemini, max_steps: 1, version_steps: 1,
+/// }, most);
+/// assert_eq!((steps(40, 8)?, steps(50, 8)?, steps(130, 8)?, steps(400, 8)?), (1, 2, 4, 8));
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`plan_chunks`]; [`Error::Invalid`] for a `most` that is not 1 to 4096.
+pub fn version_steps(request: &Request<'_>, most: usize) -> Result<usize> {
+    Request { max_steps: most, ..*request }.check()?;
+    let work = Work::new(request);
+    let pace = Pace::full(request.link, request.memory);
+    let found = match request.policy {
+        Policy::Auto => auto::fill(&Request { max_steps: most, ..*request }, &work).1,
+        Policy::Moetion => {
+            let delays = |steps: &usize| {
+                moetion_delay(request, &pace, &over(request, &work, &pace, *steps), *steps) > 0.0
+            };
+            let copy: f64 = total(work.in_order().iter().map(|load| pace.seconds(load.bytes)));
+            // Bubbles and compute together are no longer than the steps.
+            let fewest = ((copy / request.windows.step_seconds) as usize).clamp(1, most);
+            return Ok((fewest..most).find(|steps| !delays(steps)).unwrap_or(most));
+        }
+        _ => over(request, &work, &pace, most),
+    };
+    Ok(match (found.rest.is_empty(), found.runs.is_empty()) {
+        (true, _) => found.steps.max(1),
+        (false, true) => 1,
+        (false, false) => most,
+    })
+}
+
+/// A version over so many steps, by a policy that does not choose them.
+fn over(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Filled {
+    let mut filled = match request.policy {
+        Policy::Baft => baft::fill(work, pace, steps),
+        Policy::Moetion => split(request, work, pace, steps),
+        _ => stream(&work.in_order(), &work.intervals, pace, steps),
+    };
+    if !filled.rest.is_empty() {
+        filled.steps = steps;
+    }
+    filled
+}
+
+/// MoEtion: of n chunks that take `t_copy` the first ⌊n · `t_bubble` ÷ `t_copy`⌋ may use the bubble,
+/// that of all steps of the version.
+fn split(request: &Request<'_>, work: &Work, pace: &Pace, steps: usize) -> Filled {
     let loads = work.in_order();
-    let [bubble, copy] =
-        [window_seconds(request), loads.iter().map(|load| pace.seconds(load.bytes)).sum::<f64>()];
+    let [bubble, copy] = [
+        window_seconds(request) * steps as f64,
+        loads.iter().map(|load| pace.seconds(load.bytes)).sum::<f64>(),
+    ];
     let chunks: u64 = loads.iter().map(|load| pace.chunks(load.bytes)).sum();
     let mut quota =
         if copy > 0.0 { (chunks as f64 * bubble / copy).min(chunks as f64) as u64 } else { chunks };
@@ -166,7 +233,7 @@ fn split(request: &Request<'_>, work: &Work, pace: &Pace) -> Filled {
         inside.extend((first.bytes > 0).then_some(first));
         beside.extend((rest.bytes > 0).then_some(rest));
     }
-    let mut filled = stream(&inside, &work.intervals, pace, 1);
+    let mut filled = stream(&inside, &work.intervals, pace, steps);
     filled.rest.extend(beside);
     filled
 }
@@ -176,14 +243,19 @@ fn window_seconds(request: &Request<'_>) -> f64 {
     total(request.windows.of(request.resource).map(|(_, window)| window.seconds))
 }
 
+/// Seconds of delay a step where what has no window runs beside compute, which hides what it lasts long enough for.
+fn moetion_delay(request: &Request<'_>, pace: &Pace, filled: &Filled, steps: usize) -> f64 {
+    let outside = total(filled.rest.iter().map(|load| pace.seconds(load.bytes)));
+    let compute = (request.windows.step_seconds - window_seconds(request)).max(0.0);
+    (outside - compute * steps as f64).max(0.0) / steps as f64
+}
+
 fn reason(request: &Request<'_>, work: &Work, pace: &Pace, filled: &Filled) -> Reason {
     let steps = filled.steps.max(1);
     let available = window_seconds(request);
     let fits = filled.rest.is_empty();
-    let outside = total(filled.rest.iter().map(|load| pace.seconds(load.bytes)));
     let delay_seconds = match request.policy {
-        // Compute hides what it lasts long enough for.
-        Policy::Moetion => (outside - (request.windows.step_seconds - available).max(0.0)).max(0.0),
+        Policy::Moetion => moetion_delay(request, pace, filled, steps),
         _ => auto::delay(pace, filled),
     };
     let alone = || match request.policy {

@@ -124,8 +124,10 @@ pub struct Request<'a> {
     pub memory: Memory,
     /// Policy by which windows are filled.
     pub policy: Policy,
-    /// Steps that a version may take; only `auto` takes more than one.
+    /// Steps that a version of `auto` may take.
     pub max_steps: usize,
+    /// Steps over which the other policies send a version: 1, or what [`version_steps`](super::version_steps) says.
+    pub version_steps: usize,
 }
 
 /// Steps of a plan, at most: a version of more would be too old when it is complete.
@@ -147,6 +149,11 @@ impl Request<'_> {
             (1..=MOST_STEPS).contains(&self.max_steps),
             "max_steps: expected 1 to {MOST_STEPS}, got {}",
             self.max_steps
+        );
+        ensure!(
+            (1..=MOST_STEPS).contains(&self.version_steps),
+            "version_steps: expected 1 to {MOST_STEPS}, got {}",
+            self.version_steps
         );
         self.check_pieces()?;
         self.check_receivers()

@@ -133,11 +133,6 @@ impl TokenLedger {
         &self.waiting
     }
 
-    /// The most tokens that any one expert would lose now (MTL).
-    pub fn mtl(&self) -> i64 {
-        self.at_risk.iter().copied().max().unwrap_or(0)
-    }
-
     /// For each layer the PLT of a failure now that takes all experts back to their last copies.
     pub fn plt_at_risk(&self) -> Vec<f64> {
         self.portions(&self.at_risk)
@@ -146,6 +141,11 @@ impl TokenLedger {
     /// For each layer the PLT of the run so far: all tokens lost ÷ all tokens seen.
     pub fn plt_lost(&self) -> Vec<f64> {
         self.portions(&self.lost)
+    }
+
+    /// MoE token loss (MTL, Eq. 6 of MoEtion) of the run so far: the portions of all layers, added up.
+    pub fn mtl(&self) -> f64 {
+        self.plt_lost().iter().sum()
     }
 
     /// The PLT of the run so far: [`plt_lost`](Self::plt_lost) averaged over layers.
@@ -341,9 +341,9 @@ mod tests {
     fn plt_is_counted_per_layer_and_averaged() {
         let mut ledger = ledger();
         assert_eq!(ledger.at_risk(), [2, 2, 0, 10]);
-        assert_eq!((ledger.plt_at_risk(), ledger.mtl()), (vec![0.4, 1.0], 10));
+        assert_eq!((ledger.plt_at_risk(), ledger.mtl()), (vec![0.4, 1.0], 0.0));
         assert_eq!(ledger.lose(&[vec![1], vec![0]], None).unwrap(), 0.1);
-        assert_eq!((ledger.plt_lost(), ledger.plt()), (vec![0.2, 0.0], 0.1));
+        assert_eq!((ledger.plt_lost(), ledger.plt(), ledger.mtl()), (vec![0.2, 0.0], 0.1, 0.2));
         assert_eq!(ledger.experts_per_layer(), 1, "at the limit, not above it");
         assert_eq!(ledger.lose(&[vec![0], vec![]], None).unwrap(), 0.1);
         assert_eq!((ledger.plt(), ledger.experts_per_layer()), (0.2, 2));

@@ -224,6 +224,7 @@ impl Job<'_> {
             memory: Memory { bytes: BUFFERS * buffer, buffers: BUFFERS, drain: None },
             policy,
             max_steps: 1,
+            version_steps: 1,
         })?;
         Ok(plan.reason.delay_seconds)
     }

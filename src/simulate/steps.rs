@@ -61,7 +61,7 @@ impl Job<'_> {
         self.pace.computing = compute;
         self.tally.copy_bytes += u128::from(self.pace.copy_bytes);
         self.look_for_newcomers()?;
-        Ok(Event::Gradients { is_whole: true, leaves: false })
+        Ok(Event::Gradients { is_whole: true, leaves: false, lag: 0 })
     }
 
     /// The first copies are sent beside the step, and the vote waits for them.

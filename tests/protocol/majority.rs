@@ -93,7 +93,7 @@ fn only_those_with_the_newest_state_that_they_know_of_go_on() {
 fn a_member_whose_others_left_with_it_waits_for_nobody() {
     for leaving in [1, 2] {
         let mut member = began_with("a", Settings { id: "b".into(), needs_majority: true, ..settings() });
-        member.handle(Event::Gradients { is_whole: true, leaves: true }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves: true, lag: 0 }).unwrap();
         member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
         member.handle(Event::Lost { reason: "it is gone".into() }).unwrap();
         let commands = member.handle(Event::Look { until: 9 }).unwrap();

@@ -5,20 +5,39 @@ use super::*;
 #[test]
 fn a_step_is_taken_when_all_have_voted_and_reported_at_the_next_vote() {
     let mut member = trained_with_b();
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
     let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
     assert_eq!(commands, [Command::Take { vote, is_recalled: false }]);
     assert_eq!(member.handle(Event::Look { until: 9 }).unwrap(), [Command::Step { number: 1 }]);
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![8] }).unwrap();
     assert!(matches!(commands[..], [Command::Commit { step: 0 }, Command::Take { .. }]));
+}
+
+/// A version of the copies takes three steps from version 1 on: steps are reported with the votes that need whole ones.
+#[test]
+fn steps_are_reported_once_a_version_that_has_them_is_whole() {
+    let mut member = trained_with_b();
+    let mut reported = Vec::new();
+    for lag in [0, 1, 2, 2, 3, 4, 2] {
+        member.handle(Event::Gradients { is_whole: true, leaves: false, lag }).unwrap();
+        let tally = Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] };
+        let steps = member.handle(tally).unwrap().into_iter().filter_map(|command| match command {
+            Command::Commit { step } => Some(step),
+            _ => None,
+        });
+        reported.push(steps.collect::<Vec<_>>());
+        member.handle(Event::Look { until: 9 }).unwrap();
+    }
+    let none = Vec::new;
+    assert_eq!(reported, [none(), none(), none(), vec![0], none(), none(), vec![1, 2, 3]]);
 }
 
 #[test]
 fn a_step_that_some_did_not_vote_for_is_not_taken() {
     let mut member = trained_with_b();
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     let commands = member.handle(Event::Tally { votes: 1, leaving: 0, calling: 0, sums: vec![] }).unwrap();
     assert!(matches!(&commands[..], [Command::Drop { reason }] if reason.starts_with("1 of 2")));
     assert_eq!(member.version(), version_of(1, 0));
@@ -28,7 +47,7 @@ fn a_step_that_some_did_not_vote_for_is_not_taken() {
 fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen_pass() {
     for has_passed in [false, true] {
         let mut member = trained_with_b();
-        member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
         member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
         let vote = Passed { before: version_of(1, 0), after: version_of(1, 1), sums: vec![7] };
         let commands = regroup(&mut member, 2, vec![None, has_passed.then(|| vote.clone())]);
@@ -46,16 +65,16 @@ fn a_member_that_lost_its_peer_in_the_vote_takes_the_step_that_the_peer_has_seen
 #[test]
 fn a_vote_of_an_earlier_group_does_not_pass_for_the_one_that_is_pending() {
     let mut member = trained_with_b();
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
     member.handle(Event::Look { until: 9 }).unwrap();
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     member.handle(Event::Lost { reason: "c is slow".into() }).unwrap();
     regroup(&mut member, 2, vec![None, None]);
     member.handle(Event::Restored { version: version_of(1, 1), is_stale: false }).unwrap();
     member.handle(Event::Counted).unwrap();
     member.handle(Event::Protected { is_whole: true }).unwrap();
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
     let first = Passed { before: version_of(1, 1), after: version_of(1, 2), sums: vec![8] };
     let restore = Command::Restore { version: version_of(1, 1), established: true, saw_progress: true };
@@ -68,7 +87,7 @@ fn steps_that_others_took_while_a_member_was_away_are_theirs_to_report() {
         [(version_of(2, 4), vec![]), (version_of(1, 1), vec![Command::Commit { step: 0 }])]
     {
         let mut member = trained_with_b();
-        member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
         member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
         member.handle(Event::Lost { reason: "it was asleep".into() }).unwrap();
         regroup(&mut member, 2, vec![None, None]);
@@ -127,7 +146,7 @@ fn an_event_that_answers_nothing_is_refused_and_changes_nothing() {
 fn a_member_leaves_when_the_copies_of_its_last_step_are_whole() {
     for (leaves, leaving) in [(true, 1), (true, 2), (false, 1)] {
         let mut member = trained_with_b();
-        member.handle(Event::Gradients { is_whole: true, leaves }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves, lag: 0 }).unwrap();
         let commands = member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
         assert!(matches!(commands[..], [Command::Take { .. }, Command::Settle]), "{commands:?}");
         let commands = member.handle(Event::Settled { is_whole: true }).unwrap();
@@ -147,7 +166,7 @@ fn a_member_leaves_when_the_copies_of_its_last_step_are_whole() {
 fn nobody_leaves_before_the_end_of_the_last_step() {
     let mut member = trained_with_b();
     for leaves in [false, true] {
-        member.handle(Event::Gradients { is_whole: true, leaves }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves, lag: 0 }).unwrap();
         let leaving = usize::from(leaves);
         let commands = member.handle(Event::Tally { votes: 2, calling: 0, leaving, sums: vec![7] }).unwrap();
         assert!(matches!(commands.last(), Some(Command::Take { .. })));
@@ -176,7 +195,7 @@ fn members_that_were_told_differently_do_not_meet() {
 #[test]
 fn steps_are_reported_once_the_copies_that_a_recovery_makes_beside_training_are_whole() {
     let mut member = trained_with_b();
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![7] }).unwrap();
     member.handle(Event::Lost { reason: "b is slow".into() }).unwrap();
     regroup(&mut member, 2, vec![None, None]);
@@ -186,7 +205,7 @@ fn steps_are_reported_once_the_copies_that_a_recovery_makes_beside_training_are_
     let commands = member.handle(Event::Protected { is_whole: false }).unwrap();
     assert!(!commands.iter().any(|command| matches!(command, Command::Commit { .. })));
     assert_eq!(commands.last(), Some(&Command::Step { number: 1 }));
-    member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+    member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
     let commands = member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![8] }).unwrap();
     assert!(matches!(commands[..], [Command::Commit { step: 0 }, Command::Take { .. }]));
 }

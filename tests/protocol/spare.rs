@@ -59,7 +59,7 @@ fn members_do_not_call_for_an_agreement_because_of_a_spare() {
         let [a, b] = ["a", "b"].map(|id| Participant { waits: false, ..participant(id, standing(true, 2)) });
         let participants = vec![a, b, participant("s", told)];
         assert_eq!(member.handle(Event::Overheard { id: 2, participants }).unwrap(), []);
-        let commands = member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+        let commands = member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
         assert_eq!(commands, [Command::Vote { version: version_of(1, 0), calls }]);
     }
 }

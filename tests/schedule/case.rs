@@ -29,6 +29,13 @@ impl Case {
         plan_chunks(&self.request(&windows, &receivers, policy)).unwrap()
     }
 
+    /// A plan over so many steps, and how many [`version_steps`] says.
+    pub(crate) fn over(&self, policy: Policy, version_steps: usize, most: usize) -> (ChunkPlan, usize) {
+        let (windows, receivers) = (idle(&self.own, STEP), self.receivers());
+        let request = Request { version_steps, ..self.request(&windows, &receivers, policy) };
+        (plan_chunks(&request).unwrap(), evermoe::schedule::version_steps(&request, most).unwrap())
+    }
+
     pub(crate) fn receivers(&self) -> Vec<Receiver> {
         let receivers = self.receivers.iter();
         receivers
@@ -47,8 +54,9 @@ impl Case {
         policy: Policy,
     ) -> Request<'a> {
         let Self { pieces, link, memory, max_steps, .. } = self;
-        let (link, memory, max_steps) = (*link, *memory, *max_steps);
-        Request { pieces, windows, resource: Resource::Network, receivers, link, memory, policy, max_steps }
+        let (link, memory, max_steps, version_steps) = (*link, *memory, *max_steps, 1);
+        let resource = Resource::Network;
+        Request { pieces, windows, resource, receivers, link, memory, policy, max_steps, version_steps }
     }
 }
 
@@ -102,8 +110,12 @@ pub(crate) const EPSILON: f64 = 1e-9;
 
 /// Everything that holds for every plan.
 pub(crate) fn check_plan(case: &Case, plan: &ChunkPlan, policy: Policy) {
-    let steps = plan.reason.steps_per_version;
-    assert!((1..=if policy == Policy::Auto { case.max_steps } else { 1 }).contains(&steps));
+    check_plan_over(case, plan, policy, if policy == Policy::Auto { case.max_steps } else { 1 });
+}
+
+/// The same of a plan over at most so many steps.
+pub(crate) fn check_plan_over(case: &Case, plan: &ChunkPlan, policy: Policy, most: usize) {
+    assert!((1..=most).contains(&plan.reason.steps_per_version));
     check_bytes(case, plan);
     check_places(case, plan);
     check_reason(case, plan, policy);

@@ -1,6 +1,6 @@
 //! Chunk plans of all requests: promises, and the papers' algorithms as their texts have them.
 
-use crate::case::{Case, EPSILON, STEP, case, check_plan, complete};
+use crate::case::{Case, EPSILON, STEP, case, check_plan, check_plan_over, complete};
 use crate::idle;
 use evermoe::schedule::*;
 use proptest::prelude::*;
@@ -17,6 +17,25 @@ proptest! {
         }
         let case = complete(case);
         check_plan(&case, &case.plan(Policy::Baft), Policy::Baft);
+    }
+
+    #[test]
+    fn versions_take_the_fewest_steps_that_delay_none(case in case(), most in 1_usize..9) {
+        let case = complete(case);
+        for policy in [Policy::Gemini, Policy::Baft, Policy::Moetion] {
+            let plans: Vec<ChunkPlan> = (1..=most).map(|steps| case.over(policy, steps, most).0).collect();
+            for (plan, steps) in plans.iter().zip(1..) {
+                check_plan_over(&case, plan, policy, steps);
+            }
+            let delays_none = |plan: &ChunkPlan| plan.reason.delay_seconds == 0.0;
+            let takes_nothing = plans[0].chunks.iter().all(|chunk| chunk.window.is_none());
+            let expected = match plans.iter().position(delays_none) {
+                Some(before) => before + 1,
+                None if takes_nothing && policy != Policy::Moetion => 1,
+                None => most,
+            };
+            prop_assert_eq!(case.over(policy, 1, most).1, expected, "{:?}", policy);
+        }
     }
 
     #[test]

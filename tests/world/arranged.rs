@@ -1,10 +1,11 @@
 //! Copies after a recovery: whole before training goes on, or made beside the next step and whole at its vote.
 
-use super::copies::{Content, Keeper, Snapshot, kept};
+use super::copies::{Content, Snapshot, kept};
 use super::group::Part;
 use super::node::{Life, units};
+use super::pace::Pace;
 use super::{Mistake, Setting, World};
-use evermoe::protocol::Event;
+use evermoe::protocol::{Event, step_of};
 
 /// The copies that a member makes beside its step, and of which group they are.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -49,7 +50,7 @@ impl World {
         let (version, content) = (arranged.own.version, arranged.own.content);
         let kept = arranged.kept(number, setting);
         node.copies.push(kept, version, content, usize::MAX);
-        if setting.keeper == Keeper::Snapshots {
+        if setting.keeper.steps().is_some() {
             node.copies.push(arranged.own.units, version, content, usize::MAX);
         }
     }
@@ -65,6 +66,7 @@ impl World {
         if self.nodes[number].arranged.is_some() {
             self.give_up_older(number, setting);
             let arranged = self.nodes[number].arranged.take().expect("it makes copies");
+            self.nodes[number].pace = Pace::from(step_of(arranged.own.version));
             self.promise_again(arranged.generation, arranged.own.content, arranged.members);
         }
     }
@@ -74,7 +76,7 @@ impl World {
         let Some(arranged) = &node.arranged else { unreachable!("it makes copies") };
         let (own, kept) = (arranged.own, arranged.kept(number, setting));
         let is_new = |units: &u8, versions: &[(u64, Content)]| {
-            let is_kept = *units == kept || (*units == own.units && setting.keeper == Keeper::Snapshots);
+            let is_kept = *units == kept || (*units == own.units && setting.keeper.steps().is_some());
             is_kept && versions.iter().any(|&(known, _)| known == own.version)
         };
         node.copies.0.retain(|units, versions| is_new(units, versions));

@@ -58,6 +58,19 @@ pub(crate) enum Keeper {
     Replicas,
     /// The state after a step is copied during the next one, and is whole before its vote; two versions are kept.
     Snapshots,
+    /// The same over two steps: a version is whole before the second vote after it, and the next one is copied then.
+    SlowSnapshots,
+}
+
+impl Keeper {
+    /// Steps that a version of the snapshots takes; none where gradients are kept.
+    pub(crate) fn steps(self) -> Option<u64> {
+        match self {
+            Self::Replicas => None,
+            Self::Snapshots => Some(1),
+            Self::SlowSnapshots => Some(2),
+        }
+    }
 }
 
 /// What a member has at one version of the state: units, by bits.

@@ -9,6 +9,7 @@ mod copies;
 mod group;
 mod lighthouse;
 mod node;
+mod pace;
 
 pub(crate) use copies::{Content, Keeper};
 pub(crate) use node::{Life, Node, Task};
@@ -64,6 +65,8 @@ pub(crate) enum Mistake {
     MinorityGoesOn,
     /// Copies of before are given up when a recovery is over, not when those that it makes are whole.
     GivenUpEarly,
+    /// Steps count as committed before the copies that take several steps are whole.
+    LagForgotten,
     /// A leaver counts as any other member where nobody knows whether it has left.
     LeaverCounts,
 }

@@ -3,6 +3,7 @@
 use super::arranged::Arranged;
 use super::copies::{Content, Copies, Holdings, Keeper, Snapshot, expand, kept, trained};
 use super::group::Part;
+use super::pace::Pace;
 use super::{Mistake, Setting, World};
 use evermoe::protocol::{
     Command, Event, Participant, Passed, Protocol, Settings, Standing, Stop, Wait, step_of,
@@ -74,6 +75,8 @@ pub(crate) struct Node {
     pub leaves: bool,
     /// The copies that it makes beside its step.
     pub arranged: Option<Arranged>,
+    /// The versions of its snapshots.
+    pub pace: Pace,
     /// What a recovery brings it to.
     target: Option<(u64, Content)>,
 }
@@ -109,6 +112,7 @@ impl Node {
             overheard: None,
             leaves: false,
             arranged: None,
+            pace: Pace::default(),
             target: None,
         }
     }
@@ -277,7 +281,9 @@ impl World {
         if self.nodes[number].arranged.is_some() {
             return self.nodes[before].arranged.as_ref().is_some_and(|arranged| arranged.epoch == epoch);
         }
+        let is_due = self.nodes[number].is_due();
         keeper == Keeper::Replicas
+            || (keeper == Keeper::SlowSnapshots && !is_due)
             || self.nodes[before].protocol.version() == self.nodes[number].protocol.version()
     }
 
@@ -287,30 +293,37 @@ impl World {
         };
         if is_whole && self.nodes[number].arranged.is_some() {
             self.receive_copies(number, setting);
-        } else if is_whole && setting.keeper == Keeper::Snapshots {
+        } else if is_whole {
             let group = self.groups.get(epoch);
             let (rank, size) = (group.rank(number), group.members.len());
             let node = &mut self.nodes[number];
-            let (version, content, active) = (node.protocol.version(), node.content, node.active);
-            node.copies.push(active, version, content, 2);
-            node.copies.push(kept(rank, size, units(setting)), version, content, 2);
+            let now = Some((node.protocol.version(), node.content));
+            let whole = match setting.keeper {
+                Keeper::Replicas => None,
+                Keeper::SlowSnapshots if !is_last => node.pace.under_way.filter(|_| node.is_due()),
+                _ => now,
+            };
+            if let Some((version, content)) = whole {
+                node.copies.push(node.active, version, content, 2);
+                node.copies.push(kept(rank, size, units(setting)), version, content, 2);
+            }
         }
         if is_last {
             self.enter_now(number, Part::Settle { is_whole });
             return;
         }
-        self.feed_vote(number, is_whole);
+        self.feed_vote(number, is_whole, setting);
     }
 
-    fn feed_vote(&mut self, number: usize, is_whole: bool) {
-        let leaves = self.nodes[number].leaves;
-        let event = Event::Gradients { is_whole, leaves };
+    fn feed_vote(&mut self, number: usize, is_whole: bool, setting: &Setting) {
+        let (leaves, lag) = (self.nodes[number].leaves, self.lag(number, setting));
+        let event = Event::Gradients { is_whole, leaves, lag };
         let commands = self.nodes[number].protocol.handle(event).expect("a step is under way");
         let [Command::Vote { calls, .. }] = commands[..] else { unreachable!("a vote follows") };
         self.enter_now(number, Part::Vote { is_whole, leaves, calls });
     }
 
-    fn take(&mut self, number: usize, vote: &Passed, _is_recalled: bool, setting: &Setting) {
+    fn take(&mut self, number: usize, vote: &Passed, is_recalled: bool, setting: &Setting) {
         self.settle_copies(number, setting);
         let node = &mut self.nodes[number];
         let tag = u8::try_from(vote.sums[0]).expect("a tag");
@@ -325,6 +338,9 @@ impl World {
             }
         }
         let content = node.content;
+        if setting.keeper == Keeper::SlowSnapshots && !is_recalled {
+            self.copy_slowly(number);
+        }
         if *self.given.entry(vote.after).or_insert(content) != content {
             self.break_rule("a version was given twice");
         }

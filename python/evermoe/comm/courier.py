@@ -44,7 +44,9 @@ class Message(NamedTuple):
     tag: int
     """Messages of one tag between two members keep their order."""
     window: int | None = None
-    """The window of the step, by `Pacer.expect`, before which it is not sent; None for any."""
+    """The window of the step, by `Pacer.expect`, before which it is not sent; None for any; or `ANY_TIME`."""
+    step: int | None = None
+    """The step, by `Pacer.step`, of which that is the window; None for whichever runs."""
 
 
 class Sent(NamedTuple):
@@ -55,7 +57,7 @@ class Sent(NamedTuple):
     nbytes: int
     peer: int
     window: int | None
-    """The window in which it was begun; None outside of all, as the training thread waited for it."""
+    """The window in which it was begun; None outside of all: the training thread waited, or any time was right."""
 
 
 class _UnderWay(NamedTuple):
@@ -104,6 +106,11 @@ class Courier:
         self._tasks: queue.SimpleQueue[Task[object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def step(self) -> int:
+        """Number of the step that runs: see `Pacer.step`."""
+        return 0 if self._pacer is None else self._pacer.step
 
     def submit(self, work: Callable[[], T]) -> Task[T]:
         """Runs `work` in the thread, after the tasks before it.
@@ -187,11 +194,11 @@ class Courier:
         if self._pacer is None:
             return Opening(None, time.perf_counter_ns())
         seconds = self.seconds(message.data.nbytes)
-        if not self._pacer.may_begin(message.window, before + seconds):
+        if not self._pacer.may_begin(message.window, before + seconds, message.step):
             while under_way:  # what is under way is noted now, not when the next window opens
                 self._note_sent(under_way.popleft())
             before = 0.0
-        return self._pacer.wait(message.window, before + seconds)
+        return self._pacer.wait(message.window, before + seconds, message.step)
 
     def close(self) -> None:
         """Ends the thread after the current task."""

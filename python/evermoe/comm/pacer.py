@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from evermoe.comm.group import Group
 
+ANY_TIME = -1
+"""In place of a window's number: beside compute, whether a window is open or not."""
 PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
 """Training has paused where no collective has begun or ended for as long as so many steps, and for so many seconds."""
 POLL_SECONDS = 0.5
@@ -29,7 +31,7 @@ class Opening(NamedTuple):
     """When a message may begin."""
 
     window: int | None
-    """Number of the window that is open; None if the training thread is in a hurry."""
+    """Number of the window that is open; None if the training thread is in a hurry, or any time is right."""
     at: int
     """Now: no collective had begun yet."""
 
@@ -50,6 +52,8 @@ class Pacer:
         self._busy_since = 0
         self._began = self._changed = now()
         self._step_lasts = 0
+        self.step = 0
+        """Steps that have begun."""
         self._is_hurried = False
         self._seen: dict[str, int] = {}
         self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
@@ -78,6 +82,7 @@ class Pacer:
         with self._change:
             now = self._now()
             self._step_lasts, self._began, self._changed = now - self._began, now, now
+            self.step += 1
             self._record_step(now)
             self._seen, self._reached, self._is_hurried = {}, -1, False
             self._open((None, 0), now)
@@ -164,28 +169,30 @@ class Pacer:
 
     # ---- the couriers' threads
 
-    def wait(self, window: int | None, seconds: float) -> Opening:
+    def wait(self, window: int | None, seconds: float, step: int | None = None) -> Opening:
         """Waits until a message of so many seconds may begin.
 
-        `window`: the one that it was planned for; it may also go later, and at any time once training has paused: the
-        network is idle then, and no window would open.
+        `window`: `ANY_TIME`, or the one of `step` (None: of any) that it was planned for; it may also go later, and at
+        any time once training has paused: the network is idle then, and no window would open.
         """
         with self._change:
-            while not self._may_begin(window, seconds, now := self._now()):
+            while not self._may_begin(window, seconds, step, now := self._now()):
                 self._change.wait(POLL_SECONDS)
-            return Opening(None if self._is_hurried else self._window, now)
+            return Opening(None if self._is_hurried or window == ANY_TIME else self._window, now)
 
-    def may_begin(self, window: int | None, seconds: float) -> bool:
+    def may_begin(self, window: int | None, seconds: float, step: int | None = None) -> bool:
         """Whether `wait` would return at once."""
         with self._change:
-            return self._may_begin(window, seconds, self._now())
+            return self._may_begin(window, seconds, step, self._now())
 
-    def _may_begin(self, window: int | None, seconds: float, now: int) -> bool:
+    def _may_begin(self, window: int | None, seconds: float, step: int | None, now: int) -> bool:
         if self._is_hurried:
             return True
         if self._is_busy:
             return False
-        if not self._places or now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9):
+        has_paused = now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
+        if not self._places or window == ANY_TIME or has_paused:
             return True
         in_time = self._window is not None and now + seconds * 1e9 <= self._closes
-        return in_time and (window is None or self._reached >= window)
+        planned = self.step if step is None else step
+        return in_time and (window is None or (self.step, self._reached) >= (planned, window))

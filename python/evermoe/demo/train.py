@@ -34,7 +34,7 @@ COPY_FLAGS: Mapping[str, tuple[type, str, str]] = MappingProxyType(
     {
         "experts_per_snapshot": (int, "K", "pec: experts of each layer of a snapshot in their node's memory (half)"),
         "experts_per_save": (int, "K", "pec: experts of each layer that are saved to --checkpoint-dir (a quarter)"),
-        "snapshot_every": (int, "STEPS", "pec: steps between snapshots (1)"),
+        "snapshot_every": (int, "STEPS", "pec: steps between snapshots (1); gemini, baft: of a version (as needed)"),
         "save_every": (int, "STEPS", "pec: steps between saves (1)"),
         "expert_selection": (str, "ORDER", "pec: load-aware, or sequential: each in its turn (load-aware)"),
         "plt_limit": (float, "PORTION", "pec: of lost tokens, above which more experts are saved (1.0)"),

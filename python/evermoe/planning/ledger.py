@@ -148,8 +148,8 @@ class TokenLedger:
         return self._native.waiting
 
     @property
-    def mtl(self) -> int:
-        """The most tokens that any one expert would lose now (MTL)."""
+    def mtl(self) -> float:
+        """MoE token loss (MTL, Eq. 6 of MoEtion) of the run so far: lost / seen, added up over the layers."""
         return self._native.mtl
 
     @property

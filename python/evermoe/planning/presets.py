@@ -92,7 +92,7 @@ class Preset(NamedTuple):
 
         From the store all members go back to the newest step of which all that is no expert is saved.
         """
-        return self.needs_checkpoint_dir or (self.copy_placement != "none" and self.lagging != "always")
+        return self.needs_checkpoint_dir or self.copy_placement != "none"
 
     @property
     def may_lose_tokens(self) -> bool:

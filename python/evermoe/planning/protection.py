@@ -17,6 +17,8 @@ LOGGED_STEPS = _native.LOGGED_STEPS
 """Steps that a log needs room for: the newest, which can still be undone, and the one that is voted on."""
 RECORD_BYTES = _native.RECORD_BYTES
 """What a logged gradient counts for beside its bytes, at most."""
+FAILURE = _native.FAILURE
+"""Probability that a node fails in a step; the same for all, it only weighs units against each other."""
 MOST_FATAL = 32
 """Fatal losses that are named."""
 

@@ -16,6 +16,7 @@ def recovery_plan(
     needs: Sequence[Sequence[str]],
     *,
     may_lag: Sequence[str] = (),
+    nodes: Sequence[str] | None = None,
 ) -> RecoveryPlan:
     """The version to continue from after a failure, and who sends what to whom.
 
@@ -36,6 +37,13 @@ def recovery_plan(
         >>> plan.version, plan.stale, plan.transfers
         (5, [('x', 3)], [('x', 0, 0, 'snapshot')])
 
+    Ranks of one node that lack a unit get it over its link once: one of them fetches it, and the others get it from
+    that one (BAFT's recovery of a data-parallel group).
+
+        >>> plan = recovery_plan([("w", 64)], [full[:1], [], []], [[], ["w"], ["w"]], nodes=["a", "b", "b"])
+        >>> plan.transfers
+        [('w', 0, 1, 'active'), ('w', 1, 2, 'active')]
+
     Args:
         units: (name, bytes) of every unit of the model.
         holdings: for each rank, (unit, version, digest, kind) of all that it has. Kinds, the cheapest to read first:
@@ -43,13 +51,17 @@ def recovery_plan(
             memory, "persisted" in files, which every rank that can read them lists.
         needs: for each rank, the units that it is to run.
         may_lag: units that may be older than the target.
+        nodes: of each rank; None for a node of its own.
     """
     sized = [(name, count("units", size)) for name, size in units]
     held = [
         [(name, count("holdings", version), count("holdings", digest), kind) for name, version, digest, kind in rank]
         for rank in holdings
     ]
-    return _native.recovery_plan(sized, held, [names("needs", rank) for rank in needs], names("may_lag", may_lag))
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes or ()))}
+    by_rank = list(range(len(needs))) if nodes is None else [numbers[node] for node in nodes]
+    needed = [names("needs", rank) for rank in needs]
+    return _native.recovery_plan(sized, held, needed, names("may_lag", may_lag), by_rank)
 
 
 Lagging = Literal["never", "if needed", "always"]

@@ -173,6 +173,7 @@ def plan_chunks(
     resource: Resource = "network",
     receivers: Sequence[Receiver] = (),
     max_steps: int = 64,
+    version_steps: int | None = 1,
 ) -> ChunkPlan:
     """Plans which part of which unit goes where in which window.
 
@@ -180,7 +181,8 @@ def plan_chunks(
     destination; chunks do not overlap, and no more sub-buffers are in use than there are, drains included.
     Destinations are served one after the other, so that the first whole copy is there early.
 
-    - "gemini" (SOSP'23): in order, as much as fits; the rest runs after the last window and delays the step.
+    - "gemini" (SOSP'23): in order, as much as fits; the rest runs after the last window and delays the step. It and the
+      next two have one step for a version, or `version_steps`.
     - "baft": for each window the whole units that together have the most bytes, exact for up to dozens of sizes; a
       unit that no window can take is cut. The rest runs after the last window.
     - "moetion": floor(n * t_windows / t_copy) of the n chunks may use the windows; the rest runs beside compute and
@@ -202,6 +204,8 @@ def plan_chunks(
         (2.0, 2)
         >>> print(plan_chunks([expert], windows, link, memory).reason)
         a version takes 2 steps and 8.000000 of 12.000000 s of windows; nothing is delayed
+        >>> print(plan_chunks([expert], windows, link, memory, policy="gemini", version_steps=None).reason)
+        a version takes 2 steps and 8.000000 of 12.000000 s of windows; nothing is delayed
 
     Args:
         pieces: what to copy; sent in this order.
@@ -211,7 +215,9 @@ def plan_chunks(
         policy: how windows are filled.
         resource: whose windows, at both ends.
         receivers: destinations whose windows count too; "baft" needs all of them.
-        max_steps: steps that a version of "auto" may take, 1 to 4096.
+        max_steps: steps that a version of "auto" may take, 1 to 4096, or of any policy with `version_steps=None`.
+        version_steps: steps over which the other policies send a version (BAFT's n iterations); None: as few as delay
+            none, of at most `max_steps`; those where even they delay, and one where windows take nothing.
 
     Raises:
         ValueError: a field that is out of range, a unit twice or without destination, or more than 2^22 chunks.
@@ -240,6 +246,7 @@ def plan_chunks(
             (count("memory.bytes", memory.bytes), count("memory.buffers", memory.buffers), drain),
             choice("policy", policy, CHUNK_POLICIES),
             count("max_steps", max_steps),
+            None if version_steps is None else count("version_steps", version_steps),
         )
     )
 

@@ -70,21 +70,29 @@ class Fetch:
         """
         rank, links = self._group.rank, self._group.transport
         away = [each for each in transfers if each.source != each.destination]
+        origins = origins_of(away)
+        away.sort(key=lambda each: origins[each] != each.source)  # messages between two ranks keep their order
         incoming = {
             t.unit: (t, torch.empty(self._sizes[t.unit], dtype=torch.uint8)) for t in away if t.destination == rank
         }
-        outgoing = in_turn([each for each in away if each.source == rank])
+        outgoing = in_turn([each for each in away if each.source == rank == origins[each]])
+        passed_on = [each for each in away if each.source == rank != origins[each]]
         if links is None or not away:
             return {}
 
         def move() -> None:
-            arriving = [
-                links.receive(part, transfer.source, FETCH)
-                for transfer, data in incoming.values()
-                for part in data.split(MESSAGE_BYTES)
-            ]
+            arriving = {
+                unit: [links.receive(part, transfer.source, FETCH) for part in data.split(MESSAGE_BYTES)]
+                for unit, (transfer, data) in incoming.items()
+            }
             self._send(outgoing, links)
-            for message in arriving:
+            passing = []
+            for transfer in passed_on:
+                for message in arriving.pop(transfer.unit, ()):
+                    self._wait(message)
+                parts = incoming[transfer.unit][1].split(MESSAGE_BYTES)
+                passing += [links.send(part, transfer.destination, FETCH) for part in parts]
+            for message in (*passing, *(message for each in arriving.values() for message in each)):
                 self._wait(message)
 
         self._complete(Task(move))
@@ -144,6 +152,17 @@ class Fetch:
         data = torch.zeros(self._sizes[transfer.unit], dtype=torch.uint8)
         self._read(transfer, data)
         return data
+
+
+def origins_of(transfers: Sequence[Transfer]) -> dict[Transfer, int]:
+    """For each transfer the rank that has the unit: its source, or where that one gets what it passes on.
+
+    >>> first, second = Transfer("a", 0, 1, "active"), Transfer("a", 1, 2, "active")
+    >>> origins_of([first, second])[second]
+    0
+    """
+    from_elsewhere = {(each.unit, each.destination): each.source for each in transfers}
+    return {each: from_elsewhere.get((each.unit, each.source), each.source) for each in transfers}
 
 
 def in_turn(outgoing: Sequence[Transfer]) -> list[Transfer]:

@@ -21,7 +21,7 @@ from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnitsMissing
 from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import read_manifest
-from evermoe.recovery.fetch import Fetch, Transfer
+from evermoe.recovery.fetch import Fetch, Transfer, origins_of
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import (
     ACTIVE,
@@ -186,7 +186,10 @@ class Recovery:
 
     def _plan(self, holdings: list[list[Holding]], needs: list[list[str]], may_lag: bool) -> RecoveryPlan:
         catalog = self.state.catalog
-        return planning.recovery_plan(catalog.sizes(), holdings, needs, may_lag=catalog.experts() if may_lag else [])
+        lagging = catalog.experts() if may_lag else []
+        return planning.recovery_plan(
+            catalog.sizes(), holdings, needs, may_lag=lagging, nodes=self.target.nodes(self.group.size)
+        )
 
     def _note_reached(
         self, plan: RecoveryPlan, inventories: Sequence[Inventory], holdings: list[list[Holding]]
@@ -196,6 +199,8 @@ class Recovery:
         if copied is None:
             copied = max((each.version for held in holdings for each in held), default=0)
         committed = [each.standing.committed for each in inventories]
+        trained = [step_of(each.standing.version) for each in inventories]
+        self._outcome.trained = max(self._outcome.trained, *trained)
         self._outcome.reached = max(self._outcome.reached, step_of(copied), *committed)
 
     # ---- fetch
@@ -217,12 +222,13 @@ class Recovery:
             for each in held
             if each.version == outcome.stale.get(each.unit, version)
         }
-        promised = {each: found[each.source, each.unit, each.kind] for each in transfers}
+        origins = origins_of(transfers)
+        promised = {each: found[origins[each], each.unit, each.kind] for each in transfers}
         self._phase("fetch")
         fetched = self._exchange(promised)
         self._phase("verify")
         outcome.digests_checked += sum(each.version == version for held in holdings for each in held) + len(fetched)
-        refused = self._agree_on_refused(promised, fetched)
+        refused = self._agree_on_refused(promised, origins, fetched)
         outcome.digests_mismatched += len(plan.conflicts) + len(refused)
         self._refused |= refused
         return None if refused else fetched
@@ -237,6 +243,9 @@ class Recovery:
         local = fetch.local(list(promised))
         remote = fetch.remote(list(promised))
         self._count_fetched({"local memory": local, "peer": remote})
+        nodes, rank = self.target.nodes(self.group.size), self.group.rank
+        far = [each.unit for each in promised if each.destination == rank and nodes[each.source] != nodes[rank]]
+        self._outcome.far_bytes = sum(len(remote[unit]) for unit in far)
         return local | remote
 
     def _count_fetched(self, by_source: dict[str, dict[str, Tensor]]) -> None:
@@ -247,13 +256,15 @@ class Recovery:
             outcome.sources[source] += len(fetched)
 
     def _agree_on_refused(
-        self, promised: dict[Transfer, Holding], fetched: dict[str, Tensor]
+        self, promised: dict[Transfer, Holding], origins: Mapping[Transfer, int], fetched: dict[str, Tensor]
     ) -> set[tuple[int, Holding]]:
         """What has arrived anywhere with other bytes than were promised; collective."""
         mine = {each.unit: holding for each, holding in promised.items() if each.destination == self.group.rank}
         bad = [unit for unit, data in fetched.items() if digest(data.numpy()) != mine[unit].digest]
         everyone = gather_json(self.group, bad)
-        return {(each.source, holding) for each, holding in promised.items() if each.unit in everyone[each.destination]}
+        return {
+            (origins[each], holding) for each, holding in promised.items() if each.unit in everyone[each.destination]
+        }
 
     # ---- adopt
 

@@ -20,9 +20,13 @@ class Outcome:
     """Version of the state that all members now hold."""
     reached: int = 0
     """Steps that members had reported as committed, or that copies have: those of `version` unless some were undone."""
+    trained: int = 0
+    """Steps that the member which was furthest had taken, committed or not."""
     placement: LayerPlacements = field(default_factory=dict)
     fetched_bytes: int = 0
     """Received from peers, read from this node's memory or from disk."""
+    far_bytes: int = 0
+    """Those of `fetched_bytes` that came from other nodes."""
     fetched_units: int = 0
     sources: Counter[str] = field(default_factory=Counter)
     """Units by where they came from: `peer`, `local memory`, `disk`."""
@@ -38,6 +42,11 @@ class Outcome:
     copies: KeptCopies = NO_COPIES
     """Copies that members have of the state that all now hold."""
 
+    @property
+    def steps_undone(self) -> int:
+        """Steps that members had taken, committed or not, and now compute again."""
+        return max(0, self.trained - step_of(self.version))
+
 
 @dataclass
 class RecoveryReport:
@@ -50,6 +59,7 @@ class RecoveryReport:
     members: int = 0
     lost_tokens: dict[str, int] = field(default_factory=dict)
     plt: float = 0.0
+    mtl: float = 0.0
     reason: str = ""
     failure: str = ""
     outcome: Outcome = field(default_factory=Outcome)
@@ -75,6 +85,8 @@ class RecoveryReport:
             plt=self.plt,
             failure=self.failure,
             tier=outcome.tier,
+            mtl=self.mtl,
+            steps_undone=outcome.steps_undone,
         )
 
 

@@ -34,6 +34,9 @@ class Target(Protocol):
     def checkpoints(self) -> Location | None:
         """Where the checkpoints are that count where no member has a unit in memory."""
 
+    def nodes(self, size: int) -> list[str]:
+        """The node of each of so many ranks."""
+
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """The new placement, for the state of a version; computed alike by all members.
 
@@ -87,6 +90,10 @@ class ExpertTarget:
         self._state, self._group, self._nodes, self._options = state, group, nodes, options
         self.trains = group.rank < len(nodes)
         self.checkpoints = checkpoints
+
+    def nodes(self, size: int) -> list[str]:
+        """The node of each rank; replica nodes are named by their ranks."""
+        return [*self._nodes, *(f"replica node {rank}" for rank in range(len(self._nodes), size))]
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """A placement for the load as the newest member knows it; experts stay where they or copies are if they can."""

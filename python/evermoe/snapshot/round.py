@@ -60,6 +60,7 @@ class SnapshotRound:
         self._sends, self._receives = (
             [segment for segment in both if due is None or segment.bundle in due] for both in segments
         )
+        self._first_step = 0
         self._total_bytes = sum(segment.nbytes for segment in self._sends)
         self._read = threading.Event()
         """What the engine cannot capture was read by the courier."""
@@ -73,6 +74,7 @@ class SnapshotRound:
 
     def start(self) -> SnapshotRound:
         """Begins to capture the state as it is now, and the rest in the courier's thread."""
+        self._first_step = self._courier.step
         self._store.prepare(self._own)
         self._captures = [self._store.capture(kept, self.version) for kept in self._own]
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is read.
@@ -87,6 +89,12 @@ class SnapshotRound:
         """By number of this member's own bundles that are copied, the steps taken in them; empty until all are."""
         is_whole = self.task.is_over_within(0) and self.task.result
         return {kept.number: step_of(self.version) for kept in self._own} if is_whole else {}
+
+    @property
+    def host_speed(self) -> float:
+        """Bytes per second at which this member's units were captured; 0 before they all are."""
+        nbytes, seconds = sum(kept.arena.payload_bytes for kept in self._own), self.capture_seconds
+        return nbytes / seconds if self._read.is_set() and seconds else 0.0
 
     @property
     def capture_seconds(self) -> float:
@@ -177,12 +185,12 @@ class SnapshotRound:
                 capture.wait(segment.offset + segment.nbytes if segment.offset else None)
             yield message
 
-    @staticmethod
-    def _messages(segments: Sequence[Segment], arenas: Sequence[BundleArena]) -> Iterator[Message]:
+    def _messages(self, segments: Sequence[Segment], arenas: Sequence[BundleArena]) -> Iterator[Message]:
         buffers = {kept.number: torch.from_numpy(kept.arena.buffer(kept.index)) for kept in arenas}
         for segment in segments:
             data = buffers[segment.bundle][segment.offset : segment.offset + segment.nbytes]
-            yield Message(data, segment.peer, segment.tag, segment.window)
+            step = None if segment.step is None else self._first_step + segment.step
+            yield Message(data, segment.peer, segment.tag, segment.window, step)
 
     def _is_whole(self, kept: BundleArena) -> bool:
         try:

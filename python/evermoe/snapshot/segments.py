@@ -21,6 +21,8 @@ class Segment(NamedTuple):
     nbytes: int
     window: int | None = None
     """Window of the sender's step: see `Message.window`."""
+    step: int | None = None
+    """Step of the version before which it is not sent, 0 for the one after the version; None for any."""
 
     @property
     def tag(self) -> int:

@@ -20,6 +20,7 @@ from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
+from evermoe.snapshot.version_pace import VersionPace
 from evermoe.snapshot.window_plan import WindowOptions, WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.stored import NO_COPIES
@@ -112,7 +113,11 @@ class Snapshots(StateKeeper):
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
         self._blocks = windows.copy_pacing == "blocking"
         policy = options.choices.schedule if options.copies and not self._blocks else None
-        self.window_planner = WindowPlanner(self.pacer, self.courier, store, membership, windows, policy)
+        self.window_planner = WindowPlanner(
+            self.pacer, self.courier, store, membership, windows, policy, options.steps_per_version
+        )
+        self.version_pace = VersionPace()
+        """Which versions are copied, where that is late."""
         self.copies_late = False
         """Whether the copies of a step are made during the next one: they are complete at its vote, not before."""
         self._round: SnapshotRound | None = None
@@ -129,7 +134,7 @@ class Snapshots(StateKeeper):
         self._whole: dict[int, int] = {}
         """Steps taken in the newest whole version of this member's own bundles, by number."""
         self._page_locks = PageLocks()
-        self._fixed_steps = options.snapshot_every if options.choices.takes_turns else options.local_every
+        self._fixed_steps = (options.snapshot_every or 1) if options.choices.takes_turns else options.local_every
         """Steps between local snapshots; None for as few as the budget allows."""
         self._local_steps, self._newest_local = 1, 0
         self._generation = 0
@@ -148,6 +153,7 @@ class Snapshots(StateKeeper):
         """
         self.missing, self.locked_bytes, self.problem = {}, 0, ""
         self.copies_late, self._generation = assignment.copies_late, assignment.generation
+        self.version_pace.is_used = self.copies_late
         self._copies = assignment.copies
         self._local_steps = self._fixed_steps or 1
         if not self._options.copies:
@@ -196,20 +202,22 @@ class Snapshots(StateKeeper):
         """Begins the next step, whose windows are not known yet."""
         self._is_settled, self._newest_local = False, step
         self.window_planner.restart(step, self.copies_late)
+        self.version_pace.restart(step)
         self.pacer.begin_step()
 
     # ---- a step
 
     def make_room(self, step: int) -> None:
         """One version at a time: waits for the one under way if another one is due."""
-        if self._round is not None and (self.copies_late or self._due_for_peers(step) or not self._sent):
+        is_due = self.version_pace.is_due(step) if self.copies_late else self._due_for_peers(step) or not self._sent
+        if self._round is not None and is_due:
             self.pacer.hurry()
             self.wait()
 
     def before_vote(self, step: int) -> bool:
         """Waits for what must be safe by then; whether that is so."""
         if self._round is not None and self.copies_late:
-            return self.wait()
+            return not self.version_pace.is_due(step) or self.wait()
         if self._round is not None and not self._sent:  # no peer is waited for
             self._round.task.wait()
         return True
@@ -235,14 +243,21 @@ class Snapshots(StateKeeper):
         if self._round is not None:
             self._round.wait_captured()
 
-    def settle(self) -> bool:
-        """Waits until nothing is under way, and begins nothing more; whether all that was is whole."""
+    def settle(self, version: int | None = None) -> bool:
+        """Waits until nothing is under way, and begins nothing more; whether all that was is whole.
+
+        `version`: of the state now, if it is to be copied where what is under way is older: collective then.
+        """
         self.pacer.hurry()
         self._is_settled = True
         self.before_update()
         is_whole = self.wait()
         self._round = None
         self._store.release_sources()
+        if version is not None and self.copies_late and self.version_pace.begun < step_of(version):
+            self._is_settled = False
+            self.start(version, Due(bundles=None))
+            is_whole = self.settle() and is_whole
         return is_whole
 
     @property
@@ -260,10 +275,10 @@ class Snapshots(StateKeeper):
 
     def due(self, step: int, choose: Callable[[], Collection[str]] | None) -> Due:
         """Bundles of which a round should begin now; `choose` gives the experts for local snapshots."""
+        if self.copies_late:  # also where there is no memory for any: steps are committed with versions
+            return Due(bundles=None) if self.version_pace.is_due(step) else Due()
         if not self._sent and not self._local:
             return Due()
-        if self.copies_late:
-            return Due(bundles=None)
         sent = self._due_for_peers(step)
         if not sent and self._round is not None and not self._round.task.is_over_within(0):
             return Due()  # the round takes several steps; local snapshots can wait for it
@@ -290,8 +305,11 @@ class Snapshots(StateKeeper):
         if due.bundles is not None and step_of(version) >= self._newest_local + self._local_steps:
             self._newest_local = step_of(version)
         if not self._is_settled:  # where the members change, no peer would receive it
-            self._whole |= {} if self._round is None else self._round.whole
+            if self._round is not None:
+                self._whole |= self._round.whole
+                self.window_planner.host_speed = self._round.host_speed or self.window_planner.host_speed
             self._round = SnapshotRound(self._store, version, self.courier, due.bundles, self._emit).start()
+            self.version_pace.begin(step_of(version), self.window_planner.version_steps)
             if self._blocks:
                 self.pacer.hurry()
                 self.wait()

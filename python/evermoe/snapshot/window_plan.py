@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
-from evermoe.comm.courier import Courier, Sent
+from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
-from evermoe.comm.pacer import Pacer, TimedStep
+from evermoe.comm.pacer import ANY_TIME, Pacer, TimedStep
 from evermoe.options import Options, option
 from evermoe.planning.schedule import (
     DEFAULT_LINK,
@@ -35,6 +35,7 @@ from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, Span, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
 from evermoe.snapshot.frequency import lowered
+from evermoe.snapshot.link import Budgets, budgets_of, measure_link
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.snapshot.store import SnapshotStore
 
@@ -46,8 +47,8 @@ WARM_UP = 3
 """Steps after a change of membership that are no measure."""
 TOLERANCE = 0.05
 """Part of a step by which windows may change before it is planned anew."""
-LEAST_SAMPLES = 8
-"""Messages from which the network's speed is measured."""
+MOST_VERSION_STEPS = 64
+"""Steps over which a version is sent at most, unless more are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ class RankReport:
     link: tuple[float, float]
     """Alpha and beta of its link."""
     outgoing: list[Outgoing]
+    host_speed: float = 0.0
+    """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
 
 
 # ---- pure
@@ -134,43 +137,6 @@ def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float
     }
 
 
-def measure_link(sent: Sequence[Sent], default: Link) -> Link:
-    """What transfers took: alpha and beta of a line through the medians of the smaller and of the larger half.
-
-    A message that was begun while another one was under way has had the link for itself only since that one's end.
-
-        >>> def message(start, milliseconds, nbytes):
-        ...     return Sent(start, start + milliseconds * 10**6, nbytes, 1, None)
-        >>> sent = [message(number * 10**9, 2 if number % 2 else 3, 10**6 if number % 2 else 2 * 10**6)
-        ...         for number in range(8)]
-        >>> measure_link(sent, Link(1e-4, 1e9))  # 1 MB in 2 ms, 2 MB in 3 ms
-        Link(alpha=0.001, beta=1000000000.0)
-        >>> measure_link(sent[:7], Link(1e-4, 1e9))  # too few
-        Link(alpha=0.0001, beta=1000000000.0)
-
-    Args:
-        sent: in the order in which they ended.
-        default: the answer where there are fewer than `LEAST_SAMPLES`; its alpha also where all sizes are alike.
-    """
-    samples = []
-    before = 0
-    for each in sent:
-        samples.append((each.nbytes, max(1e-7, (each.end - max(each.start, before)) / 1e9)))
-        before = max(before, each.end)
-    if len(samples) < LEAST_SAMPLES:
-        return default
-    samples.sort()
-    half = len(samples) // 2
-    (small, quick), (large, slow) = (
-        [statistics.median(values) for values in zip(*part, strict=True)] for part in (samples[:half], samples[half:])
-    )
-    if large > 1.5 * small and slow > quick:
-        alpha = max(0.0, quick - small * (slow - quick) / (large - small))
-    else:
-        alpha = min(default.alpha, slow / 2)
-    return Link(alpha, max(1.0, large) / (slow - min(alpha, slow / 2)))
-
-
 def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[CopyItem], list[tuple[int, int]]]:
     """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units.
 
@@ -187,9 +153,17 @@ def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[Co
 
 
 def plan_of(
-    rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, chunk_bytes: int, buffers: int = 2
+    rank: int,
+    reports: Sequence[RankReport],
+    policy: ChunkPolicy,
+    chunk_bytes: int,
+    buffers: int = 2,
+    version_steps: int | None = 1,
 ) -> ChunkPlan:
-    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have."""
+    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have.
+
+    `version_steps`: as `plan_chunks` takes it.
+    """
     items, _ = items_of(reports[rank].outgoing, policy)
     windows = Windows.from_json(reports[rank].windows)
     ends = []
@@ -198,8 +172,10 @@ def plan_of(
             ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
-    memory = Memory(buffers * chunk_bytes, buffers)
-    return plan_chunks(items, windows, Link(*reports[rank].link), memory, policy=policy, receivers=ends)
+    memory, link, most = Memory(buffers * chunk_bytes, buffers), Link(*reports[rank].link), MOST_VERSION_STEPS
+    return plan_chunks(
+        items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
+    )
 
 
 def _lead(sender: RankReport, receiver: RankReport) -> float:
@@ -207,16 +183,23 @@ def _lead(sender: RankReport, receiver: RankReport) -> float:
 
 
 def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
-    """The chunks of a sender as segments of its bundles; `peer` is the destination."""
+    """The chunks of a sender as segments of its bundles; `peer` is the destination.
+
+    What has no window comes last; in MoEtion, which sends it beside compute (W* of its Algorithm 4), first.
+    A version of `auto` is not waited for: its chunks may go before the step that they are planned for.
+    """
     items, origins = items_of(outgoing, policy)
     origin = {item.unit: found for item, found in zip(items, origins, strict=True)}
     segments: list[Segment] = []
     places: dict[tuple[int, int], int] = {}
-    for chunk in plan.chunks:
+    is_beside = policy == "moetion"
+    for chunk in sorted(plan.chunks, key=lambda chunk: (chunk.window is None) != is_beside):
         bundle, first = origin[chunk.unit]
         place = places.get((bundle, chunk.destination), 0)
         places[bundle, chunk.destination] = place + 1
-        segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, chunk.window))
+        step = None if policy == "auto" else chunk.step
+        window = ANY_TIME if chunk.window is None and is_beside else chunk.window
+        segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, window, step))
     return segments
 
 
@@ -233,6 +216,7 @@ class WindowPlanner:
         membership: the members.
         options: sizes, and when steps are recorded.
         policy: plans chunks for windows; None: snapshots never wait for one.
+        fixed_steps: over which a version is sent; None for as few as windows need, and 1 while they are not known.
     """
 
     def __init__(
@@ -243,7 +227,11 @@ class WindowPlanner:
         membership: Membership,
         options: WindowOptions,
         policy: ChunkPolicy | None,
+        fixed_steps: int | None = 1,
     ) -> None:
+        self._fixed_steps = fixed_steps
+        self.version_steps = fixed_steps or 1
+        """Steps over which the next version is sent; the same on all members."""
         self._pacer, self._courier, self._store, self._membership = pacer, courier, store, membership
         self._options, self._policy, self._until_vote = options, policy, False
         self._default = DEFAULT_LINK
@@ -258,6 +246,12 @@ class WindowPlanner:
         """Idle seconds of this member's network in a step, of the same profile."""
         self.link: tuple[float, float] | None = None
         """Measured latency and bytes per second of this member's link; None before there was enough to measure."""
+        self.couriers: Sequence[Courier] = [courier]
+        """Those whose messages tell how fast the link is."""
+        self.host_speed = 0.0
+        """Bytes per second of the latest capture."""
+        self.budgets = Budgets()
+        """What copies can take in a step, by the latest profile of these members; the same on all."""
         self.summary = ""
         """Summary of the plan of the slowest member."""
         self.plans = 0
@@ -277,6 +271,7 @@ class WindowPlanner:
         """
         self._until_vote = until_vote
         self._base, self._reports, self.windows = step, [], None
+        self.version_steps, self.budgets = self._fixed_steps or 1, Budgets()
         self._store.segments = None
         self._pacer.record(0)
         self._pacer.expect({})
@@ -301,7 +296,7 @@ class WindowPlanner:
         changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
         if self._reports and not changed:
             return
-        self._reports = reports
+        self._reports, self.budgets = reports, self._budgets(reports)
         if reports[self._group.rank].windows:
             mine = self.windows = Windows.from_json(reports[self._group.rank].windows)
             idle = [window.seconds for window in mine.windows if window.resource == "network"]
@@ -310,6 +305,12 @@ class WindowPlanner:
         if self._group.rank == 0 and any(report.outgoing for report in reports):
             why = f"; planned anew, because of {changed[0]}" if self.plans > 1 and changed else ""
             logger.info("copies in windows from step %d on: %s%s", step, self.summary, why)
+
+    def _budgets(self, reports: Sequence[RankReport]) -> Budgets:
+        trainers = [report for report in reports if report.windows]
+        seconds = max((Windows.from_json(report.windows).step_seconds for report in trainers), default=0.0)
+        links = [None if report.link == self._default else report.link[1] for report in trainers]
+        return budgets_of(seconds, links, [report.host_speed or None for report in trainers])
 
     def _profile(self) -> tuple[list[StepProfile], list[float]]:
         """The steps to find windows in, and when they started: seconds of `time.perf_counter`."""
@@ -323,7 +324,8 @@ class WindowPlanner:
         change: Change | None = None
         if self.windows is not None:
             change = has_changed(self.windows, steps, tolerance=TOLERANCE)
-        link = measure_link(list(self._courier.sent), self._default)
+        sent = sorted((each for courier in self.couriers for each in list(courier.sent)), key=lambda each: each.end)
+        link = measure_link(sent, self._default)
         if link != self._default:
             self.link = link.alpha, link.beta
         mine = RankReport(
@@ -332,6 +334,7 @@ class WindowPlanner:
             "" if change is None else change.summary,
             (link.alpha, link.beta),
             self._outgoing(),
+            self.host_speed,
         )
         everyone = gather_json(self._group, asdict(mine))
         return [
@@ -356,7 +359,10 @@ class WindowPlanner:
         ]
         senders = [s for s, is_one in enumerate(is_sender) if is_one]
         sizes = self._options.copy_buffer_bytes, self._options.copy_buffers
-        plans = {s: plan_of(s, reports, policy, *sizes) for s in senders}
+        if self._fixed_steps is None:
+            alone = plan_of(rank, reports, policy, *sizes, None).reason.steps_per_version if rank in senders else 1
+            self.version_steps = max(gather_json(self._group, alone))
+        plans = {s: plan_of(s, reports, policy, *sizes, self.version_steps) for s in senders}
         segments = {s: segments_of(plan, reports[s].outgoing, policy) for s, plan in plans.items()}
         receives = [
             segment._replace(peer=s) for s in senders if s != rank for segment in segments[s] if segment.peer == rank

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 from evermoe.comm.vote import Ballot
+from evermoe.snapshot.version_pace import VersionPace
 
 Event = dict[str, Any]
 """What happened, as `src/protocol/event.rs` has it."""
@@ -16,6 +17,9 @@ class Driver(ABC):
 
     The methods here are those of a job that has no replica nodes, moves no units and is ended by its script.
     """
+
+    version_pace: VersionPace
+    """Which version of the copies is whole with which vote."""
 
     def interrupt(self) -> None:
         """Ends what is under way in the group, which is about to be replaced."""

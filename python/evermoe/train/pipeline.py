@@ -112,8 +112,8 @@ class PipelineSession:
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
-        loop = KeptLoop(optimizer, scheduler, self._loss_scale)
-        self._state = StageState(stage_module, optimizer, self.config.stage, loop)
+        loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
+        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -250,7 +250,7 @@ class PipelineSession:
         step, before = self._current, self._driver.taken
         if step is not None:
             step.end()
-        self._driver.begin_vote()
+        self._driver.begin_vote(self.step + 1)
         try:
             is_whole = self._driver.is_round_whole()
             if self._protocol.is_ready:
@@ -321,7 +321,7 @@ class PipelineSession:
         Raises:
             PeerLost: a rank is gone.
         """
-        self._driver.interrupt()
+        self._driver.interrupt(self.version)
         return self._driver.recovery(self.version, established=True).verify()
 
     def write_trace(self, path: str | Path) -> None:
@@ -334,7 +334,7 @@ class PipelineSession:
 
     def close(self) -> None:
         """The job is over here: waits until the copies of the last step are whole, and leaves."""
-        self._driver.interrupt()
+        self._driver.interrupt(self.version)
         with suppress(PeerLost):
             self._group.all_reduce(torch.zeros(1))
         self._guard.remove()

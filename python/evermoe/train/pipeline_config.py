@@ -34,6 +34,9 @@ class PipelineConfig(Options):
     only what fewer than `copies` nodes hold anyway."""
     copies: int = option(2, least=0)
     """Nodes that are to hold each unit, those that train on it included (`moetion`; `baft` has one beside)."""
+    snapshot_every: int | None = option(None, least=1)
+    """Steps between two versions that are copied, each over so many steps; None: as few as the bubbles need for it, and
+    1 until they are known. A failure goes back by twice as many, less one, at most."""
     node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one; default: the host's name."""
     memory_dir: str = DEFAULT
@@ -89,7 +92,7 @@ class PipelineConfig(Options):
 
     def copy_options(self) -> CopyOptions:
         """Options of the rooms that keep copies."""
-        return CopyOptions(preset=self.preset, copies=self.copies)
+        return CopyOptions(preset=self.preset, copies=self.copies, snapshot_every=self.snapshot_every)
 
     def window_options(self) -> WindowOptions:
         """Options of the rooms that find idle windows."""

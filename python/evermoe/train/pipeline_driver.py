@@ -20,6 +20,7 @@ from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.version_pace import VersionPace
 from evermoe.snapshot.window_plan import COPIES
 from evermoe.state.version import step_of
 from evermoe.train import gradients
@@ -65,7 +66,10 @@ class PipelineDriver(Driver):
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots")
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
-        self.window_planner = StageWindowPlanner(self.pacer, self.courier, store, membership, windows, schedule)
+        self.window_planner = StageWindowPlanner(
+            self.pacer, self.courier, store, membership, windows, schedule, options.snapshot_every
+        )
+        self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.localised = LocalisedRecovery(state, parameters, options.stage, is_on=options.localised)
@@ -81,13 +85,20 @@ class PipelineDriver(Driver):
         """What the script computes, or has computed last."""
         self._round: SnapshotRound | None = None
         self._vote_span = ExitStack()
+        self._waits = True
+        """Whether the vote waits for copies."""
         self._lost: LostExperts | None = None
 
     # ---- a step
 
-    def begin_vote(self) -> None:
-        """The step's gradients are there: from now on copies are waited for, which profiles see as a collective."""
-        self.pacer.hurry()
+    def begin_vote(self, step: int) -> None:
+        """The gradients are there of the step that makes `step` the steps taken: copies that are due are awaited.
+
+        Profiles see that as a collective.
+        """
+        self._waits = self.version_pace.is_due(step)
+        if self._waits:
+            self.pacer.hurry()
         self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
 
     def end_vote(self) -> None:
@@ -95,8 +106,8 @@ class PipelineDriver(Driver):
         self._vote_span.close()
 
     def is_round_whole(self) -> bool:
-        """Waits for the copies of the version now; whether they are whole."""
-        if self._round is None:
+        """Waits for the copies that are due before the vote; whether they are whole."""
+        if self._round is None or not self._waits:
             return True
         is_done = self.courier.wait(self._round.task, self._group)
         return is_done and bool(self._round.task.result)
@@ -166,9 +177,11 @@ class PipelineDriver(Driver):
     def take(self, before: int, after: int, sums: Ballot, *, is_recalled: bool) -> None:
         """Takes the step that all have voted for, and begins to copy the new version."""
         self.end_vote()
+        is_due = self.version_pace.is_due(step_of(after))
         if self._round is not None:
             self._round.wait_captured()
-            self.localised.log.release(self._round.version)  # all have voted: its copies are complete
+            if is_due:  # all have voted: its copies are complete
+                self.localised.log.release(self._round.version)
         sums = _of_mean(sums)
         self.loss = sums.mean_loss if sums.trainers else math.nan
         if self.localised.retake(after):
@@ -181,8 +194,15 @@ class PipelineDriver(Driver):
         self.taken += 1
         self.pacer.begin_step()
         self.bubbles.profiler.step()
-        is_copied = self._group.broken is None and self.localised.needs_copies(after)
-        self._round = SnapshotRound(self._store, after, self.courier).start() if is_copied else None
+        if is_due and self._group.broken is None:
+            self._round = None
+            if self.localised.needs_copies(after):
+                self._begin_version(after)
+
+    def _begin_version(self, version: int) -> None:
+        """Begins to copy the state, which is that of `version`."""
+        self._round = SnapshotRound(self._store, version, self.courier).start()
+        self.version_pace.begin(step_of(version), self.window_planner.version_steps)
 
     def _update(self, sums: Ballot) -> None:
         if sums.is_finite:
@@ -201,14 +221,20 @@ class PipelineDriver(Driver):
 
     # ---- failures
 
-    def interrupt(self) -> None:
-        """Waits until nothing is under way, which is at once in a dropped group."""
+    def interrupt(self, version: int | None = None) -> None:
+        """Waits until nothing is under way, which is at once in a dropped group.
+
+        `version`: of the state, if it is to be copied first where what is under way is older: collective then.
+        """
         self.pacer.hurry()
         if self._round is not None:
             self._round.wait_captured()
             self.courier.wait(self._round.task, self._group)
             self._round = None
         self.connections.interrupt()
+        if version is not None and self._group.broken is None and self.version_pace.begun < step_of(version):
+            self._begin_version(version)
+            self.interrupt()
 
     def _meet(self) -> None:
         """Who sits where."""
@@ -269,6 +295,7 @@ class PipelineDriver(Driver):
             raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
         self._round = None
         self._store.prune(generation)
+        self.version_pace.restart(step_of(version))
         self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": True}
 

@@ -303,7 +303,9 @@ class CommitProtocol:
 
     def _say(self, ballot: Ballot) -> Event:
         self._ballot = ballot._replace(leaving=float(self._leaves))
-        return {"event": "gradients", "is_whole": bool(ballot.votes), "leaves": bool(self._ballot.leaving)}
+        is_whole, leaves = bool(ballot.votes), bool(self._ballot.leaving)
+        lag = self._driver.version_pace.lag(self.step + 1)
+        return {"event": "gradients", "is_whole": is_whole, "leaves": leaves, "lag": lag}
 
     def _vote(self, version: int, calls: bool) -> Event:
         if calls:

@@ -266,7 +266,7 @@ class SessionDriver(RecoveryDriver):
             except (PeerLost, PersistFailed) as failed:
                 self._warn_unwritten(self._version, failed)
         self._dense.await_weights()
-        whole = everyone.all_reduce(torch.tensor([int(self._protection.settle())]))
+        whole = everyone.all_reduce(torch.tensor([int(self._protection.settle(self._version))]))
         return {"event": "settled", "is_whole": bool(whole == everyone.size)}
 
     def farewell(self, version: int) -> Event:

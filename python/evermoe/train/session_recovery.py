@@ -62,6 +62,7 @@ class RecoveryDriver(Driver):
     def __init__(self, parts: Parts) -> None:
         self._script, self._state, self._membership, self._protection, self._config, self._emit = parts
         self._group = self._membership.trainer_group
+        self.version_pace = self._protection.snapshots.version_pace
         self._trains = self._config.role == "train"
         self._calls = StepCalls(self._state.layers, self._group, self._membership.node)
         self._checkpointer = Checkpointer(self._config, self._state, self._membership, self._emit)
@@ -226,6 +227,7 @@ class RecoveryDriver(Driver):
         found = report.outcome  # of the copies' version: the state may have got another one since
         report.lost_tokens = self._protection.count_losses(found.stale, found.version, self._before)
         report.plt = self._protection.ledger.plt
+        report.mtl = report.plt * len(self._state.layers)  # the sum of what PLT averages (MoEtion, Eq. 6)
         return {"event": "counted"}
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:

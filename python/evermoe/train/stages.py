@@ -5,7 +5,7 @@ and how large they are. Who keeps copies of what is computed alike by all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -20,7 +20,10 @@ from evermoe.profile import Profiler
 from evermoe.recovery.survey import Inventory
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.window_plan import COPIES, WindowPlanner
+from evermoe.state.catalog import UnitCatalog
 from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import Unit
+from evermoe.state.unit_parts import UnitPart, cut, equal_shares
 from evermoe.train.kept_loop import KeptLoop
 
 PipelinePreset = Literal["baft", "moetion"]
@@ -52,7 +55,7 @@ class Seat:
 
 
 def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
-    """Who copies what to whom: each unit of a stage by one of its ranks, evenly.
+    """Who copies what to whom: each unit of a stage by one of its ranks, which have equal shares.
 
     `baft`: to the node before the rank's own in its pipeline (the ranks of one data-parallel coordinate, stage by
     stage), of the first node to the last one; where all stages are on one node, to the stage before.
@@ -88,7 +91,7 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     for first in range(0, len(seats), width):
         ranks = range(first, first + width)
         units = seats[first].units
-        primaries = planning.primaries([list(ranks)] * len(units), [nbytes for _, nbytes in units], len(seats))
+        primaries = equal_shares([nbytes for _, nbytes in units], ranks)
         for (name, _), primary in zip(units, primaries, strict=True):
             if planning.PRESETS[preset].copies_to_previous_node:
                 others = [before[primary]]
@@ -113,21 +116,38 @@ def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
 class StageState(TrainingState):
     """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
 
-    One more unit has the state of the training loop.
+    Units are cut where the ranks of the stage share them: `stage0.linear[0:64]` is a unit of its own. One more unit has
+    the state of the training loop.
 
     Args:
         module: the stage.
         optimizer: of its parameters.
         stage: its number.
         loop: what else survives with it.
+        ranks: of the stage.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loop: KeptLoop) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loop: KeptLoop, ranks: int
+    ) -> None:
         parts = {f"stage{stage}": module, f"stage{stage}_loop": loop}
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
         self._tracked = [*module.parameters(), *module.buffers()]
-        self.own = self.catalog
+        parts_of_units = cut(self.catalog.units, ranks, self._is_contiguous)
+        self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
+        self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""
+
+    def _is_contiguous(self, unit: Unit) -> bool:
+        return all(tensor.is_contiguous() for tensor in super()._tensors(unit))
+
+    def _tensors(self, unit: Unit) -> Iterable[Tensor]:
+        part = self._parts[unit.name]
+        return part.tensors(super()._tensors(part.of))
+
+    def held(self) -> list[str]:
+        """Names of the units of this stage."""
+        return [unit.name for unit in self.own.units]
 
     def copy(self) -> dict[str, Tensor]:
         """Bytes of all units of this stage now."""
@@ -175,6 +195,10 @@ class StageTarget:
     def __init__(self, state: StageState, seats: Sequence[Seat], before_adopt: Callable[[int], None]) -> None:
         self._state, self._seats, self._before_adopt = state, seats, before_adopt
         self._version = 0
+
+    def nodes(self, size: int) -> list[str]:
+        """The node of each rank."""
+        return [seat.node for seat in self._seats]
 
     def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
         """Empty: no layer is spread over ranks."""

@@ -12,6 +12,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("LOGGED_STEPS", protection::LOGGED_STEPS)?;
     module.add("OWN_VERSIONS", protection::OWN_VERSIONS)?;
     module.add("RECORD_BYTES", protection::RECORD_BYTES)?;
+    module.add("FAILURE", protection::FAILURE)?;
     module.add_function(wrap_pyfunction!(choose_copies, module)?)?;
     module.add_function(wrap_pyfunction!(arrange, module)?)
 }

@@ -99,6 +99,7 @@ fn recovery_plan(
     holdings: Vec<Vec<(String, u64, u64, String)>>,
     needs: Vec<Vec<String>>,
     may_lag: Vec<String>,
+    nodes: Vec<usize>,
 ) -> PyResult<RecoveryPlan> {
     let (names, bytes): (Vec<String>, Vec<u64>) = units.into_iter().unzip();
     let index: HashMap<&str, usize> =
@@ -125,7 +126,7 @@ fn recovery_plan(
     }
     let lagging: Vec<usize> =
         may_lag.iter().map(|name| find(name, &|| "may_lag: it".into())).collect::<PyResult<_>>()?;
-    let plan = py.detach(|| recovery::plan_lagging(&bytes, &held, &needed, &lagging))?;
+    let plan = py.detach(|| recovery::plan_on_nodes(&bytes, &held, &needed, &lagging, &nodes))?;
     Ok(RecoveryPlan { names, plan })
 }
 

@@ -200,6 +200,7 @@ fn plan_chunks(
     memory: (u64, u64, Option<(f64, f64)>),
     policy: &str,
     max_steps: usize,
+    version_steps: Option<usize>,
 ) -> PyResult<ChunkPlan> {
     let piece = |(unit, bytes, destinations)| CopyItem { unit, bytes, destinations };
     let pieces: Vec<CopyItem> = pieces.into_iter().map(piece).collect();
@@ -222,8 +223,13 @@ fn plan_chunks(
         memory: Memory { bytes, buffers, drain: drain.map(link_of) },
         policy: policy.parse()?,
         max_steps,
+        version_steps: version_steps.unwrap_or(1),
     };
-    Ok(ChunkPlan(py.detach(|| schedule::plan_chunks(&request))?))
+    let plan = || {
+        let version_steps = version_steps.map_or_else(|| schedule::version_steps(&request, max_steps), Ok)?;
+        schedule::plan_chunks(&Request { version_steps, ..request })
+    };
+    Ok(ChunkPlan(py.detach(plan)?))
 }
 
 /// Steps, delay and wasted seconds: see [`schedule::copy_period`].

@@ -152,7 +152,7 @@ impl TokenLedger {
     }
 
     #[getter]
-    fn mtl(&self) -> i64 {
+    fn mtl(&self) -> f64 {
         self.0.mtl()
     }
 

@@ -126,7 +126,7 @@ def test_sizes(text, size):
         ([*ASKED, "--copies"], "--copies: expected it without --model"),
         ([*ASKED, "--load", "zipf:1"], "--load: expected it without --model"),
         ([*ASKED, "--experts", "8"], "--experts: expected it without --model"),
-        ([*ASKED, "--dense", "sharded", "--preset", "moetion"], "dense: expected 'replicated' with preset moetion"),
+        ([*ASKED, "--dense", "sharded", "--preset", "lazarus"], "dense: expected 'replicated' with preset lazarus"),
     ],
 )
 def test_flags_that_are_wrong_name_what_was_expected(tmp_path, flags, message):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evermoe.comm.courier import Courier, Message
-from evermoe.comm.pacer import Pacer
+from evermoe.comm.pacer import ANY_TIME, Pacer
 from evermoe.comm.transport import Transport
 from evermoe.comm.waits import Wait
 from evermoe.planning.schedule import Link
@@ -136,6 +136,20 @@ def test_messages_begin_while_training_pauses():
     assert answers == [(None, clock.now)]
 
 
+def test_messages_of_later_steps_wait_for_these():
+    clock, pacer = paced()
+    now = pacer.step
+    collective(pacer, clock)
+    assert pacer.may_begin(1, 1.0, now)
+    assert not pacer.may_begin(0, 1.0, now + 1)
+    assert pacer.may_begin(ANY_TIME, 100.0, now + 1)
+    pacer.begin_step()
+    assert pacer.may_begin(0, 1.0, now + 1)
+    assert not pacer.may_begin(1, 1.0, now + 1)
+    assert pacer.may_begin(1, 1.0, now), "it is late"
+    assert pacer.wait(ANY_TIME, 100.0).window is None
+
+
 def test_without_a_profile_any_idle_time_is_a_window():
     pacer = Pacer(Clock())
     pacer.begin_step()
@@ -211,10 +225,10 @@ def paced_transfer(group, folder):
         return box
     waits, asked, inner = [], threading.Semaphore(0), pacer.wait
 
-    def wait(window, seconds):
+    def wait(window, seconds, step):
         waits.append((window, seconds, len(courier.sent)))
         asked.release()
-        return inner(window, seconds)
+        return inner(window, seconds, step)
 
     pacer.wait = wait
     task = courier.submit(lambda: courier.send(iter(messages)))

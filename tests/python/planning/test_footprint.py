@@ -131,7 +131,7 @@ def test_the_planner_has_the_constants_of_what_it_plans():
         ({"weights": "int8"}, "weights: expected one of"),
         ({"preset": "none"}, "preset: expected one of"),
         ({"dense": "split"}, "dense: expected one of"),
-        ({"dense": "sharded", "preset": "moetion"}, "dense: expected 'replicated' with preset moetion"),
+        ({"dense": "sharded", "preset": "lazarus"}, "dense: expected 'replicated' with preset lazarus"),
     ],
 )
 def test_options_that_are_none(options, message):

@@ -39,6 +39,23 @@ def test_each_copy_is_on_another_rank(preset, copies, replicas):
         assert len(nodes & {*each.holders}) == min(replicas, len(each.holders)), each
 
 
+@pytest.mark.parametrize("trainers, copies, is_sharded", itertools.product([2, 3, 4, 5], [2, 3], [False, True]))
+def test_moetion_copies_what_peers_lack_to_all_of_them_alike(trainers, copies, is_sharded):
+    """As ZeRO has it: parts of the state that one rank alone has, or what all have anyway."""
+    everyone = tuple(range(trainers))
+    units = [
+        UnitInfo(f"dense.{rank}", 12, 4, (rank,) if is_sharded else everyone, 0.0, rank > 0, may_lag=False)
+        for rank in everyone
+    ]
+    plan = plan_protection("moetion", units, members(trainers), copies=copies, budget=0.01)
+    nodes = [{*unit.active, *each.holders} for unit, each in zip(units, plan.units, strict=True)]
+    assert all(len(each) >= min(copies, trainers) for each in nodes)
+    received = [sum(rank in each.holders for each in plan.units) for rank in everyone]
+    assert set(received) == {(min(copies, trainers) - 1) * is_sharded}
+    kinds = [each.kind for each in plan.units]
+    assert kinds == (["snapshot", *["replayed"] * (trainers - 1)] if is_sharded else ["active"] * trainers)
+
+
 @pytest.mark.parametrize("fitting", [0, 1, 2])
 def test_units_that_do_not_fit_into_the_logs_are_followed_by_snapshots(fitting):
     room = fitting * LOGGED_STEPS * (GRADIENT_BYTES + RECORD_BYTES)

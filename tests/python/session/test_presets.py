@@ -47,6 +47,7 @@ def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
         every = sum(count for each in tokens for version, count in each.items() if version % 2**40 <= 8)
         seen[layer] = sum(report["lost_tokens"].get(unit, 0) for unit in units) / every
     assert report["plt"] == pytest.approx(sum(seen.values()) / 2)
+    assert report["mtl"] == pytest.approx(sum(seen.values()))
     assert {each.events("done")[0]["step"] for each in survivors} == {14}
     assert {each.events("verified")[0]["digests_mismatched"] for each in survivors} == {0}
     check_history(workers)

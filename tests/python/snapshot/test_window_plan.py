@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from evermoe.comm.courier import Sent
-from evermoe.comm.pacer import TimedStep
+from evermoe.comm.pacer import ANY_TIME, TimedStep
 from evermoe.planning.schedule import Link
 from evermoe.planning.windows import find_windows
+from evermoe.snapshot.link import measure_link
 from evermoe.snapshot.window_plan import (
     COPIES,
     Outgoing,
     RankReport,
     as_steps,
-    measure_link,
     places_of,
     plan_of,
     segments_of,
@@ -73,7 +73,7 @@ def test_cuts_are_all_of_every_bundle_for_every_holder(policy):
         assert starts == [0, *ends[:-1]]
         assert ends[-1] == next(sum(each.parts[-1]) for each in OUTGOING if each.bundle == bundle)
     numbers = {number for number, _ in places_of(find_windows(as_steps([timed()] * 3, True))).values()}
-    assert {segment.window for segment in segments} - {None} <= numbers
+    assert {segment.window for segment in segments} - {None, ANY_TIME} <= numbers
     assert sum(segment.nbytes for segment in segments if segment.window is not None) > 0
 
 
@@ -83,6 +83,25 @@ def test_whole_units_of_baft_are_not_cut_where_a_window_has_room():
         *OUTGOING[0].parts,
         (0, 128),
     }
+
+
+@pytest.mark.parametrize("policy", ["gemini", "baft"])
+def test_a_version_that_is_longer_than_the_windows_of_a_step_takes_several(policy):
+    slow = [replace(report, link=(1e-3, 3e5)) for report in reports()]
+    steps = plan_of(0, slow, policy, 2000, None).reason.steps_per_version
+    assert 1 < steps == plan_of(0, slow, policy, 2000).reason.steps_in_windows
+    segments = segments_of(plan_of(0, slow, policy, 2000, steps + 1), OUTGOING, policy)
+    assert [segment.step for segment in segments] == sorted(segment.step for segment in segments)
+    assert {segment.step for segment in segments} == set(range(steps))
+    assert all(segment.window is not None for segment in segments)
+
+
+def test_what_moetion_has_no_window_for_goes_first_and_at_any_time():
+    slow = [replace(report, link=(1e-3, 3e5)) for report in reports()]
+    segments = segments_of(plan_of(0, slow, "moetion", 2000), OUTGOING, "moetion")
+    beside = [segment.window == ANY_TIME for segment in segments]
+    assert 0 < sum(beside) < len(beside)
+    assert beside == sorted(beside, reverse=True)
 
 
 def test_a_receiver_whose_steps_run_late_has_other_rooms():

@@ -113,6 +113,7 @@ class Draw:
             memory,
             self.word("gemini", "baft", "moetion", "auto"),
             self.size(),
+            self.maybe(self.size),
         )
 
     def damaged(self, text: str) -> str:
@@ -183,7 +184,8 @@ def _recovery(draw: Draw) -> Any:
     holdings = draw.few(lambda: draw.few(holding))
     members = [(draw.random.random() < 0.5, draw.random.random() < 0.5) for _ in holdings]
     _native.usable_holdings(members, holdings)
-    return _native.recovery_plan(units, holdings, draw.few(lambda: draw.few(draw.name)), draw.few(draw.name))
+    needs, may_lag = draw.few(lambda: draw.few(draw.name)), draw.few(draw.name)
+    return _native.recovery_plan(units, holdings, needs, may_lag, draw.few(draw.size))
 
 
 def _samples(draw: Draw) -> int | None:
@@ -256,7 +258,7 @@ CALLS: dict[str, Callable[[Draw], Any]] = {
 STEPS = [(8.0, [("s", "send", "network", start, 1.0, 64, [1]) for start in (0.0, 4.0)])] * 2
 WINDOWS = _native.find_windows(STEPS, 0.0, 1.0, [])
 PLAN = _native.plan_chunks(
-    [("a", 50, [1]), ("b", 9, [1])], WINDOWS, "network", [], (1.0, 10.0), (40, 2, None), "auto", 4
+    [("a", 50, [1]), ("b", 9, [1])], WINDOWS, "network", [], (1.0, 10.0), (40, 2, None), "auto", 4, 1
 )
 
 

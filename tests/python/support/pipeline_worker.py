@@ -60,6 +60,8 @@ class Options:
     """Whether the learning rate falls in each step."""
     width: int = 96
     """Of the model."""
+    layers: int = 4
+    """Of each stage of the model."""
     work: int = 0
     """Multiplications of matrices in each forward."""
     trace: bool = False
@@ -82,10 +84,10 @@ class Options:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
-    def __init__(self, index: int, width: int, work: int, dropout: float = 0.0) -> None:
+    def __init__(self, index: int, width: int, work: int, dropout: float = 0.0, layers: int = 4) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.work, self.dropout = work, dropout
         self.calls = self.forwards = self.backwards = 0
@@ -292,7 +294,8 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = stage_numbers(options)
-    chunks = nn.ModuleList([Stage(number, options.width, options.work, options.dropout) for number in numbers])
+    sizes = options.width, options.work, options.dropout, options.layers
+    chunks = nn.ModuleList([Stage(number, *sizes) for number in numbers])
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if options.schedules_rate else None
     options.optimizer = optimizer  # type: ignore[attr-defined]
@@ -321,7 +324,15 @@ def train(options: Options) -> None:
         if schedule is None:
             step = copies.recover()
             outcome = copies.outcome
-            write(options, "recovered", step=step, fetched=outcome.fetched_units, sources=dict(outcome.sources))
+            write(
+                options,
+                "recovered",
+                step=step,
+                fetched=outcome.fetched_units,
+                sources=dict(outcome.sources),
+                undone=outcome.steps_undone,
+                far_bytes=outcome.far_bytes,
+            )
             chunks[0].calls = 0
         try:
             if schedule is None:
@@ -349,6 +360,7 @@ def train(options: Options) -> None:
                 logged=copies._driver.localised.log.nbytes,
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
+                copied=copies._driver.version_pace.begun,
             )
         except (evermoe.PeerLost, RuntimeError) as error:
             write(options, "lost", step=step, reason=str(error)[:300])
@@ -371,6 +383,8 @@ def train(options: Options) -> None:
         computed=copies.forwards.computed,
         forwards=sum(chunk.forwards for chunk in chunks),
         backwards=sum(chunk.backwards for chunk in chunks),
+        sent_bytes=copies._driver.courier.sent_bytes,
+        state_bytes=sum(unit.nbytes for unit in copies._state.own.units),
     )
     copies.close()
     dist.destroy_process_group()

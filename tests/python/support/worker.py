@@ -428,7 +428,14 @@ def _train(options: Options, record: Recorder) -> None:
             write_whole(options, session, record)
         time.sleep(options.late)
         pacing = session._protection.window_planner
-        record.write("paced", step=step.number, plans=pacing.plans, summary=pacing.summary, seconds=pacing.step_seconds)
+        record.write(
+            "paced",
+            step=step.number,
+            plans=pacing.plans,
+            summary=pacing.summary,
+            seconds=pacing.step_seconds,
+            budgets=pacing.budgets,
+        )
     profiler.detach()
     if options.trace:
         write_traces(options, session, profiler)

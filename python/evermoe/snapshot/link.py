@@ -1,0 +1,78 @@
+"""The speed of a member's link, from the messages that it has sent, and what that leaves room for in a step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from evermoe.comm.courier import Sent
+from evermoe.planning.schedule import Link
+
+LEAST_SAMPLES = 8
+"""Messages from which the network's speed is measured."""
+
+
+def measure_link(sent: Sequence[Sent], default: Link) -> Link:
+    """What transfers took: alpha and beta of a line through the medians of the smaller and of the larger half.
+
+    A message that was begun while another one was under way has had the link for itself only since that one's end.
+
+        >>> def message(start, milliseconds, nbytes):
+        ...     return Sent(start, start + milliseconds * 10**6, nbytes, 1, None)
+        >>> sent = [message(number * 10**9, 2 if number % 2 else 3, 10**6 if number % 2 else 2 * 10**6)
+        ...         for number in range(8)]
+        >>> measure_link(sent, Link(1e-4, 1e9))  # 1 MB in 2 ms, 2 MB in 3 ms
+        Link(alpha=0.001, beta=1000000000.0)
+        >>> measure_link(sent[:7], Link(1e-4, 1e9))  # too few
+        Link(alpha=0.0001, beta=1000000000.0)
+
+    Args:
+        sent: in the order in which they ended.
+        default: the answer where there are fewer than `LEAST_SAMPLES`; its alpha also where all sizes are alike.
+    """
+    samples = []
+    before = 0
+    for each in sent:
+        samples.append((each.nbytes, max(1e-7, (each.end - max(each.start, before)) / 1e9)))
+        before = max(before, each.end)
+    if len(samples) < LEAST_SAMPLES:
+        return default
+    samples.sort()
+    half = len(samples) // 2
+    (small, quick), (large, slow) = (
+        [statistics.median(values) for values in zip(*part, strict=True)] for part in (samples[:half], samples[half:])
+    )
+    if large > 1.5 * small and slow > quick:
+        alpha = max(0.0, quick - small * (slow - quick) / (large - small))
+    else:
+        alpha = min(default.alpha, slow / 2)
+    return Link(alpha, max(1.0, large) / (slow - min(alpha, slow / 2)))
+
+
+class Budgets(NamedTuple):
+    """Bytes that all members together can copy in a step: bandwidth × time of an iteration (MoEtion, Algorithm 1)."""
+
+    remote: int | None = None
+    """To peers; None before all links were measured."""
+    local: int | None = None
+    """Into the memory of their own nodes, likewise."""
+
+
+def budgets_of(step_seconds: float, links: Sequence[float | None], hosts: Sequence[float | None]) -> Budgets:
+    """What members can copy in a step, from bytes per second.
+
+        >>> budgets_of(0.5, [1e6, 3e6], [None, 1e9])
+        Budgets(remote=2000000, local=None)
+
+    Args:
+        step_seconds: of the slowest member.
+        links: speed of each member's link; None where it was not measured.
+        hosts: speed at which each member copies within its host, likewise.
+    """
+
+    def budget(speeds: Sequence[float | None]) -> int | None:
+        known = [speed for speed in speeds if speed is not None]
+        return int(step_seconds * sum(known)) if known and len(known) == len(speeds) else None
+
+    return Budgets(budget(links), budget(hosts))

@@ -1,0 +1,42 @@
+"""Which versions of the state are copied where all of it is, and by which vote each is whole on all members."""
+
+from __future__ import annotations
+
+
+class VersionPace:
+    """A version is copied over `steps` steps, and must be whole before the vote on the last of them.
+
+    The next version begins when that vote has passed, so the one before stays until then:
+
+        steps taken  0    1    2    3    4    5    6    7
+        copied       v0   v1 ─────────── v4 ─────────── v7     over 3 steps from version 1 on
+        whole             v0             v1             v4     with the votes that make 1, 4 and 7 the steps taken
+
+    A loss just before the vote that makes 7 the steps taken goes back to version 1, by 2 · 3 − 1 steps.
+    """
+
+    def __init__(self) -> None:
+        self.is_used = True
+        """Whether votes wait for versions; else the state survives without those that are under way."""
+        self.begun = 0
+        """Steps taken in the newest version that is copied."""
+        self._whole, self._due = 0, 1
+
+    def restart(self, step: int) -> None:
+        """Version `step` is whole everywhere by the next vote."""
+        self._whole = self.begun = step
+        self._due = step + 1
+
+    def is_due(self, step: int) -> bool:
+        """Whether the vote that makes `step` the steps taken needs the version under way, and the next one follows."""
+        return step >= self._due
+
+    def begin(self, step: int, steps: int) -> None:
+        """The version under way is whole on all members; that of `step` begins, and takes so many steps."""
+        self._whole, self.begun, self._due = self.begun, step, step + steps
+
+    def lag(self, step: int) -> int:
+        """Steps by which what is whole with the vote that makes `step` the steps taken is behind those before it."""
+        if not self.is_used:
+            return 0
+        return step - 1 - (self.begun if self.is_due(step) else self._whole)

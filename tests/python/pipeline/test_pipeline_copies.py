@@ -1,0 +1,105 @@
+"""A pipeline's copies in real processes: versions of several steps, equal shares, one fetch for the ranks of a node."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from support.harness import PATIENCE
+from support.pipelines import PRESETS, RANKS, Pipeline
+
+
+def begun(rank):
+    """Steps taken in the versions that a rank has copied, in the order in which they began."""
+    return list(dict.fromkeys(event["copied"] for event in rank.events("step")))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, preset):
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset] | {"snapshot_every": 3})
+    started = [pipeline.start(rank, kill_in_step=8 if rank >= RANKS // 2 else None) for rank in range(RANKS)]
+    for each in started[RANKS // 2 :]:
+        pipeline.lose(each)
+        pipeline.start(each.options.rank)
+    done = pipeline.finish()
+    again = started[0].events("recovered")[-1]["step"]
+    assert again in (4, 7)
+    assert {each.events("recovered")[-1]["undone"] for each in started[:2]} == {8 - again}
+    assert begun(started[0])[:3] == [1, 4, 7]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    losses = pipeline.losses()
+    assert all(len(set(values)) == 1 for values in losses.values())  # those that were repeated, too
+
+
+def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
+    copies = PRESETS["baft"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 9}
+    pipeline = Pipeline(start_job(RANKS), copies=copies, steps=40)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert [each["different"] for each in done] == [[]] * RANKS
+    for each in pipeline.ranks:
+        events = each.events("step")
+        planned = next(event["step"] for event in events if event["plans"])
+        summary = events[-1]["summary"]
+        steps = int(re.search(r"a version takes (\d+) steps", summary)[1])
+        assert steps > 1
+        found = [step for step in begun(each) if step > planned + 1]
+        assert {b - a for a, b in pairwise(found)} <= {steps}
+
+
+def test_ranks_of_a_stage_send_equal_shares(start_job):
+    """Of three layers as large as each other, which two ranks could not share whole."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"], layers=3)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert [each["different"] for each in done] == [[]] * RANKS
+    sent = [each["sent_bytes"] for each in done]
+    assert min(sent) > 1_000_000
+    assert max(sent) <= 1.01 * min(sent)
+    assert any("[" in name for name in done[0]["digests"])
+
+
+def test_what_the_ranks_of_a_stage_lack_crosses_to_their_node_once(start_job):
+    """A node with both ranks of a stage is lost: one of them fetches each unit, and the other gets it from that one."""
+    pipeline = Pipeline(start_job(RANKS), ranks_per_node=2, steps=20, copies=PRESETS["baft"])
+    started = [pipeline.start(rank) for rank in range(RANKS)]
+    started[2].wait_for("step", step=3)
+    for each in started[2:]:
+        each.process.kill()
+    for each in started[2:]:
+        each.process.join(PATIENCE)
+    shutil.rmtree(pipeline.job.node_memory("n1"))
+    newcomers = [pipeline.start(rank) for rank in (2, 3)]
+    done = pipeline.finish()
+    assert [each["different"] for each in done] == [[]] * RANKS
+    recovered = [each.events("recovered")[0] for each in newcomers]
+    assert {each["fetched"] for each in recovered} == {len(done[2]["digests"])}
+    far = [each["far_bytes"] for each in recovered]
+    assert sum(far) == done[2]["state_bytes"]
+    assert min(far) > 0.4 * sum(far)  # they share the fetching, too
+
+
+def test_what_has_no_bubble_travels_beside_compute(start_job):
+    """MoEtion's W*: what the bubbles of a step have no room for does not wait for the vote."""
+    copies = PRESETS["moetion"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 10, "snapshot_every": 1}
+    pipeline = Pipeline(start_job(RANKS), copies=copies, steps=24, work=40, trace=True)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert [each["different"] for each in done] == [[]] * RANKS
+    outside = []
+    for rank in range(RANKS):
+        events = json.loads((Path(pipeline.job.folder) / f"{rank}.json").read_text())["traceEvents"]
+        spans = [each for each in events if each["ph"] == "X"]
+        waits = [(each["ts"], each["ts"] + each["dur"]) for each in spans if each["name"] == "copies"]
+        sent = [each["ts"] for each in spans if each["cat"] == "copy" and each["args"]["window"] is None]
+        recent = [at for at in sent if waits[0][0] <= at <= waits[-1][1]]
+        outside += [not any(begin <= at <= end for begin, end in waits) for at in recent]
+    assert sum(outside) > 0.5 * len(outside) > 0
