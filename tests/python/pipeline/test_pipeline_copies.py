@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -84,22 +82,3 @@ def test_what_the_ranks_of_a_stage_lack_crosses_to_their_node_once(start_job):
     far = [each["far_bytes"] for each in recovered]
     assert sum(far) == done[2]["state_bytes"]
     assert min(far) > 0.4 * sum(far)  # they share the fetching, too
-
-
-def test_what_has_no_bubble_travels_beside_compute(start_job):
-    """MoEtion's W*: what the bubbles of a step have no room for does not wait for the vote."""
-    copies = PRESETS["moetion"] | {"profile_steps": 4, "copy_buffer_bytes": 1 << 10, "snapshot_every": 1}
-    pipeline = Pipeline(start_job(RANKS), copies=copies, steps=24, work=40, trace=True)
-    for rank in range(RANKS):
-        pipeline.start(rank)
-    done = pipeline.finish()
-    assert [each["different"] for each in done] == [[]] * RANKS
-    outside = []
-    for rank in range(RANKS):
-        events = json.loads((Path(pipeline.job.folder) / f"{rank}.json").read_text())["traceEvents"]
-        spans = [each for each in events if each["ph"] == "X"]
-        waits = [(each["ts"], each["ts"] + each["dur"]) for each in spans if each["name"] == "copies"]
-        sent = [each["ts"] for each in spans if each["cat"] == "copy" and each["args"]["window"] is None]
-        recent = [at for at in sent if waits[0][0] <= at <= waits[-1][1]]
-        outside += [not any(begin <= at <= end for begin, end in waits) for at in recent]
-    assert sum(outside) > 0.5 * len(outside) > 0
