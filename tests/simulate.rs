@@ -158,6 +158,7 @@ fn troubled() -> Scenario {
 fn causes_add_up_to_the_total_and_a_seed_repeats() {
     for scheme in schemes() {
         for scenario in [scenario(), troubled()] {
+            let scenario = Scenario { seconds: 16.0 * HOUR, ..scenario };
             let outcome = run(&scenario, &scheme, 3);
             let spent: u64 = outcome.nanoseconds.values().sum();
             assert_eq!(
@@ -167,7 +168,7 @@ fn causes_add_up_to_the_total_and_a_seed_repeats() {
                 scheme.name(),
                 outcome.nanoseconds
             );
-            assert!(outcome.losses > 50 && outcome.steps > 1000, "{}: {outcome:?}", scheme.name());
+            assert!(outcome.losses > 15 && outcome.steps > 500, "{}: {outcome:?}", scheme.name());
             assert_eq!(outcome, run(&scenario, &scheme, 3), "{}", scheme.name());
             assert_ne!(outcome.steps, run(&scenario, &scheme, 4).steps, "{}", scheme.name());
         }
@@ -198,8 +199,8 @@ fn more_failures_leave_less_time_for_training() {
     for scheme in schemes() {
         let mean = |mtbf_seconds: f64| {
             let failures = vec![Source::Poisson { mtbf_seconds, repair_seconds: Some(600.0) }];
-            let scenario = Scenario { failures, ..scenario() };
-            (0..5).map(|seed| run(&scenario, &scheme, seed).ettr).sum::<f64>() / 5.0
+            let scenario = Scenario { failures, seconds: 16.0 * HOUR, ..scenario() };
+            (0..3).map(|seed| run(&scenario, &scheme, seed).ettr).sum::<f64>() / 3.0
         };
         let found = [300.0, 1200.0, 7200.0, 1e9].map(mean);
         assert!(found.is_sorted(), "{}: {found:?}", scheme.name());
@@ -274,7 +275,7 @@ fn the_end_of_all_nodes_takes_a_job_back_to_its_checkpoint() {
             ..scenario.clone()
         };
         let outcome = run(&without, scheme, 1);
-        assert!(outcome.undone_steps > 300 && outcome.checkpoint_loads == 0, "{}", scheme.name());
+        assert!(outcome.undone_steps > 100 && outcome.checkpoint_loads == 0, "{}", scheme.name());
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::account::{Cause, nanoseconds};
 use super::job::Job;
+use super::units::Seat;
 use super::world::Flow;
 use crate::error::Result;
 use crate::protocol::{Event, Participant, Standing, without_idle_spares};
@@ -17,12 +18,16 @@ impl Job<'_> {
         if !self.await_enough()? {
             return Ok(None);
         }
-        let stay = self.survivors();
+        let stay: BTreeSet<usize> = self.survivors().into_iter().collect();
         if stay.is_empty() && self.members.is_established() {
             self.forget_members();
             return Ok(Some(Event::Look { until: self.scenario.until() }));
         }
-        let newcomers = self.newcomers(&stay);
+        let (seats, vacated) =
+            std::mem::take(&mut self.seats).into_iter().partition(|seat| stay.contains(&seat.node));
+        self.seats = seats;
+        self.vacated.extend::<Vec<Seat>>(vacated);
+        let newcomers = self.newcomers(&stay.iter().copied().collect::<Vec<_>>());
         self.agreed = stay.iter().copied().chain(newcomers.iter().copied()).collect();
         self.agreed.sort_unstable();
         let agreed = std::mem::take(&mut self.agreed);
@@ -34,7 +39,7 @@ impl Job<'_> {
 
     /// Members that are left, by rank.
     fn survivors(&self) -> Vec<usize> {
-        self.seats.iter().map(|seat| seat.node).filter(|node| self.world.up.contains(node)).collect()
+        self.seats.iter().map(|seat| seat.node).filter(|&node| self.world.members[node]).collect()
     }
 
     /// Nodes that come to these, in the order of their ids, as the protocol says of spares.

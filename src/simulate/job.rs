@@ -30,6 +30,8 @@ pub(super) struct Job<'a> {
     pub(super) members: Members,
     /// Those that train, by rank.
     pub(super) seats: Vec<Seat>,
+    /// Those that were lost since the last recovery.
+    pub(super) vacated: Vec<Seat>,
     /// Nodes of the group that is connected next, by rank.
     pub(super) agreed: Vec<usize>,
     pub(super) copies: Option<Copies>,
@@ -79,6 +81,7 @@ impl<'a> Job<'a> {
             loads: Loads::new(&scenario.load, &scenario.model, seed),
             members: Members::new(&scenario.session, 0),
             seats: Vec::new(),
+            vacated: Vec::new(),
             agreed: Vec::new(),
             copies: None,
             former: None,
@@ -254,6 +257,7 @@ impl<'a> Job<'a> {
         let generation = self.members.generation();
         self.members = Members::new(&self.scenario.session, generation);
         self.seats.clear();
+        self.vacated.clear();
         (self.copies, self.former) = (None, None);
         self.line = Line::default();
         self.writing = None;

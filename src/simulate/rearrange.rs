@@ -26,7 +26,7 @@ impl Job<'_> {
 
     /// Newcomers take over what lost nodes had; none where that leaves an expert without a node, or a node without one.
     fn take_over(&mut self, old: &[Option<Seat>]) -> Option<Vec<Seat>> {
-        let mut lost = self.seats.iter().filter(|seat| self.agreed.binary_search(&seat.node).is_err());
+        let mut lost = self.vacated.iter();
         let mut substitutes = BTreeMap::new();
         let mut seats = Vec::with_capacity(old.len());
         for (&node, seat) in self.agreed.iter().zip(old) {

@@ -253,6 +253,7 @@ impl Job<'_> {
             self.former = Some(copies.frozen(&self.line));
         }
         self.seats = seats;
+        self.vacated.clear();
         self.line.note(version);
         self.tally.recoveries += 1;
         self.tally.fewest_members = self.tally.fewest_members.min(self.seats.len());

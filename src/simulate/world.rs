@@ -177,6 +177,7 @@ impl<'a> World<'a> {
 
     fn lose(&mut self, node: usize) -> bool {
         let was_member = self.up.remove(&node) && self.members[node];
+        self.members[node] = false; // if it comes back, it comes empty
         self.losses += u64::from(was_member);
         self.leaving.remove(&node);
         was_member
@@ -186,6 +187,7 @@ impl<'a> World<'a> {
     pub(super) fn let_go(&mut self) {
         for node in std::mem::take(&mut self.leaving) {
             self.up.remove(&node);
+            self.members[node] = false;
         }
     }
 
