@@ -95,26 +95,3 @@ def test_other_data_than_before_is_noticed(start_job):
     assert recovered_at(started[1]) == [0, 3, 3]
     assert [each["different"] for each in done] == [[]] * RANKS
     assert done[0]["digests"] == done[1]["digests"]
-
-
-@pytest.mark.long
-def test_a_stage_is_lost_while_its_newcomers_compute_and_then_together_with_a_rank_of_another(start_job, undisturbed):
-    """The others are ahead twice; the third time a rank of theirs has nothing to answer with, so both compute again."""
-    way, expected, _ = undisturbed
-    pipeline = Pipeline(start_job(RANKS), **COMMON | WAYS[way])
-    plans = [{"kill_in_copy": 3}, {"kill_in_copy": 3}, {}, {"kill_in_copy": 6}]
-    first = [pipeline.start(rank, **plan) for rank, plan in enumerate(plans)]
-    for each in first[:2]:
-        pipeline.lose(each)
-    again = [pipeline.start(0, kill_in_step=2), pipeline.start(1, kill_in_copy=6)]
-    pipeline.lose(again[0])
-    third = pipeline.start(0, kill_in_copy=6)
-    for each in (third, again[1], first[3]):
-        pipeline.lose(each)
-    for rank in (0, 1, 3):
-        pipeline.start(rank)
-    done = pipeline.finish()
-    assert recovered_at(first[2]) == [0, 2, 2, 5]
-    assert passes(done[2]) == share(expected[2], STEPS + 1)
-    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
-    assert [each["different"] for each in done] == [[]] * RANKS
