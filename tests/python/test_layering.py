@@ -80,6 +80,7 @@ RUST_TWINS = {
     "chunks": "ops, and their backends",
     "dispatch": "planner, and its typed face",
     "expert": "how its tokens are split, and what it is",
+    "failures": "unlike: of real processes, in simulated time",
     "fp8": "ops, and their backends",
     "ledger": "planner, and its typed face",
     "load": "planner, and its typed face",
@@ -99,6 +100,7 @@ RUST_TWINS = {
     "recovery": "planner and executor",
     "holders": "planner, and its typed face",
     "scenario": "simulator, and its typed face",
+    "outcome": "unlike: of real processes, in simulated time",
     "options": "unlike: of a session, ways to protect a unit",
     "summary": "unlike: of a run of the demo, of a plan",
 }

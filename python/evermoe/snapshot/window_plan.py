@@ -153,16 +153,11 @@ def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[Co
 
 
 def plan_of(
-    rank: int,
-    reports: Sequence[RankReport],
-    policy: ChunkPolicy,
-    chunk_bytes: int,
-    buffers: int = 2,
-    version_steps: int | None = 1,
+    rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, memory: Memory, version_steps: int | None = 1
 ) -> ChunkPlan:
     """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have.
 
-    `version_steps`: as `plan_chunks` takes it.
+    `memory` and `version_steps`: as `plan_chunks` takes them.
     """
     items, _ = items_of(reports[rank].outgoing, policy)
     windows = Windows.from_json(reports[rank].windows)
@@ -172,7 +167,7 @@ def plan_of(
             ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
         else:
             ends.append(Receiver(peer, windows))
-    memory, link, most = Memory(buffers * chunk_bytes, buffers), Link(*reports[rank].link), MOST_VERSION_STEPS
+    link, most = Link(*reports[rank].link), MOST_VERSION_STEPS
     return plan_chunks(
         items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
     )
@@ -358,11 +353,12 @@ class WindowPlanner:
             report.windows and (s == rank or rank in _peers(report.outgoing)) for s, report in enumerate(reports)
         ]
         senders = [s for s, is_one in enumerate(is_sender) if is_one]
-        sizes = self._options.copy_buffer_bytes, self._options.copy_buffers
+        buffers = self._options.copy_buffers
+        memory = Memory(buffers * self._options.copy_buffer_bytes, buffers)
         if self._fixed_steps is None:
-            alone = plan_of(rank, reports, policy, *sizes, None).reason.steps_per_version if rank in senders else 1
+            alone = plan_of(rank, reports, policy, memory, None).reason.steps_per_version if rank in senders else 1
             self.version_steps = max(gather_json(self._group, alone))
-        plans = {s: plan_of(s, reports, policy, *sizes, self.version_steps) for s in senders}
+        plans = {s: plan_of(s, reports, policy, memory, self.version_steps) for s in senders}
         segments = {s: segments_of(plan, reports[s].outgoing, policy) for s, plan in plans.items()}
         receives = [
             segment._replace(peer=s) for s in senders if s != rank for segment in segments[s] if segment.peer == rank

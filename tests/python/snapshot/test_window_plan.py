@@ -9,7 +9,7 @@ import pytest
 
 from evermoe.comm.courier import Sent
 from evermoe.comm.pacer import ANY_TIME, TimedStep
-from evermoe.planning.schedule import Link
+from evermoe.planning.schedule import Link, Memory
 from evermoe.planning.windows import find_windows
 from evermoe.snapshot.link import measure_link
 from evermoe.snapshot.window_plan import (
@@ -60,7 +60,7 @@ def reports(starts=(0.0, 0.004, 0.002)):
 
 @pytest.mark.parametrize("policy", ["gemini", "baft", "moetion", "auto"])
 def test_cuts_are_all_of_every_bundle_for_every_holder(policy):
-    segments = segments_of(plan_of(0, reports(), policy, 4000), OUTGOING, policy)
+    segments = segments_of(plan_of(0, reports(), policy, Memory(2 * 4000, 2)), OUTGOING, policy)
     found = defaultdict(list)
     for segment in segments:
         assert 0 < segment.nbytes <= 4000
@@ -78,7 +78,7 @@ def test_cuts_are_all_of_every_bundle_for_every_holder(policy):
 
 
 def test_whole_units_of_baft_are_not_cut_where_a_window_has_room():
-    segments = segments_of(plan_of(0, reports(), "baft", 10_000), OUTGOING, "baft")
+    segments = segments_of(plan_of(0, reports(), "baft", Memory(2 * 10_000, 2)), OUTGOING, "baft")
     assert {(segment.offset, segment.nbytes) for segment in segments if segment.bundle == 0} == {
         *OUTGOING[0].parts,
         (0, 128),
@@ -88,9 +88,9 @@ def test_whole_units_of_baft_are_not_cut_where_a_window_has_room():
 @pytest.mark.parametrize("policy", ["gemini", "baft"])
 def test_a_version_that_is_longer_than_the_windows_of_a_step_takes_several(policy):
     slow = [replace(report, link=(1e-3, 3e5)) for report in reports()]
-    steps = plan_of(0, slow, policy, 2000, None).reason.steps_per_version
-    assert 1 < steps == plan_of(0, slow, policy, 2000).reason.steps_in_windows
-    segments = segments_of(plan_of(0, slow, policy, 2000, steps + 1), OUTGOING, policy)
+    steps = plan_of(0, slow, policy, Memory(2 * 2000, 2), None).reason.steps_per_version
+    assert 1 < steps == plan_of(0, slow, policy, Memory(2 * 2000, 2)).reason.steps_in_windows
+    segments = segments_of(plan_of(0, slow, policy, Memory(2 * 2000, 2), steps + 1), OUTGOING, policy)
     assert [segment.step for segment in segments] == sorted(segment.step for segment in segments)
     assert {segment.step for segment in segments} == set(range(steps))
     assert all(segment.window is not None for segment in segments)
@@ -98,16 +98,16 @@ def test_a_version_that_is_longer_than_the_windows_of_a_step_takes_several(polic
 
 def test_what_moetion_has_no_window_for_goes_first_and_at_any_time():
     slow = [replace(report, link=(1e-3, 3e5)) for report in reports()]
-    segments = segments_of(plan_of(0, slow, "moetion", 2000), OUTGOING, "moetion")
+    segments = segments_of(plan_of(0, slow, "moetion", Memory(2 * 2000, 2)), OUTGOING, "moetion")
     beside = [segment.window == ANY_TIME for segment in segments]
     assert 0 < sum(beside) < len(beside)
     assert beside == sorted(beside, reverse=True)
 
 
 def test_a_receiver_whose_steps_run_late_has_other_rooms():
-    early = plan_of(0, reports(), "gemini", 4000)
-    late = plan_of(0, reports((0.0, 0.05, 0.05)), "gemini", 4000)
-    assert early == plan_of(0, reports(), "gemini", 4000)
+    early = plan_of(0, reports(), "gemini", Memory(2 * 4000, 2))
+    late = plan_of(0, reports((0.0, 0.05, 0.05)), "gemini", Memory(2 * 4000, 2))
+    assert early == plan_of(0, reports(), "gemini", Memory(2 * 4000, 2))
     assert late.reason.used_seconds < early.reason.used_seconds
 
 
@@ -132,5 +132,5 @@ def test_messages_of_one_size_tell_no_latency():
 
 @pytest.mark.parametrize("policy", ["gemini", "baft", "moetion", "auto"])
 def test_who_sends_nothing_has_an_empty_plan(policy):
-    plan = plan_of(1, reports(), policy, 4000)
+    plan = plan_of(1, reports(), policy, Memory(2 * 4000, 2))
     assert (plan.chunks, plan.reason.fits, segments_of(plan, [], policy)) == ([], True, [])
