@@ -219,8 +219,8 @@ fn wrap(
 ///
 /// ```
 /// use evermoe::protocol::{Heard, hear};
-/// let newer = r#"{"evermoe":8,"job":"j","established":true,"more":[]}"#;
-/// assert_eq!(hear("a", newer, None), Heard::OtherProtocol { protocol: 8, job: "j".into(), established: true });
+/// let newer = r#"{"evermoe":1000,"job":"j","established":true,"more":[]}"#;
+/// assert_eq!(hear("a", newer, None), Heard::OtherProtocol { protocol: 1000, job: "j".into(), established: true });
 /// assert!(matches!(hear("a", "{}", None), Heard::Stranger { .. }));
 /// ```
 #[must_use]

@@ -1,7 +1,7 @@
 //! What goes wrong, and when: the same changes for all schemes of a seed.
 
 use super::account::nanoseconds;
-use super::scenario::{not_negative, positive};
+use super::ranges::{not_negative, positive};
 use crate::ensure;
 use crate::error::Result;
 use crate::random::Random;

@@ -6,10 +6,10 @@ use super::failures::{Change, step_losses};
 use super::in_turn::Turns;
 use super::load::Loads;
 use super::member::Members;
-use super::outcome::{Happened, Outcome, Tally};
+use super::outcome::{Happened, MOST_HAPPENED, Outcome, Parts, Tally};
+use super::pace::Pace;
 use super::planners::Planners;
 use super::scenario::{PresetChoices, Scenario, Selecting};
-use super::steps::Pace;
 use super::units::{Seat, Units};
 use super::world::{Flow, Progress, World};
 use crate::error::Result;
@@ -119,7 +119,7 @@ impl<'a> Job<'a> {
                 break;
             }
         }
-        self.outcome()
+        Ok(self.outcome())
     }
 
     /// Does what the protocol says; what answers it.
@@ -263,8 +263,23 @@ impl<'a> Job<'a> {
         self.writing = None;
     }
 
+    fn outcome(self) -> Outcome {
+        let world = &self.world;
+        Outcome::new(Parts {
+            scheme: &self.preset.name,
+            tokens_per_step: self.scenario.model.tokens_per_step,
+            ideal_step_seconds: self.scenario.model.step_seconds,
+            tally: self.tally,
+            spent: &world.spent,
+            now: world.now,
+            member_time: world.member_time,
+            losses: world.losses,
+            plt: self.turns.as_ref().map(Turns::plt),
+        })
+    }
+
     pub(super) fn log(&mut self, what: &'static str) {
-        if self.tally.happened.len() < super::outcome::MOST_HAPPENED {
+        if self.tally.happened.len() < MOST_HAPPENED {
             let step = step_of(self.line.newest);
             let (members, at) = (self.seats.len(), self.world.now);
             self.tally.happened.push(Happened { at, what, step, members });

@@ -1,8 +1,6 @@
 //! What came of it.
 
 use super::account::{Cause, Spent, seconds};
-use super::job::Job;
-use crate::error::Result;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -183,22 +181,5 @@ impl Outcome {
             recovery_seconds: tally.recovery_nanoseconds.into_iter().map(seconds).collect(),
             happened: tally.happened,
         }
-    }
-}
-
-impl Job<'_> {
-    pub(super) fn outcome(self) -> Result<Outcome> {
-        let world = &self.world;
-        Ok(Outcome::new(Parts {
-            scheme: &self.preset.name,
-            tokens_per_step: self.scenario.model.tokens_per_step,
-            ideal_step_seconds: self.scenario.model.step_seconds,
-            tally: self.tally,
-            spent: &world.spent,
-            now: world.now,
-            member_time: world.member_time,
-            losses: world.losses,
-            plt: self.turns.as_ref().map(super::in_turn::Turns::plt),
-        }))
     }
 }

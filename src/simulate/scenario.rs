@@ -1,6 +1,7 @@
 //! What is simulated: a cluster, what things cost on it, a model, the choices of a session, and for how long.
 
 use super::failures::Source;
+use super::ranges::{not_negative, positive};
 use crate::ensure;
 use crate::error::Result;
 use crate::placement::Policy;
@@ -472,16 +473,6 @@ impl Scheme {
             }
         }
     }
-}
-
-pub(super) fn not_negative(name: &str, value: f64) -> Result<()> {
-    ensure!(value.is_finite() && value >= 0.0, "{name}: expected a finite number, 0 or more, got {value}");
-    Ok(())
-}
-
-pub(super) fn positive(name: &str, value: f64) -> Result<()> {
-    ensure!(value.is_finite() && value > 0.0, "{name}: expected a finite number above 0, got {value}");
-    Ok(())
 }
 
 fn share(name: &str, value: f64) -> Result<()> {

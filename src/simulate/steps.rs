@@ -7,23 +7,6 @@ use super::world::Flow;
 use crate::error::Result;
 use crate::protocol::Event;
 
-/// What the steps of the present arrangement take.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Pace {
-    /// The busiest node over the mean, over all classes.
-    pub(super) imbalance: f64,
-    /// Seconds by which copies delay each step.
-    pub(super) copy_seconds: f64,
-    /// What the planner of copies expects of that.
-    pub(super) chosen_delay: f64,
-    /// Bytes that are sent to peers in each step.
-    pub(super) copy_bytes: u64,
-    /// Seconds of the network that the first copies take, which the next step waits for.
-    pub(super) first_copies: f64,
-    /// Nanoseconds of the step that runs, or was voted on last.
-    pub(super) computing: u64,
-}
-
 impl Job<'_> {
     /// Seconds of a step of these members, where nothing delays it.
     pub(super) fn step_seconds(&self) -> f64 {

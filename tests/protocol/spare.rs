@@ -83,7 +83,7 @@ fn members_tell_the_end_only_where_spares_wait() {
         let [a, b] = ["a", "b"].map(|id| Participant { waits: false, ..participant(id, standing(true, 2)) });
         let participants = [vec![a, b], if waits { vec![spare] } else { vec![] }].concat();
         assert_eq!(member.handle(Event::Overheard { id: 2, participants }).unwrap(), []);
-        member.handle(Event::Gradients { is_whole: true, leaves: false }).unwrap();
+        member.handle(Event::Gradients { is_whole: true, leaves: false, lag: 0 }).unwrap();
         member.handle(Event::Tally { votes: 2, leaving: 0, calling: 0, sums: vec![] }).unwrap();
         member.handle(Event::Look { until: 1 }).unwrap();
         member.handle(Event::Settled { is_whole: true }).unwrap();

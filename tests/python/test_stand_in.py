@@ -32,7 +32,7 @@ CASES = {
     "every op": (EARLY, ["ops", "test_optim.py"], f"not ({ELSEWHERE} or {STILL_RUNS})"),
     "sessions": (LATE, ["session/test_one_gpu.py"], ""),
 }
-IN_LONG = ("copies in any order", "every op", "sessions")
+IN_LONG = ("copies late", "copies in any order", "every op", "sessions")
 
 
 @pytest.mark.timeout(400)

@@ -121,7 +121,7 @@ def plan_protection(
                 info.step_seconds,
                 info.network_seconds,
                 info.log_bytes,
-                info.link,
+                info.link and tuple(info.link),  # a list, where it came as JSON
             )
             for info in ranks
         ],

@@ -72,14 +72,14 @@ def test_a_replica_node_is_promoted_and_a_worker_demoted_in_their_processes(star
     events.wait_for("commit", pid=worker, members=2)
     assert sorted(events.pids("train")) != sorted([worker, replica])
     assert events.pids("replica") == [worker]
+    assert events("gone") == []
+    assert not (tmp_path / "asked").exists(), "nobody asks for a machine in the place of one that comes back"
 
     os.kill(command.process.pid, signal.SIGTERM)
     code, said = command.end()
     assert code == 128 + signal.SIGTERM, said
     assert said.count("comes back with role") == 2
     assert {(event["steps_lost"], event["digests_mismatched"]) for event in events("recovered")} == {(0, 0)}
-    assert events("gone") == []
-    assert not (tmp_path / "asked").exists(), "nobody asks for a machine in the place of one that comes back"
 
 
 @pytest.mark.timeout(120)

@@ -191,6 +191,7 @@ def test_processors_are_divided_among_workers(start, tmp_path):
     assert start("train.py", OMP_NUM_THREADS="7").end()[1].count("threads 7\n") == 1
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_job_outlives_the_machine_of_its_first_lighthouse(start, tmp_path):
     """Two machines host a Lighthouse each; the first one leaves with its worker and its Lighthouse."""
@@ -259,6 +260,7 @@ def test_a_spare_that_nobody_needed_ends_with_the_job(start, tmp_path):
     assert said.count("ended at 10") == 2, said
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 def test_a_spare_of_another_machine_takes_the_place(start, tmp_path):
     (tmp_path / "spared.py").write_text(SPARED)

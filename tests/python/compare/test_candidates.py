@@ -66,6 +66,7 @@ def check_figures(found, folder, steps):
     assert outcome["sent_bytes"] is None or outcome["sent_bytes"] > 1e6
 
 
+@pytest.mark.long
 def test_restart_loses_exactly_the_steps_since_the_checkpoint(tmp_path):
     flags = ["--candidate", "ds", "--steps", "24", "--checkpoint-every", "5", "--kill", "2@18"]
     found = compare(tmp_path, *flags)["ds"]
@@ -95,6 +96,7 @@ def test_group_that_loses_a_worker_is_dropped_whole(tmp_path):
     assert fellow[-1]["event"] == "idle"
 
 
+@pytest.mark.long
 def test_torchft_heals_who_joins(tmp_path):
     flags = ["--candidate", "torchft", "--steps", "240", "--kill", "2@10", "--join", "1", "--hang-limit", "6"]
     found = compare(tmp_path, *flags)["torchft"]

@@ -37,8 +37,9 @@ def check_what_a_kill_leaves(spot):
     assert left == used, left - used
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["hold", pytest.param("hold after", marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["hold", "hold after"])
 def test_killed_at_any_change_the_checkpoints_of_before_are_there_and_nothing_is_torn(shared_s3, proxy, behind, kind):
     name = "before" if kind == "hold" else "before-after"
     before = behind(name)

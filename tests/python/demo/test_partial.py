@@ -27,7 +27,11 @@ GIVEN = {
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("preset", "reason"), [("pec", "pec saves 2 of 8 experts of each layer"), ("moetion", "moetion brings copies on")]
+    ("preset", "reason"),
+    [
+        ("pec", "pec saves 2 of 8 experts of each layer"),
+        pytest.param("moetion", "moetion brings copies on", marks=pytest.mark.long),
+    ],
 )
 def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, preset, reason):
     memory = tmp_path / "memory"

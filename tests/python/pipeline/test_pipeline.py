@@ -251,7 +251,10 @@ def test_a_rank_dies_while_gloo_connects(start_job, uninterrupted):
     pipeline.finish_as(uninterrupted)
 
 
-@pytest.mark.parametrize(("victim", "point"), [(0, "here"), (1, "peers"), (2, "step")])
+@pytest.mark.parametrize(
+    ("victim", "point"),
+    [pytest.param(0, "here", marks=pytest.mark.long), pytest.param(1, "peers", marks=pytest.mark.long), (2, "step")],
+)
 def test_a_rank_hangs(start_job, uninterrupted, victim, point):
     """While torch connects its groups, or in a step: the others notice it at the limit, and it comes back later.
 

@@ -84,6 +84,7 @@ def test_a_deferred_job_resumes_from_its_checkpoint(start_job, tmp_path):
     check_history(first.workers)
 
 
+@pytest.mark.long
 def test_a_deferred_and_a_plain_model_do_not_train_together(start_job):
     job = start_job(2)
     workers = [job.start("a", deferred=True), job.start("b")]

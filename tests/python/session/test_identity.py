@@ -325,7 +325,14 @@ def test_options_that_all_members_must_share_are_marked_so():
     assert shared["copies"] == "3"
     own = {"lighthouse", "job", "node", "domain", "address", "members", "role", "spare", "memory_dir"}
     own |= {"go_on_alone", "leave_limit", "hang_limit", "heartbeat_limit", "agree_limit", "rejoin_limit"}
-    own |= {"replay_log_bytes", "replica_device", "checkpoint_dir", "checkpoint_patience", "checkpoint_upload_limit"}
+    own |= {
+        "on_lost",
+        "replay_log_bytes",
+        "replica_device",
+        "checkpoint_dir",
+        "checkpoint_patience",
+        "checkpoint_upload_limit",
+    }
     assert set(shared) == {each.name for each in fields(evermoe.SessionConfig)} - own
 
 

@@ -8,35 +8,43 @@ import torch
 import evermoe
 from support.harness import wait_until
 from support.history import check_history
-from support.worker import EVERYTHING, Fault
+from support.worker import EVERYTHING
 
 WAIT = 4.0
 """Seconds that newcomers are collected for: longer than one takes to come."""
 
 
-def start(start_job, faults=(), names="ab", **session):
+def start(start_job, names="ab", **session):
     """Members that are held at a step, in a job that collects newcomers."""
     job = start_job(len(names), join_wait=WAIT, **session)
     job.open_gate(8)
-    return job, job.start_all(dict(faults), names, gated=True, steps=400, slow=0.05)
+    workers = job.start_all({}, names, gated=True, steps=400, slow=0.05)
+    for each in workers:
+        each.wait_for("gate", step=8)
+    return job, workers
 
 
-def heard(worker):
-    """When the Lighthouse named a newcomer together with a member that trains."""
-    return wait_until(
-        lambda: [
+def heard(job, *members):
+    """When the Lighthouse named a newcomer together with one of the members, which reads that in one of its steps."""
+
+    def times():
+        found = [
             event["time"]
-            for event in worker.events("protocol")
+            for each in members
+            for event in each.events("protocol")
             if '"overheard"' in event["said"] and '"established": false' in event["said"]
-        ],
-        "a member hears of the newcomer",
-    )[0]
+        ]
+        if not found:
+            job.open_gate(1 + min(each.events("gate")[-1]["step"] for each in members))
+        return found
+
+    return min(wait_until(times, "a member hears of the newcomer"))
 
 
 def test_newcomers_of_some_seconds_come_in_together(start_job):
     job, (a, b) = start(start_job)
     job.take_in(c := job.start("c", steps=400), until=13)
-    since = heard(a)
+    since = heard(job, a, b)
     d = job.start("d", steps=400)
     d.wait_for("phase", phase="agree")
     job.open_gate(EVERYTHING)
@@ -50,9 +58,10 @@ def test_newcomers_of_some_seconds_come_in_together(start_job):
 
 
 def test_a_loss_lets_newcomers_in_at_once(start_job):
-    job, (a, b, _) = start(start_job, {"c": [Fault("forward", 14)]}, "abc", copies=3)
+    job, (a, b, c) = start(start_job, "abc", copies=3)
     job.take_in(d := job.start("d", steps=400), until=13)
-    since = heard(a)
+    since = heard(job, a, b, c)
+    c.process.kill()
     job.open_gate(EVERYTHING)
     joined = a.wait_for("recovered", count=2)
     assert (joined["members"], joined["failure"]) == (3, "process")

@@ -142,6 +142,7 @@ def test_torchrun_starts_all_again_and_nothing_is_lost(start, lighthouse, tmp_pa
         assert loss == pytest.approx(losses(before)[step], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(220)
 def test_workers_of_another_torchrun_go_on_when_one_ends(start, lighthouse, tmp_path):
     """Two machines with a torchrun each; without restarts the death of a worker ends its own torchrun alone."""
@@ -259,6 +260,7 @@ def evermoe_run(folder, *arguments):
     return [sys.executable, "-m", "evermoe", "run", "--memory-dir", str(folder), *arguments]
 
 
+@pytest.mark.long
 def test_arguments_of_transformers_start_under_evermoe_run(start, tmp_path):
     pytest.importorskip("accelerate")
     tmp_path.chmod(0o700)

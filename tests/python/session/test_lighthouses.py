@@ -168,6 +168,7 @@ def promote(address, job, limit, **environment):
     )
 
 
+@pytest.mark.long
 def test_workers_with_one_and_with_two_lighthouses_do_not_train_together(start_job, two):
     job = start_job(lighthouse=addresses(two), members=2)
     workers = [job.start("a"), job.start("b", lighthouse=two[0].address)]

@@ -41,7 +41,7 @@ def test_what_comes_in_a_lost_members_place_gets_its_units_from_peers(start_job)
     d = job.start("d", steps=STEPS)
     job.take_in(d, until=STEPS)
     assert [each.join() for each in (a, b, c, d)] == [0, -9, 0, 0]
-    told = wait_until(lambda: given(job.folder, call), "the command has read all")
+    told = given(job.folder, call)
     (gone,) = a.events("gone")
     assert told == {name: gone[name] for name in told}
     assert (

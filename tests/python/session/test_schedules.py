@@ -13,10 +13,13 @@ from support.hosts import need_namespaces
 from support.mishaps import MISHAPS
 
 SEEDS = {"gemini": 0, "pec": 31, "baft": 2, "moetion": 3, "lazarus": 4, "auto": 5}
+IN_LONG = ("baft", "moetion", "lazarus")
 KINDS = ("is cut from", "longer at", "the Lighthouse is away", "the disk is full")
 
 
-@pytest.mark.parametrize("seed", SEEDS.values())
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] * (name in IN_LONG)) for name, seed in SEEDS.items()]
+)
 def test_schedule(tmp_path, seed):
     try:
         schedules.run(seed, tmp_path)

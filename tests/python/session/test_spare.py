@@ -97,6 +97,7 @@ def test_a_spare_whose_job_is_gone_never_begins_it_again(start_job, members, err
     job = start_job(members, agree_limit=4.0, hang_limit=2.0)
     job.open_gate(HELD)
     workers = job.start_all({}, "ab"[:members], gated=True, steps=HELD + 2)
+    workers[0].wait_for("commit", step=HELD - 2)
     spare = job.start("d", session={"spare": True}, steps=HELD + 2)
     wait_until(lambda: "is a spare" in spare.log() and spare.has_met_members(), "it stands by")
     for each in workers:

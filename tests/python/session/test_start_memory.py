@@ -14,12 +14,13 @@ MOST = 1.15
 """Largest peak, in multiples of what a worker holds in training."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "hidden"),
     [
         ("deferred", 256),
-        pytest.param("folder", 256, marks=pytest.mark.long),
-        pytest.param("deferred", 512, marks=pytest.mark.long),
+        ("folder", 256),
+        ("deferred", 512),
     ],
 )
 def test_no_worker_takes_more_than_its_share_at_the_start(tmp_path, how, hidden):

@@ -11,10 +11,10 @@ from typing import Any
 from evermoe.events import Gone
 
 NOTE = """
-printf '%s %s %s %s\\n' "$EVERMOE_LOST_KEY" "$EVERMOE_LOST_KIND" "$EVERMOE_LOST_ATTEMPT" "$PPID" >> {folder}/calls
 cat > {folder}/$EVERMOE_LOST_KEY.$EVERMOE_LOST_ATTEMPT.json
+printf '%s %s %s %s\\n' "$EVERMOE_LOST_KEY" "$EVERMOE_LOST_KIND" "$EVERMOE_LOST_ATTEMPT" "$PPID" >> {folder}/calls
 """
-"""A command that notes who has called it, and keeps what it was given."""
+"""A command that keeps what it was given, and then notes who has called it."""
 WAIT = "for i in $(seq 6000); do [ -e {folder}/go ] && break; sleep 0.01; done"
 """Waits until the test says so, or is long over."""
 
