@@ -45,6 +45,7 @@ def measure_link() -> dict[str, float]:
         transport.connect(1, 0, [transport.address, here.recv()], LIMIT, LIMIT)
         ping = statistics.median(_round_trip(transport, torch.zeros(1, dtype=torch.uint8)) for _ in range(PINGS)) / 2
         best = min(_round_trip(transport, torch.zeros(BYTES, dtype=torch.uint8)) for _ in range(ROUNDS)) / 2
+        here.send("all read")
         return {"network_latency_seconds": ping, "network_bytes_per_second": BYTES / max(best - ping, 1e-9)}
     finally:
         transport.close()
@@ -72,6 +73,7 @@ def _echo(pipe: Connection) -> None:
         message = torch.empty(size, dtype=torch.uint8)
         transport.receive(message, 0, 0).wait()
         transport.send(message, 0, 1).wait()
+    pipe.poll(LIMIT.total_seconds())  # until the other has read all
     transport.close()
 
 
