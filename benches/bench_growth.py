@@ -1,6 +1,6 @@
 """How what every member computes and tells in a recovery grows with members and experts, and planners to 10,000 nodes.
 
-    python benches/bench_growth.py [--only recovery planners] [--members 16 32 ...] [--experts 32 64 ...] [--json PATH]
+    python benches/bench_growth.py [--only recovery planners] [--layers 24] [--members 16 32 ...] [--experts 32 ...]
 
 - recovery: what one member does between the agreement on who is left and the first copy, for the state of one process
   and inventories of as many members as asked for, in nodes of 8, after one node has died: none of them is started.
@@ -38,7 +38,7 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
 
 RANKS_OF_NODE, COPIES, RUNS = 8, 2, 3
-LAYERS, DENSE_OF_LAYER = 24, 4
+DENSE_OF_LAYER = 4
 NOW = version_of(1, 9)
 PARTS = ("read", "usable", "version", "place", "needs", "plan", "protect", "covered", "covered now", "missing")
 
@@ -131,7 +131,7 @@ def recovery(job):
     return seconds, statistics.mean(map(len, texts)), sum(map(len, texts))
 
 
-def grow_recovery(title, settings):
+def grow_recovery(title, layers, settings):
     """A table over members or experts."""
     columns = {
         "members": "8d",
@@ -143,7 +143,7 @@ def grow_recovery(title, settings):
     }
     table = Table(title, columns)
     for members, experts in settings:
-        job = Job(members, LAYERS, experts)
+        job = Job(members, layers, experts)
         runs = [recovery(job) for _ in range(RUNS)]
         parts = {name: statistics.median(seconds[name] for seconds, *_ in runs) for name in PARTS}
         _, mine, told = runs[0]
@@ -199,6 +199,7 @@ def exponents(table, size, columns):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=["recovery", "planners"], default=["recovery", "planners"])
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--members", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--experts", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of each layer")
     parser.add_argument("--nodes", type=int, nargs="+", default=[32, 100, 320, 1000, 3200, 10_000], help="for planners")
@@ -213,7 +214,9 @@ def main():
             ("members", [(members, 64) for members in arguments.members]),
             ("experts", [(32, experts) for experts in arguments.experts]),
         ):
-            table = grow_recovery(f"A recovery of {LAYERS} layers: milliseconds, by {size}", settings)
+            table = grow_recovery(
+                f"A recovery of {arguments.layers} layers: milliseconds, by {size}", arguments.layers, settings
+            )
             found[size] = {"rows": table.rows, "exponents": exponents(table, size, columns)}
     if "planners" in arguments.only:
         table = grow_planners(arguments.nodes, 256)

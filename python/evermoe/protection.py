@@ -154,7 +154,7 @@ class Protection:
         self.active = self.state.active(self._membership.num_trainers)
         self._selector.replan(self.active, self._membership.num_trainers)
         infos = unit_infos(self.state, self.active, units)
-        ranks = [RankInfo(**each["member"]) for each in everyone]
+        ranks = [RankInfo.from_json(each["member"]) for each in everyone]
         self.plan = plan_protection(
             self.options.preset,
             infos,

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from evermoe.cli.results import write_all
 from evermoe.compare.candidates import CANDIDATES
 from evermoe.compare.failures import Schedule, at_steps, from_trace, poisson
 from evermoe.demo.corpus import Corpus
@@ -27,6 +28,7 @@ from evermoe.demo.flags import check_numbers, parse_kill
 from evermoe.demo.train import add_program_arguments, add_session_arguments
 from evermoe.errors import LaunchError
 from evermoe.options import checked
+from evermoe.simulate import Failure
 
 MOST_SECONDS = 1e7
 TABLE_WIDTH = 100
@@ -111,19 +113,23 @@ def main(options: argparse.Namespace) -> int:
     if missing:
         console.print(f"not installed, left out: {', '.join(missing)}")
     console.print(f"{options.steps} steps on {options.workers} workers; {schedule.describe()}")
+    if options.plot:
+        import matplotlib  # noqa: F401  where it is missing, that is said before any run
     root = Path(options.keep) if options.keep else Path(tempfile.mkdtemp(prefix="evermoe-compare-"))
+    _refuse_kept(root, names)
+    found: dict[str, Any] = {}
+    broken = ""
     try:
-        found = {name: _run(name, options, schedule, root / name, console) for name in names}
+        for name in names:
+            found[name] = _run(name, options, schedule, root / name, console)
     except LaunchError as error:
-        console.print(str(error), style="red", markup=False)
-        return 1
+        broken = str(error)
     finally:
         if not options.keep:
             shutil.rmtree(root, ignore_errors=True)
     result = {"options": vars(options), "schedule": [asdict(each) for each in schedule.changes], "candidates": found}
     if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
+        write_all({"--json": (options.json, (json.dumps(result, indent=2) + "\n").encode())})
     Console(highlight=False, width=max(console.width, TABLE_WIDTH)).print(_table(found))
     if options.plot:
         from evermoe.compare.picture import draw
@@ -132,7 +138,15 @@ def main(options: argparse.Namespace) -> int:
     failures = {name: each["failure"] for name, each in found.items() if each["failure"]}
     for name, failure in failures.items():
         console.print(f"{CANDIDATES[name].title}: {failure}", style="red", markup=False)
-    return 1 if failures else 0
+    if broken:
+        console.print(broken, style="red", markup=False)
+    return 1 if failures or broken else 0
+
+
+def _refuse_kept(root: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if (root / name).exists():
+            raise ValueError(f"--keep {root}: expected a folder without {name}, which is there already")
 
 
 def _names(asked: Sequence[str] | None) -> list[str]:
@@ -146,7 +160,7 @@ def _names(asked: Sequence[str] | None) -> list[str]:
         if name not in there:
             package = (CANDIDATES[name].package or "").replace("_", "-")
             raise ValueError(f"--candidate {name}: expected {package} to be installed: pip install {package}")
-    return list(asked or there)
+    return list(dict.fromkeys(asked or there))
 
 
 def _complete(options: argparse.Namespace) -> argparse.Namespace:
@@ -173,6 +187,7 @@ def check(options: argparse.Namespace) -> Schedule:
         )
     for name in ("limit", "speedup", "replace_after", *(["mtbf"] if options.mtbf is not None else [])):
         checked(f"--{name.replace('_', '-')}", getattr(options, name), float, above=0, most=MOST_SECONDS)
+    checked("--trace-start", options.trace_start, float, least=0, most=MOST_SECONDS)
     windows = len(Corpus(options.data, options.sequence))
     if windows - options.held_out < options.batch:
         raise ValueError(
@@ -194,9 +209,8 @@ def _schedule(options: argparse.Namespace) -> Schedule:
         span = {"replace_after": options.replace_after, "seed": options.seed, "until": options.limit}
         return poisson(mtbf=options.mtbf, **span, **common)
     if options.trace:
-        with open(options.trace, encoding="utf-8", errors="replace") as lines:
-            how = {"speedup": options.speedup, "start": options.trace_start, "name": options.trace}
-            return from_trace(lines, **how, **common)
+        events = Failure.trace(options.trace).fields["events"]
+        return from_trace(events, speedup=options.speedup, start=options.trace_start, **common)
     return _at_steps(options)
 
 
@@ -221,8 +235,6 @@ def _at_steps(options: argparse.Namespace) -> Schedule:
 
 def _run(name: str, options: argparse.Namespace, schedule: Schedule, folder: Path, console: Console) -> dict[str, Any]:
     """Runs one candidate in a process of its own, which shows how far it is."""
-    if folder.exists():
-        raise ValueError(f"--keep {folder.parent}: expected a folder without {folder.name}, which is there already")
     folder.mkdir(parents=True)
     orders = {
         "candidate": name,

@@ -28,6 +28,8 @@ FLAGS = {
     "measure": "evermoe.cli.measure",
 }
 """Modules whose `add_arguments` has the flags of commands, and which take long to import."""
+MAINS = FLAGS | {"demo": "evermoe.demo.driver", "simulate": "evermoe.cli.simulate.simulation"}
+"""Modules whose `main` runs commands."""
 
 
 def parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -147,9 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
         options = parser(given[0] if given else None).parse_args(given)
-        actions = {"demo": _demo, "plan": _plan, "run": _run, "lighthouse": _lighthouse, "trace": _trace, "top": _top}
-        actions |= {"compare": _compare, "checkpoints": _checkpoints, "export": _export, "reproduce": _reproduce}
-        actions |= {"simulate": _simulate, "measure": _measure, "info": _info}
+        if options.command in MAINS:
+            code: int = import_module(MAINS[options.command]).main(options)
+            return code
+        actions = {"run": _run, "lighthouse": _lighthouse, "trace": _trace, "info": _info}
         return actions[options.command](options)
     except ModuleNotFoundError as error:
         extra = {
@@ -186,24 +189,6 @@ def _port(text: str) -> int:
         return checked("it", int(text), int, least=1, most=65535)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a port, 1 to 65535, got {text!r}") from None
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from evermoe.demo.driver import main as demo
-
-    return demo(options)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from evermoe.cli.comparison import main as compare
-
-    return compare(options)
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from evermoe.cli.plan.command import main as plan
-
-    return plan(options)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -256,12 +241,6 @@ def _listeners(options: argparse.Namespace) -> dict[str, str]:
     return variables
 
 
-def _top(options: argparse.Namespace) -> int:
-    from evermoe.cli.top import main as top
-
-    return top(options)
-
-
 def _lighthouse(options: argparse.Namespace) -> int:
     from evermoe.comm.promotion import promote
 
@@ -280,36 +259,6 @@ def _trace(options: argparse.Namespace) -> int:
 
         plot_trace(json.loads(Path(options.out).read_text(encoding="utf-8")), Path(options.plot))
     return 0
-
-
-def _checkpoints(options: argparse.Namespace) -> int:
-    from evermoe.cli.checkpoints import main as checkpoints
-
-    return checkpoints(options)
-
-
-def _export(options: argparse.Namespace) -> int:
-    from evermoe.cli.export import main as export
-
-    return export(options)
-
-
-def _reproduce(options: argparse.Namespace) -> int:
-    from evermoe.cli.reproduce import main as reproduce
-
-    return reproduce(options)
-
-
-def _simulate(options: argparse.Namespace) -> int:
-    from evermoe.cli.simulate.simulation import main as simulate
-
-    return simulate(options)
-
-
-def _measure(options: argparse.Namespace) -> int:
-    from evermoe.cli.measure import main as measure
-
-    return measure(options)
 
 
 def _info(options: argparse.Namespace) -> int:

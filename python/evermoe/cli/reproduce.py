@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from evermoe.cli.results import write_all
 from evermoe.reproduce.evidence import Computed, as_json, difference, markdown, with_unit
 from evermoe.reproduce.figure import Figure, Row, reasons, shown
 from evermoe.reproduce.registry import FIGURES, find
@@ -60,14 +60,15 @@ def main(options: argparse.Namespace) -> int:
     computed = compute(find(options.names, is_slow=options.slow))
     for figure, rows in computed.values():
         _show(console, figure, rows)
-    written = {
-        options.json: lambda: json.dumps(as_json(computed), indent=1, ensure_ascii=False) + "\n",
-        options.markdown: lambda: markdown(computed, _command(options)),
-    }
-    for path, text in written.items():
-        if path:
-            Path(path).write_text(text(), encoding="utf-8")
-            console.print(f"wrote {path}", soft_wrap=True, markup=False)
+    files = {}
+    if options.json:
+        text = json.dumps(as_json(computed), indent=1, ensure_ascii=False) + "\n"
+        files["--json"] = (options.json, text.encode())
+    if options.markdown:
+        files["--markdown"] = (options.markdown, markdown(computed, _command(options)).encode())
+    write_all(files)
+    for path, _ in files.values():
+        console.print(f"wrote {path}", soft_wrap=True, markup=False)
     return 0
 
 

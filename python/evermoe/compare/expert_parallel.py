@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from evermoe.comm.collectives import reduce_dense
 from evermoe.comm.group import Group
+from evermoe.compare.program import MAX_GRAD_NORM
 from evermoe.experts import expert_layers
 from evermoe.train.gradients import norms
 
@@ -119,7 +120,7 @@ class ExpertParallel:
         self._reduce()
         sums = self.world.all_reduce(torch.cat([part.detach().double().reshape(1), notes]))
         notes.copy_(sums[1:])
-        clip(self._gradients(), self._squares() ** 0.5)
+        clip(self._gradients(), self._squares() ** 0.5, MAX_GRAD_NORM)
         self._optimizer.step()
         return float(sums[0])
 
@@ -142,7 +143,7 @@ class ExpertParallel:
         self.world.drop(reason)
 
 
-def clip(gradients: list[Tensor], norm: float, limit: float = 1.0) -> None:
+def clip(gradients: list[Tensor], norm: float, limit: float) -> None:
     """Clips gradients of a global norm to the limit, as `torch.nn.utils.clip_grad_norm_` does."""
     if norm > limit:
         torch._foreach_mul_(gradients, limit / (norm + 1e-6))

@@ -1,16 +1,13 @@
-"""The schedule of failures that all candidates face. Pure: numbers and lines of text in, changes out."""
+"""The schedule of failures that all candidates face. Pure: numbers in, changes out."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from evermoe.options import count
-
-LONGEST_SECONDS = 1e9
-"""Most seconds that a trace may last."""
 
 
 @dataclass(frozen=True)
@@ -99,60 +96,60 @@ def poisson(*, mtbf: float, replace_after: float, workers: int, least: int, seed
 
 
 def from_trace(
-    lines: Iterable[str], *, workers: int, least: int, speedup: float = 1.0, start: float = 0.0, name: str = "trace"
+    events: Iterable[tuple[float, bool, Sequence[int]]],
+    *,
+    workers: int,
+    least: int,
+    speedup: float = 1.0,
+    start: float = 0.0,
 ) -> Schedule:
-    """The schedule of a trace in Bamboo's format: `ms,add|remove,node`, in order of time.
+    """The schedule of a trace of nodes that come and go.
 
     Workers take the place of the first `workers` nodes that are there at `start`. A removal of one of these is a kill;
     a node that is added while fewer than `workers` are left is a join. Nodes beyond are not ours: their removals and
     additions change nothing.
 
-    Example, for two workers: of `0,add,a  0,add,b  0,add,c  1000,remove,c  2000,remove,a  3000,add,d` the nodes a and b
-    are workers 0 and 1; worker 0 dies after 2 s, and d joins as worker 2 after 3 s.
+    Example, for two workers: nodes 0, 1 and 2 are there; node 2 is removed at 1 s, node 0 at 2 s, and is back at 3 s.
+    Nodes 0 and 1 are workers 0 and 1; worker 0 dies after 2 s, and worker 2 joins after 3 s.
 
     Args:
-        lines: of the trace; blank ones are skipped.
+        events: in order of time: second, whether nodes come or go, and their numbers; see
+            `evermoe.simulate.Failure.trace`.
         workers: that begin, and the most at a time.
         least: workers that are always left; a removal that would leave fewer is left out.
         speedup: the trace's seconds in one of ours.
         start: second of the trace at which ours begins.
-        name: of the trace, for messages.
 
     Raises:
-        ValueError: a line is not of this format or out of order, or there are too few nodes at `start`.
+        ValueError: there are too few nodes at `start`.
     """
-    present: dict[str, None] = {}
-    ours: dict[str, int] = {}
+    present: dict[int, None] = {}
+    ours: dict[int, int] = {}
     nodes: _Nodes | None = None
     changes, left_out = [], 0
-    for at, action, node in _events(lines, name):
+    for at, comes, node in ((at, comes, node) for at, comes, which in events for node in which):
         if nodes is None and at > start:
-            nodes, ours = _begin(present, workers, start, name)
-        if (action == "add") == (node in present):
-            raise ValueError(f"{name}: at {at * 1000:.0f} ms node {node} {_SURPRISE[action]}")
-        if action == "add":
-            present[node] = None
-        else:
-            del present[node]
+            nodes, ours = _begin(present, workers, start)
         if nodes is None:
+            if comes:
+                present[node] = None
+            else:
+                del present[node]
             continue
         seconds = (at - start) / speedup
-        if action == "add" and len(nodes.alive) < workers:
+        if comes and len(nodes.alive) < workers:
             ours[node] = nodes.add()
             changes.append(Change("join", ours[node], seconds=seconds))
-        elif action == "remove" and node in ours:
-            if len(nodes.alive) <= least:
+        elif not comes and node in ours:
+            worker = ours.pop(node)
+            if len(nodes.alive) <= least:  # it stays, as a worker that no node of the trace stands for
                 left_out += 1
                 continue
-            worker = ours.pop(node)
             nodes.alive.discard(worker)
             changes.append(Change("kill", worker, seconds=seconds))
     if nodes is None:
-        _begin(present, workers, start, name)
+        _begin(present, workers, start)
     return Schedule(tuple(changes), left_out)
-
-
-_SURPRISE = {"add": "is added, but is there already", "remove": "is removed, but is not there"}
 
 
 class _Nodes:
@@ -168,27 +165,9 @@ class _Nodes:
         return self._next - 1
 
 
-def _begin(present: Mapping[str, None], workers: int, start: float, name: str) -> tuple[_Nodes, dict[str, int]]:
+def _begin(present: Mapping[int, None], workers: int, start: float) -> tuple[_Nodes, dict[int, int]]:
     if len(present) < workers:
         raise ValueError(
-            f"{name}: expected at least {workers} nodes at second {start:g}, as many as --workers, got {len(present)}"
+            f"--trace: expected at least {workers} nodes at second {start:g}, as many as --workers, got {len(present)}"
         )
     return _Nodes(workers), {node: worker for worker, node in zip(range(workers), present, strict=False)}
-
-
-def _events(lines: Iterable[str], name: str) -> Iterable[tuple[float, Literal["add", "remove"], str]]:
-    """Seconds, action and node of each line."""
-    before = 0.0
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) != 3 or not parts[0].isascii() or not parts[0].isdigit() or not parts[2]:
-            raise ValueError(f"{name}, line {number}: expected ms,add|remove,node, got {line.strip()[:60]!r}")
-        seconds = int(parts[0]) / 1000
-        if parts[1] not in ("add", "remove") or not before <= seconds <= LONGEST_SECONDS:
-            raise ValueError(
-                f"{name}, line {number}: expected add or remove, and times that do not fall, got {line.strip()[:60]!r}"
-            )
-        before = seconds
-        yield seconds, "add" if parts[1] == "add" else "remove", parts[2]

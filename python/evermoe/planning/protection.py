@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from evermoe import _native, planning
 
@@ -57,6 +57,12 @@ class RankInfo:
     """Capacity of its log of gradients, for the units that it keeps by repeating their steps."""
     link: tuple[float, float] | None = None
     """Measured latency of a message, in seconds, and bytes per second; None before there was enough to measure."""
+
+    @staticmethod
+    def from_json(fields: dict[str, Any]) -> RankInfo:
+        """The fields as JSON returns them, which has lists alone."""
+        link = fields["link"]
+        return RankInfo(**fields | {"link": None if link is None else (link[0], link[1])})
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def plan_protection(
                 info.step_seconds,
                 info.network_seconds,
                 info.log_bytes,
-                info.link and tuple(info.link),  # a list, where it came as JSON
+                info.link,
             )
             for info in ranks
         ],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from evermoe.planning import TokenLedger, select_experts
+from evermoe.planning.selection import Policy
 from evermoe.reproduce.figure import Row, stated
 
 LAYERS, EXPERTS = 2, 8
@@ -30,7 +31,7 @@ SEEDS = (0, 1)
 class Way(NamedTuple):
     """How experts are saved."""
 
-    policy: str
+    policy: Policy
     """Choice of `select_experts`: sequential, load-aware or budget."""
     each: int
     """K."""
@@ -145,12 +146,10 @@ class Saved:
 
     def _chosen(self) -> list[list[int]]:
         ledger, each = self.ledger, self.way.each
-        if self.way.policy == "sequential":
-            return select_experts("sequential", ledger.at_risk, ledger.checkpoint, experts_per_layer=each)
-        if self.way.policy == "budget":
-            return select_experts("budget", ledger.at_risk, ledger.checkpoint, experts_per_layer=each)
-        waiting = ledger.waiting
-        return select_experts("load-aware", ledger.at_risk, ledger.checkpoint, waiting=waiting, experts_per_layer=each)
+        waiting = ledger.waiting if self.way.policy == "load-aware" else None
+        return select_experts(
+            self.way.policy, ledger.at_risk, ledger.checkpoint, waiting=waiting, experts_per_layer=each
+        )
 
     def fall_back(self, training: Training) -> None:
         """The fault: every expert becomes what is saved of it."""

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["exact", "planner", "simulation", "real run", "arithmetic"]
+How = Literal["exact", "planner", "real run", "arithmetic"]
 """Ways to compute a number:
 
 - exact: a closed form, or an enumeration, of a setting that the paper states whole;
 - planner: evermoe's planners, for a setting of which the paper leaves something open; `Row.why` says what was taken;
-- simulation: many steps and failures, simulated;
 - real run: a real training or a measured time, smaller than the paper's;
 - arithmetic: the paper's own numbers put together, to see whether they agree; nothing of evermoe is in it.
 """
@@ -110,11 +109,6 @@ class Figure:
     """Whether it takes more than a second: it trains, or measures."""
     is_error: bool = False
     """Whether it has a counter-example: a case in which what the paper says does not hold."""
-
-    @property
-    def paper(self) -> str:
-        """The paper's title."""
-        return PAPERS[self.id.partition("-")[0]]
 
 
 def shown(value: float) -> str:

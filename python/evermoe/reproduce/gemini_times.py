@@ -118,11 +118,16 @@ def figure_7() -> list[Row]:
     ]
 
 
-def figure_10() -> list[Row]:
-    """Average wasted time."""
+def _wasted_times() -> tuple[float, float]:
+    """Seconds that a failure wastes on average (Eq. 1), with HighFreq and with Gemini."""
     remote, peer = _gpt2_100b()
     interval = math.ceil(remote / STEP) * STEP
-    frequent, ours = wasted(remote, interval, remote), wasted(STEP, STEP, peer)
+    return wasted(remote, interval, remote), wasted(STEP, STEP, peer)
+
+
+def figure_10() -> list[Row]:
+    """Average wasted time."""
+    frequent, ours = _wasted_times()
     return [
         Row(
             quantity="average wasted time, HighFreq over Gemini, GPT-2 100B, recovered from memory",
@@ -192,12 +197,10 @@ def figure_14() -> list[Row]:
 
 def figure_15() -> list[Row]:
     """Effective training time by failures and instances."""
-    remote, peer = _gpt2_100b()
+    remote, _ = _gpt2_100b()
     restart, day = DETECT + SERIALIZE + WARM_UP, 86_400.0
-    interval = math.ceil(remote / STEP) * STEP
     stalls = HIGH_FREQUENCY_STALL / (remote + HIGH_FREQUENCY_STALL)
-    gemini = wasted(STEP, STEP, peer) + restart
-    frequent = wasted(remote, interval, remote) + restart
+    frequent, gemini = (each + restart for each in _wasted_times())
 
     def trained(failures: float, each: float, stalled: float = 0.0) -> float:
         return 100 * (1 - stalled) * (1 - failures * each / day)

@@ -277,9 +277,9 @@ def _aware(ledger: TokenLedger) -> Chosen:
 
 
 def _figure_7() -> list[Row]:
-    rows = []
+    rows, far = [], lost_steps(1, 1)
     for snapshot in (1, 2, 4, 8):
-        near, far = lost_steps(snapshot, 1), lost_steps(1, 1)
+        near = lost_steps(snapshot, 1)
         rows.append(
             Row(
                 quantity=f"tokens lost by a fault of one of two nodes, snapshot-K = {snapshot}, persist-K = 1",

@@ -50,7 +50,18 @@ def test_a_trace_and_files(tmp_path):
         ("--model gpt-s-moe --step-seconds 1", "--nodes"),
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --option speed=1", "--option: expected NAME=VALUE"),
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --option copies=x", "--option copies: expected a number"),
-        ("--model gpt-s-moe --step-seconds 1 --nodes 2 --maintenance 1d,2", "--maintenance: expected three parts"),
+        (
+            "--model gpt-s-moe --step-seconds 1 --nodes 2 --maintenance 1d,2",
+            "--maintenance: expected a time, a whole number",
+        ),
+        (
+            "--model gpt-s-moe --step-seconds 1 --nodes 2 --maintenance 1d,2.5,30m",
+            "a whole number and a time, such as 1d,4,30m, got '1d,2.5,30m'",
+        ),
+        (
+            "--model gpt-s-moe --step-seconds 1 --nodes 2 --stragglers 2h,2m,10m",
+            "--stragglers: expected a time, a number",
+        ),
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --rack-mtbf 1h", "--nodes-per-rack, which --rack-mtbf needs"),
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --seeds 0", "--seeds"),
         ("--model gpt-s-moe --step-seconds 1 --nodes 2 --mtbf soon", "expected a time such as 90s"),

@@ -24,6 +24,7 @@ from evermoe.cli.main import main
         (["--mtbf", "0"], "--mtbf"),
         (["--mtbf", "nan"], "--mtbf"),
         (["--trace", "missing.csv"], "No such file or directory: missing.csv"),
+        (["--trace-start", "nan"], "--trace-start"),
         (["--workers", "0"], "--workers"),
         (["--balance", "inf"], "--balance"),
         (["--limit", "-1"], "--limit"),
@@ -50,5 +51,7 @@ def test_candidate_that_is_not_installed_says_how_to_install_it(capsys):
 
 def test_folder_that_has_results_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "ds").mkdir()
-    assert main(["compare", "--candidate", "ds", "--keep", str(tmp_path)]) == 2
+    flags = ["--candidate", "auto", "--candidate", "ds", "--candidate", "ds"]
+    assert main(["compare", *flags, "--keep", str(tmp_path)]) == 2
+    assert not (tmp_path / "auto").exists(), "that is said before any run"
     assert "expected a folder without ds" in capsys.readouterr().err

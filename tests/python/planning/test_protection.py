@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import asdict
 
 import pytest
 
@@ -26,6 +28,14 @@ def members(trainers, replicas=0, **options):
 
 def experts(number, ranks):
     return [UnitInfo(f"e{e}", 3 * GRADIENT_BYTES, GRADIENT_BYTES, (e % ranks,), 10.0, True) for e in range(number)]
+
+
+@pytest.mark.parametrize("link", [None, (5e-5, 1e9)])
+def test_what_a_rank_tells_the_others_is_planned_with(link):
+    (rank,) = members(1, link=link)
+    told = RankInfo.from_json(json.loads(json.dumps(asdict(rank))))
+    assert told == rank
+    plan_protection("auto", experts(2, 2), [told, *members(1)], copies=2, budget=0.01)
 
 
 @pytest.mark.parametrize("preset", ["auto", "gemini", "moetion"])

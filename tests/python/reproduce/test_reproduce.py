@@ -50,7 +50,7 @@ def test_every_row_has_numbers_a_way_and_a_reason(computed):
         assert rows or figure.rows is list, figure.id
         for row in rows:
             assert row.quantity and row.why and row.how in get_args(How), row
-            assert row.how not in ("simulation", "real run"), row
+            assert row.how != "real run", row
             assert math.isfinite(row.ours), row
             assert row.paper is not None or row.difference is None
 
@@ -172,7 +172,7 @@ def test_the_command_lists_every_figure(capsys):
     [
         (["gemini-f99"], "did you mean gemini-f9"),
         (["list", "gemini-f9"], "list: expected it alone"),
-        (["gemini-f9", "--json", "missing/x.json"], "No such file or directory: missing/x.json"),
+        (["gemini-f9", "--json", "."], "--json .: cannot be written: Is a directory"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(words, message, capsys):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from evermoe.options import checked
 from evermoe.planning.models import MODELS
 from evermoe.simulate import SCHEMES, Constants, Failure, Scenario, Workload, read_constants
 from evermoe.simulate.scenario import DAY, SimulatedOptions
 
+N = TypeVar("N", int, float)
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY}
 MOST_SEEDS = 1000
 CLUSTER_FIELDS = ("nodes", "spares", "nodes_per_rack", "host_bytes")
@@ -205,24 +206,24 @@ def _failures(options: argparse.Namespace, cluster: dict[str, int]) -> tuple[Fai
         given = {"mtbf_seconds": options.rack_mtbf, "repair_seconds": options.repair}
         found.append(Failure.racks(nodes_per_rack=nodes, **given))
     if options.maintenance:
-        every, nodes, seconds = _three("--maintenance", options.maintenance)
-        found.append(Failure.maintenance(every_seconds=every, nodes=int(nodes), seconds=seconds))
+        every, nodes, seconds = _three("--maintenance", options.maintenance, int)
+        found.append(Failure.maintenance(every_seconds=every, nodes=nodes, seconds=seconds))
     if options.stragglers:
-        mtbf, factor, seconds = _three("--stragglers", options.stragglers)
+        mtbf, factor, seconds = _three("--stragglers", options.stragglers, float)
         found.append(Failure.stragglers(mtbf_seconds=mtbf, factor=factor, seconds=seconds))
     if options.trace:
         found.append(Failure.trace(*options.trace))
     return tuple(found)
 
 
-def _three(flag: str, text: str) -> Sequence[float]:
-    parts = text.split(",")
-    if len(parts) != 3:
-        raise ValueError(f"{flag}: expected three parts with commas, such as 1d,4,30m, got {text!r}")
+def _three(flag: str, text: str, kind: Callable[[str], N]) -> tuple[float, N, float]:
+    """A time, a number and a time."""
     try:
-        return [duration(part) for part in parts]
-    except argparse.ArgumentTypeError as error:
-        raise ValueError(f"{flag}: {error}") from None
+        first, number, last = text.split(",")
+        return duration(first), kind(number), duration(last)
+    except (argparse.ArgumentTypeError, ValueError):
+        whole = "whole number" if kind is int else "number"
+        raise ValueError(f"{flag}: expected a time, a {whole} and a time, such as 1d,4,30m, got {text!r}") from None
 
 
 def _session(options: argparse.Namespace) -> SimulatedOptions:
