@@ -189,7 +189,7 @@ def planners(load_E, nodes, slots):
 
 def exponents(table, size, columns):
     """Prints and returns the slopes of the columns over a size, from the upper half of the rows."""
-    rows = table.rows[len(table.rows) // 2 - 1 :]
+    rows = table.rows[-max(2, (len(table.rows) + 1) // 2) :]
     x = np.log([row[size] for row in rows])
     slopes = {name: float(np.polyfit(x, np.log([max(row[name], 1e-3) for row in rows]), 1)[0]) for name in columns}
     print(f"exponents over {size}: " + ", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()) + "\n")

@@ -1,13 +1,14 @@
 //! Simulated jobs: what must hold for all of them, a case with a closed form, and that the planners decide.
 
+use evermoe::dispatch;
 use evermoe::error::Result;
 use evermoe::placement::{self, Placement, Policy};
 use evermoe::protection::Copying;
 use evermoe::schedule;
 use evermoe::simulate::{
     ChunkName, Cluster, Costs, Lagging, Load, Model, Outcome, PlacementName, Planners, PresetChoices,
-    Product, RestartChoices, Scenario, Scheme, Selecting, SessionChoices, Source, read_bamboo, read_skypilot,
-    simulate,
+    Product, RestartChoices, Scenario, Scheme, Selecting, SessionChoices, Source, SplitName, read_bamboo,
+    read_skypilot, simulate,
 };
 use std::cell::Cell;
 
@@ -56,6 +57,7 @@ fn scenario() -> Scenario {
             min_replicas: None,
             copies: 2,
             copy_budget: 0.01,
+            snapshot_every: None,
             join_every: 1,
             rebalance_every: 100,
             rejoin_limit: 30.0,
@@ -81,7 +83,7 @@ fn preset(name: &str, copying: Copying) -> PresetChoices {
         placement: PlacementName(Policy::Balanced),
         chunks: None,
         lagging: Lagging::Never,
-        copies_late: false,
+        token_split: SplitName(dispatch::Policy::Balanced),
         active_copies: false,
         saves_experts: false,
     }
@@ -97,7 +99,6 @@ fn restart(drops_groups: bool) -> Scheme {
         expert_parallel: 2,
         drops_groups,
         checkpoint_every: 50,
-        is_blocking: false,
         join_seconds: 120.0,
     })
 }
@@ -108,17 +109,16 @@ fn schemes() -> Vec<Scheme> {
         auto(),
         Scheme::Preset(PresetChoices {
             chunks: chunks(schedule::Policy::Gemini),
-            copies_late: true,
             ..preset("gemini", Copying::Everything)
         }),
         Scheme::Preset(PresetChoices {
             chunks: chunks(schedule::Policy::Baft),
-            copies_late: true,
             ..preset("baft", Copying::ToPrevious)
         }),
         Scheme::Preset(PresetChoices {
             placement: PlacementName(Policy::Safest),
             active_copies: true,
+            token_split: SplitName(dispatch::Policy::Even),
             ..preset("lazarus", Copying::Nothing)
         }),
         Scheme::Preset(PresetChoices {
@@ -246,6 +246,39 @@ fn copies_of_each_step_lose_none_where_nodes_fail_one_by_one() {
     assert!(gemini.copy_bytes > outcome.copy_bytes);
 }
 
+/// Over 3 steps from the first on versions 1, 4, 7 are whole when 4, 7, 10 steps are taken; before that the start is.
+#[test]
+fn a_loss_goes_back_to_the_newest_version_that_is_whole() {
+    let mut scenario = scenario();
+    scenario.cluster.nodes = 8;
+    scenario.session.slots = Some(1); // no expert has a second node
+    scenario.session.checkpoint_every = 0;
+    scenario.steps = Some(20);
+    for (steps, undone) in [(1, [0, 1, 1, 1, 1, 1, 1]), (3, [0, 1, 2, 3, 3, 4, 5])] {
+        scenario.session.snapshot_every = Some(steps);
+        for (step, undone) in undone.into_iter().enumerate() {
+            scenario.failures = vec![Source::Steps { losses: vec![(step as u64, vec![3])] }];
+            for scheme in &schemes()[1..3] {
+                let outcome = run(&scenario, scheme, 1);
+                assert_eq!(outcome.undone_steps, undone, "{}: step {step} of {steps}", scheme.name());
+                assert_eq!(outcome.steps, 20);
+            }
+        }
+    }
+}
+
+#[test]
+fn versions_take_as_many_steps_as_delay_none() {
+    let mut scenario = scenario();
+    scenario.cluster.network_bytes_per_second = 5e6; // more seconds of copies than the 5 that steps leave free
+    let gemini = run(&scenario, &schemes()[1], 1);
+    assert_eq!(gemini.nanoseconds["copy"], 0);
+    scenario.session.snapshot_every = Some(1);
+    let each_step = run(&scenario, &schemes()[1], 1);
+    assert!(each_step.nanoseconds["copy"] > gemini.nanoseconds["train"] / 10);
+    assert!(each_step.undone_steps < gemini.undone_steps && each_step.ettr < gemini.ettr);
+}
+
 #[test]
 fn presets_that_may_lose_tokens_say_how_many() {
     let mut scenario = scenario();
@@ -296,6 +329,30 @@ fn members_with_notice_lose_no_step() {
     let outcome = run(&scenario, &auto(), 1);
     assert_eq!((outcome.losses, outcome.interrupted_steps, outcome.undone_steps), (0, 0, 0));
     assert!(outcome.recoveries > 47 * 2 - 2, "{}", outcome.recoveries);
+}
+
+#[test]
+fn members_whose_maintenance_is_over_before_they_went_stay() {
+    let mut scenario = scenario();
+    scenario.cluster.nodes = 8;
+    scenario.costs.start_seconds = 0.0;
+    scenario.model.step_seconds = 100.0;
+    scenario.failures = vec![Source::Maintenance { every_seconds: 630.0, nodes: 1, seconds: 1.0 }];
+    let outcome = run(&scenario, &auto(), 1);
+    assert_eq!((outcome.losses, outcome.fewest_members), (0, 8));
+}
+
+#[test]
+fn only_losses_interrupt_steps() {
+    let mut scenario = scenario();
+    scenario.failures = vec![Source::Stragglers { mtbf_seconds: HOUR, factor: 3.0, seconds: 1800.0 }];
+    for end in 0..8 {
+        scenario.seconds = HOUR + f64::from(end) * 13.7;
+        for scheme in schemes() {
+            let outcome = run(&scenario, &scheme, 1);
+            assert_eq!((outcome.interrupted_steps, outcome.undone_steps), (0, 0), "{}", scheme.name());
+        }
+    }
 }
 
 /// Counts calls, and places as another policy does.

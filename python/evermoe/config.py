@@ -46,6 +46,11 @@ class SessionConfig(MembershipOptions, ProtectionOptions, PlacementOptions):
                 "overlap_param_gather is about the weights that owners send, and there are no owners with "
                 f"dense={self.dense!r}: use dense='sharded', or leave the option out"
             )
+        if self.choices.copies_late and self.copy_pacing == "blocking" and (self.snapshot_every or 1) > 1:
+            raise ValueError(
+                "copy_pacing='blocking' waits for each version at once, so that it takes one step: expected "
+                f"snapshot_every=1 or None, got {self.snapshot_every}; or use copy_pacing='windows'"
+            )
         if self.dense == "sharded" and not self.choices.protects_owners:
             fitting = " or ".join(name for name, preset in PRESETS.items() if preset.protects_owners)
             raise ValueError(

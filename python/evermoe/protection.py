@@ -342,7 +342,8 @@ class Protection:
 
         `version`: of the state now, if copies of it must be complete, too, as no vote follows that waits for them.
         """
-        return all([self.snapshots.settle(version), *(keeper.settle() for keeper in self.keepers)])
+        others = [keeper for keeper in self.keepers if keeper is not self.snapshots]
+        return all([self.snapshots.settle(version), *(keeper.settle() for keeper in others)])
 
     def count_losses(self, stale: Mapping[str, int], version: int, before: int | None) -> dict[str, int]:
         """Tokens that each stale expert has lost: see `LossLedger.agree_on_lost`; collective."""

@@ -19,6 +19,9 @@ pub use imbalance::imbalance;
 pub use load::LoadAverage;
 pub use split::{Split, split_tokens};
 
+use crate::error::{Error, Result};
+use std::str::FromStr;
+
 /// Policy by which the ranks that hold an expert share its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Policy {
@@ -26,4 +29,20 @@ pub enum Policy {
     Even,
     /// Whatever makes the busiest rank compute the fewest.
     Balanced,
+}
+
+impl Policy {
+    /// The name in Python.
+    pub fn name(self) -> &'static str {
+        ["even", "balanced"][self as usize]
+    }
+}
+
+impl FromStr for Policy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = [Self::Even, Self::Balanced].into_iter().find(|policy| policy.name() == name);
+        known.ok_or_else(|| Error::Invalid(format!("policy: expected even or balanced, got {name:?}")))
+    }
 }

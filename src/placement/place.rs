@@ -9,7 +9,8 @@ use super::layout::Problem;
 use super::result::{Construction, Placement};
 use crate::dispatch::check_load;
 use crate::ensure;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use std::str::FromStr;
 
 /// (node, expert) pairs of a placement: half a gigabyte of table.
 const MOST_CELLS: usize = 1 << 26;
@@ -34,6 +35,29 @@ pub enum Policy {
     /// 15 % of the replicas would move, the previous itself up to 1.05 / 0.95 times that load, by which a drift of all
     /// loads by 5 % can take it there.
     Balanced,
+}
+
+impl Policy {
+    /// All policies.
+    pub const ALL: [Self; 5] = [Self::Mro, Self::Spread, Self::Compact, Self::Safest, Self::Balanced];
+
+    /// The name in Python.
+    pub fn name(self) -> &'static str {
+        ["mro", "spread", "compact", "safest", "balanced"][self as usize]
+    }
+}
+
+impl FromStr for Policy {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let known = Self::ALL.into_iter().find(|policy| policy.name() == name);
+        known.ok_or_else(|| {
+            Error::Invalid(format!(
+                "policy: expected one of mro, spread, compact, safest, balanced, got {name:?}"
+            ))
+        })
+    }
 }
 
 /// Replicas to be placed, on how many nodes, and by which policy.

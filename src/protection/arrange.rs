@@ -26,7 +26,7 @@ const MAX_PERIOD: usize = 64;
 /// Steps between two persisted versions.
 const PERSIST_PERIOD: usize = 1000;
 /// Gradients that a replayed copy keeps before it applies them.
-const LOG_STEPS: u64 = 8;
+pub const LOG_STEPS: u64 = 8;
 
 /// The copies that a preset keeps beside active holders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -17,8 +17,8 @@ mod request;
 mod summary;
 
 pub use arrange::{
-    Arrangement, Copying, DEFAULT_LINK, FAILURE, Kept, LOGGED_STEPS, OWN_VERSIONS, RECORD_BYTES, SessionRank,
-    SessionRequest, SessionUnit, arrange,
+    Arrangement, Copying, DEFAULT_LINK, FAILURE, Kept, LOG_STEPS, LOGGED_STEPS, OWN_VERSIONS, RECORD_BYTES,
+    SessionRank, SessionRequest, SessionUnit, arrange,
 };
 pub use choose::choose_copies;
 pub use plan::{CopyKind, CopyPlan, CopyReason, Holder, Limit, LossSurvival, NodeUse, UnitChoice};

@@ -8,7 +8,6 @@ use serde::de::DeserializeOwned;
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(simulate, module)?)?;
-    module.add_function(wrap_pyfunction!(check_scenario, module)?)?;
     module.add_function(wrap_pyfunction!(read_bamboo, module)?)?;
     module.add_function(wrap_pyfunction!(read_skypilot, module)?)
 }
@@ -43,16 +42,10 @@ fn simulate(
     }
 }
 
+/// The source as JSON.
 #[pyfunction]
-fn check_scenario(scenario: &str) -> PyResult<()> {
-    Ok(read::<simulation::Scenario>("scenario", scenario)?.check()?)
-}
-
-/// The source as JSON, and the most nodes at once.
-#[pyfunction]
-fn read_bamboo(text: &str) -> PyResult<(String, usize)> {
-    let (source, most) = simulation::read_bamboo(text)?;
-    Ok((to_json(&source)?, most))
+fn read_bamboo(text: &str) -> PyResult<String> {
+    to_json(&simulation::read_bamboo(text)?)
 }
 
 /// The source as JSON; a text for each node.

@@ -1,11 +1,8 @@
 //! Simulated time, by what it is spent on. Whole nanoseconds: the causes add up to the total exactly.
 
-use serde::Serialize;
-
 /// What time is spent on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Cause {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
     /// Steps that count.
     Train,
     /// Steps that were interrupted, or undone and taken again.
@@ -38,7 +35,7 @@ pub enum Cause {
 
 impl Cause {
     /// All causes, in order.
-    pub const ALL: [Self; 14] = [
+    pub(super) const ALL: [Self; 14] = [
         Self::Train,
         Self::Repeat,
         Self::Copy,
@@ -56,7 +53,7 @@ impl Cause {
     ];
 
     /// The name in Python.
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         const NAMES: [&str; 14] = [
             "train",
             "repeat",
@@ -79,7 +76,7 @@ impl Cause {
 
 /// Nanoseconds by cause.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Spent([u64; Cause::ALL.len()]);
+pub(super) struct Spent([u64; Cause::ALL.len()]);
 
 impl Spent {
     pub(super) fn add(&mut self, cause: Cause, nanoseconds: u64) {
@@ -94,13 +91,8 @@ impl Spent {
     }
 
     /// Nanoseconds of a cause.
-    pub fn of(&self, cause: Cause) -> u64 {
+    pub(super) fn of(&self, cause: Cause) -> u64 {
         self.0[cause as usize]
-    }
-
-    /// Nanoseconds of all causes.
-    pub fn total(&self) -> u64 {
-        self.0.iter().sum()
     }
 }
 

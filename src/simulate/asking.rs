@@ -2,6 +2,7 @@
 
 use super::account::{Cause, nanoseconds};
 use super::job::Job;
+use super::member::participant;
 use super::units::Seat;
 use super::world::Flow;
 use crate::error::Result;
@@ -30,9 +31,7 @@ impl Job<'_> {
         let newcomers = self.newcomers(&stay.iter().copied().collect::<Vec<_>>());
         self.agreed = stay.iter().copied().chain(newcomers.iter().copied()).collect();
         self.agreed.sort_unstable();
-        let agreed = std::mem::take(&mut self.agreed);
-        self.world.set_members(&agreed);
-        self.agreed = agreed;
+        self.world.set_members(&self.agreed);
         let has_newcomers = !newcomers.is_empty() && !stay.is_empty();
         self.members.answer(standing, is_intact, has_newcomers).map(Some)
     }
@@ -73,7 +72,12 @@ impl Job<'_> {
 }
 
 fn member(id: &str, is_spare: bool) -> Participant {
-    let standing = Standing {
+    participant(id, standing(is_spare), true)
+}
+
+/// What a process tells that has just started, or is a member.
+fn standing(is_spare: bool) -> Standing {
+    Standing {
         epoch: None,
         established: !is_spare,
         size: 0,
@@ -88,14 +92,5 @@ fn member(id: &str, is_spare: bool) -> Participant {
         seat: None,
         known: 0,
         begun: Vec::new(),
-    };
-    Participant {
-        id: id.into(),
-        rank_key: String::new(),
-        trains: true,
-        waits: true,
-        is_patient: false,
-        unreachable: Vec::new(),
-        standing,
     }
 }

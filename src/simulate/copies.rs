@@ -22,6 +22,8 @@ pub(super) struct Copies {
     pub(super) units: Vec<UnitCopies>,
     /// The version that the first of them have.
     pub(super) begun: u64,
+    /// Steps over which a version of all snapshots is copied; it is whole with the vote on the last of them.
+    pub(super) steps: u64,
 }
 
 impl Copies {
@@ -39,7 +41,7 @@ impl Copies {
             holders: kept.holders.iter().map(|&rank| nodes[rank]).collect(),
             version: (takes_turns && unit < units.num_experts()).then_some(begun),
         });
-        Self { units: copies.collect(), begun }
+        Self { units: copies.collect(), begun, steps: 1 }
     }
 
     /// The same copies, which follow no step any more.
@@ -58,8 +60,13 @@ impl Copies {
         match copies.kind {
             CopyKind::Snapshot { period } => {
                 let (step, first) = (step_of(line.newest), step_of(self.begun));
-                let sent = step.saturating_sub(1) / period as u64 * period as u64;
-                if sent <= first { self.begun } else { line.version_at(sent) }
+                let whole = if self.steps > 1 {
+                    let versions = step.saturating_sub(first + 1) / self.steps;
+                    first + u64::from(versions > 0) + versions.saturating_sub(1) * self.steps
+                } else {
+                    step.saturating_sub(1) / period as u64 * period as u64
+                };
+                if whole <= first { self.begun } else { line.version_at(whole) }
             }
             _ => line.newest,
         }

@@ -62,9 +62,8 @@ pub enum Source {
 }
 
 /// What happens to some nodes.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum What {
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum What {
     /// They are gone, with their memory.
     Gone,
     /// They are there, and ready.
@@ -76,14 +75,14 @@ pub enum What {
 }
 
 /// Something that happens at a time.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Change {
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Change {
     /// Nanoseconds from the start.
-    pub at: u64,
+    pub(super) at: u64,
     /// What happens.
-    pub what: What,
+    pub(super) what: What,
     /// To whom.
-    pub nodes: Vec<usize>,
+    pub(super) nodes: Vec<usize>,
 }
 
 impl Source {
@@ -197,7 +196,7 @@ struct Drawn {
 ///
 /// Of the `nodes` as many as there are `trainers` train, and the others are spares. A node that is down does not fail; one
 /// that is repaired is `ready_seconds` later ready to take part.
-pub fn changes(
+pub(super) fn changes(
     sources: &[Source],
     [trainers, nodes]: [usize; 2],
     seconds: f64,

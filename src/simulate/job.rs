@@ -13,7 +13,7 @@ use super::scenario::{PresetChoices, Scenario, Selecting};
 use super::units::{Seat, Units};
 use super::world::{Flow, Progress, World};
 use crate::error::Result;
-use crate::protocol::{Command, Event, Passed, Stop, step_of};
+use crate::protocol::{Command, Event, Passed, step_of};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// Steps that are remembered, to be undone.
@@ -148,10 +148,6 @@ impl<'a> Job<'a> {
             Command::Resume { version } => self.resume(version).map(|()| None),
             Command::Step { number } | Command::Follow { number } => self.step(number).map(Some),
             Command::Vote { calls, .. } => Ok(Some(self.vote(calls))),
-            Command::Commit { step } => {
-                self.tally.committed = step + 1;
-                Ok(None)
-            }
             Command::Settle => {
                 self.world.let_go();
                 Ok(Some(Event::Settled { is_whole: true }))
@@ -162,13 +158,13 @@ impl<'a> Job<'a> {
                 self.world.spend(Cause::Wait, (since + patience).saturating_sub(self.world.now))?;
                 Ok(None)
             }
-            Command::Stop(why) => self.start_again(&why).map(|()| None),
+            Command::Stop(_) => self.start_again().map(|()| None),
             Command::Farewell { .. } => Ok(Some(Event::Parted)),
             Command::Close { .. } => {
                 self.world.finish();
                 Ok(None)
             }
-            Command::Drop { .. } | Command::Leave => Ok(None),
+            Command::Commit { .. } | Command::Drop { .. } | Command::Leave => Ok(None),
         }
     }
 
@@ -188,8 +184,7 @@ impl<'a> Job<'a> {
 
     fn connect(&mut self, size: usize) -> Result<Option<Event>> {
         self.members.size = size;
-        let costs = &self.scenario.costs;
-        let seconds = costs.rebuild_seconds + costs.rebuild_seconds_per_node * self.agreed.len() as f64;
+        let seconds = self.scenario.costs.rebuild(self.agreed.len());
         let flow = self.world.spend(Cause::Rebuild, nanoseconds(seconds))?;
         self.unless_lost(flow, Event::Connected).map(Some)
     }
@@ -242,7 +237,7 @@ impl<'a> Job<'a> {
     }
 
     /// The job is over for its members: it begins again, from what is in the store.
-    fn start_again(&mut self, _why: &Stop) -> Result<()> {
+    fn start_again(&mut self) -> Result<()> {
         self.tally.restarts += 1;
         self.log("restarted");
         self.forget_members();

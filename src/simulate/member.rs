@@ -127,7 +127,7 @@ fn settings(session: &SessionChoices, id: &str, generation: u64) -> Settings {
     }
 }
 
-fn participant(id: &str, standing: Standing, waits: bool) -> Participant {
+pub(super) fn participant(id: &str, standing: Standing, waits: bool) -> Participant {
     Participant {
         id: id.into(),
         rank_key: String::new(),

@@ -33,18 +33,18 @@ mod trace;
 mod units;
 mod world;
 
-pub use account::{Cause, Spent};
-pub use failures::{Change, Source, What, changes};
+pub use failures::Source;
 pub use outcome::{Happened, Outcome};
 pub use planners::{Planners, Product};
 pub use scenario::{
     ChunkName, Cluster, Costs, Lagging, Load, Model, PlacementName, PresetChoices, RestartChoices, Scenario,
-    Scheme, Selecting, SessionChoices,
+    Scheme, Selecting, SessionChoices, SplitName,
 };
 pub use trace::{read_bamboo, read_skypilot};
 pub use world::Progress;
 
 use crate::error::Result;
+use failures::changes;
 
 /// Simulates a scheme; the same for a seed, which decides what fails when and how the load drifts: alike for all schemes.
 ///

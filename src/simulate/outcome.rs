@@ -24,7 +24,6 @@ pub struct Happened {
 #[derive(Clone, Debug)]
 pub(super) struct Tally {
     pub(super) steps: u64,
-    pub(super) committed: u64,
     pub(super) undone_steps: u64,
     pub(super) interrupted_steps: u64,
     pub(super) recoveries: u64,
@@ -48,7 +47,6 @@ impl Default for Tally {
     fn default() -> Self {
         Self {
             steps: 0,
-            committed: 0,
             undone_steps: 0,
             interrupted_steps: 0,
             recoveries: 0,

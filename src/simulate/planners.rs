@@ -53,14 +53,13 @@ pub trait Planners {
         placement::keep_in_place(held, placement, nbytes, domains)
     }
 
-    /// The busiest node over the mean: [`dispatch::imbalance`] of tokens that are split as in training; with many nodes,
-    /// of those that are split evenly, which is an upper bound and much faster.
+    /// The busiest node over the mean: [`dispatch::imbalance`] of tokens that are split as the policy says; with many
+    /// nodes, of those that are split evenly, which is an upper bound and much faster.
     ///
     /// # Errors
     /// Those of the planner.
-    fn imbalance(&self, matrix: &[i64], load: &[f64], nodes: usize) -> Result<f64> {
-        let is_small = matrix.len() <= MOST_BALANCED;
-        let policy = if is_small { dispatch::Policy::Balanced } else { dispatch::Policy::Even };
+    fn imbalance(&self, matrix: &[i64], load: &[f64], nodes: usize, policy: dispatch::Policy) -> Result<f64> {
+        let policy = if matrix.len() <= MOST_BALANCED { policy } else { dispatch::Policy::Even };
         dispatch::imbalance(matrix, load, nodes, policy)
     }
 
@@ -78,6 +77,14 @@ pub trait Planners {
     /// Those of the planner.
     fn plan_chunks(&self, request: &schedule::Request<'_>) -> Result<schedule::ChunkPlan> {
         schedule::plan_chunks(request)
+    }
+
+    /// Over how many steps a version is copied: [`schedule::version_steps`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn version_steps(&self, request: &schedule::Request<'_>, most: usize) -> Result<usize> {
+        schedule::version_steps(request, most)
     }
 
     /// From where all go on: [`recovery::plan_lagging`].

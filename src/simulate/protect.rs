@@ -5,7 +5,9 @@ use super::copies::{Copies, UnitCopies};
 use super::job::Job;
 use super::units::active;
 use crate::error::Result;
-use crate::protection::{CopyKind, Copying, SessionRank, SessionRequest, SessionUnit};
+use crate::protection::{
+    CopyKind, Copying, LOG_STEPS, OWN_VERSIONS, SessionRank, SessionRequest, SessionUnit,
+};
 use crate::protocol::Event;
 use crate::schedule::{
     CopyItem, Kind, Link, Memory, Receiver, Request, Resource, Span, StepProfile, WindowOptions, Windows,
@@ -20,11 +22,10 @@ const OVERLAP: f64 = 1.0 - 1e-9;
 /// Memory through which chunks pass, and into how many buffers it is cut.
 const BUFFERS: u64 = 4;
 const BUFFER_BYTES: u64 = 32 << 20;
+/// Steps over which a version may be copied.
+const MOST_VERSION_STEPS: usize = 64;
 /// Chunks of a node at most: larger ones take the place of more.
 const MOST_CHUNKS: u64 = 1 << 12;
-/// Gradients that a replayed copy keeps, and versions of a snapshot.
-const KEPT_GRADIENTS: u64 = 8;
-const KEPT_VERSIONS: u64 = 2;
 
 /// Bytes from a node to another in a step.
 type Sends = BTreeMap<(usize, usize), u64>;
@@ -33,7 +34,7 @@ impl Job<'_> {
     /// Plans who keeps copies of what, and begins to make those that are missing.
     pub(super) fn protect(&mut self, version: u64, waits: bool) -> Result<Event> {
         let active = active(&self.seats, &self.units);
-        let copies = match self.kept_copies(&active, version) {
+        let mut copies = match self.kept_copies(&active, version) {
             Some(copies) => copies,
             None => {
                 let copies = self.arrange(&active, version)?;
@@ -45,7 +46,7 @@ impl Job<'_> {
         let first_bytes: u64 = first.values().sum();
         self.tally.first_bytes += u128::from(first_bytes);
         let seconds = self.busiest(&first) as f64 / self.scenario.cluster.network_bytes_per_second;
-        self.pace_copies(&copies)?;
+        copies.steps = self.pace_copies(&copies)?;
         self.copies = Some(copies);
         let waits = waits || self.scenario.session.copies == 0;
         self.pace.first_copies = if waits { 0.0 } else { seconds };
@@ -129,7 +130,7 @@ impl Job<'_> {
             let version = takes_turns.then_some(version);
             units.push(UnitCopies { primary, holders, version, ..each.clone() });
         }
-        Some(Copies { units, begun: version })
+        Some(Copies { units, begun: version, steps: former.steps })
     }
 
     /// What is missing of the copies as they are to be.
@@ -157,19 +158,19 @@ impl Job<'_> {
         sent.into_values().chain(received.into_values()).max().unwrap_or(0)
     }
 
-    /// How copies delay each step from now on, and what they send.
-    fn pace_copies(&mut self, copies: &Copies) -> Result<()> {
+    /// How copies delay each step from now on, and what they send; the steps over which a version is copied.
+    fn pace_copies(&mut self, copies: &Copies) -> Result<u64> {
         let sends = self.sends(copies);
+        let (delay, steps) = match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen) {
+            Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy.0)?,
+            _ => (self.pace.chosen_delay, 1),
+        };
         self.pace.copy_bytes = match self.turns {
             Some(_) => 0, // counted as they are chosen
-            None => sends.values().sum(),
-        };
-        let delay = match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen) {
-            Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy.0)?,
-            _ => self.pace.chosen_delay,
+            None => sends.values().sum::<u64>() / steps,
         };
         self.pace.copy_seconds = delay;
-        Ok(())
+        Ok(steps)
     }
 
     /// Bytes from node to node in a step.
@@ -189,15 +190,15 @@ impl Job<'_> {
         sends
     }
 
-    /// Seconds by which the chunks of the busiest node delay a step.
-    fn chunk_delay(&self, sends: &Sends, policy: crate::schedule::Policy) -> Result<f64> {
+    /// Seconds by which the chunks of the busiest node delay a step, and over how many steps they send a version.
+    fn chunk_delay(&self, sends: &Sends, policy: crate::schedule::Policy) -> Result<(f64, u64)> {
         let mut traffic: BTreeMap<usize, u64> = BTreeMap::new();
         for (&(sender, receiver), &bytes) in sends {
             *traffic.entry(sender).or_default() += bytes;
             *traffic.entry(receiver).or_default() += bytes;
         }
         let busiest = traffic.iter().max_by_key(|(node, bytes)| (**bytes, std::cmp::Reverse(**node)));
-        let Some((&node, &bytes)) = busiest else { return Ok(0.0) };
+        let Some((&node, &bytes)) = busiest else { return Ok((0.0, 1)) };
         let own = |(&(sender, receiver), &bytes): (&(usize, usize), &u64)| {
             let peer = if sender == node { receiver } else { sender };
             let name = format!("{sender} to {receiver}");
@@ -215,7 +216,7 @@ impl Job<'_> {
         let receiver = |rank| Receiver { rank, windows: windows.clone(), clock_offset: 0.0 };
         let receivers: Vec<Receiver> = peers.into_iter().map(receiver).collect();
         let buffer = BUFFER_BYTES.max(bytes.div_ceil(MOST_CHUNKS));
-        let plan = self.planners.plan_chunks(&Request {
+        let request = Request {
             pieces: &pieces,
             windows: &windows,
             resource: Resource::Network,
@@ -223,10 +224,16 @@ impl Job<'_> {
             link: self.link(),
             memory: Memory { bytes: BUFFERS * buffer, buffers: BUFFERS, drain: None },
             policy,
-            max_steps: 1,
+            max_steps: MOST_VERSION_STEPS,
             version_steps: 1,
-        })?;
-        Ok(plan.reason.delay_seconds)
+        };
+        let steps = match (self.scenario.session.snapshot_every, &self.turns) {
+            (_, Some(_)) => 1, // experts that take turns have versions of their own
+            (Some(steps), None) => steps,
+            (None, None) => self.planners.version_steps(&request, MOST_VERSION_STEPS)?,
+        };
+        let plan = self.planners.plan_chunks(&Request { version_steps: steps, ..request })?;
+        Ok((plan.reason.delay_seconds, steps as u64))
     }
 
     /// Windows of a step in which computing and collectives take turns, as in each layer's forward and backward.
@@ -267,11 +274,15 @@ impl Job<'_> {
             *by_node.entry(seat.node).or_default() += dense + held;
         }
         for (unit, each) in copies.units.iter().enumerate() {
+            let (state, gradient) = (self.units.bytes[unit], self.units.gradients[unit]);
             let bytes = match each.kind {
-                CopyKind::Snapshot { .. } => KEPT_VERSIONS * self.units.bytes[unit],
-                _ => self.units.bytes[unit] + KEPT_GRADIENTS * self.units.gradients[unit],
+                CopyKind::Snapshot { .. } => OWN_VERSIONS * state,
+                CopyKind::Replayed => state + LOG_STEPS * gradient,
+                CopyKind::Active | CopyKind::Uncovered => continue,
             };
-            each.holders.iter().for_each(|&node| *by_node.entry(node).or_default() += bytes);
+            // What is sent of a snapshot is captured first, in the memory of who sends it.
+            let own = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
+            each.holders.iter().chain(own).for_each(|&node| *by_node.entry(node).or_default() += bytes);
         }
         let most = by_node.into_values().max().unwrap_or(0);
         self.tally.memory_bytes = self.tally.memory_bytes.max(most);

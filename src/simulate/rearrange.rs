@@ -19,8 +19,8 @@ impl Job<'_> {
         let in_memory = self.in_memory(version);
         let old: Vec<Option<&Seat>> = old.iter().map(Option::as_ref).collect();
         let nodes = self.agreed.clone();
-        let (rows, imbalance) = self.plan_rows(&nodes, &old, Some(&in_memory))?;
-        self.pace.imbalance = imbalance;
+        let (rows, imbalances) = self.plan_rows(&nodes, &old, Some(&in_memory))?;
+        self.pace.imbalance = imbalances.into_iter().fold(1.0, f64::max);
         Ok(seats(&nodes, rows))
     }
 
@@ -47,14 +47,14 @@ impl Job<'_> {
         Some(seats)
     }
 
-    /// Rows of each class for these nodes, and how uneven the worst class is.
+    /// Rows of each class for these nodes, and how uneven it is.
     #[allow(clippy::type_complexity, reason = "rows of each class, of each node")]
     fn plan_rows(
         &self,
         nodes: &[usize],
         old: &[Option<&Seat>],
         in_memory: Option<&[Vec<usize>]>,
-    ) -> Result<(Vec<Vec<Vec<(usize, i64)>>>, f64)> {
+    ) -> Result<(Vec<Vec<Vec<(usize, i64)>>>, Vec<f64>)> {
         let (experts, session) = (self.units.experts, &self.scenario.session);
         let replicas = self.active_replicas();
         let slots = session_slots(experts, &vec![1; nodes.len()], session.slots, replicas);
@@ -62,7 +62,7 @@ impl Job<'_> {
             session.most_slots.map_or(slots, |most| slots.min(most.max(experts.div_ceil(nodes.len()))));
         let domains = self.domains(nodes);
         let fail_together = domains.len() < nodes.len();
-        let (mut found, mut worst) = (Vec::with_capacity(self.units.classes), 1.0_f64);
+        let (mut found, mut imbalances) = (Vec::new(), Vec::new());
         for class in 0..self.units.classes {
             let load = self.loads.of_class(class);
             let previous = matrix(old, class, experts);
@@ -81,7 +81,7 @@ impl Job<'_> {
                 domains: fail_together.then_some(&domains[..]), // nodes that fail alone need no list
                 failures: None,
             })?;
-            worst = worst.max(self.planners.imbalance(&placement.matrix, load, nodes.len())?);
+            imbalances.push(self.imbalance(&placement.matrix, class, nodes.len())?);
             let kept = match in_memory {
                 Some(in_memory) => {
                     let mut held = previous;
@@ -100,7 +100,12 @@ impl Job<'_> {
             };
             found.push(rows(&kept, experts));
         }
-        Ok((found, worst))
+        Ok((found, imbalances))
+    }
+
+    /// The busiest node over the mean, of a class that is placed like this.
+    fn imbalance(&self, matrix: &[i64], class: usize, nodes: usize) -> Result<f64> {
+        self.planners.imbalance(matrix, self.loads.of_class(class), nodes, self.preset.token_split.0)
     }
 
     /// Active replicas of each expert that are wanted.
@@ -150,16 +155,10 @@ impl Job<'_> {
         }
         let nodes: Vec<usize> = self.seats.iter().map(|seat| seat.node).collect();
         let old: Vec<Option<&Seat>> = self.seats.iter().map(Some).collect();
-        let (rows, _) = self.plan_rows(&nodes, &old, None)?;
-        let planned = seats(&nodes, rows);
-        let planned: Vec<Option<&Seat>> = planned.iter().map(Some).collect();
+        let (_, planned) = self.plan_rows(&nodes, &old, None)?;
         let (mut is_worth, mut worst) = (false, 1.0_f64);
-        for class in 0..self.units.classes {
-            let even = |seats: &[Option<&Seat>]| {
-                let matrix = matrix(seats, class, self.units.experts);
-                self.planners.imbalance(&matrix, self.loads.of_class(class), nodes.len())
-            };
-            let (now, then) = (even(&old)?, even(&planned)?);
+        for (class, then) in planned.into_iter().enumerate() {
+            let now = self.imbalance(&matrix(&old, class, self.units.experts), class, nodes.len())?;
             is_worth |= is_worth_moving(now, then);
             worst = worst.max(now);
         }

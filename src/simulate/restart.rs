@@ -37,6 +37,8 @@ pub(super) struct Restarts<'a> {
 /// What ends a run of steps.
 enum End {
     Lost,
+    /// Nodes that had notice are gone.
+    Left,
     Joins,
     Over,
 }
@@ -81,6 +83,7 @@ impl<'a> Restarts<'a> {
                     self.detect()?;
                     !self.choices.drops_groups || !self.drop_groups()?
                 }
+                End::Left => !self.choices.drops_groups || !self.drop_groups()?,
             };
         }
         Ok(Outcome::new(Parts {
@@ -115,7 +118,7 @@ impl<'a> Restarts<'a> {
         self.tally.restarts += 1;
         self.waiting_since = None;
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
-        let rebuild = costs.rebuild_seconds + costs.rebuild_seconds_per_node * self.used.len() as f64;
+        let rebuild = costs.rebuild(self.used.len());
         let load = if self.stored > 0 { bytes / costs.store_read_bytes_per_second } else { 0.0 };
         for (cause, time) in
             [(Cause::Start, costs.start_seconds), (Cause::Rebuild, rebuild), (Cause::Fetch, load)]
@@ -142,7 +145,7 @@ impl<'a> Restarts<'a> {
         while !self.world.is_over() {
             self.loads.advance(self.step);
             let (compute, slower) = (nanoseconds(self.step_seconds()), self.world.slowness() - 1.0);
-            let checkpoint = self.checkpoint(compute);
+            let checkpoint = self.checkpoint();
             let delays = [
                 (Cause::Train, compute),
                 (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
@@ -167,7 +170,7 @@ impl<'a> Restarts<'a> {
             }
             if !self.world.leaving.is_empty() {
                 self.world.let_go();
-                return Ok(End::Lost);
+                return Ok(End::Left);
             }
             if self.should_grow() {
                 return Ok(End::Joins);
@@ -176,8 +179,8 @@ impl<'a> Restarts<'a> {
         Ok(End::Over)
     }
 
-    /// Begins a checkpoint where one is due; the nanoseconds for which training waits.
-    fn checkpoint(&mut self, compute: u64) -> u64 {
+    /// Begins a checkpoint where one is due; the nanoseconds for which training waits, until it is in host memory.
+    fn checkpoint(&mut self) -> u64 {
         self.finish_writing();
         let every = self.choices.checkpoint_every;
         if self.step == 0
@@ -189,14 +192,9 @@ impl<'a> Restarts<'a> {
         }
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
         let write = nanoseconds(bytes / costs.store_write_bytes_per_second);
-        let capture = nanoseconds(bytes / costs.capture_bytes_per_second);
-        let waits = if self.choices.is_blocking { write } else { capture };
         self.tally.store_bytes += self.units.bytes.iter().map(|&bytes| u128::from(bytes)).sum::<u128>();
-        self.writing = Some((
-            self.step,
-            self.world.now + if self.choices.is_blocking { compute + write } else { write },
-        ));
-        waits
+        self.writing = Some((self.step, self.world.now + write));
+        nanoseconds(bytes / costs.capture_bytes_per_second)
     }
 
     fn finish_writing(&mut self) {
@@ -250,7 +248,7 @@ impl<'a> Restarts<'a> {
     /// Agrees and connects, and sends the state to newcomers; false if no group is left that is whole.
     fn reconnect(&mut self, newcomers: usize) -> Result<bool> {
         let costs = &self.scenario.costs;
-        let rebuild = costs.rebuild_seconds + costs.rebuild_seconds_per_node * self.used.len() as f64;
+        let rebuild = costs.rebuild(self.used.len());
         let group = self.choices.expert_parallel;
         let per_node = self.units.bytes.iter().sum::<u64>() as f64 / group as f64;
         let fetch =

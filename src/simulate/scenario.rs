@@ -2,14 +2,14 @@
 
 use super::failures::Source;
 use super::ranges::{not_negative, positive};
+use crate::dispatch;
 use crate::ensure;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::placement::Policy;
 use crate::protection::Copying;
 use crate::protocol::STEP_BITS;
 use crate::schedule;
 use serde::{Deserialize, Serialize};
-use std::str::FromStr;
 
 /// Nodes at most, spares included.
 const MOST_NODES: usize = 1 << 17;
@@ -84,6 +84,13 @@ pub struct Costs {
     pub start_seconds: f64,
 }
 
+impl Costs {
+    /// Seconds until so many nodes are connected.
+    pub(super) fn rebuild(&self, nodes: usize) -> f64 {
+        self.rebuild_seconds + self.rebuild_seconds_per_node * nodes as f64
+    }
+}
+
 /// A model with MoE layers, as a node sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -104,8 +111,8 @@ pub struct Model {
     pub tokens_per_step: u64,
     /// Seconds of a step on all nodes of the cluster, with a perfectly even load.
     pub step_seconds: f64,
-    /// How a step's seconds depend on the number of nodes: 1 where a node less leaves its work to the others, 0 where all
-    /// share one machine.
+    /// A step of fewer nodes takes `(all / nodes)^scaling` times as long: 1 where they do the work of the others, too, 0
+    /// where it takes as long, below 0 where all share one machine and its processors have less to do.
     pub scaling: f64,
     /// Share of a step in which experts compute: only this grows with an uneven load.
     pub expert_share: f64,
@@ -143,6 +150,8 @@ pub struct SessionChoices {
     pub copies: usize,
     /// Share of a step by which copies may delay it.
     pub copy_budget: f64,
+    /// Steps over which a version is copied (`gemini`, `baft`); none for as few as delay no step.
+    pub snapshot_every: Option<usize>,
     /// Steps between looks for newcomers; 0 for none.
     pub join_every: u64,
     /// Steps between looks whether experts should move; 0 for none.
@@ -202,8 +211,8 @@ pub struct PresetChoices {
     pub chunks: Option<ChunkName>,
     /// Whether a recovery may take experts at older versions than the rest.
     pub lagging: Lagging,
-    /// Whether the copies of a step are made during the next one.
-    pub copies_late: bool,
+    /// How replicas of an expert share its tokens.
+    pub token_split: SplitName,
     /// Whether `copies` counts the ranks that train each expert.
     pub active_copies: bool,
     /// Whether experts are saved a few at a time to the store, where all that is no expert is saved each time.
@@ -247,8 +256,6 @@ pub struct RestartChoices {
     pub drops_groups: bool,
     /// Steps between checkpoints.
     pub checkpoint_every: u64,
-    /// Whether training waits until a checkpoint is in the store; else only until it is in host memory.
-    pub is_blocking: bool,
     /// Seconds for which nodes that come are gathered before they are let in.
     pub join_seconds: f64,
 }
@@ -258,52 +265,35 @@ pub struct RestartChoices {
 #[serde(try_from = "String", into = "String")]
 pub struct PlacementName(pub Policy);
 
-const POLICIES: [(&str, Policy); 5] = [
-    ("balanced", Policy::Balanced),
-    ("safest", Policy::Safest),
-    ("mro", Policy::Mro),
-    ("spread", Policy::Spread),
-    ("compact", Policy::Compact),
-];
-
-impl TryFrom<String> for PlacementName {
-    type Error = String;
-
-    fn try_from(name: String) -> std::result::Result<Self, String> {
-        let found = POLICIES.iter().find(|(known, _)| *known == name);
-        found
-            .map(|(_, policy)| Self(*policy))
-            .ok_or_else(|| format!("no policy of placement is named {name:?}"))
-    }
-}
-
-impl From<PlacementName> for String {
-    fn from(name: PlacementName) -> Self {
-        POLICIES
-            .iter()
-            .find(|(_, policy)| *policy == name.0)
-            .map_or_else(Self::new, |(name, _)| (*name).into())
-    }
-}
-
 /// A policy of chunks, by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ChunkName(pub schedule::Policy);
 
-impl TryFrom<String> for ChunkName {
-    type Error = String;
+/// A policy by which tokens are split, by its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct SplitName(pub dispatch::Policy);
 
-    fn try_from(name: String) -> std::result::Result<Self, String> {
-        schedule::Policy::from_str(&name).map(Self).map_err(|error| error.to_string())
-    }
+macro_rules! travels_as_its_name {
+    ($($name:ident),*) => {$(
+        impl TryFrom<String> for $name {
+            type Error = String;
+
+            fn try_from(name: String) -> std::result::Result<Self, String> {
+                name.parse().map(Self).map_err(|error: Error| error.to_string())
+            }
+        }
+
+        impl From<$name> for String {
+            fn from(name: $name) -> Self {
+                name.0.name().into()
+            }
+        }
+    )*};
 }
 
-impl From<ChunkName> for String {
-    fn from(name: ChunkName) -> Self {
-        name.0.name().into()
-    }
-}
+travels_as_its_name!(PlacementName, ChunkName, SplitName);
 
 /// Steps of a job that has no end: what a version has room for.
 const NO_END: u64 = (1 << STEP_BITS) - 1;
@@ -359,7 +349,11 @@ impl Scenario {
             model.experts
         );
         positive("model.step_seconds", model.step_seconds)?;
-        share("model.scaling", model.scaling)?;
+        ensure!(
+            (-1.0..=1.0).contains(&model.scaling),
+            "model.scaling: expected -1 to 1, got {}",
+            model.scaling
+        );
         share("model.expert_share", model.expert_share)?;
         share("model.network_idle", model.network_idle)?;
         let tokens = model.tokens_per_step;
@@ -405,6 +399,7 @@ impl Scenario {
             ("most_slots", session.most_slots),
             ("min_replicas", session.min_replicas),
             ("experts_per_save", session.experts_per_save),
+            ("snapshot_every", session.snapshot_every),
         ] {
             ensure!(count != Some(0), "session.{name}: expected 1 or more, got 0");
         }

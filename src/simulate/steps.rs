@@ -23,9 +23,7 @@ impl Job<'_> {
         let (began, slower) = (self.world.now, self.world.slowness() - 1.0);
         let flow = self.world.spend_step(Cause::Train, compute, number)?;
         if flow != Flow::Done {
-            self.world.spent.move_to_repeat(self.world.now - began);
-            self.tally.interrupted_steps += u64::from(flow == Flow::Lost);
-            return self.unless_lost(flow, Event::Waited);
+            return self.interrupted(flow, self.world.now - began);
         }
         let delays = [
             (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
@@ -34,10 +32,9 @@ impl Job<'_> {
             (Cause::Checkpoint, self.save(number, compute)?),
         ];
         for (cause, delay) in delays.into_iter().filter(|(_, delay)| *delay > 0) {
-            if self.world.spend(cause, delay)? != Flow::Done {
-                self.world.spent.move_to_repeat(compute);
-                self.tally.interrupted_steps += 1;
-                return self.lost();
+            let flow = self.world.spend(cause, delay)?;
+            if flow != Flow::Done {
+                return self.interrupted(flow, compute);
             }
         }
         self.pace.first_copies = 0.0;
@@ -45,6 +42,13 @@ impl Job<'_> {
         self.tally.copy_bytes += u128::from(self.pace.copy_bytes);
         self.look_for_newcomers()?;
         Ok(Event::Gradients { is_whole: true, leaves: false, lag: 0 })
+    }
+
+    /// A loss, or the end of the simulated time, cuts a step short in which so many nanoseconds were computed.
+    fn interrupted(&mut self, flow: Flow, computed: u64) -> Result<Event> {
+        self.world.spent.move_to_repeat(computed);
+        self.tally.interrupted_steps += u64::from(flow == Flow::Lost);
+        self.unless_lost(flow, Event::Waited)
     }
 
     /// The first copies are sent beside the step, and the vote waits for them.

@@ -9,24 +9,23 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Reads a trace in the format of Bamboo (NSDI'23): lines of `milliseconds,add|remove,node`, in order of time.
 ///
 /// Nodes are numbered so that one that comes takes the lowest number that is free: what the trace calls them says nothing
-/// of the machine, as no instance comes back. Returns the source, and how many nodes were there at once at most.
+/// of the machine, as no instance comes back.
 ///
 /// ```
 /// use evermoe::simulate::{Source, read_bamboo};
-/// let (source, most) = read_bamboo("0,add,a\n0,add,b\n1500,remove,a\n2000,add,c\n")?;
+/// let source = read_bamboo("0,add,a\n0,add,b\n1500,remove,a\n2000,add,c\n")?;
 /// let Source::Trace { events } = source else { panic!() };
 /// assert_eq!(events, [(0.0, true, vec![0, 1]), (1.5, false, vec![0]), (2.0, true, vec![0])]);
-/// assert_eq!(most, 2);
 /// # Ok::<(), evermoe::error::Error>(())
 /// ```
 ///
 /// # Errors
 /// [`Error::Invalid`] with the line, what was expected and what came.
-pub fn read_bamboo(text: &str) -> Result<(Source, usize)> {
+pub fn read_bamboo(text: &str) -> Result<Source> {
     let mut numbers: BTreeMap<&str, usize> = BTreeMap::new();
     let mut free = BTreeSet::new();
     let mut events: Vec<(f64, bool, Vec<usize>)> = Vec::new();
-    let (mut last, mut most) = (0, 0);
+    let mut last = 0;
     for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let wrong = |why: &str| {
             Error::Invalid(format!(
@@ -54,7 +53,6 @@ pub fn read_bamboo(text: &str) -> Result<(Source, usize)> {
             _ => return Err(wrong("")),
         };
         last = at;
-        most = most.max(numbers.len());
         let seconds = at as f64 / 1e3;
         match events.last_mut().filter(|(before, kind, _)| *before == seconds && *kind == comes) {
             Some((_, _, nodes)) => nodes.push(which),
@@ -62,7 +60,7 @@ pub fn read_bamboo(text: &str) -> Result<(Source, usize)> {
         }
     }
     ensure!(!events.is_empty(), "trace: expected lines of milliseconds,add|remove,node, got none");
-    Ok((Source::Trace { events }, most))
+    Ok(Source::Trace { events })
 }
 
 /// A trace of one spot instance, as SkyPilot's published ones are: extra fields, such as prices, do not count.

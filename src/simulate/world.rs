@@ -148,6 +148,7 @@ impl<'a> World<'a> {
             match change.what {
                 What::Back => {
                     self.up.insert(node);
+                    self.leaving.remove(&node); // the maintenance is over before it went
                 }
                 What::Gone => {
                     is_lost |= self.lose(node);

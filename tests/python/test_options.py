@@ -92,6 +92,13 @@ def test_unknown_option_is_named_with_the_one_that_was_meant():
         evermoe.PipelineSession(layer, given[1], stagess=2)
 
 
+def test_blocking_copies_of_a_version_take_one_step():
+    blocking = {"copy_pacing": "blocking", "preset": "gemini"}
+    with pytest.raises(ValueError, match="expected snapshot_every=1 or None, got 2; or use copy_pacing='windows'"):
+        evermoe.SessionConfig(**blocking, snapshot_every=2)
+    assert evermoe.SessionConfig(**blocking, snapshot_every=1).snapshot_every == 1
+
+
 @pytest.mark.parametrize(("number", "words"), [(0, "0 members"), (1, "1 member"), (2, "2 members")])
 def test_one_is_counted_in_the_singular(number, words):
     assert count(number, "member") == words

@@ -7,7 +7,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,7 +22,7 @@ from evermoe.comm.transport import Transport
 from evermoe.demo.driver import Run
 from evermoe.demo.flags import add_arguments as add_demo_arguments
 from evermoe.demo.flags import check
-from evermoe.demo.summary import commits, episodes
+from evermoe.demo.summary import Event, commits, episodes
 from evermoe.persist.plain_files import flush, write_units
 from evermoe.state.unit import TensorSpec, Unit
 
@@ -39,9 +39,12 @@ def measure_link() -> dict[str, float]:
     here, there = context.Pipe()
     process = context.Process(target=_echo, args=(there,), daemon=True)
     process.start()
+    there.close()  # so that the end of that process ends every wait for it
     transport = Transport("127.0.0.1", "127.0.0.1")
     try:
         here.send(transport.address)
+        if not here.poll(LIMIT.total_seconds()):
+            raise TimeoutError(f"measure: the other process did not start within {LIMIT.total_seconds():g} s")
         transport.connect(1, 0, [transport.address, here.recv()], LIMIT, LIMIT)
         ping = statistics.median(_round_trip(transport, torch.zeros(1, dtype=torch.uint8)) for _ in range(PINGS)) / 2
         best = min(_round_trip(transport, torch.zeros(BYTES, dtype=torch.uint8)) for _ in range(ROUNDS)) / 2
@@ -152,7 +155,7 @@ def measure_session(console: Console, flags: list[str] | None = None) -> tuple[d
         flags: of the demo; its steps, workers and kills.
 
     Returns:
-        Constants, and what is for people: seconds of a step, of each phase and of the start.
+        Constants, and what is for people: seconds of a step by the number of members, and of each recovery's phases.
 
     Raises:
         LaunchError: a worker failed.
@@ -165,16 +168,32 @@ def measure_session(console: Console, flags: list[str] | None = None) -> tuple[d
     with tempfile.TemporaryDirectory(prefix="evermoe-measure-") as folder:
         run = Run(options, Path(folder), console=console, title="a real session")
         events = run.go(kills, None, options.steps, options.copies)
-    (episode,) = episodes(events)
-    seconds = episode.seconds
+    recoveries = episodes(events)
     first = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")
-    times = [event["time"] for event in commits(events).values()]
-    step = statistics.median(after - before for before, after in zip(times, times[1:], strict=False))
+
+    def mean(*phases: str) -> float:
+        return statistics.fmean(sum(each.seconds.get(phase, 0.0) for phase in phases) for each in recoveries)
+
     constants = {
-        "detect_seconds": seconds.get("detect", 0.0),
-        "agree_seconds": seconds.get("agree", 0.0),
-        "rebuild_seconds": seconds.get("rebuild", 0.0),
-        "survey_seconds": seconds.get("fetch", 0.0) + seconds.get("verify", 0.0),
+        "detect_seconds": mean("detect"),
+        "agree_seconds": mean("agree"),
+        "rebuild_seconds": mean("rebuild"),
+        "survey_seconds": mean("fetch", "verify"),
         "start_seconds": first - began,
     }
-    return constants, {"step_seconds": step, "phases": seconds, "flags": flags or SESSION}
+    details = {
+        "step_seconds": _steps_by_members(events),
+        "phases": [each.seconds for each in recoveries],
+        "flags": flags or SESSION,
+    }
+    return constants, details
+
+
+def _steps_by_members(events: Mapping[int, Sequence[Event]]) -> dict[int, float]:
+    """Median seconds between two commits of as many members, by their number."""
+    rows = list(commits(events).values())
+    found: dict[int, list[float]] = {}
+    for before, after in zip(rows, rows[1:], strict=False):
+        if before["members"] == after["members"]:
+            found.setdefault(after["members"], []).append(after["time"] - before["time"])
+    return {members: statistics.median(seconds) for members, seconds in found.items()}

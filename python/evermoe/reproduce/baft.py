@@ -20,6 +20,7 @@ from evermoe.reproduce.figure import Figure, Row, stated
 
 NETWORK = 10e9 / 8
 """Bytes a second between two servers (section 5.2)."""
+LINK, BUFFERS = Link(ALPHA_SECONDS, NETWORK), Memory(1 << 28, 4)
 SERVERS = 4
 WEIGHT_BYTES = 4
 SHORTEST, LONGEST = 0.6, 5.5 / 3
@@ -82,10 +83,7 @@ def windows(step: float, bubbles: float) -> Windows:
 def plan(model: Model, bubbles: float, policy: ChunkPolicy) -> ChunkReason:
     """The plan for a server's part, with the server before as idle as itself."""
     both = windows(model.step, bubbles)
-    memory = Memory(1 << 28, 4)
-    return plan_chunks(
-        model.items, both, Link(ALPHA_SECONDS, NETWORK), memory, policy=policy, receivers=[Receiver(1, both)]
-    ).reason
+    return plan_chunks(model.items, both, LINK, BUFFERS, policy=policy, receivers=[Receiver(1, both)]).reason
 
 
 def _measured(layout: Layout) -> float:
@@ -129,8 +127,7 @@ def _figure_7() -> list[Row]:
                 f"paper measures, what switching costs included. {SIZES}",
             )
         )
-    link, memory = Link(ALPHA_SECONDS, NETWORK), Memory(1 << 28, 4)
-    alone = plan_chunks(BERT_LARGE.items, windows(SHORTEST, 0.0), link, memory, policy="gemini").reason
+    alone = plan_chunks(BERT_LARGE.items, windows(SHORTEST, 0.0), LINK, BUFFERS, policy="gemini").reason
     rows.append(
         Row(
             quantity="a step of Bert-Large made longer by a copy that uses no bubbles, as FTPipeHD's",
@@ -199,8 +196,8 @@ def _algorithm_2() -> list[Row]:
     found = plan_chunks(
         [CopyItem("layer", layer, [1])],
         both,
-        Link(ALPHA_SECONDS, NETWORK),
-        Memory(1 << 28, 4),
+        LINK,
+        BUFFERS,
         policy="auto",
         receivers=[Receiver(1, both)],
     ).reason

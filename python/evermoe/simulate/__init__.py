@@ -1,14 +1,14 @@
 """A job on a cluster that fails, in simulated time: what each way to survive costs, and what it loses.
 
-The planners and the protocol of a session decide; only what their decisions take in seconds is modelled, by `Costs`,
-which `evermoe measure` writes.
+The planners and the protocol of a session decide; only what their decisions take in seconds is modelled, by
+`Constants`, which `evermoe measure` writes.
 
     >>> from evermoe.simulate import Failure, Scenario, Workload, simulate
     >>> scenario = Scenario(Workload.preset("gpt-s-moe", step_seconds=1.0), nodes=10, days=1.0)
     >>> scenario = scenario.failing(Failure.poisson(mtbf_seconds=3600, repair_seconds=600))
     >>> outcome = simulate(scenario, "auto", seed=1)
-    >>> round(outcome.ettr, 2)
-    1.0
+    >>> 0.9 < outcome.ettr < 1.0
+    True
 """
 
 from evermoe.simulate.constants import Constants, read_constants, write_constants

@@ -44,8 +44,6 @@ class Constants:
     """Of any transfer between nodes."""
     network_bytes_per_second: float = 12.5e9
     """A node's network: 100 Gbit/s (the clusters of Lazarus and PEC)."""
-    step_overhead: float = 0.0
-    """Seconds that a session adds to each step beside computing: vote, digests, bookkeeping."""
     source: str = field(default="assumed: the defaults of evermoe", compare=False)
     """Where the numbers are from, for people."""
 
@@ -58,11 +56,6 @@ class Constants:
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not is_number or value < 0 or (value == 0 and least == "above 0"):
                 raise ValueError(f"{each.name}: expected a finite number, {least}, got {value!r}")
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether `evermoe measure` has written them."""
-        return self.source.startswith("measured")
 
 
 def write_constants(constants: Constants, path: str | Path, details: dict[str, Any] | None = None) -> None:

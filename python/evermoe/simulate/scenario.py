@@ -58,16 +58,6 @@ class Failure:
         return Failure({"kind": "steps", "losses": [(step, list(nodes)) for step, nodes in losses]})
 
     @staticmethod
-    def at(times: Sequence[tuple[float, bool, Sequence[int]]]) -> Failure:
-        """Nodes come and go at these times; none is there before it comes.
-
-        Args:
-            times: seconds from the start, whether they come, and which; in order of time.
-        """
-        events = [(seconds, comes, list(nodes)) for seconds, comes, nodes in times]
-        return Failure({"kind": "trace", "events": events})
-
-    @staticmethod
     def trace(*paths: str | Path) -> Failure:
         """As recorded: a file in Bamboo's format (`milliseconds,add|remove,node`), or in SkyPilot's one for each node.
 
@@ -77,7 +67,7 @@ class Failure:
         texts = [Path(path).read_text(encoding="utf-8") for path in paths]
         try:
             if len(texts) == 1 and not texts[0].lstrip().startswith("{"):
-                return Failure(json.loads(_native.read_bamboo(texts[0])[0]))
+                return Failure(json.loads(_native.read_bamboo(texts[0])))
             return Failure(json.loads(_native.read_skypilot(texts)))
         except ValueError as error:
             raise ValueError(f"{', '.join(map(str, paths))}: {error}") from None
@@ -87,12 +77,6 @@ class Failure:
         """Of a trace: as many nodes as it names; else 0."""
         nodes = (node for _, _, nodes in self.fields.get("events", ()) for node in nodes)
         return max(nodes, default=-1) + 1
-
-    @property
-    def last_seconds(self) -> float:
-        """Of a trace: the time of its last event; else 0."""
-        events = self.fields.get("events", ())
-        return float(events[-1][0]) if events else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +89,7 @@ class SimulatedOptions:
     min_replicas: int | None = None
     copies: int = 2
     copy_budget: float = 0.01
+    snapshot_every: int | None = None
     join_every: int = 1
     rebalance_every: int = 100
     rejoin_limit: float = 30.0
@@ -196,7 +181,7 @@ class Scenario:
                 "expert_gradient_bytes": workload.expert_parameters * workload.gradient_bytes,
                 "dense_state_bytes": workload.dense_parameters * workload.state_bytes,
                 "tokens_per_step": workload.tokens_per_step,
-                "step_seconds": workload.step_seconds + constants.step_overhead,
+                "step_seconds": workload.step_seconds,
                 "scaling": workload.scaling,
                 "expert_share": workload.expert_share,
                 "network_idle": workload.network_idle,

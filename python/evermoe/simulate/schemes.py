@@ -16,7 +16,6 @@ SCHEMES: Mapping[SchemeName, str] = {
     "restart-groups": "groups of nodes that share the experts are dropped whole, the others go on (DS(FT) in Lazarus)",
 }
 """By name, in one line."""
-_SELECTIONS = {"load-aware": "load-aware", "budget": "budget"}
 
 
 def scheme_fields(
@@ -42,7 +41,6 @@ def scheme_fields(
             "expert_parallel": expert_parallel,
             "drops_groups": name == "restart-groups",
             "checkpoint_every": checkpoint_every,
-            "is_blocking": False,
             "join_seconds": join_seconds,
         }
     preset = PRESETS[name]  # type: ignore[index]
@@ -50,11 +48,11 @@ def scheme_fields(
         "kind": "preset",
         "name": name,
         "copying": preset.copying,
-        "selection": _SELECTIONS.get(preset.selection, "all"),
+        "selection": preset.selection if preset.takes_turns or preset.selects_by_budget else "all",
         "placement": preset.placement,
         "chunks": preset.schedule,
         "lagging": preset.lagging,
-        "copies_late": preset.copies_late,
+        "token_split": preset.token_split,
         "active_copies": preset.active_copies,
         "saves_experts": preset.needs_checkpoint_dir,
     }

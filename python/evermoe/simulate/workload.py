@@ -39,8 +39,8 @@ class Workload:
     gradient_bytes: int = 2
     """Bytes of a parameter's gradient as it is sent."""
     scaling: float = 1.0
-    """How a step's seconds depend on the number of nodes: 1 where a lost one leaves its work to the others, 0 where all
-    share one machine."""
+    """A step of fewer nodes takes `(all / nodes) ** scaling` times as long: 1 where they do the work of the others,
+    too, 0 where it takes as long, below 0 where all share one machine and its processors have less to do."""
     expert_share: float = 0.5
     """Share of a step in which experts compute, which an uneven load makes longer."""
     network_idle: float = 0.5

@@ -24,7 +24,8 @@ from evermoe.observe.on_lost import Hook, OnLost
 KINDS = ("", "left", "process", "hung", "host")
 """What is left of lost members, from nothing lost to the worst; see `Gone.kind`."""
 LOOK_SECONDS = 0.25
-"""That the hosts of lost members get to answer: they do at once, or not at all."""
+"""That the hosts of lost members get to answer, and that a recovery waits where one is silent: they do at once, or not
+at all."""
 MOST_REPORTED = 50
 """Losses of which a vote can tell at a time: the bits of a float's whole numbers."""
 
@@ -150,14 +151,14 @@ class LostMembers:
     def reported(self) -> float:
         """`Ballot.reported` of this member."""
         first = self._losses[:MOST_REPORTED]
-        return float(sum(2**bit for bit, each in enumerate(first) if self._is_called(each)))
+        is_mine = (each.caller == self._membership.id and self._is_called(each) for each in first)  # bits are added up
+        return float(sum(2**bit for bit, is_over in enumerate(is_mine) if is_over))
 
     def tallied(self, reported: float) -> None:
         """Forgets the losses of which a vote of all members tells that `on_lost` was called for them."""
         bits = int(reported)
         told = [each for bit, each in enumerate(self._losses) if bits >> bit & 1]
-        # All have noted this group's losses, or there was no vote: who comes later brings none of before.
-        self._told = {each.gone.member: each.last for each in told}
+        self._told |= {each.gone.member: each.last for each in told}
         self._losses = [each for each in self._losses if each not in told]
 
     def recovered(self) -> str:

@@ -54,7 +54,8 @@ class PipelineConfig(Options):
     the state unchanged; `skip` makes all of them leave out that step's update."""
     localised: bool = option(True, shared=True)
     """Whether ranks log what they send to other stages, so that after a failure only those that lost their state
-    compute again. The log has the activations and gradients at a stage's borders, of two steps, in host memory."""
+    compute again. The log has the activations and gradients at a stage's borders, of two steps (2 n where a version
+    takes n), in host memory."""
     seed: int = option(0, least=0, shared=True)
     """Of random numbers: torch's generator is seeded from it, the step and the rank when a step begins, and in
     `step.run` for each microbatch, so that one which is computed again draws the same."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -27,7 +26,6 @@ from evermoe.state.unit_parts import UnitPart, cut, equal_shares
 from evermoe.train.kept_loop import KeptLoop
 
 PipelinePreset = Literal["baft", "moetion"]
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -156,20 +154,14 @@ class StageState(TrainingState):
             self.read(name, data)
         return found
 
+    @torch.no_grad()
     def write(self, units: dict[str, Tensor]) -> None:
-        """The inverse of `copy`."""
-        self.adopt({path: layer.ids for path, layer in self.layers.items()}, dict(units))
+        """The inverse of `copy`, which empties `units`.
 
-    def adopt(
-        self,
-        experts: dict[str, list[int]],
-        fetched: dict[str, Tensor],
-        rank: int = 0,
-        leaving: Mapping[str, int] = _NOTHING,
-    ) -> None:
-        """As `TrainingState.adopt`; graphs of before stay usable, as values that go back come again before they are."""
+        Graphs of before stay usable, as values that go back come again before they are.
+        """
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
-            super().adopt(experts, fetched, rank, leaving)
+            self._take_over(self.held(), units)
 
     def learn(self, seats: Sequence[Seat]) -> None:
         """What units the other stages have.
@@ -216,7 +208,6 @@ class StageTarget:
         """Takes over what was fetched."""
         self._before_adopt(self._version)
         self._state.write(fetched)
-        fetched.clear()
 
     def lost_message(self, lost: Sequence[str]) -> str:
         """Names the units."""

@@ -11,14 +11,6 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<LoadAverage>()
 }
 
-fn to_policy(name: &str) -> PyResult<Policy> {
-    match name {
-        "even" => Ok(Policy::Even),
-        "balanced" => Ok(Policy::Balanced),
-        _ => Err(shape_error(format!("policy: expected \"even\" or \"balanced\", got {name:?}"))),
-    }
-}
-
 #[pyfunction]
 fn imbalance(
     py: Python<'_>,
@@ -26,7 +18,7 @@ fn imbalance(
     load: PyReadonlyArray1<'_, f64>,
     policy: &str,
 ) -> PyResult<f64> {
-    let policy = to_policy(policy)?;
+    let policy: Policy = policy.parse()?;
     let [nodes, experts] = [matrix.shape()[0], matrix.shape()[1]];
     let load: Vec<f64> = load.as_array().iter().copied().collect();
     if load.len() != experts {
@@ -47,7 +39,7 @@ fn split_tokens<'py>(
     rank: usize,
     policy: &str,
 ) -> PyResult<(Matrix<'py>, Matrix<'py>)> {
-    let policy = to_policy(policy)?;
+    let policy: Policy = policy.parse()?;
     let [experts, ranks] = [tokens.shape()[0], tokens.shape()[1]];
     if matrix.shape() != [ranks, experts] {
         let [rows, columns] = [matrix.shape()[0], matrix.shape()[1]];

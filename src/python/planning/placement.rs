@@ -44,19 +44,6 @@ fn allocate<'py>(
     Ok(PyArray1::from_vec(py, replicas))
 }
 
-fn to_policy(name: &str) -> PyResult<Policy> {
-    match name {
-        "mro" => Ok(Policy::Mro),
-        "spread" => Ok(Policy::Spread),
-        "compact" => Ok(Policy::Compact),
-        "safest" => Ok(Policy::Safest),
-        "balanced" => Ok(Policy::Balanced),
-        _ => Err(shape_error(format!(
-            "policy: expected \"mro\", \"spread\", \"compact\", \"safest\" or \"balanced\", got {name:?}"
-        ))),
-    }
-}
-
 #[pyfunction]
 #[allow(clippy::too_many_arguments, reason = "one for each argument of the Python function")]
 #[pyo3(signature = (replicas, nodes, slots, policy, load, previous, domains, failures))]
@@ -71,7 +58,7 @@ fn place<'py>(
     domains: Option<Vec<Vec<usize>>>,
     failures: Option<usize>,
 ) -> PyResult<(Matrix<'py>, Reason)> {
-    let policy = to_policy(policy)?;
+    let policy: Policy = policy.parse()?;
     let replicas: Vec<i64> = replicas.as_array().iter().copied().collect();
     let experts = replicas.len();
     if let Some(shape) =

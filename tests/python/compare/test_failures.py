@@ -26,7 +26,7 @@ TRACE = """\
 
 
 def trace(text=TRACE, **options):
-    events = json.loads(read_bamboo(text)[0])["events"]
+    events = json.loads(read_bamboo(text))["events"]
     return from_trace(events, **({"workers": 2, "least": 1} | options))
 
 

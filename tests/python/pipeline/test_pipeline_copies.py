@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from support.harness import PATIENCE
+from support.pipeline_worker import MICROBATCHES
 from support.pipelines import PRESETS, RANKS, Pipeline
 
 
@@ -19,7 +20,8 @@ def begun(rank):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, preset):
-    pipeline = Pipeline(start_job(RANKS), copies=PRESETS[preset] | {"snapshot_every": 3})
+    steps, copies = 14, PRESETS[preset] | {"snapshot_every": 3}
+    pipeline = Pipeline(start_job(RANKS), copies=copies, attempts="means", steps=steps)
     started = [pipeline.start(rank, kill_in_step=8 if rank >= RANKS // 2 else None) for rank in range(RANKS)]
     for each in started[RANKS // 2 :]:
         pipeline.lose(each)
@@ -32,6 +34,9 @@ def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, prese
     assert [each["different"] for each in done] == [[]] * RANKS
     losses = pipeline.losses()
     assert all(len(set(values)) == 1 for values in losses.values())  # those that were repeated, too
+    survivors = done[: RANKS // 2]
+    assert all(each["resent"] > 0 and each["computed"] == each["forwards"] for each in survivors)
+    assert {each["forwards"] for each in survivors} == {MICROBATCHES * steps}, "nothing is computed again"
 
 
 def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):

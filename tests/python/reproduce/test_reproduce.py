@@ -141,6 +141,25 @@ def test_the_page_is_what_the_command_writes(computed):
             assert pair[0] == pytest.approx(pair[1], rel=0.01, abs=0.06), f"{name}: {before} is now {after}"
 
 
+def test_the_page_counts_its_rows():
+    """The table at its start, from the rows below it."""
+    page = EVIDENCE.read_text(encoding="utf-8")
+    head, *parts = re.split(r"^### (\w+)-\S+\n", page, flags=re.M)
+    counted = {paper: [0, 0, 0, 0] for paper in PAPERS}
+    for paper, text in zip(parts[::2], parts[1::2], strict=True):
+        for _, claim, _, how, apart, _ in re.findall(r"^\|" + r" (.*?) \|" * 6 + "$", text, flags=re.M):
+            if not re.search(r"\d", claim) or how == "arithmetic" or apart == "fitted":
+                continue
+            number = abs(float(apart.removesuffix(" %"))) if apart != "not zero" else math.inf
+            counted[paper][0] += 1
+            counted[paper][1 if number <= 1 else 2 if number <= 10 else 3] += 1
+    written = {
+        name: [int(each) for each in cells.split(" | ")]
+        for name, cells in re.findall(r"^\| (\w+) \| (\d.*) \|$", head, flags=re.M)
+    }
+    assert counted == written
+
+
 def test_the_page_names_its_command_and_counts_rows(computed):
     page = markdown(computed, "evermoe reproduce all --markdown page.md")
     assert page.startswith("# Evidence\n") and "\n    evermoe reproduce all --markdown page.md\n" in page

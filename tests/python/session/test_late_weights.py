@@ -28,6 +28,7 @@ def side_group(group, folder):
     side = Group()
     store = dist.FileStore(f"{folder}/side", group.size)
     side.rebuild(store, group.rank, group.size, torch.device("cpu"), timedelta(seconds=PATIENCE / 2))
+    group.all_reduce(torch.zeros(1))  # all are connected: one that drops its group at once would end others' connecting
     return side
 
 

@@ -92,7 +92,7 @@ def test_traces(tmp_path):
     bamboo = tmp_path / "bamboo.csv"
     bamboo.write_text("0,add,a\n0,add,b\n0,add,c\n600000,remove,b\n720000,add,d\n")
     trace = Failure.trace(bamboo)
-    assert (trace.most_nodes, trace.last_seconds) == (3, 720.0)
+    assert trace.most_nodes == 3
     outcome = simulate(small(nodes=3, days=0.02, failures=(trace,)), "auto", seed=1)
     assert (outcome.losses, outcome.fewest_members) == (1, 2)
     assert [each.what for each in outcome.happened] == ["resumed", "lost", "resumed", "resumed"]
@@ -145,7 +145,7 @@ def test_constants_of_a_file(tmp_path):
     constants = Constants(detect_seconds=1.5, source="measured by a test")
     write_constants(constants, path, {"step_seconds": 0.1})
     assert read_constants(path) == constants
-    assert read_constants(path).is_measured and not Constants().is_measured
+    assert read_constants(path).source.startswith("measured")
     for text, message in [
         ("{", "expected JSON"),
         ("[]", "expected an object with"),
