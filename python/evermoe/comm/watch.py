@@ -27,7 +27,8 @@ class Watch:
 
     Args:
         reach: this member's door, and those of others.
-        groups: in which this member may wait for others.
+        groups: in which this member may wait for others. The first is in use in every epoch, and dropped with the
+            others; those that are not in use stay broken.
         heartbeat_limit: seconds without an answer after which a member is silent.
         hang_limit: seconds that a collective waits.
         on_silent: is told the reason to drop the group, in a thread of the watch.
@@ -141,7 +142,7 @@ class Watch:
         self._is_waiting = begins
         # Whose wait was in vain still waits for others; who begins one when they have given up is late. So what was
         # said when a group broke stays, also where something else that was waited for comes to its end after that.
-        if self._is_training and is_whole and not any(group.broken for group in self._groups):
+        if self._is_training and is_whole and self._groups[0].broken is None:
             self._reach.say(computes=0 if begins else self._epoch)
 
     def _wait(self, asking: _native.Watch) -> None:

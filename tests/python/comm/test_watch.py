@@ -59,9 +59,11 @@ def test_a_watch_that_is_stopped_sees_nothing(member):
 @pytest.fixture
 def watched():
     """A member's watch in a step of group 7, its group, and whether it says to another one that it computes."""
-    group, here, there = Group(), *(Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
+    group, unused = Group(), Group()
+    unused.drop("there are no replica nodes")
+    here, there = (Reach(name, Place(LOOPBACK, LOOPBACK)) for name in "ab")
     limits = {"heartbeat_limit": 9.0, "hang_limit": 9.0}
-    watch = GroupWatch(here, [group], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
+    watch = GroupWatch(here, [group, unused], **limits, on_silent=lambda why: None, on_left_out=lambda: None)
     watch.begin(7, {"b": there.address}, 0)
     watch.step_begins()
 

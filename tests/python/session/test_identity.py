@@ -106,12 +106,12 @@ def test_start_of_an_earlier_job_is_not_taken_for_that_of_the_next_one(tmp_path)
 def test_joiner_that_loses_all_peers_does_not_start_the_job_again(start_job):
     job = start_job(2, preset="gemini", join_every=1)
     job.open_gate(6)
-    a, b = job.start_all({name: [Fault("phase fetch", nth=2)] for name in "ab"}, "ab", gated=True, steps=500)
+    a, b = job.start_all({name: [Fault("phase fetch", nth=2)] for name in "ab"}, "ab", gated=True, steps=150)
     a.wait_for("gate", step=6)
-    c = job.start("c", steps=500)
-    job.take_in(c, until=500)
+    c = job.start("c", steps=150)
+    job.take_in(c, until=150)
     assert [a.join(), b.join()] == [-9, -9]
-    again = job.start("a", steps=500)
+    again = job.start("a", steps=150)
     assert [again.join(), c.join()] == [0, 0]
     check_history(job.workers)
     for each in (again, c):

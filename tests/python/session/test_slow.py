@@ -2,6 +2,7 @@
 
 import time
 
+from support.harness import wait_until
 from support.history import check_history
 from support.worker import Fault
 
@@ -15,12 +16,16 @@ def test_member_that_hangs(start_job):
     """It lives and beats, and the Lighthouse would wait for it for a minute. It joins again when it has sat out."""
     job = start_job(hang_limit=HANG_LIMIT, join_limit=60.0)
     faults = {"b": [Fault("forward", 5, "hang")]}
-    workers = a, b, c = job.start_all(faults, steps=300, slow=0.05)
+    job.open_gate(20)
+    workers = a, b, c = job.start_all(faults, steps=100, slow=0.05, gated=True)
     since = b.wait_for("fault")["time"]
     for each in (a, c):
         assert each.wait_for("commit", members=2)["time"] - since < HANG_LIMIT + SLACK
     woken = time.time()
     job.wake()
+    woke = b.wait_for("lost")["time"]
+    wait_until(lambda: time.time() > woke + 10 * HANG_LIMIT, "b has sat out")
+    job.open_gate(100)
     assert b.wait_for("recovered", members=3, count=2)["time"] - woken > 10 * HANG_LIMIT
     assert [each.join() for each in workers] == [0, 0, 0]
     check_history(workers, away="b")
