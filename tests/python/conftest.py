@@ -20,6 +20,21 @@ JOBS = pytest.StashKey[list]()
 """The jobs that a test has started."""
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test with the mark `few(count)`, so many run always, from the first to the last of them."""
+    cases = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("long"):
+            cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for found in cases.values():
+        count = found[0].get_closest_marker("few").args[0]
+        always = {round(number * (len(found) - 1) / max(1, count - 1)) for number in range(count)}
+        for number, item in enumerate(found):
+            if number not in always:
+                item.add_marker("long")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """A failed test shows what its workers have printed, and their last events."""

@@ -134,6 +134,7 @@ def test_a_rank_without_experts_has_no_gradient_of_the_norm(tmp_path, options):
 
 @pytest.mark.parametrize("ranks", PLACEMENTS)
 @pytest.mark.parametrize("norm", ["LayerNorm", "without eps"])
+@pytest.mark.few(1)
 def test_a_norm_in_a_compiled_graph(tmp_path, norm, ranks):
     expected = run(make(norm), *choices(), by_loops)
     check(run_ranks(tmp_path, ranks, on_rank, norm, {}, PLACEMENTS[ranks], True), expected)

@@ -13,6 +13,7 @@ from support.commands import evermoe
 SMALL = ["--layers", "1", "--hidden", "32", "--heads", "2", "--intermediate", "32", "--sequence", "32", "--batch", "12"]
 
 
+@pytest.mark.long
 def test_demo_survives_a_kill_and_a_join_and_says_so(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 400)

@@ -104,6 +104,7 @@ def start(tmp_path):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_loop_that_all_leave_early_keeps_the_memory_until_the_job_is_finished(start, tmp_path):
     code, said = start("--workers", "2", "train.py", "8", "4").end()
     assert code == 0, said
@@ -235,6 +236,7 @@ for step in session.steps(10**6):
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.long
 def test_a_spare_takes_the_place_of_a_killed_worker_and_the_next_one_that_of_the_spare(start, tmp_path):
     (tmp_path / "spared.py").write_text(SPARED)
     command = start("--workers", "2", "--spare", "1", "--restarts", "1", "spared.py")

@@ -236,6 +236,7 @@ def persist_as_process(name, environment):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["hold", pytest.param("hold after", marks=pytest.mark.long)])
+@pytest.mark.long
 def test_killed_at_any_change_nothing_is_torn_and_nothing_is_left(shared_s3, proxy, behind, kind):
     name = f"kill-{kind.replace(' ', '-')}"
     first = Member(below(behind(name)), "killed")

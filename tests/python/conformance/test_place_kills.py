@@ -71,6 +71,7 @@ ROUGH = {
 
 
 @pytest.mark.parametrize("weather", ROUGH)
+@pytest.mark.few(2)
 def test_a_checkpoint_gets_there_through_errors_cuts_and_delays(proxy, behind, weather):
     spot = behind(f"rough-{list(ROUGH).index(weather)}")
     proxy.reset(ROUGH[weather])

@@ -170,6 +170,7 @@ def test_a_changed_byte_of_a_unit_is_refused_and_the_version_before_is_there(sto
 
 @pytest.mark.filterwarnings("ignore:.* passed over")
 @stores()
+@pytest.mark.few(1)
 def test_a_changed_byte_anywhere_else_shows_no_unit_under_a_wrong_version(store, folder):
     write(store, folder, *LONG)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -279,6 +280,7 @@ def is_without_manifest(run: Path) -> bool:
 
 
 @stores()
+@pytest.mark.few(1)
 def test_killed_at_any_operation_what_was_written_is_there_and_nothing_is_torn(store, killed):
     runs = killed(store)
     assert len(runs) > 20
@@ -297,6 +299,7 @@ def test_killed_at_any_operation_no_version_is_there_in_part(store, killed):
 
 
 @stores()
+@pytest.mark.few(1)
 def test_killed_while_a_version_is_written_again_one_of_the_two_is_there(store, place, folder):
     write(store, folder, 1, 2)
     again = store(folder)

@@ -33,6 +33,7 @@ GIVEN = {
         pytest.param("moetion", "moetion brings copies on", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, preset, reason):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)

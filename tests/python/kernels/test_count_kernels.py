@@ -74,6 +74,7 @@ def test_split_of_random_tokens(kernels):
         check_split(kernels, *draw_split(seed + 1000 * kernels.order), warps=1 + seed % 3, at_once=1 + seed % 5)
 
 
+@pytest.mark.few(1)
 def test_split_of_many_random_tokens(fast_kernels):
     for seed in range(1500):
         check_split(

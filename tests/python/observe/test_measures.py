@@ -32,6 +32,7 @@ def largest(tokens):
         ("lazarus", {}),
     ],
 )
+@pytest.mark.few(2)
 def test_each_step_is_measured_as_the_preset_copies(start_job, preset, lag):
     job = start_job(3, preset=preset, **(FEWEST if preset != "lazarus" else {}))
     workers = job.start_all({}, steps=11)

@@ -34,6 +34,7 @@ def recovered_at(worker):
     return [event["step"] for event in worker.events("recovered")]
 
 
+@pytest.mark.few(1)
 def test_those_that_live_compute_nothing_again(start_job, undisturbed):
     """A rank dies within a step; one when its peer has the sums of gradients; all of a stage, in their copies.
 

@@ -52,6 +52,7 @@ def plain(attempts, parts=1, scaler=None, copies=None, factor=1.0, chunks=1):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.few(2)
 def test_a_step_is_that_of_one_process_through_two_deaths(start_job, way):
     losses, weights, scale = plain(**WAYS[way])
     options = copy.deepcopy(WAYS[way])
@@ -85,6 +86,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.few(2)
 def test_a_mistake_in_a_step_is_named(start_job, mistake):
     """By the ranks that make it; those that have lost them before they came to it wait for others, and end."""
     pipeline = Pipeline(start_job(RANKS), attempts=mistake, steps=2, copies={"hang_limit": 3.0, "agree_limit": 5.0})

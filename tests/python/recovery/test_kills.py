@@ -35,6 +35,7 @@ def check_end(survivors):
 
 @pytest.mark.parametrize("preset", ["gemini", "baft"])
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+@pytest.mark.few(2)
 def test_sender_is_killed_at_a_chunk(start_job, preset, part):
     job = start_job(preset=preset, **SNAPSHOTS)
     workers = a, b, c = job.start_all({"b": [Fault("chunk", VERSION, part=part)]})
@@ -87,6 +88,7 @@ FEW_ROOMS = [("chunk", 0.5, 1), ("published", 0.0, 10_000), ("held", 0.0, 5000)]
         for log_bytes in (1, 5000, 10_000)
     ],
 )
+@pytest.mark.few(2)
 def test_gradients_find_no_room_in_the_log(start_job, point, part, log_bytes):
     """Units whose gradients do not fit are followed by snapshots: a recovery finds one version of both kinds."""
     job = start_job(replay_log_bytes=log_bytes, **SNAPSHOTS)

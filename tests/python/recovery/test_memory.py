@@ -63,6 +63,7 @@ def test_all_processes_crash_and_the_job_resumes_from_shared_memory(start_job):
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.01, 0.02])
+@pytest.mark.few(1)
 def test_all_processes_crash_in_the_middle_of_anything(start_job, delay):
     job = start_job()
     workers = job.start_all({}, steps=10_000)

@@ -22,6 +22,7 @@ def contents(folders):
     "preset, point",
     [("auto", "vote"), ("auto", "commit"), ("gemini", "published"), ("pec", "forward"), ("pec", "commit")],
 )
+@pytest.mark.few(3)
 def test_worker_that_wakes_when_the_job_is_over(start_job, tmp_path, preset, point, restarts):
     saved = tmp_path / "saved"
     options = {"checkpoint_dir": str(saved), "checkpoint_every": 4}

@@ -119,6 +119,7 @@ def losses(results):
 
 
 @pytest.mark.timeout(220)
+@pytest.mark.long
 def test_torchrun_starts_all_again_and_nothing_is_lost(start, lighthouse, tmp_path, monkeypatch):
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "--max-restarts", "2"]
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"

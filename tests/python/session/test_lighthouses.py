@@ -68,6 +68,7 @@ def test_majority_goes_on_with_the_next_lighthouse(start_job, two):
     assert workers[0].events("recovered")[-1]["members"] == 2
 
 
+@pytest.mark.long
 def test_majority_leaves_a_frozen_lighthouse(start_job, two):
     options = f"heartbeat_limit={HEARTBEAT_LIMIT}, join_limit={JOIN_LIMIT}, bind='127.0.0.1:0'"
     code = f"from evermoe.comm.lighthouse import *; s = start_lighthouse({options}); print(s.address()); input()"
@@ -88,6 +89,7 @@ def test_majority_leaves_a_frozen_lighthouse(start_job, two):
             frozen.kill()
 
 
+@pytest.mark.long
 def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, two):
     """The first one is back without any memory: the newcomer must not begin a job of its own there."""
     two[0].stop()
@@ -111,6 +113,7 @@ def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, 
 
 
 @pytest.mark.parametrize("secret", ["", "correct horse battery"])
+@pytest.mark.few(1)
 def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monkeypatch, secret):
     monkeypatch.setenv("EVERMOE_SECRET", secret)
     job = start_job(lighthouse=addresses(two), copies=3, **FEWEST)

@@ -80,6 +80,7 @@ def test_newcomers_that_are_more_than_the_members_wait_for_them(start_job):
     assert workers[0].events("recovered")[-1]["members"] == 4
 
 
+@pytest.mark.long
 def test_newcomer_joins_members_that_come_to_their_steps_far_apart(start_job):
     job = start_job(2, heartbeat_limit=0.5, join_every=1)
     job.open_gate(6)
@@ -171,6 +172,7 @@ def test_waiting_for_missing_units_has_an_end(start_job):
         ({"steps": 40}, "this worker's loop is session.steps(40), that of a-"),
     ],
 )
+@pytest.mark.few(3)
 def test_worker_that_differs_from_the_job_is_turned_away_and_told_in_what(start_job, tmp_path, other, message):
     if "metadata" in other:
         (tmp_path / "evermoe-99.0.dist-info").mkdir()

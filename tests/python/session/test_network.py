@@ -90,6 +90,7 @@ def test_host_without_power(start_hosts, rank):
 
 
 @pytest.mark.parametrize("pair, is_one_way", [((0, 1), False), ((1, 2), False), ((0, 1), True), ((2, 1), True)])
+@pytest.mark.few(2)
 def test_cut_between_two_hosts(start_hosts, pair, is_one_way):
     hosts, job, workers = start_hosts("abc")
     one, other = (by_rank(workers)[rank] for rank in pair)

@@ -29,6 +29,7 @@ def found(limit=20.0):
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 9)]}], ids=["all live", "a worker dies meanwhile"])
+@pytest.mark.few(1)
 def test_a_job_continues_while_the_server_of_its_checkpoints_is_killed_and_started_again(start_job, s3, faults):
     job = start_job(checkpoint_dir=URL, checkpoint_every=4, checkpoint_patience=2.0)
     job.open_gate(7)
@@ -151,6 +152,7 @@ def test_a_job_of_pec_starts_elsewhere_from_the_bucket_alone(start_job, s3):
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 9)]}], ids=["all live", "a worker dies meanwhile"])
+@pytest.mark.few(1)
 def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, s3, faults):
     job = start_job(preset="pec", checkpoint_dir=URL, checkpoint_patience=2.0, copies=2)
     job.open_gate(7)
@@ -174,6 +176,7 @@ def test_pec_continues_while_its_server_is_killed_and_started_again(start_job, s
 
 
 @pytest.mark.parametrize("faults", [{}, {"b": [Fault("forward", 7)]}], ids=["all live", "a worker dies meanwhile"])
+@pytest.mark.few(1)
 def test_a_store_that_answers_nothing_holds_up_no_step_of_pec(start_job, s3, faults):
     """Requests hang, also those that are under way; a recovery gives up on the store after its seconds."""
     with proxy_to(s3.port) as proxy:

@@ -115,6 +115,7 @@ def test_a_caller_that_dies_after_the_vote_that_followed_its_call_is_not_followe
     ],
     ids=["command", "function"],
 )
+@pytest.mark.few(1)
 def test_a_hook_that_fails_costs_a_warning(start_job, hook, why):
     job, (a, b, c) = start(start_job, "abc", {"b": [Fault("vote", 6)]}, hook)
     (call,) = wait_for_calls(job, 1)

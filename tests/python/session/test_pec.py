@@ -70,6 +70,7 @@ def start(start_job, tmp_path, **options):
     [Blow(30, "b"), Blow(30), Blow(31, gone="c"), Blow(31, gone=NAMES), Blow(30, point="copy")],
     ids=["one", "all", "all and a node", "all and every node", "all as copies begin"],
 )
+@pytest.mark.few(2)
 def test_a_fault_costs_what_the_report_says(start_job, tmp_path, blow):
     job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=3)
     found = run(job, [blow], 60)
@@ -104,6 +105,7 @@ def test_faults_of_all_kinds_cost_what_the_reports_say(start_job, tmp_path, blow
     assert sum(bool(each.state.lost_now) for each in found) >= len(blows)
 
 
+@pytest.mark.long
 def test_more_experts_are_copied_when_more_tokens_were_lost_than_may_be(start_job, tmp_path):
     """Of a node everything is lost, as none was saved again; in a crash of all a little, as all have snapshots."""
     limit, sizes = 0.1, {"experts_per_snapshot": 1, "experts_per_save": 1, "save_every": 50}
@@ -121,6 +123,7 @@ def test_more_experts_are_copied_when_more_tokens_were_lost_than_may_be(start_jo
 @pytest.mark.parametrize(
     "second", [Fault("phase verify", nth=2), Fault("copy", 30, nth=2)], ids=["before it is counted", "after that"]
 )
+@pytest.mark.few(1)
 def test_a_loss_counts_once_where_a_second_member_dies_in_the_recovery(start_job, tmp_path, second):
     job = start(start_job, tmp_path, experts_per_snapshot=2, experts_per_save=1, save_every=4)
     faults = {"b": [Fault("vote", 30)], "c": [second]}

@@ -40,6 +40,7 @@ def saved_bytes(folder):
 
 
 @pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.few(1)
 def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
     job = start_job(3, preset="pec", checkpoint_dir=str(tmp_path), experts_per_save=each, **FEWEST)
     workers = job.start_all({}, steps=12)
@@ -59,6 +60,7 @@ def test_nobody_saves_more_than_its_share(start_job, tmp_path, each):
 
 
 @pytest.mark.parametrize("point", ["vote", "update", "copy"])
+@pytest.mark.few(1)
 def test_what_a_lost_owner_had_comes_from_the_store(start_job, tmp_path, point):
     """All go back to the newest step of which all that is no expert is saved, and every owner saves its own."""
     job = start_job(3, preset="pec", dense="sharded", checkpoint_dir=str(tmp_path), **FEWEST)

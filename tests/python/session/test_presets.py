@@ -26,6 +26,7 @@ def tokens_of_steps(workers, unit):
 
 
 @pytest.mark.parametrize("preset", PARTIAL)
+@pytest.mark.few(1)
 def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
     job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_every=0, join_every=50)
     workers = job.start_all({"b": [Fault("vote", 8)]}, "abcd", steps=14)
@@ -54,6 +55,7 @@ def test_partial_presets_lose_what_they_say(start_job, tmp_path, preset):
 
 
 @pytest.mark.parametrize(("preset", "more"), [("moetion", {}), ("pec", {}), ("pec", {"save_every": 50})])
+@pytest.mark.few(1)
 def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, preset, more):
     job = start_job(4, **options(preset, tmp_path), **FEWEST, rebalance_every=0, join_every=50, **more)
     faults = {"b": [Fault("vote", 5)], "c": [Fault("vote", 8)]}
@@ -86,6 +88,7 @@ def test_a_second_loss_counts_what_came_after_the_first(start_job, tmp_path, pre
         for point, step in (("update", 0), ("copy", 1), ("vote", 1))
     ],
 )
+@pytest.mark.few(3)
 def test_copies_of_the_start_are_as_good_as_any(start_job, tmp_path, point, step, preset):
     """Nobody who was there when they were made takes them for those of a process that has just come."""
     job = start_job(3, **options(preset, tmp_path), **FEWEST)

@@ -20,6 +20,7 @@ KINDS = ("is cut from", "longer at", "the Lighthouse is away", "the disk is full
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.long] * (name in IN_LONG)) for name, seed in SEEDS.items()]
 )
+@pytest.mark.few(1)
 def test_schedule(tmp_path, seed):
     try:
         schedules.run(seed, tmp_path)

@@ -29,6 +29,7 @@ def at(point, action="kill", step=FAULT):
         for point in POINTS
     ],
 )
+@pytest.mark.few(6)
 def test_killed_at(start_job, point, preset):
     job = start_job(preset=preset)
     workers = job.start_all({"b": [at(point)]})
@@ -77,6 +78,7 @@ def test_two_of_five_killed_at_once(start_job):
 
 
 @pytest.mark.parametrize("point", ["phase agree", "phase rebuild", "phase fetch", "phase verify", "copy", "confirm"])
+@pytest.mark.few(3)
 def test_second_death_during_the_recovery(start_job, point):
     job = start_job(4, copies=3, join_every=50)
     # Copying after step 4 is the first time that this event names step 5, the recovery's copying the second. Its copies
@@ -108,6 +110,7 @@ def test_node_of_two_processes_dies_whole(start_job):
 
 
 @pytest.mark.parametrize("point", ["forward", "vote", "copy"])
+@pytest.mark.few(1)
 def test_frozen_worker_is_left_behind_and_comes_back(start_job, point):
     hang_limit = 2.0
     job = start_job(hang_limit=hang_limit)
@@ -154,6 +157,7 @@ def test_joiner_is_taken_in_at_a_step_boundary(start_job):
 
 
 @pytest.mark.parametrize("point", ["phase agree", "phase fetch", "copy", "confirm"])
+@pytest.mark.few(2)
 def test_joiner_dies_while_it_joins(start_job, point):
     job = start_job(2)
     job.open_gate(6)
@@ -166,6 +170,7 @@ def test_joiner_dies_while_it_joins(start_job, point):
     assert workers[0].events("done")[0]["version"] == workers[1].events("done")[0]["version"]
 
 
+@pytest.mark.long
 def test_every_worker_is_replaced_one_after_the_other(start_job):
     job = start_job()
     job.open_gate(5)

@@ -2,6 +2,8 @@
 
 import time
 
+import pytest
+
 from support.harness import wait_until
 from support.history import check_history
 from support.worker import Fault
@@ -33,6 +35,7 @@ def test_member_that_hangs(start_job):
     assert all("waited 1 s for b-" in each.log() for each in (a, c))
 
 
+@pytest.mark.long
 def test_member_that_is_always_slow(start_job):
     job = start_job(hang_limit=HANG_LIMIT)
     workers = a, b, c = [job.start(name, steps=100, slow=1.5 if name == "b" else 0.02) for name in "abc"]

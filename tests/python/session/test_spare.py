@@ -93,6 +93,7 @@ def test_a_spare_that_is_alone_on_its_machine_learns_of_the_end(start_job, membe
 
 
 @pytest.mark.parametrize(("members", "error"), [(2, "JoinTimeout"), (1, "LostExperts")])
+@pytest.mark.few(1)
 def test_a_spare_whose_job_is_gone_never_begins_it_again(start_job, members, error):
     job = start_job(members, agree_limit=4.0, hang_limit=2.0)
     job.open_gate(HELD)

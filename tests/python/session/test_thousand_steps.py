@@ -33,6 +33,7 @@ def longest_idle(each):
         pytest.param("evermoe", 1000, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_replicas_follow_many_steps(start_job, optimizer, steps):
     """Experts without tokens for many steps, clipping, a schedule, shifting load, and three deaths."""
     job = start_job(
