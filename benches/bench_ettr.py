@@ -13,11 +13,13 @@ Each model on as many nodes as in `JOBS`, with two spare ones; a lost node is th
 - digests: that, and each GPU's process computes the digests of its part.
 
 A step is the paper's for the GPTs of Lazarus; else 6 FLOP for each active parameter and token, at 40 % of the bfloat16
-peak of 8 H100 a node.
+peak of 8 H100 a node. Groups of `restart` and `restart-groups` are as small as Lazarus' for the GPTs, else as the
+memory of the GPUs allows. The load is even.
 """
 
 import argparse
 import json
+import math
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +30,8 @@ from evermoe.simulate import SCHEMES, Constants, Failure, Scenario, Workload, re
 
 PEAK, UTILISATION, DEVICES = 989e12, 0.4, 8
 """FLOP/s of an H100 (bfloat16, dense), the part of it that training reaches, devices of a node."""
+MEMORY = DEVICES * 80e9
+"""Bytes of a node's GPUs."""
 SPARES, REPAIR = 2, 600.0
 CLUSTER = ("network_latency_seconds", "network_bytes_per_second", "capture_bytes_per_second")
 CLUSTER += ("store_write_bytes_per_second", "store_read_bytes_per_second")
@@ -45,6 +49,8 @@ class Job:
     """Experts of a token."""
     step_seconds: float | None = None
     """As a paper states it."""
+    expert_parallel: int | None = None
+    """Nodes of a group that has all experts, as a paper states them."""
 
     def seconds(self, model):
         """Of a step."""
@@ -54,13 +60,19 @@ class Job:
         active = shape.dense_parameters + shape.layers * self.top_k * shape.expert_parameters
         return 6 * active * self.tokens / (self.nodes * DEVICES * PEAK * UTILISATION)
 
+    def group(self, workload):
+        """Nodes of a group: a power of two, so many that they hold the state."""
+        if self.expert_parallel is not None:
+            return self.expert_parallel
+        return 1 << math.ceil(math.log2(max(workload.parameters * workload.state_bytes / MEMORY, 1)))
+
 
 JOBS = {
     # Lazarus, sections 6.1 and 6.2: 10 GPUs as nodes, 4 x 1024 tokens each; 30 min less 5 x 30 s over 2926 and 1996
     # steps; 45 samples a second.
-    "gpt-s-moe": Job(10, 40 * 1024, 1, 1650 / 2926),
-    "gpt-m-moe": Job(10, 40 * 1024, 1, 40 / 45),
-    "gpt-l-moe": Job(10, 40 * 1024, 1, 1650 / 1996),
+    "gpt-s-moe": Job(10, 40 * 1024, 1, 1650 / 2926, 2),
+    "gpt-m-moe": Job(10, 40 * 1024, 1, 40 / 45, 2),
+    "gpt-l-moe": Job(10, 40 * 1024, 1, 1650 / 1996, 4),
     "mixtral-8x7b": Job(16, 1 << 22, 2),
     "mixtral-8x22b": Job(32, 1 << 22, 2),
     "qwen3-30b-a3b": Job(16, 1 << 22, 8),
@@ -115,7 +127,13 @@ def row(model, costs, constants, arguments):
     workload = Workload.preset(model, step_seconds=job.seconds(model), tokens_per_step=job.tokens)
     failures = (Failure.poisson(mtbf_seconds=arguments.mtbf, repair_seconds=REPAIR),)
     scenario = Scenario(
-        workload, nodes=job.nodes, spares=SPARES, days=arguments.hours / 24, failures=failures, constants=constants
+        workload,
+        nodes=job.nodes,
+        spares=SPARES,
+        days=arguments.hours / 24,
+        failures=failures,
+        constants=constants,
+        expert_parallel=job.group(workload),
     )
     found = {"model": model, "nodes": job.nodes, "step s": workload.step_seconds, "costs": costs}
     samples = {name: simulate_seeds(scenario, name, seed=0, seeds=arguments.seeds) for name in arguments.schemes}
