@@ -93,7 +93,7 @@ fmt: setup ## Format all sources
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
-bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; how a recovery grows; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler
+bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; how a recovery grows; a step with and without copies, by preset; snapshots beside compute; messages beside iperf3; recovery by phase; checkpoints on disk; the profiler; simulated training time
 	$(BIN)/python benches/bench_ops.py
 	$(BIN)/python benches/bench_planning.py
 	$(BIN)/python benches/bench_growth.py
@@ -111,6 +111,7 @@ bench: setup ## Ratios to plain torch and memcpy; planners beside EPLB; how a re
 	$(BIN)/python benches/bench_checkpoints.py
 	$(BIN)/python benches/kernel_table.py
 	$(BIN)/python benches/bench_profile.py
+	$(BIN)/python benches/bench_ettr.py --models gpt-l-moe mixtral-8x7b
 
 # Both run with the python on PATH where there is no .venv, and with the wheels of `make wheel` where there is no evermoe.
 test-gpu: ## The tests that need a CUDA device, then some under compute-sanitizer; JSON in out/gpu

@@ -27,13 +27,16 @@ wrote this page, on {machine}; times and trainings are of this machine, everythi
   number there the cell is empty; numbers that are only in a picture are not read off.
 - **ours**: computed when the command runs.
 - **how**: *exact*, a closed form or an enumeration of what the paper states; *planner*, evermoe's planners with
-  something taken that the paper leaves open; *real run*, a small training or a measured time; *arithmetic*, the paper's
-  own numbers put together, to see whether they agree, with nothing of evermoe in it.
+  something taken that the paper leaves open; *simulation*, a job with many failures in simulated time, as [`evermoe
+  simulate`](guides/simulate.md) does, where what the paper leaves open is assumed; *real run*, a small training or a
+  measured time; *arithmetic*, the paper's own numbers put together, to see whether they agree, with nothing of evermoe
+  in it.
 - **difference**: relative to the paper's number, or to the bound that is passed; *fitted* where something that the
   paper leaves open was chosen so that its number comes out.
 
-Left out are drawings of how something works, and numbers that need a simulation of many failures or runs beside other
-systems: Lazarus' Figures 9 and 11, and the throughputs in its Figures 6 and 7.
+Left out are drawings of how something works, and numbers that need runs beside other systems on the paper's machines:
+seconds of the other systems' checkpoints and recoveries, and losses of the papers' models. Simulated are ratios between
+ways to survive and shares of time, not samples a second.
 
 Rows with a number of the paper, without those that are arithmetic or fitted:
 

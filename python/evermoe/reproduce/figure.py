@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["exact", "planner", "real run", "arithmetic"]
+How = Literal["exact", "planner", "simulation", "real run", "arithmetic"]
 """Ways to compute a number:
 
 - exact: a closed form, or an enumeration, of a setting that the paper states whole;
 - planner: evermoe's planners, for a setting of which the paper leaves something open; `Row.why` says what was taken;
+- simulation: a job with many failures in simulated time, by `evermoe.simulate`: evermoe's planners and protocol,
+  seconds of the paper where it states them and assumed ones where not; `Row.why` says which;
 - real run: a real training or a measured time, smaller than the paper's;
 - arithmetic: the paper's own numbers put together, to see whether they agree; nothing of evermoe is in it.
 """

@@ -19,6 +19,7 @@ from evermoe.planning import (
     recovery_probability,
 )
 from evermoe.planning.models import MODELS
+from evermoe.reproduce import lazarus_failures
 from evermoe.reproduce.figure import Figure, Row, stated
 from evermoe.reproduce.routing import skewed_load
 
@@ -327,18 +328,23 @@ FIGURES = (
     Figure(
         id="lazarus-f6",
         title="Figure 6: a node lost every 5 minutes",
-        rows=_figure_6,
-        note="Samples and steps in 30 minutes need runs of all systems, or a simulation of them.",
+        rows=lambda: [*_figure_6(), *lazarus_failures.figure_6()],
     ),
     Figure(
         id="lazarus-f7",
         title="Figure 7: a node lost every 40 minutes",
-        rows=_figure_7,
-        note="Throughputs need runs of all systems, or a simulation of them.",
+        rows=lambda: [*_figure_7(), *lazarus_failures.figure_7()],
     ),
     Figure(id="lazarus-f8", title="Figure 8: recovery by the number of nodes lost", rows=_figure_8),
+    Figure(
+        id="lazarus-f9",
+        title="Figure 9: samples through a spot trace",
+        rows=lazarus_failures.figure_9,
+        note="With a trace of your own: `evermoe simulate --trace FILE`.",
+    ),
     Figure(id="lazarus-f10a", title="Figure 10a: throughput by imbalance of the load", rows=_figure_10a),
     Figure(id="lazarus-f10b", title="Figure 10b: recovery by imbalance of the load", rows=_figure_10b),
+    Figure(id="lazarus-f11", title="Figure 11: time through the spot trace", rows=lazarus_failures.figure_11),
     Figure(
         id="lazarus-t2",
         title="Table 2: replicas that move after several losses",

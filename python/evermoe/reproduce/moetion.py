@@ -14,6 +14,7 @@ from evermoe.reproduce.fault_run import spikes
 from evermoe.reproduce.figure import Figure, Row, stated
 from evermoe.reproduce.moetion_placement import algorithm_2, cluster_holders, placement_time
 from evermoe.reproduce.routing import drifting_tokens
+from evermoe.simulate import Constants, Failure, Scenario, Workload, simulate_seeds
 
 WEIGHT_BYTES, OPTIMIZER_BYTES, GRADIENT_BYTES = 2, 8, 2
 """Of a parameter (section 2.3); gradients are as wide as weights."""
@@ -289,6 +290,41 @@ def _figure_11() -> list[Row]:
     ]
 
 
+def _effective_time() -> list[Row]:
+    """MoE-GPT-1.6B-64E on the paper's cluster, with spare nodes: one day, and the seeds 0 to 2."""
+    step = 100 / 4
+    workload = Workload(
+        name="moe-gpt-1.6b-64e",
+        layers=1,
+        experts=64,
+        expert_parameters=SMALL.expert_parameters,
+        dense_parameters=SMALL.non_expert_parameters,
+        step_seconds=step,
+        state_bytes=WEIGHT_BYTES + OPTIMIZER_BYTES,
+    )
+    rows = []
+    for preset, minutes in (("moetion", 10), ("moetion", 60), ("auto", 10), ("gemini", 10)):
+        scenario = Scenario(workload, nodes=NODES, spares=2, constants=Constants(network_bytes_per_second=NODE_NETWORK))
+        failing = scenario.failing(Failure.poisson(mtbf_seconds=60 * minutes, repair_seconds=600))
+        sample = simulate_seeds(failing, preset, seed=0, seeds=3)  # type: ignore[arg-type]
+        spent = sample.seconds_by_cause()
+        losses = sample.interval("losses").mean
+        worst = sorted((spent[cause] / losses, cause) for cause in spent if cause != "train")[-3:][::-1]
+        rows.append(
+            Row(
+                quantity=f"effective training time, preset {preset}, a loss every {minutes} min on average",
+                unit="%",
+                paper=None,
+                ours=100 * sample.interval("ettr").mean,
+                how="simulation",
+                why="16 nodes and 2 spare ones, steps of 25 s as in moetion-f7, 15 s to notice a loss and 10 s to "
+                "connect, both assumed. Most of a loss goes to "
+                + ", ".join(f"{cause} ({seconds:.0f} s)" for seconds, cause in worst),
+            )
+        )
+    return rows
+
+
 FIGURES = (
     Figure(id="moetion-models", title="Sections 7.1 and 7.4: sizes of the models", rows=_models, is_error=True),
     Figure(
@@ -328,7 +364,10 @@ FIGURES = (
     Figure(
         id="moetion-ettr",
         title="Effective training time by time between failures",
-        note="Not stated in our copy, a first version of the paper: the numbers are of its later form, MoEvement.",
+        rows=_effective_time,
+        note="Not stated in our copy, a first version of the paper: the numbers are of its later form, MoEvement. "
+        "The 94 % at 10 minutes that this project's goals quote of it is not checked here; their own number, 99 %, is "
+        "not reached with steps of 25 s. Other models and measured constants: `benches/bench_ettr.py`.",
     ),
 )
 """All of MoEtion's, in the paper's order."""

@@ -58,6 +58,15 @@ class Failure:
         return Failure({"kind": "steps", "losses": [(step, list(nodes)) for step, nodes in losses]})
 
     @staticmethod
+    def at_times(events: Sequence[tuple[float, bool, Sequence[int]]]) -> Failure:
+        """Nodes come and go at these times; none is there before it comes.
+
+        Args:
+            events: seconds from the start, whether they come, and which nodes, in order of time.
+        """
+        return Failure({"kind": "trace", "events": [(at, comes, list(nodes)) for at, comes, nodes in events]})
+
+    @staticmethod
     def trace(*paths: str | Path) -> Failure:
         """As recorded: a file in Bamboo's format (`milliseconds,add|remove,node`), or in SkyPilot's one for each node.
 

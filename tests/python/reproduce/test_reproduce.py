@@ -55,6 +55,13 @@ def test_every_row_has_numbers_a_way_and_a_reason(computed):
             assert row.paper is not None or row.difference is None
 
 
+def test_simulations_repeat_to_the_digit():
+    figures = [figure for name, figure in QUICK.items() if name in ("gemini-f15", "lazarus-f6", "moetion-ettr")]
+    for figure in figures:
+        one, other = ([row.ours for row in figure.rows() if row.how == "simulation"] for _ in range(2))
+        assert one and one == other, figure.id
+
+
 def test_every_quoted_number_says_where_it_stands(computed):
     place = re.compile(r"(sections? \d|abstract|appendix [A-Z]|experiment setup)")
     for figure, rows in computed.values():

@@ -107,6 +107,15 @@ def test_traces(tmp_path):
         Failure.trace(bamboo)
 
 
+def test_nodes_come_and_go_at_given_times():
+    events = [(0.0, True, range(8)), (5000.0, False, [1, 4]), (9000.0, True, [1])]
+    outcome = simulate(small(failures=(Failure.at_times(events),)), "auto", seed=0)
+    assert outcome.losses == 2 and outcome.fewest_members == 6
+    lost, *_ = (each.seconds for each in outcome.happened if each.what == "lost")
+    assert lost == pytest.approx(5000 + Constants().detect_seconds, abs=0.01)
+    assert outcome.happened[-1].members == 7
+
+
 def test_losses_in_steps():
     scenario = small(failures=(Failure.in_steps([(10, [1]), (20, [2, 3])]),))
     outcome = simulate(scenario, "auto", seed=1)

@@ -1,0 +1,167 @@
+"""Effective training time at a mean time between failures of 10 minutes, simulated for known models; what limits it.
+
+    evermoe measure --out here.json
+    python benches/bench_ettr.py --constants here.json [--models gpt-l-moe ...] [--mtbf 600] [--seeds 3] [--json PATH]
+
+Each model on as many nodes as in `JOBS`, with two spare ones; a lost node is there again after 10 minutes. Costs:
+
+- assumed: the defaults of `evermoe.simulate.Constants`, among them 15 s to notice a loss and 10 s to connect;
+- measured: all of the file, network, memory and disk of the machine that wrote it included;
+- mixed: of the file what a session takes to notice, agree, connect, survey and start, and the digests; the rest
+  assumed: 100 Gbit/s, PCIe, a store of 1 GB/s a node;
+- fast: the same for nodes of 8 GPUs that have 400 Gbit/s and PCIe each;
+- digests: that, and each GPU's process computes the digests of its part.
+
+A step is the paper's for the GPTs of Lazarus; else 6 FLOP for each active parameter and token, at 40 % of the bfloat16
+peak of 8 H100 a node. Groups of `restart` and `restart-groups` are as small as Lazarus' for the GPTs, else as the
+memory of the GPUs allows. The load is even.
+"""
+
+import argparse
+import json
+import math
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from common import Table
+from evermoe.planning.models import MODELS
+from evermoe.simulate import SCHEMES, Constants, Failure, Scenario, Workload, read_constants, simulate_seeds
+
+PEAK, UTILISATION, DEVICES = 989e12, 0.4, 8
+"""FLOP/s of an H100 (bfloat16, dense), the part of it that training reaches, devices of a node."""
+MEMORY = DEVICES * 80e9
+"""Bytes of a node's GPUs."""
+SPARES, REPAIR = 2, 600.0
+CLUSTER = ("network_latency_seconds", "network_bytes_per_second", "capture_bytes_per_second")
+CLUSTER += ("store_write_bytes_per_second", "store_read_bytes_per_second")
+"""Constants that a cluster has otherwise than the machine that measured."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How a model is trained."""
+
+    nodes: int
+    tokens: int
+    """Of a global batch."""
+    top_k: int
+    """Experts of a token."""
+    step_seconds: float | None = None
+    """As a paper states it."""
+    expert_parallel: int | None = None
+    """Nodes of a group that has all experts, as a paper states them."""
+
+    def seconds(self, model):
+        """Of a step."""
+        if self.step_seconds is not None:
+            return self.step_seconds
+        shape = MODELS[model]
+        active = shape.dense_parameters + shape.layers * self.top_k * shape.expert_parameters
+        return 6 * active * self.tokens / (self.nodes * DEVICES * PEAK * UTILISATION)
+
+    def group(self, workload):
+        """Nodes of a group: a power of two, so many that they hold the state."""
+        if self.expert_parallel is not None:
+            return self.expert_parallel
+        return 1 << math.ceil(math.log2(max(workload.parameters * workload.state_bytes / MEMORY, 1)))
+
+
+JOBS = {
+    # Lazarus, sections 6.1 and 6.2: 10 GPUs as nodes, 4 x 1024 tokens each; 30 min less 5 x 30 s over 2926 and 1996
+    # steps; 45 samples a second.
+    "gpt-s-moe": Job(10, 40 * 1024, 1, 1650 / 2926, 2),
+    "gpt-m-moe": Job(10, 40 * 1024, 1, 40 / 45, 2),
+    "gpt-l-moe": Job(10, 40 * 1024, 1, 1650 / 1996, 4),
+    "mixtral-8x7b": Job(16, 1 << 22, 2),
+    "mixtral-8x22b": Job(32, 1 << 22, 2),
+    "qwen3-30b-a3b": Job(16, 1 << 22, 8),
+    "qwen3-235b-a22b": Job(64, 1 << 22, 8),
+    "deepseek-v3": Job(256, 15_360 * 4096, 8),  # arXiv 2412.19437, sections 3.1 and 4.2: 2048 GPUs, its largest batch
+    "gpt-oss-20b": Job(16, 1 << 22, 4),
+    "gpt-oss-120b": Job(32, 1 << 22, 4),
+}
+"""Nodes and batches without a source are assumed."""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--constants", help="file of evermoe measure; without one, costs are assumed alone")
+    parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
+    parser.add_argument("--mtbf", type=float, default=600.0, help="seconds between failures of any node")
+    parser.add_argument("--hours", type=float, default=12.0, help="simulated, for each seed")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", help="where to write the figures")
+    arguments = parser.parse_args()
+    columns = {"model": "<16s", "nodes": "5d", "step s": "6.2f", "costs": "10s"}
+    columns |= {name: "11s" for name in arguments.schemes} | {"auto loses to": "46s"}
+    title = f"ETTR in percent, ± half of a 95 % interval, a loss every {arguments.mtbf:g} s; what auto loses most to"
+    table = Table(title, columns)
+    for model in arguments.models:
+        for costs, constants in kinds(arguments.constants).items():
+            table.add(**row(model, costs, constants, arguments))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(table.rows, indent=1) + "\n", encoding="utf-8")
+
+
+def kinds(path):
+    """Constants by what they are called."""
+    assumed = Constants()
+    if path is None:
+        return {"assumed": assumed}
+    measured = read_constants(path)
+    mixed = replace(measured, **{name: getattr(assumed, name) for name in CLUSTER})
+    rates = {
+        name: DEVICES * getattr(assumed, name) for name in ("network_bytes_per_second", "capture_bytes_per_second")
+    }
+    rates["network_bytes_per_second"] *= 4  # 400 Gbit/s for 100
+    fast = replace(mixed, **rates)
+    digests = replace(fast, digest_bytes_per_second=DEVICES * fast.digest_bytes_per_second)
+    return {"assumed": assumed, "measured": measured, "mixed": mixed, "fast": fast, "digests": digests}
+
+
+def row(model, costs, constants, arguments):
+    """A model with some costs: the ETTR of each scheme, and the causes of what auto loses."""
+    job = JOBS[model]
+    workload = Workload.preset(model, step_seconds=job.seconds(model), tokens_per_step=job.tokens)
+    failures = (Failure.poisson(mtbf_seconds=arguments.mtbf, repair_seconds=REPAIR),)
+    scenario = Scenario(
+        workload,
+        nodes=job.nodes,
+        spares=SPARES,
+        days=arguments.hours / 24,
+        failures=failures,
+        constants=constants,
+        expert_parallel=job.group(workload),
+    )
+    found = {"model": model, "nodes": job.nodes, "step s": workload.step_seconds, "costs": costs}
+    samples = {name: simulate_seeds(scenario, name, seed=0, seeds=arguments.seeds) for name in arguments.schemes}
+    for name, sample in samples.items():
+        ettr = sample.interval("ettr")
+        found[name] = f"{100 * ettr.mean:.1f}±{100 * ettr.half:.1f}"
+    causes = lost(samples["auto"])[:3] if "auto" in samples else []
+    return found | {
+        "auto loses to": ", ".join(f"{cause} {share:.2f}" for cause, share in causes),
+        "lost percent": {name: dict(lost(sample)) for name, sample in samples.items()},
+        "goodput percent": {name: 100 * sample.interval("goodput").mean for name, sample in samples.items()},
+        "recovery seconds": {name: mean_recovery(sample) for name, sample in samples.items()},
+    }
+
+
+def lost(sample):
+    """What takes time that does not count: causes and percent of all time, most first."""
+    spent = sample.seconds_by_cause()
+    total = sum(spent.values())
+    shares = ((cause, 100 * seconds / total) for cause, seconds in spent.items() if cause != "train")
+    return sorted(shares, key=lambda each: -each[1])
+
+
+def mean_recovery(sample):
+    """From a loss until training goes on; None where none was recovered from."""
+    seconds = [each for outcome in sample.outcomes for each in outcome.recovery_seconds]
+    return statistics.fmean(seconds) if seconds else None
+
+
+if __name__ == "__main__":
+    main()
