@@ -1,14 +1,18 @@
 """How what every member computes and tells in a recovery grows with members and experts, and planners to 10,000 nodes.
 
-    python benches/bench_growth.py [--only recovery planners] [--layers 24] [--members 16 32 ...] [--experts 32 ...]
+    python benches/bench_growth.py [--only recovery planners live] [--layers 24] [--members 16 32 ...]
 
 - recovery: what one member does between the agreement on who is left and the first copy, for the state of one process
   and inventories of as many members as asked for, in nodes of 8, after one node has died: none of them is started.
   "KB" is what each member tells, and "MB" what each member is told by all. Columns are milliseconds of processor time.
 - planners: placement, copies and migration of one layer, and the memory that it took at most.
+- live: runs of the demo with as many worker processes, of which one is killed: a step of the same batch, and the phases
+  of the recovery, in milliseconds of time. All share this machine's processors: what takes `w` times as long with `w`
+  workers takes each of them as long as before.
 
 The exponent below each table is the slope of log(column) over log(size), from the upper half of the sizes: 1 where
-twice as many take twice as long. Medians over three runs of processor time, on one thread; nothing is asserted on it.
+twice as many take twice as long. Medians over three runs of processor time, on one thread, but for live, which is one
+run; nothing is asserted on it.
 """
 
 import argparse
@@ -23,10 +27,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import nn
 
 import evermoe
 from common import Table
+from evermoe.cli.measurements import measure_session
 from evermoe.config import SessionConfig
 from evermoe.planning import allocate, copy_holders, migrate, place, recovery_plan
 from evermoe.planning.protection import RankInfo, plan_protection
@@ -37,6 +43,21 @@ from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
 
+PARTS_OF_BENCH = ["recovery", "planners", "live"]
+SMALL = [
+    "--no-join",
+    "--baseline-steps",
+    "0",
+    "--layers",
+    "2",
+    "--hidden",
+    "32",
+    "--intermediate",
+    "32",
+    "--hang-limit",
+    "60",
+]
+"""Flags of the demo's model and session."""
 RANKS_OF_NODE, COPIES, RUNS = 8, 2, 3
 DENSE_OF_LAYER = 4
 NOW = version_of(1, 9)
@@ -187,6 +208,22 @@ def planners(load_E, nodes, slots):
     return ms
 
 
+def grow_live(workers_list, experts_list):
+    """Recoveries of real sessions: milliseconds of their phases, and of a step before."""
+    phases = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
+    table = Table(
+        "Live sessions: milliseconds", {"workers": "8d", "experts": "8d"} | dict.fromkeys(("step", *phases), "9.1f")
+    )
+    settings = [(workers, 8) for workers in workers_list] + [(4, experts) for experts in experts_list]
+    for workers, experts in settings:
+        flags = ["--workers", str(workers), "--experts", str(experts), "--steps", "24", "--kill", "1@12", *SMALL]
+        _, details = measure_session(Console(quiet=True), flags)
+        (seconds,) = details["phases"]
+        row = {phase: 1e3 * seconds.get(phase, 0.0) for phase in phases}
+        table.add(workers=workers, experts=experts, step=1e3 * details["step_seconds"][workers], **row)
+    return table
+
+
 def exponents(table, size, columns):
     """Prints and returns the slopes of the columns over a size, from the upper half of the rows."""
     rows = table.rows[-max(2, (len(table.rows) + 1) // 2) :]
@@ -198,11 +235,15 @@ def exponents(table, size, columns):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["recovery", "planners"], default=["recovery", "planners"])
+    parser.add_argument("--only", nargs="+", choices=PARTS_OF_BENCH, default=PARTS_OF_BENCH)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--members", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--experts", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of each layer")
     parser.add_argument("--nodes", type=int, nargs="+", default=[32, 100, 320, 1000, 3200, 10_000], help="for planners")
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="for live")
+    parser.add_argument(
+        "--live-experts", type=int, nargs="+", default=[16, 64, 256, 1024], help="for live, with 4 workers"
+    )
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -222,6 +263,8 @@ def main():
         table = grow_planners(arguments.nodes, 256)
         slopes = exponents(table, "nodes", ["allocate", "place", "again", "migrate", "copies"])
         found["nodes"] = {"rows": table.rows, "exponents": slopes}
+    if "live" in arguments.only:
+        found["live"] = {"rows": grow_live(arguments.workers, arguments.live_experts).rows}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
 
