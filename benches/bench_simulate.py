@@ -119,7 +119,7 @@ def predict(preset, steps, constants):
     after = WORKERS - len(KILLS)
     scaling = math.log(steps[after] / step_seconds) / math.log(WORKERS / after) if after in steps else 0.0
     scenario = Scenario(
-        workload(step_seconds, min(max(scaling, -1.0), 1.0)),
+        workload(COMMON, step_seconds, min(max(scaling, -1.0), 1.0)),
         nodes=WORKERS,
         steps=STEPS,
         failures=(Failure.in_steps([(step, [worker]) for worker, step in KILLS]),),
@@ -140,11 +140,11 @@ def predict(preset, steps, constants):
     }
 
 
-def workload(step_seconds, scaling):
-    """The demo's model."""
+def workload(flags, step_seconds, scaling):
+    """The demo's model with these flags."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = parser.parse_args(COMMON)
+    options = parser.parse_args(flags)
     sizes = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
     model = ByteGPT(**{name: getattr(options, name) for name in sizes})
     experts = sum(p.numel() for block in model.blocks for p in block.moe.parameters()) - sum(

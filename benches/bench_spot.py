@@ -1,0 +1,119 @@
+"""A comparison on real processes beside a simulation of the same failures: do ways to survive rank alike?
+
+    evermoe compare --trace p3-trace.csv --speedup 60 --trace-start 1920 ... --json real.json
+    python benches/bench_spot.py real.json [--json PATH]
+
+Constants, and a step of four and of three workers, come from a real session of the same model in which a worker is
+killed (`measure_session`). The simulated job has the seconds of the schedule in `real.json`. Goodput is that of steps
+that count, over that of the best. Ranks go from 1 for the most; ways that differ by less than 15 % share one, as two
+real runs of one way do. evermoe's presets, DS (`restart`) and DS(FT) (`restart-groups`) are simulated; torchft and
+NVIDIA's extension are not.
+"""
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from bench_simulate import workload
+from common import Table
+from evermoe.cli.measurements import measure_session
+from evermoe.simulate import Constants, Failure, Scenario, simulate
+from evermoe.simulate.scenario import SimulatedOptions
+
+SCHEMES = {"ds": "restart", "ds-ft": "restart-groups"}
+"""Names of the simulation for those of the comparison; presets have the same."""
+NOT_SIMULATED = ("torchft", "nvrx")
+SAME = 0.15
+"""Ways of which one has so much less goodput than another share a rank."""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("real", help="what evermoe compare --json has written")
+    parser.add_argument("--json", help="where to write the figures")
+    arguments = parser.parse_args()
+    found = json.loads(Path(arguments.real).read_text())
+    options = argparse.Namespace(**found["options"])
+    real = {name: row["outcome"] for name, row in found["candidates"].items() if name not in NOT_SIMULATED}
+    scenario = scenario_of(options, found["schedule"])
+    simulated = {name: simulate(scenario, SCHEMES.get(name, name), seed=0) for name in real}
+    goodput = {name: row["tokens_per_second"] for name, row in real.items()}
+    predicted = {name: outcome.goodput_tokens_per_second for name, outcome in simulated.items()}
+    columns = {"way": "s", "tokens/s": "9.0f", "of best": "8.0%", "rank": "5d"}
+    columns |= {"simulated": "10.0f", "of its best": "11.0%", "its rank": "9d", "steps lost": "s"}
+    table = Table(f"{options.steps} steps on {options.workers} workers, {len(found['schedule'])} changes", columns)
+    ranks, its_ranks = ranks_of(goodput), ranks_of(predicted)
+    for name in sorted(real, key=goodput.get, reverse=True):
+        table.add(
+            **{
+                "way": name,
+                "tokens/s": goodput[name],
+                "of best": goodput[name] / max(goodput.values()),
+                "rank": ranks[name],
+                "simulated": predicted[name],
+                "of its best": predicted[name] / max(predicted.values()),
+                "its rank": its_ranks[name],
+                "steps lost": f"{real[name]['lost_steps']}, {simulated[name].undone_steps} simulated",
+            }
+        )
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(table.rows, indent=2) + "\n")
+
+
+def scenario_of(options, schedule):
+    """The same job and failures for the simulator, with this machine's constants."""
+    sizes = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence", "batch")
+    model = [part for name in sizes for part in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]
+    session = [
+        "--workers",
+        str(options.workers),
+        "--steps",
+        "36",
+        "--kill",
+        "1@12",
+        "--no-join",
+        "--baseline-steps",
+        "0",
+    ]
+    constants, details = measure_session(Console(quiet=True), [*session, *model])
+    steps, workers = details["step_seconds"], options.workers
+    scaling = math.log(steps[workers - 1] / steps[workers]) / math.log(workers / (workers - 1))
+    events = [(0.0, True, list(range(workers)))]
+    events += [(change["seconds"], change["action"] == "join", [change["worker"]]) for change in schedule]
+    return Scenario(
+        workload(model, steps[workers], min(max(scaling, -1.0), 1.0)),
+        nodes=workers,
+        spares=max(change["worker"] for change in schedule) + 1 - workers,
+        days=options.limit / 86_400,
+        steps=options.steps,
+        failures=(Failure.at_times(events),),
+        constants=replace(Constants(), **constants),
+        options=SimulatedOptions(
+            copies=options.copies,
+            slots=options.slots or options.experts // options.expert_parallel,
+            checkpoint_every=options.ft_checkpoint_every,
+        ),
+        expert_parallel=options.expert_parallel,
+        restart_every=options.checkpoint_every,
+        join_seconds=0.0,
+    )
+
+
+def ranks_of(values):
+    """Each way's rank; it shares that of the best way that it is hardly below."""
+    ranks, leader = {}, None
+    for number, name in enumerate(sorted(values, key=values.get, reverse=True), 1):
+        if leader is None or values[name] < values[leader] * (1 - SAME):
+            leader = name
+            ranks[name] = number
+        else:
+            ranks[name] = ranks[leader]
+    return ranks
+
+
+if __name__ == "__main__":
+    main()
