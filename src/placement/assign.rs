@@ -126,31 +126,37 @@ impl Assignment<'_> {
         // it, no assignment loses by that.
         let own = |position: usize| (needs[position] == held[position]).then_some(position);
         let mut node_map: Vec<Option<usize>> = (0..self.positions).map(own).collect();
-        // What a node has in common with nothing: far below zero once it is taken.
-        let mut start = vec![0; self.nodes];
-        node_map.iter().flatten().for_each(|&node| start[node] = i64::MIN);
-        let open = |nodes: &Vec<usize>| nodes.iter().copied().filter(|&node| start[node] == 0).collect();
+        let mut is_free = vec![true; self.nodes];
+        node_map.iter().flatten().for_each(|&node| is_free[node] = false);
+        let open = |nodes: &Vec<usize>| nodes.iter().copied().filter(|&node| is_free[node]).collect();
         let holders: Vec<Vec<usize>> = self.holders.iter().map(open).collect();
         let mut common = vec![0; self.nodes];
-        let mut candidate = |position: usize, start: &[i64]| {
-            common.copy_from_slice(start);
+        let mut candidate = |position: usize, is_free: &[bool]| {
+            let holders_of_needs = || needs[position].iter().flat_map(|&expert| &holders[expert]);
             for &expert in &needs[position] {
                 holders[expert].iter().for_each(|&node| common[node] += self.nbytes[expert]);
             }
-            let most = *common.iter().max()?;
-            let first = || common.iter().position(|&bytes| bytes == most);
-            let node = if common[position] == most { position } else { first()? };
+            let free = holders_of_needs().copied().filter(|&node| is_free[node] && common[node] > 0);
+            // Of the most bytes its own node, else the first; of none at all any free node.
+            let key = |node: usize| (common[node], node == position, Reverse(node));
+            let node = match free.max_by_key(|&node| key(node)) {
+                Some(node) => node,
+                None if is_free[position] => position,
+                None => is_free.iter().position(|&is_free| is_free)?,
+            };
+            let most = common[node];
+            holders_of_needs().for_each(|&node| common[node] = 0);
             Some((most, Reverse(position), node))
         };
         let waiting = (0..self.positions).filter(|&position| node_map[position].is_none());
         let mut queue: BinaryHeap<(i64, Reverse<usize>, usize)> =
-            waiting.filter_map(|position| candidate(position, &start)).collect();
+            waiting.filter_map(|position| candidate(position, &is_free)).collect();
         while let Some((_, Reverse(position), node)) = queue.pop() {
-            if start[node] == 0 {
+            if is_free[node] {
                 node_map[position] = Some(node);
-                start[node] = i64::MIN;
+                is_free[node] = false;
             } else {
-                queue.extend(candidate(position, &start));
+                queue.extend(candidate(position, &is_free));
             }
         }
         node_map.into_iter().flatten().collect()

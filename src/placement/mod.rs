@@ -27,6 +27,7 @@ mod place;
 mod reallocate;
 mod respread;
 mod result;
+mod rows;
 mod survival;
 mod training_holders;
 mod unit_holders;
@@ -38,6 +39,7 @@ pub use moving::{is_worth_moving, keep_in_place, session_slots};
 pub use place::{Policy, Request, place};
 pub use reallocate::reallocate;
 pub use result::{Construction, Placement, Reason};
+pub(crate) use rows::{Rows, matrix_of, rows_of};
 #[cfg(feature = "python")]
 pub(crate) use survival::{Draws, copy_recovery_until, recovery_until};
 pub use survival::{Survival, copy_recovery_probability, recovery_probability, survival};
