@@ -132,20 +132,21 @@ impl Assignment<'_> {
         let holders: Vec<Vec<usize>> = self.holders.iter().map(open).collect();
         let mut common = vec![0; self.nodes];
         let mut candidate = |position: usize, is_free: &[bool]| {
-            let holders_of_needs = || needs[position].iter().flat_map(|&expert| &holders[expert]);
+            // Of the most bytes its own node, else the first. What a node has grows, so its last key is its highest.
+            let mut best = (0, false, Reverse(usize::MAX));
             for &expert in &needs[position] {
-                holders[expert].iter().for_each(|&node| common[node] += self.nbytes[expert]);
+                for &node in holders[expert].iter().filter(|&&node| is_free[node]) {
+                    common[node] += self.nbytes[expert];
+                    best = best.max((common[node], node == position, Reverse(node)));
+                }
             }
-            let free = holders_of_needs().copied().filter(|&node| is_free[node] && common[node] > 0);
-            // Of the most bytes its own node, else the first; of none at all any free node.
-            let key = |node: usize| (common[node], node == position, Reverse(node));
-            let node = match free.max_by_key(|&node| key(node)) {
-                Some(node) => node,
-                None if is_free[position] => position,
-                None => is_free.iter().position(|&is_free| is_free)?,
+            needs[position].iter().flat_map(|&expert| &holders[expert]).for_each(|&node| common[node] = 0);
+            let (most, _, Reverse(nearest)) = best;
+            let node = match most {
+                0 if is_free[position] => position,
+                0 => is_free.iter().position(|&is_free| is_free)?,
+                _ => nearest,
             };
-            let most = common[node];
-            holders_of_needs().for_each(|&node| common[node] = 0);
             Some((most, Reverse(position), node))
         };
         let waiting = (0..self.positions).filter(|&position| node_map[position].is_none());

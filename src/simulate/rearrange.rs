@@ -1,9 +1,9 @@
 //! Which member trains which expert: after a change, and when the load has shifted.
 
 use super::job::Job;
-use super::units::{Seat, matrix, rows};
+use super::units::{Seat, matrix};
 use crate::error::Result;
-use crate::placement::{Request, is_worth_moving, session_slots};
+use crate::placement::{Request, Rows, is_worth_moving, rows_of, session_slots};
 use crate::protection::CopyKind;
 use std::collections::BTreeMap;
 
@@ -48,13 +48,12 @@ impl Job<'_> {
     }
 
     /// Rows of each class for these nodes, and how uneven it is.
-    #[allow(clippy::type_complexity, reason = "rows of each class, of each node")]
     fn plan_rows(
         &self,
         nodes: &[usize],
         old: &[Option<&Seat>],
         in_memory: Option<&[Vec<usize>]>,
-    ) -> Result<(Vec<Vec<Vec<(usize, i64)>>>, Vec<f64>)> {
+    ) -> Result<(Vec<Rows>, Vec<f64>)> {
         let (experts, session) = (self.units.experts, &self.scenario.session);
         let replicas = self.active_replicas();
         let slots = session_slots(experts, &vec![1; nodes.len()], session.slots, replicas);
@@ -98,7 +97,7 @@ impl Job<'_> {
                 }
                 None => placement.matrix,
             };
-            found.push(rows(&kept, experts));
+            found.push(rows_of(&kept, experts));
         }
         Ok((found, imbalances))
     }
@@ -171,7 +170,7 @@ impl Job<'_> {
     }
 }
 
-fn seats(nodes: &[usize], rows: Vec<Vec<Vec<(usize, i64)>>>) -> Vec<Seat> {
+fn seats(nodes: &[usize], rows: Vec<Rows>) -> Vec<Seat> {
     let mut seats: Vec<Seat> = nodes.iter().map(|&node| Seat { node, held: Vec::new() }).collect();
     for class in rows {
         for (seat, row) in seats.iter_mut().zip(class) {
