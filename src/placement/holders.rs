@@ -58,11 +58,7 @@ impl FromStr for CopyPolicy {
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0, or with [`CopyPolicy::Group`] does not divide
 /// the number of nodes.
-pub fn copy_holders<S: Ord>(
-    nodes: &[S],
-    copies: usize,
-    policy: CopyPolicy,
-) -> Result<Vec<Vec<usize>>> {
+pub fn copy_holders<S: Ord>(nodes: &[S], copies: usize, policy: CopyPolicy) -> Result<Vec<Vec<usize>>> {
     ensure!(copies > 0, "copies: expected 1 (the rank itself) or more, got 0");
     let mut ranks_of: BTreeMap<&S, Vec<usize>> = BTreeMap::new();
     for (rank, node) in nodes.iter().enumerate() {

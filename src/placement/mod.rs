@@ -35,7 +35,7 @@ mod unit_holders;
 pub use allocate::allocate;
 pub use holders::{CopyPolicy, copy_holders, primaries};
 pub use migrate::{ExpertTransfer, Migration, migrate};
-pub use moving::{is_worth_moving, keep_in_place, session_slots};
+pub use moving::{is_worth_moving, keep_in_place, ranks_in_place, session_slots};
 pub use place::{Policy, Request, place};
 pub use reallocate::reallocate;
 pub use result::{Construction, Placement, Reason};

@@ -18,7 +18,10 @@ pub(crate) fn rows_of(matrix: &[i64], experts: usize) -> Rows {
 }
 
 /// The matrix `[nodes, experts]` of rows.
-pub(crate) fn matrix_of<'a>(rows: impl ExactSizeIterator<Item = &'a [(usize, i64)]>, experts: usize) -> Vec<i64> {
+pub(crate) fn matrix_of<'a>(
+    rows: impl ExactSizeIterator<Item = &'a [(usize, i64)]>,
+    experts: usize,
+) -> Vec<i64> {
     let mut matrix = vec![0; rows.len() * experts];
     for (cells, row) in matrix.chunks_exact_mut(experts).zip(rows) {
         row.iter().for_each(|&(expert, count)| cells[expert] = count);

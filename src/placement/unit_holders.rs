@@ -59,8 +59,7 @@ fn holders_of(primary: usize, partners: &[usize], active: &[usize], node_of: &[u
     let mut holders = vec![primary];
     for &partner in &partners[1..] {
         let candidates = (partner..node_of.len()).chain(0..partner);
-        let fresh =
-            candidates.clone().find(|&rank| !is_covered[node_of[rank]] && !holders.contains(&rank));
+        let fresh = candidates.clone().find(|&rank| !is_covered[node_of[rank]] && !holders.contains(&rank));
         let chosen = fresh.or_else(|| candidates.clone().find(|rank| !holders.contains(rank)));
         if let Some(rank) = chosen {
             is_covered[node_of[rank]] = true;

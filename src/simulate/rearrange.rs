@@ -81,23 +81,20 @@ impl Job<'_> {
                 failures: None,
             })?;
             imbalances.push(self.imbalance(&placement.matrix, class, nodes.len())?);
-            let kept = match in_memory {
-                Some(in_memory) => {
-                    let mut held = previous;
-                    for (row, units) in held.chunks_exact_mut(experts).zip(in_memory) {
-                        let own = units.iter().filter(|&&unit| unit / experts == class);
-                        own.for_each(|&unit| row[unit % experts] = 1);
-                    }
-                    self.planners.keep_in_place(
-                        &held,
-                        &placement.matrix,
-                        &self.units.of_class(class),
-                        &domains,
-                    )?
+            let mut rows = rows_of(&placement.matrix, experts);
+            if let Some(in_memory) = in_memory {
+                let mut held = previous;
+                for (row, units) in held.chunks_exact_mut(experts).zip(in_memory) {
+                    let own = units.iter().filter(|&&unit| unit / experts == class);
+                    own.for_each(|&unit| row[unit % experts] = 1);
                 }
-                None => placement.matrix,
-            };
-            found.push(rows_of(&kept, experts));
+                let sizes = self.units.of_class(class);
+                let ranks = self.planners.ranks_in_place(&held, &placement.matrix, &sizes, &domains)?;
+                let mut kept = vec![Vec::new(); rows.len()];
+                rows.into_iter().zip(ranks).for_each(|(row, rank)| kept[rank] = row);
+                rows = kept;
+            }
+            found.push(rows);
         }
         Ok((found, imbalances))
     }
