@@ -64,7 +64,6 @@ fn exchange(row: &mut Vec<(usize, i64)>, giver: usize, taker: usize) {
 #[cfg(test)]
 mod tests {
     use super::super::rows::{matrix_of, rows_of};
-    use super::*;
     use proptest::prelude::*;
 
     /// Matrices `[nodes, experts]` instead of rows.
