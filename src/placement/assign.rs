@@ -1,7 +1,7 @@
 //! Assignment of nodes to the positions of a new placement, so that the fewest bytes move.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// With more nodes than this the assignment is greedy: an exact one takes time with the cube of the nodes.
 const MOST_EXACT: usize = 512;
@@ -128,19 +128,22 @@ impl Assignment<'_> {
         let mut node_map: Vec<Option<usize>> = (0..self.positions).map(own).collect();
         let mut is_free = vec![true; self.nodes];
         node_map.iter().flatten().for_each(|&node| is_free[node] = false);
-        let open = |nodes: &Vec<usize>| nodes.iter().copied().filter(|&node| is_free[node]).collect();
-        let holders: Vec<Vec<usize>> = self.holders.iter().map(open).collect();
-        let mut common = vec![0; self.nodes];
-        let mut candidate = |position: usize, is_free: &[bool]| {
-            // Of the most bytes its own node, else the first. What a node has grows, so its last key is its highest.
+        let mut groups = Groups::new(&held, &is_free, self.holders.len());
+        let mut common = vec![0; groups.free.len()];
+        let mut candidate = |position: usize, is_free: &[bool], groups: &Groups| {
+            let own = is_free[position].then(|| groups.of_node[position]);
+            // Of the most bytes its own node, else the first. What a group has grows, so its last key is its highest.
             let mut best = (0, false, Reverse(usize::MAX));
             for &expert in &needs[position] {
-                for &node in holders[expert].iter().filter(|&&node| is_free[node]) {
-                    common[node] += self.nbytes[expert];
-                    best = best.max((common[node], node == position, Reverse(node)));
+                for &group in &groups.of_expert[expert] {
+                    let Some(&first) = groups.free[group].first() else { continue };
+                    common[group] += self.nbytes[expert];
+                    let is_own = own == Some(group);
+                    best = best.max((common[group], is_own, Reverse(if is_own { position } else { first })));
                 }
             }
-            needs[position].iter().flat_map(|&expert| &holders[expert]).for_each(|&node| common[node] = 0);
+            let reached = needs[position].iter().flat_map(|&expert| &groups.of_expert[expert]);
+            reached.for_each(|&group| common[group] = 0);
             let (most, _, Reverse(nearest)) = best;
             let node = match most {
                 0 if is_free[position] => position,
@@ -151,16 +154,45 @@ impl Assignment<'_> {
         };
         let waiting = (0..self.positions).filter(|&position| node_map[position].is_none());
         let mut queue: BinaryHeap<(i64, Reverse<usize>, usize)> =
-            waiting.filter_map(|position| candidate(position, &is_free)).collect();
+            waiting.filter_map(|position| candidate(position, &is_free, &groups)).collect();
         while let Some((_, Reverse(position), node)) = queue.pop() {
             if is_free[node] {
                 node_map[position] = Some(node);
                 is_free[node] = false;
+                groups.free[groups.of_node[node]].remove(&node);
             } else {
-                queue.extend(candidate(position, &is_free));
+                queue.extend(candidate(position, &is_free, &groups));
             }
         }
         node_map.into_iter().flatten().collect()
+    }
+}
+
+/// Nodes that were free at first and hold the same: for the bytes they are one.
+struct Groups {
+    /// The nodes of each group that are still free.
+    free: Vec<BTreeSet<usize>>,
+    /// The group of each node that was free.
+    of_node: Vec<usize>,
+    /// The groups that hold each expert.
+    of_expert: Vec<Vec<usize>>,
+}
+
+impl Groups {
+    fn new(held: &[Vec<usize>], is_free: &[bool], experts: usize) -> Self {
+        let mut numbers: BTreeMap<&[usize], usize> = BTreeMap::new();
+        let (mut free, mut of_node) = (Vec::new(), vec![0; held.len()]);
+        let mut of_expert = vec![Vec::new(); experts];
+        for node in (0..held.len()).filter(|&node| is_free[node]) {
+            let group = *numbers.entry(&held[node]).or_insert_with(|| {
+                held[node].iter().for_each(|&expert| of_expert[expert].push(free.len()));
+                free.push(BTreeSet::new());
+                free.len() - 1
+            });
+            free[group].insert(node);
+            of_node[node] = group;
+        }
+        Self { free, of_node, of_expert }
     }
 }
 
