@@ -66,7 +66,7 @@ fn replicas(matrix: &[i64], load: &[f64]) -> Result<Vec<i128>> {
     let experts = load.len();
     let mut replicas = vec![0_i128; experts];
     for (node, row) in matrix.chunks_exact(experts).enumerate() {
-        for (expert, &count) in row.iter().enumerate() {
+        for (expert, &count) in row.iter().enumerate().filter(|(_, count)| **count != 0) {
             ensure!(
                 count >= 0,
                 "matrix: expert {expert} has {count} replicas on node {node}; counts start at 0"
@@ -84,7 +84,10 @@ fn replicas(matrix: &[i64], load: &[f64]) -> Result<Vec<i128>> {
 /// The busiest node's load when every replica of an expert bears the same part.
 fn busiest_even(matrix: &[i64], load: &[f64], replicas: &[i128]) -> f64 {
     let each: Vec<f64> = load.iter().zip(replicas).map(|(load, &count)| load / count.max(1) as f64).collect();
-    let borne = |row: &[i64]| row.iter().zip(&each).map(|(&count, each)| count as f64 * each).sum();
+    let borne = |row: &[i64]| {
+        let held = row.iter().zip(&each).filter(|(count, _)| **count > 0);
+        held.map(|(&count, each)| count as f64 * each).sum()
+    };
     matrix.chunks_exact(load.len()).map(borne).fold(0.0, f64::max)
 }
 

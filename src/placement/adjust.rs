@@ -1,5 +1,7 @@
 //! The previous placement with as few replicas exchanged as the wanted numbers of replicas need.
 
+use super::rows::Rows;
+
 /// (node, expert) pairs times exchanges up to which it is looked for: some tens of milliseconds.
 const MOST_WORK: usize = 1 << 24;
 
@@ -13,28 +15,29 @@ const MOST_WORK: usize = 1 << 24;
 ///                             node 2: 2 0      2 0
 /// ```
 ///
-/// `previous` is `[nodes, experts]`, `replicas` `[experts]`, `weight` the load of one replica of each expert.
-pub(super) fn adjusted(previous: &[i64], replicas: &[i64], slots: usize, weight: &[f64]) -> Option<Vec<i64>> {
-    let experts = replicas.len();
-    let mut matrix = previous.to_vec();
-    if !matrix.chunks_exact(experts).all(|row| row.iter().sum::<i64>() == slots as i64) {
+/// `replicas` is `[experts]`, `weight` the load of one replica of each expert.
+pub(super) fn adjusted(previous: &Rows, replicas: &[i64], slots: usize, weight: &[f64]) -> Option<Rows> {
+    let counted = |row: &Vec<(usize, i64)>| row.iter().map(|&(_, count)| count).sum::<i64>();
+    if previous.is_empty() || !previous.iter().all(|row| counted(row) == slots as i64) {
         return None;
     }
-    let now = |expert: usize| previous.iter().skip(expert).step_by(experts).sum::<i64>();
-    let mut surplus: Vec<i64> = (0..experts).map(|expert| now(expert) - replicas[expert]).collect();
+    let mut surplus: Vec<i64> = replicas.iter().map(|count| -count).collect();
+    previous.iter().flatten().for_each(|&(expert, count)| surplus[expert] += count);
     if surplus.iter().sum::<i64>() != 0 {
         return None;
     }
     let exchanges: i64 = surplus.iter().filter(|&&more| more > 0).sum();
-    if previous.len().saturating_mul(exchanges as usize) > MOST_WORK {
+    if (previous.len() * replicas.len()).saturating_mul(exchanges as usize) > MOST_WORK {
         return None;
     }
-    let load = |row: &[i64]| row.iter().zip(weight).map(|(&count, weight)| count as f64 * weight).sum();
-    let mut loads: Vec<f64> = matrix.chunks_exact(experts).map(load).collect();
+    let load = |row: &Vec<(usize, i64)>| row.iter().map(|&(held, count)| count as f64 * weight[held]).sum();
+    let mut loads: Vec<f64> = previous.iter().map(load).collect();
+    let mut rows = previous.clone();
     while let Some(taker) = surplus.iter().position(|&more| more < 0) {
         let mut best: Option<(f64, usize, usize)> = None;
-        for (node, row) in matrix.chunks_exact(experts).enumerate().filter(|(_, row)| row[taker] == 0) {
-            for giver in (0..experts).filter(|&giver| surplus[giver] > 0 && row[giver] > 0) {
+        let lacks = |row: &[(usize, i64)]| row.iter().all(|&(held, _)| held != taker);
+        for (node, row) in rows.iter().enumerate().filter(|(_, row)| lacks(row)) {
+            for &(giver, _) in row.iter().filter(|&&(giver, _)| surplus[giver] > 0) {
                 let after = loads[node] - weight[giver] + weight[taker];
                 if best.is_none_or(|(least, ..)| after < least) {
                     best = Some((after, node, giver));
@@ -42,19 +45,33 @@ pub(super) fn adjusted(previous: &[i64], replicas: &[i64], slots: usize, weight:
             }
         }
         let (after, node, giver) = best?;
-        matrix[node * experts + giver] -= 1;
-        matrix[node * experts + taker] += 1;
+        exchange(&mut rows[node], giver, taker);
         surplus[giver] -= 1;
         surplus[taker] += 1;
         loads[node] = after;
     }
-    Some(matrix)
+    Some(rows)
+}
+
+/// A replica of `giver` gives its slot to one of `taker`, which the node does not hold.
+fn exchange(row: &mut Vec<(usize, i64)>, giver: usize, taker: usize) {
+    row.iter_mut().filter(|(held, _)| *held == giver).for_each(|(_, count)| *count -= 1);
+    row.retain(|&(_, count)| count > 0);
+    row.push((taker, 1));
+    row.sort_unstable();
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::super::rows::{matrix_of, rows_of};
     use proptest::prelude::*;
+
+    /// Matrices `[nodes, experts]` instead of rows.
+    fn adjusted(previous: &[i64], replicas: &[i64], slots: usize, weight: &[f64]) -> Option<Vec<i64>> {
+        let experts = replicas.len();
+        let rows = super::adjusted(&rows_of(previous, experts), replicas, slots, weight)?;
+        Some(matrix_of(rows.iter().map(Vec::as_slice), experts))
+    }
 
     proptest! {
         #[test]

@@ -1,7 +1,7 @@
 //! Assignment of nodes to the positions of a new placement, so that the fewest bytes move.
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 
 /// With more nodes than this the assignment is greedy: an exact one takes time with the cube of the nodes.
 const MOST_EXACT: usize = 512;
@@ -126,34 +126,73 @@ impl Assignment<'_> {
         // it, no assignment loses by that.
         let own = |position: usize| (needs[position] == held[position]).then_some(position);
         let mut node_map: Vec<Option<usize>> = (0..self.positions).map(own).collect();
-        // What a node has in common with nothing: far below zero once it is taken.
-        let mut start = vec![0; self.nodes];
-        node_map.iter().flatten().for_each(|&node| start[node] = i64::MIN);
-        let open = |nodes: &Vec<usize>| nodes.iter().copied().filter(|&node| start[node] == 0).collect();
-        let holders: Vec<Vec<usize>> = self.holders.iter().map(open).collect();
-        let mut common = vec![0; self.nodes];
-        let mut candidate = |position: usize, start: &[i64]| {
-            common.copy_from_slice(start);
+        let mut is_free = vec![true; self.nodes];
+        node_map.iter().flatten().for_each(|&node| is_free[node] = false);
+        let mut groups = Groups::new(&held, &is_free, self.holders.len());
+        let mut common = vec![0; groups.free.len()];
+        let mut candidate = |position: usize, is_free: &[bool], groups: &Groups| {
+            let own = is_free[position].then(|| groups.of_node[position]);
+            // Of the most bytes its own node, else the first. What a group has grows, so its last key is its highest.
+            let mut best = (0, false, Reverse(usize::MAX));
             for &expert in &needs[position] {
-                holders[expert].iter().for_each(|&node| common[node] += self.nbytes[expert]);
+                for &group in &groups.of_expert[expert] {
+                    let Some(&first) = groups.free[group].first() else { continue };
+                    common[group] += self.nbytes[expert];
+                    let is_own = own == Some(group);
+                    best = best.max((common[group], is_own, Reverse(if is_own { position } else { first })));
+                }
             }
-            let most = *common.iter().max()?;
-            let first = || common.iter().position(|&bytes| bytes == most);
-            let node = if common[position] == most { position } else { first()? };
+            let reached = needs[position].iter().flat_map(|&expert| &groups.of_expert[expert]);
+            reached.for_each(|&group| common[group] = 0);
+            let (most, _, Reverse(nearest)) = best;
+            let node = match most {
+                0 if is_free[position] => position,
+                0 => is_free.iter().position(|&is_free| is_free)?,
+                _ => nearest,
+            };
             Some((most, Reverse(position), node))
         };
         let waiting = (0..self.positions).filter(|&position| node_map[position].is_none());
         let mut queue: BinaryHeap<(i64, Reverse<usize>, usize)> =
-            waiting.filter_map(|position| candidate(position, &start)).collect();
+            waiting.filter_map(|position| candidate(position, &is_free, &groups)).collect();
         while let Some((_, Reverse(position), node)) = queue.pop() {
-            if start[node] == 0 {
+            if is_free[node] {
                 node_map[position] = Some(node);
-                start[node] = i64::MIN;
+                is_free[node] = false;
+                groups.free[groups.of_node[node]].remove(&node);
             } else {
-                queue.extend(candidate(position, &start));
+                queue.extend(candidate(position, &is_free, &groups));
             }
         }
         node_map.into_iter().flatten().collect()
+    }
+}
+
+/// Nodes that were free at first and hold the same: for the bytes they are one.
+struct Groups {
+    /// The nodes of each group that are still free.
+    free: Vec<BTreeSet<usize>>,
+    /// The group of each node that was free.
+    of_node: Vec<usize>,
+    /// The groups that hold each expert.
+    of_expert: Vec<Vec<usize>>,
+}
+
+impl Groups {
+    fn new(held: &[Vec<usize>], is_free: &[bool], experts: usize) -> Self {
+        let mut numbers: BTreeMap<&[usize], usize> = BTreeMap::new();
+        let (mut free, mut of_node) = (Vec::new(), vec![0; held.len()]);
+        let mut of_expert = vec![Vec::new(); experts];
+        for node in (0..held.len()).filter(|&node| is_free[node]) {
+            let group = *numbers.entry(&held[node]).or_insert_with(|| {
+                held[node].iter().for_each(|&expert| of_expert[expert].push(free.len()));
+                free.push(BTreeSet::new());
+                free.len() - 1
+            });
+            free[group].insert(node);
+            of_node[node] = group;
+        }
+        Self { free, of_node, of_expert }
     }
 }
 

@@ -4,6 +4,7 @@ use super::assign::Assignment;
 use super::domains::nodes_of;
 use super::layout::{Problem, fatal_sets};
 use super::result::{Construction, Placement, Reason};
+use super::rows::{Rows, holders_of, matrix_of};
 use super::survival::{Share, weigh};
 use std::cmp::Ordering;
 
@@ -16,18 +17,18 @@ const MOST_WORK: usize = 1 << 23;
 #[derive(Clone)]
 pub(super) struct Candidate {
     pub(super) construction: Construction,
-    /// `[nodes, experts]` replicas.
-    pub(super) matrix: Vec<i64>,
+    /// Replicas of each node.
+    pub(super) rows: Rows,
     /// At the losses of the problem.
     pub(super) survival: Share,
     pub(super) imbalance: f64,
 }
 
 impl Candidate {
-    pub(super) fn new(problem: &Problem, construction: Construction, matrix: Vec<i64>) -> Self {
-        let survival = survival(problem, &matrix, problem.failures);
-        let imbalance = imbalance(problem, &matrix);
-        Self { construction, matrix, survival, imbalance }
+    pub(super) fn new(problem: &Problem, construction: Construction, rows: Rows) -> Self {
+        let survival = survival(problem, &rows, problem.failures);
+        let imbalance = imbalance(problem, &rows);
+        Self { construction, rows, survival, imbalance }
     }
 
     pub(super) fn into_placement(self, problem: &Problem) -> Placement {
@@ -40,7 +41,7 @@ impl Candidate {
             least_imbalance: least_imbalance(problem),
             moved: (!problem.previous.is_empty()).then(|| self.moved(problem)),
         };
-        Placement { matrix: self.matrix, reason }
+        Placement { matrix: matrix_of(self.rows.iter().map(Vec::as_slice), problem.experts), reason }
     }
 
     /// Whether nodes are as evenly loaded as in the other, less, or more, but for rounding.
@@ -52,20 +53,20 @@ impl Candidate {
     /// Survival of one more loss than the problem counts; none where no domain would be left.
     pub(super) fn survival_of_one_more(&self, problem: &Problem) -> Option<Share> {
         let failures = problem.failures + 1;
-        (failures < problem.domains).then(|| survival(problem, &self.matrix, failures))
+        (failures < problem.domains).then(|| survival(problem, &self.rows, failures))
     }
 
     /// (node, expert) pairs.
     pub(super) fn pairs(&self) -> usize {
-        self.matrix.iter().filter(|&&count| count > 0).count()
+        self.rows.iter().map(Vec::len).sum()
     }
 
     /// (node, expert) pairs that the node did not hold before.
     pub(super) fn moved(&self, problem: &Problem) -> usize {
-        let new = |cell: &usize| {
-            self.matrix[*cell] > 0 && !problem.held(cell / problem.experts, cell % problem.experts)
+        let new = |(node, row): (usize, &Vec<(usize, i64)>)| {
+            row.iter().filter(|&&(expert, _)| !problem.held(node, expert)).count()
         };
-        (0..self.matrix.len()).filter(new).count()
+        self.rows.iter().enumerate().map(new).sum()
     }
 
     /// The fewest distinct domains of an expert.
@@ -75,9 +76,9 @@ impl Candidate {
         // As domain follows domain, a domain is new to an expert if it is not the last one that it was seen in.
         let mut seen = vec![(0, usize::MAX); problem.experts];
         for node in nodes {
-            let (row, domain) =
-                (&self.matrix[node * problem.experts..][..problem.experts], problem.domain[node]);
-            for ((distinct, last), _) in seen.iter_mut().zip(row).filter(|(_, count)| **count > 0) {
+            let domain = problem.domain[node];
+            for &(expert, _) in &self.rows[node] {
+                let (distinct, last) = &mut seen[expert];
                 *distinct += usize::from(std::mem::replace(last, domain) != domain);
             }
         }
@@ -90,40 +91,34 @@ impl Candidate {
         if problem.previous.is_empty() {
             return self;
         }
-        let experts = problem.experts;
-        let rows = |holds: &dyn Fn(usize) -> bool| -> Vec<Vec<usize>> {
-            let holders =
-                |expert: usize| (0..problem.nodes).filter(|node| holds(node * experts + expert)).collect();
-            (0..experts).map(holders).collect()
-        };
         let assignment = Assignment {
-            nbytes: &vec![1; experts],
-            holders: &rows(&|cell| problem.previous[cell]),
-            needers: &rows(&|cell| self.matrix[cell] > 0),
+            nbytes: &vec![1; problem.experts],
+            holders: &holders_of(&problem.previous, problem.experts),
+            needers: &holders_of(&self.rows, problem.experts),
             nodes: problem.nodes,
             positions: problem.nodes,
             groups: &nodes_of(&problem.domain),
         };
-        let mut matrix = vec![0; self.matrix.len()];
-        for (row, node) in self.matrix.chunks_exact(experts).zip(assignment.solve()) {
-            matrix[node * experts..][..experts].copy_from_slice(row);
+        let node_map = assignment.solve();
+        let mut rows = vec![Vec::new(); problem.nodes];
+        for (row, node) in self.rows.into_iter().zip(node_map) {
+            rows[node] = row;
         }
-        self.matrix = matrix;
+        self.rows = rows;
         self
     }
 }
 
-fn survival(problem: &Problem, matrix: &[i64], failures: usize) -> Share {
-    weigh(problem.domains, &fatal_sets(problem, matrix, failures), failures, MOST_WORK)
+fn survival(problem: &Problem, rows: &Rows, failures: usize) -> Share {
+    weigh(problem.domains, &fatal_sets(problem, rows, failures), failures, MOST_WORK)
 }
 
 /// Load of the busiest node over the mean.
-fn imbalance(problem: &Problem, matrix: &[i64]) -> f64 {
-    let load = |row: &[i64]| {
-        let held = row.iter().zip(&problem.weight).filter(|(count, _)| **count > 0);
-        held.map(|(&count, weight)| count as f64 * weight).sum::<f64>()
+fn imbalance(problem: &Problem, rows: &Rows) -> f64 {
+    let load = |row: &Vec<(usize, i64)>| {
+        row.iter().map(|&(expert, count)| count as f64 * problem.weight[expert]).sum::<f64>()
     };
-    let busiest = matrix.chunks_exact(problem.experts).map(load).fold(0.0, f64::max);
+    let busiest = rows.iter().map(load).fold(0.0, f64::max);
     let mean = problem.mean_load();
     if mean > 0.0 { busiest / mean } else { 1.0 }
 }

@@ -5,6 +5,7 @@
 //! The fewer cells hold fragile experts the safer, the more cells the better balanced.
 
 use super::layout::{Layout, Problem};
+use super::rows::holders_of;
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -66,15 +67,15 @@ pub(super) fn cells(problem: &Problem, ring: bool) -> Vec<Vec<usize>> {
     for node in (0..problem.nodes).rev().filter(|&node| free[node]) {
         nodes_of[problem.domain[node]].push(node);
     }
-    loop {
-        let mut order: Vec<usize> =
-            (0..problem.domains).filter(|&domain| !nodes_of[domain].is_empty()).collect();
-        if order.len() < problem.spread {
-            break;
-        }
-        order.sort_by_key(|&domain| (Reverse(nodes_of[domain].len()), domain));
-        order.truncate(problem.spread);
-        let mut cell: Vec<usize> = order.iter().filter_map(|&domain| nodes_of[domain].pop()).collect();
+    let occupied = (0..problem.domains).filter(|&domain| !nodes_of[domain].is_empty());
+    let mut order: BTreeSet<(Reverse<usize>, usize)> =
+        occupied.map(|domain| (Reverse(nodes_of[domain].len()), domain)).collect();
+    while order.len() >= problem.spread {
+        let widest: Vec<usize> =
+            (0..problem.spread).filter_map(|_| order.pop_first()).map(|(_, domain)| domain).collect();
+        let mut cell: Vec<usize> = widest.iter().filter_map(|&domain| nodes_of[domain].pop()).collect();
+        let left = widest.into_iter().filter(|&domain| !nodes_of[domain].is_empty());
+        order.extend(left.map(|domain| (Reverse(nodes_of[domain].len()), domain)));
         cell.sort_unstable();
         cells.push(cell);
     }
@@ -106,14 +107,12 @@ fn close_ring(problem: &Problem, cells: &mut Vec<Vec<usize>>, left: impl Iterato
 /// Sets of `spread` nodes in as many domains that held the same experts alone, those of the most experts first.
 fn former_cells(problem: &Problem) -> Vec<Vec<usize>> {
     let mut counts: BTreeMap<Vec<usize>, usize> = BTreeMap::new();
-    if problem.previous.is_empty() {
-        return Vec::new();
-    }
-    for expert in 0..problem.experts {
-        let holders: Vec<usize> =
-            (0..problem.nodes).filter(|&node| problem.held(node, expert)).take(problem.spread + 1).collect();
+    for holders in holders_of(&problem.previous, problem.experts) {
+        if holders.len() != problem.spread {
+            continue;
+        }
         let domains: BTreeSet<usize> = holders.iter().map(|&node| problem.domain[node]).collect();
-        if holders.len() == problem.spread && domains.len() == problem.spread {
+        if domains.len() == problem.spread {
             *counts.entry(holders).or_default() += 1;
         }
     }
@@ -147,6 +146,8 @@ struct Builder<'a> {
     left: Vec<usize>,
     /// Experts that each cell is to get yet.
     quota: Vec<usize>,
+    /// Nodes that hold each expert now, ascending.
+    holders: Vec<Vec<usize>>,
 }
 
 impl<'a> Builder<'a> {
@@ -175,6 +176,7 @@ impl<'a> Builder<'a> {
             free,
             left: problem.wanted.clone(),
             quota,
+            holders: holders_of(&problem.previous, problem.experts),
         }
     }
 
@@ -236,10 +238,8 @@ impl<'a> Builder<'a> {
         {
             return;
         }
-        let open = |&node: &usize| {
-            self.problem.held(node, expert) && !self.layout.holds(node, expert) && self.layout.room(node) > 0
-        };
-        let mut nodes: Vec<usize> = (0..self.problem.nodes).filter(open).collect();
+        let open = |&node: &usize| !self.layout.holds(node, expert) && self.layout.room(node) > 0;
+        let mut nodes: Vec<usize> = self.holders[expert].iter().copied().filter(open).collect();
         self.sort_by_load(&mut nodes);
         self.put(expert, nodes);
     }
@@ -265,13 +265,11 @@ impl<'a> Builder<'a> {
         if self.frame.home[expert].is_some() {
             return;
         }
-        let held = |cell: usize| {
-            let holds = |&&node: &&usize| self.problem.held(node, expert);
-            if self.problem.previous.is_empty() {
-                0
-            } else {
-                self.frame.cells[cell].iter().filter(holds).count()
-            }
+        let mut holds = vec![false; self.problem.nodes];
+        self.holders[expert].iter().for_each(|&node| holds[node] = true);
+        let held = |cell: usize| match self.holders[expert].is_empty() {
+            true => 0,
+            false => self.frame.cells[cell].iter().filter(|&&node| holds[node]).count(),
         };
         let key = |cell: usize| (self.quota[cell] == 0, Reverse(held(cell)));
         // The hottest loop of all: every key and load is computed once.

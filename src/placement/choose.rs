@@ -119,7 +119,7 @@ pub(super) fn balanced(
     {
         let safest_at = |failures: usize| {
             let problem = Problem { failures, ..fresh.clone() };
-            let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.matrix);
+            let weighed = |one: Candidate, by: &Problem| Candidate::new(by, one.construction, one.rows);
             weighed(safest(&problem, None, |construction| weighed(classic(construction), &problem)), &fresh)
         };
         let mut rivals = vec![safest_at(problem.failures)];
@@ -198,7 +198,7 @@ fn made(problem: &Problem, cells: &[Vec<usize>], count: usize, target: f64) -> C
     improve(problem, &mut layout, &mut frame, target * problem.mean_load());
     let construction =
         if problem.previous.is_empty() { Construction::Cells(count) } else { Construction::Kept(count) };
-    Candidate::new(problem, construction, layout.matrix(problem)).settled(problem)
+    Candidate::new(problem, construction, layout.replicas(problem)).settled(problem)
 }
 
 /// Cells that hold fragile experts now; they come first among the cells.

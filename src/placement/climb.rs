@@ -3,6 +3,7 @@
 use super::candidate::Candidate;
 use super::layout::Problem;
 use super::result::Construction;
+use super::rows::{matrix_of, rows_of};
 use std::collections::BTreeSet;
 
 /// Pairs of replicas times choices of failures up to which all exchanges are tried.
@@ -18,11 +19,11 @@ pub(super) fn climbs(problem: &Problem) -> bool {
 }
 
 /// The placement after exchanges of two replicas, as long as one makes it safer; for problems that [`climbs`].
-pub(super) fn climbed(problem: &Problem, mut candidate: Candidate) -> Candidate {
+pub(super) fn climbed(problem: &Problem, candidate: Candidate) -> Candidate {
     let experts = problem.experts;
-    let mut losses = Losses::new(problem, &candidate.matrix);
-    let occupied = |cell: &usize| candidate.matrix[*cell] > 0;
-    let mut held: BTreeSet<usize> = (0..candidate.matrix.len()).filter(occupied).collect();
+    let mut matrix = matrix_of(candidate.rows.iter().map(Vec::as_slice), experts);
+    let mut losses = Losses::new(problem, &matrix);
+    let mut held: BTreeSet<usize> = (0..matrix.len()).filter(|&cell| matrix[cell] > 0).collect();
     let (mut found, mut exchanged) = (true, false);
     while found {
         found = false;
@@ -39,10 +40,10 @@ pub(super) fn climbed(problem: &Problem, mut candidate: Candidate) -> Candidate 
                 }
                 (found, exchanged) = (true, true);
                 for (left, taken) in [(one, crossed[1]), (two, crossed[0])] {
-                    candidate.matrix[left] -= 1;
-                    candidate.matrix[taken] += 1;
+                    matrix[left] -= 1;
+                    matrix[taken] += 1;
                     held.insert(taken);
-                    if candidate.matrix[left] == 0 {
+                    if matrix[left] == 0 {
                         held.remove(&left);
                     }
                 }
@@ -52,7 +53,10 @@ pub(super) fn climbed(problem: &Problem, mut candidate: Candidate) -> Candidate 
             }
         }
     }
-    if exchanged { Candidate::new(problem, Construction::Exchanged, candidate.matrix) } else { candidate }
+    match exchanged {
+        true => Candidate::new(problem, Construction::Exchanged, rows_of(&matrix, experts)),
+        false => candidate,
+    }
 }
 
 /// What each choice of failed domains takes.
@@ -136,6 +140,7 @@ mod tests {
     use super::super::candidate::Candidate;
     use super::super::layout::Problem;
     use super::super::result::Construction;
+    use super::super::rows::{matrix_of, rows_of};
     use super::{climbed, climbs};
     use proptest::prelude::*;
 
@@ -166,13 +171,14 @@ mod tests {
                 previous: Vec::new(),
             };
             prop_assume!(climbs(&problem));
-            let made = |matrix: &[i64]| Candidate::new(&problem, Construction::Spread, matrix.to_vec());
+            let made = |matrix: &[i64]| Candidate::new(&problem, Construction::Spread, rows_of(matrix, experts));
             let found = climbed(&problem, made(&matrix));
-            prop_assert_eq!(replicas(&found.matrix), replicas(&matrix));
+            let climbed = matrix_of(found.rows.iter().map(Vec::as_slice), experts);
+            prop_assert_eq!(replicas(&climbed), replicas(&matrix));
             prop_assert!(found.survival.compare(made(&matrix).survival).is_ge());
             for (one, two) in (0..nodes * experts).flat_map(|one| (0..one).map(move |two| (one, two))) {
                 let crossed = (one / experts * experts + two % experts, two / experts * experts + one % experts);
-                let mut other = found.matrix.clone();
+                let mut other = climbed.clone();
                 if other[one] > 0 && other[two] > 0 && other[crossed.0] == 0 && other[crossed.1] == 0 {
                     for (left, taken) in [(one, crossed.1), (two, crossed.0)] {
                         (other[left], other[taken]) = (0, 1);

@@ -58,15 +58,11 @@ impl FromStr for CopyPolicy {
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0, or with [`CopyPolicy::Group`] does not divide
 /// the number of nodes.
-pub fn copy_holders<S: AsRef<str>>(
-    nodes: &[S],
-    copies: usize,
-    policy: CopyPolicy,
-) -> Result<Vec<Vec<usize>>> {
+pub fn copy_holders<S: Ord>(nodes: &[S], copies: usize, policy: CopyPolicy) -> Result<Vec<Vec<usize>>> {
     ensure!(copies > 0, "copies: expected 1 (the rank itself) or more, got 0");
-    let mut ranks_of: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    let mut ranks_of: BTreeMap<&S, Vec<usize>> = BTreeMap::new();
     for (rank, node) in nodes.iter().enumerate() {
-        ranks_of.entry(node.as_ref()).or_default().push(rank);
+        ranks_of.entry(node).or_default().push(rank);
     }
     let domains: Vec<Vec<usize>> = match ranks_of.len() {
         1 => (0..nodes.len()).map(|rank| vec![rank]).collect(),

@@ -1,5 +1,6 @@
 //! A placement while it is being made: which node holds which expert, with the nodes' loads kept up to date.
 
+use super::rows::Rows;
 use std::collections::BTreeSet;
 
 /// Problem of a placement. Experts with more replicas than nodes are on every node as often as they can be; `wanted` and
@@ -23,8 +24,8 @@ pub(super) struct Problem {
     pub(super) spread: usize,
     /// Simultaneous losses of domains for which survival is counted.
     pub(super) failures: usize,
-    /// `[nodes, experts]`: the node holds the expert now. Empty without a previous placement.
-    pub(super) previous: Vec<bool>,
+    /// What each node holds now. Empty without a previous placement.
+    pub(super) previous: Rows,
 }
 
 impl Problem {
@@ -44,7 +45,8 @@ impl Problem {
     }
 
     pub(super) fn held(&self, node: usize, expert: usize) -> bool {
-        !self.previous.is_empty() && self.previous[node * self.experts + expert]
+        let row = self.previous.get(node);
+        row.is_some_and(|row| row.binary_search_by_key(&expert, |&(held, _)| held).is_ok())
     }
 
     /// Load of a node when all nodes have the same.
@@ -102,24 +104,28 @@ impl Layout {
         self.load[node] -= problem.weight[expert];
     }
 
-    /// `[nodes, experts]` replicas.
-    pub(super) fn matrix(&self, problem: &Problem) -> Vec<i64> {
-        let mut matrix = Vec::with_capacity(self.on.len());
-        for row in self.on.chunks_exact(self.experts) {
-            matrix.extend(row.iter().zip(&problem.each).map(|(&on, &each)| each as i64 + i64::from(on)));
-        }
-        matrix
+    /// Replicas of each node.
+    pub(super) fn replicas(&self, problem: &Problem) -> Rows {
+        let common: Vec<usize> = (0..self.experts).filter(|&expert| problem.each[expert] > 0).collect();
+        let row = |node: usize| {
+            let alone = self.rows[node].iter().copied().filter(|&expert| problem.each[expert] == 0);
+            let mut held: Vec<usize> = common.iter().copied().chain(alone).collect();
+            held.sort_unstable();
+            let count = |expert| problem.each[expert] as i64 + i64::from(self.holds(node, expert));
+            held.into_iter().map(|expert| (expert, count(expert))).collect()
+        };
+        (0..problem.nodes).map(row).collect()
     }
 }
 
 /// The sets of domains whose loss would lose an expert, each once, without those of more than `failures` domains.
-pub(super) fn fatal_sets(problem: &Problem, matrix: &[i64], failures: usize) -> Vec<Vec<usize>> {
-    // The first domains of each expert, row by row as the matrix lies in memory; counts beyond `failures` say only that.
+pub(super) fn fatal_sets(problem: &Problem, rows: &Rows, failures: usize) -> Vec<Vec<usize>> {
+    // The first domains of each expert; counts beyond `failures` say only that.
     let mut domains = vec![0; problem.experts * failures];
     let mut counts = vec![0; problem.experts];
     let alone = problem.nodes_fail_alone();
-    for (row, &domain) in matrix.chunks_exact(problem.experts).zip(&problem.domain) {
-        for expert in (0..problem.experts).filter(|&expert| row[expert] > 0) {
+    for (row, &domain) in rows.iter().zip(&problem.domain) {
+        for &(expert, _) in row {
             let count = counts[expert];
             let found = &mut domains[expert * failures..][..failures];
             if count <= failures && (alone || !found[..count].contains(&domain)) {

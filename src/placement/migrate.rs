@@ -65,6 +65,29 @@ pub fn migrate(
     nbytes: &[i64],
     domains: Option<&[Vec<usize>]>,
 ) -> Result<Migration> {
+    let (nodes, moves) = (old.len() / nbytes.len().max(1), moves(old, new, nbytes, domains)?);
+    let transfers = transfers(nbytes, &moves.holders, &moves.needers, &moves.node_map, nodes);
+    let nbytes = transfers.iter().map(|transfer| i128::from(transfer.nbytes)).sum();
+    Ok(Migration { node_map: moves.node_map, transfers, nbytes })
+}
+
+/// Who takes which position, and what that follows from.
+pub(super) struct Moves {
+    /// The node that takes each position, all different.
+    pub(super) node_map: Vec<usize>,
+    /// The nodes that hold each expert, ascending.
+    holders: Vec<Vec<usize>>,
+    /// The positions that need each expert, ascending.
+    needers: Vec<Vec<usize>>,
+}
+
+/// The nodes of [`migrate`], without the transfers.
+pub(super) fn moves(
+    old: &[i64],
+    new: &[i64],
+    nbytes: &[i64],
+    domains: Option<&[Vec<usize>]>,
+) -> Result<Moves> {
     check(old, new, nbytes)?;
     let experts = nbytes.len();
     let (holders, needers) = (by_expert(old, experts), by_expert(new, experts));
@@ -85,10 +108,7 @@ pub fn migrate(
     };
     let assignment =
         Assignment { nbytes, holders: &holders, needers: &needers, nodes, positions, groups: &groups };
-    let node_map = assignment.solve();
-    let transfers = transfers(nbytes, &holders, &needers, &node_map, nodes);
-    let nbytes = transfers.iter().map(|transfer| i128::from(transfer.nbytes)).sum();
-    Ok(Migration { node_map, transfers, nbytes })
+    Ok(Moves { node_map: assignment.solve(), holders, needers })
 }
 
 fn check(old: &[i64], new: &[i64], nbytes: &[i64]) -> Result<()> {

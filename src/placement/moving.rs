@@ -1,6 +1,6 @@
 //! What a session asks of placements beside the planners: slots, rows that stay, and whether moving is worth it.
 
-use super::migrate::migrate;
+use super::migrate::moves;
 use crate::error::Result;
 
 /// A new placement must lower the busiest rank of a layer by this part of the mean load.
@@ -50,7 +50,7 @@ pub fn session_slots(experts: usize, domain_sizes: &[usize], slots: Option<usize
 /// ```
 ///
 /// # Errors
-/// Those of [`migrate`].
+/// Those of [`migrate`](super::migrate).
 pub fn keep_in_place(
     held: &[i64],
     placement: &[i64],
@@ -58,26 +58,47 @@ pub fn keep_in_place(
     domains: &[Vec<usize>],
 ) -> Result<Vec<i64>> {
     let experts = nbytes.len().max(1);
+    let mut kept = vec![0; placement.len()];
+    for (row, rank) in placement.chunks_exact(experts).zip(ranks_in_place(held, placement, nbytes, domains)?)
+    {
+        kept[rank * experts..][..experts].copy_from_slice(row);
+    }
+    Ok(kept)
+}
+
+/// The rank that takes each row of [`keep_in_place`].
+///
+/// ```
+/// use evermoe::placement::ranks_in_place;
+/// assert_eq!(ranks_in_place(&[0, 1, 1, 0], &[1, 0, 0, 1], &[8, 8], &[vec![0], vec![1]])?, [1, 0]);
+/// # Ok::<(), evermoe::error::Error>(())
+/// ```
+///
+/// # Errors
+/// Those of [`migrate`](super::migrate).
+pub fn ranks_in_place(
+    held: &[i64],
+    placement: &[i64],
+    nbytes: &[i64],
+    domains: &[Vec<usize>],
+) -> Result<Vec<usize>> {
+    let experts = nbytes.len().max(1);
     let left: Vec<usize> = (0..experts)
         .filter(|&expert| held.iter().skip(expert).step_by(experts).any(|&count| count > 0))
         .collect();
     if left.is_empty() {
-        return Ok(placement.to_vec());
+        return Ok((0..placement.len() / experts).collect());
     }
     let moves = if left.len() == experts {
-        migrate(held, placement, nbytes, Some(domains))?
+        moves(held, placement, nbytes, Some(domains))?
     } else {
         let columns = |matrix: &[i64]| -> Vec<i64> {
             matrix.chunks_exact(experts).flat_map(|row| left.iter().map(|&expert| row[expert])).collect()
         };
         let sizes: Vec<i64> = left.iter().map(|&expert| nbytes[expert]).collect();
-        migrate(&columns(held), &columns(placement), &sizes, Some(domains))?
+        moves(&columns(held), &columns(placement), &sizes, Some(domains))?
     };
-    let mut kept = vec![0; placement.len()];
-    for (row, &rank) in placement.chunks_exact(experts).zip(&moves.node_map) {
-        kept[rank * experts..][..experts].copy_from_slice(row);
-    }
-    Ok(kept)
+    Ok(moves.node_map)
 }
 
 /// Whether a new placement makes a layer so much more even that experts should move; both loads are those of the busiest

@@ -7,6 +7,7 @@ use super::classic::{compact, mro, spread};
 use super::domains::domain_of;
 use super::layout::Problem;
 use super::result::{Construction, Placement};
+use super::rows::rows_of;
 use crate::dispatch::check_load;
 use crate::ensure;
 use crate::error::{Error, Result};
@@ -120,11 +121,10 @@ pub fn place(request: &Request<'_>) -> Result<Placement> {
             Construction::Spread => spread(&problem, replicas),
             _ => compact(replicas, request.nodes, request.slots),
         };
-        Candidate::new(&problem, construction, matrix)
+        Candidate::new(&problem, construction, rows_of(&matrix, problem.experts))
     };
-    let weight = &problem.weight;
-    let unchanged = request.previous.and_then(|previous| adjusted(previous, replicas, request.slots, weight));
-    let unchanged = unchanged.map(|matrix| Candidate::new(&problem, Construction::Previous, matrix));
+    let unchanged = adjusted(&problem.previous, replicas, request.slots, &problem.weight);
+    let unchanged = unchanged.map(|rows| Candidate::new(&problem, Construction::Previous, rows));
     let candidate = match request.policy {
         Policy::Balanced => balanced(&problem, unchanged, made),
         Policy::Safest => safest(&problem, unchanged, made),
@@ -166,7 +166,7 @@ pub(super) fn problem_of(request: &Request<'_>) -> Result<Problem> {
         domains,
         spread,
         failures,
-        previous: request.previous.unwrap_or(&[]).iter().map(|&held| held > 0).collect(),
+        previous: rows_of(request.previous.unwrap_or(&[]), replicas.len()),
     })
 }
 

@@ -1,7 +1,7 @@
 use super::{CopyPolicy, copy_holders};
 use crate::ensure;
 use crate::error::Result;
-use std::collections::HashSet;
+use std::collections::BTreeMap;
 
 /// For each unit, the ranks that keep its copies: its primary, then `copies − 1` others.
 ///
@@ -19,7 +19,7 @@ use std::collections::HashSet;
 ///
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when `copies` is 0, the lists differ in length, or a rank is none.
-pub fn unit_copy_holders<S: AsRef<str>>(
+pub fn unit_copy_holders<S: Ord>(
     primaries: &[usize],
     active: &[Vec<usize>],
     nodes: &[S],
@@ -32,6 +32,12 @@ pub fn unit_copy_holders<S: AsRef<str>>(
         active.len()
     );
     let partners = copy_holders(nodes, copies, CopyPolicy::Mixed)?;
+    let mut numbers = BTreeMap::new();
+    let mut number = |node| {
+        let next = numbers.len();
+        *numbers.entry(node).or_insert(next)
+    };
+    let node_of: Vec<usize> = nodes.iter().map(&mut number).collect();
     let rows = primaries.iter().zip(active).enumerate();
     rows.map(|(unit, (&primary, active))| {
         for (name, &rank) in active.iter().map(|rank| ("active", rank)).chain([("primaries", &primary)]) {
@@ -41,27 +47,22 @@ pub fn unit_copy_holders<S: AsRef<str>>(
                 nodes.len()
             );
         }
-        Ok(holders_of(primary, &partners[primary], active, nodes))
+        Ok(holders_of(primary, &partners[primary], active, &node_of))
     })
     .collect()
 }
 
-fn holders_of<S: AsRef<str>>(
-    primary: usize,
-    partners: &[usize],
-    active: &[usize],
-    nodes: &[S],
-) -> Vec<usize> {
-    let node = |rank: usize| nodes[rank].as_ref();
-    let mut covered: HashSet<&str> = active.iter().map(|&rank| node(rank)).collect();
+/// `node_of` are the numbers of the ranks' nodes, below that of the ranks.
+fn holders_of(primary: usize, partners: &[usize], active: &[usize], node_of: &[usize]) -> Vec<usize> {
+    let mut is_covered = vec![false; node_of.len()];
+    active.iter().for_each(|&rank| is_covered[node_of[rank]] = true);
     let mut holders = vec![primary];
     for &partner in &partners[1..] {
-        let candidates = (0..nodes.len()).map(|step| (partner + step) % nodes.len());
-        let fresh =
-            candidates.clone().find(|&rank| !covered.contains(node(rank)) && !holders.contains(&rank));
+        let candidates = (partner..node_of.len()).chain(0..partner);
+        let fresh = candidates.clone().find(|&rank| !is_covered[node_of[rank]] && !holders.contains(&rank));
         let chosen = fresh.or_else(|| candidates.clone().find(|rank| !holders.contains(rank)));
         if let Some(rank) = chosen {
-            covered.insert(node(rank));
+            is_covered[node_of[rank]] = true;
             holders.push(rank);
         }
     }

@@ -230,11 +230,10 @@ impl SessionRequest<'_> {
     /// state: [`training_copy_holders`] says where it goes. What nothing goes on without is copied at each step.
     fn uncovered(&self) -> Result<Arrangement> {
         let (domains, primaries) = (self.domains(), self.primaries()?);
-        let nodes = names(&domains);
-        let holders = unit_copy_holders(&primaries, &self.active(), &nodes, self.copies)?;
+        let holders = unit_copy_holders(&primaries, &self.active(), &domains, self.copies)?;
         let wanted = self.copies.min(distinct(domains.iter().copied()));
         let ranks: Vec<usize> = (0..self.ranks.len()).collect();
-        let own = training_copy_holders(&nodes, &ranks, &vec![0; ranks.len()], wanted, 1)?.optimizer;
+        let own = training_copy_holders(&domains, &ranks, &vec![0; ranks.len()], wanted, 1)?.optimizer;
         let are_peers = self.ranks.iter().all(|rank| rank.trains);
         let kept = self.units.iter().zip(primaries).zip(&holders).map(|((unit, primary), holders)| {
             let found = if are_peers && unit.active.len() == 1 { &own[primary] } else { holders };
@@ -333,7 +332,7 @@ impl SessionRequest<'_> {
 
     /// Snapshots of each step, whatever they cost, of what one node alone has and the rest cannot go on without.
     fn always_copy(&self, found: &mut Arrangement, domains: &[usize], primaries: &[usize]) -> Result<()> {
-        let holders = unit_copy_holders(primaries, &self.active(), &names(domains), self.copies)?;
+        let holders = unit_copy_holders(primaries, &self.active(), domains, self.copies)?;
         let mut number = 0;
         for ((unit, kept), holders) in self.units.iter().zip(&mut found.units).zip(holders) {
             let is_alone = !unit.may_lag && distinct(unit.active.iter().map(|&rank| domains[rank])) == 1;
@@ -413,9 +412,4 @@ fn copy_unit(unit: &SessionUnit) -> CopyUnit {
 
 fn distinct(domains: impl Iterator<Item = usize>) -> usize {
     domains.collect::<BTreeSet<usize>>().len()
-}
-
-/// Names in whose order domains come by their numbers.
-fn names(domains: &[usize]) -> Vec<String> {
-    domains.iter().map(|domain| format!("{domain:06}")).collect()
 }

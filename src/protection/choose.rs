@@ -149,9 +149,8 @@ impl<'a> Chooser<'a> {
         // Senders share what is sent, holders are the copy placement's, with domains for nodes.
         let sent: Vec<u64> = request.units.iter().map(sent_bytes).collect();
         let senders = primaries(&active, &sent, request.nodes.len())?;
-        let names: Vec<String> = domain.iter().map(|domain| format!("{domain:07}")).collect();
         let copies = request.copies.min(risk.failure.len().max(1));
-        let holders = unit_copy_holders(&senders, &active, &names, copies)?;
+        let holders = unit_copy_holders(&senders, &active, &domain, copies)?;
         let mut units = Vec::with_capacity(active.len());
         for (index, unit) in request.units.iter().enumerate() {
             let mut domains: Vec<usize> = unit.active.iter().map(|&node| domain[node]).collect();

@@ -155,7 +155,7 @@ pub fn without_idle_spares(participants: &[Participant], members: usize) -> Vec<
     let mut spares: Vec<&str> = may_come.map(|each| each.id.as_str()).collect();
     spares.sort_unstable();
     spares.truncate(members.saturating_sub(training));
-    let counts = |each: &&Participant| !is_spare(each) || spares.contains(&each.id.as_str());
+    let counts = |each: &&Participant| !is_spare(each) || spares.binary_search(&each.id.as_str()).is_ok();
     participants.iter().filter(counts).cloned().collect()
 }
 

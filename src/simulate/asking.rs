@@ -7,7 +7,6 @@ use super::units::Seat;
 use super::world::Flow;
 use crate::error::Result;
 use crate::protocol::{Event, Participant, Standing, without_idle_spares};
-use std::collections::BTreeSet;
 
 impl Job<'_> {
     /// The Lighthouse answers.
@@ -19,16 +18,16 @@ impl Job<'_> {
         if !self.await_enough()? {
             return Ok(None);
         }
-        let stay: BTreeSet<usize> = self.survivors().into_iter().collect();
+        let stay = self.survivors();
         if stay.is_empty() && self.members.is_established() {
             self.forget_members();
             return Ok(Some(Event::Look { until: self.scenario.until() }));
         }
         let (seats, vacated) =
-            std::mem::take(&mut self.seats).into_iter().partition(|seat| stay.contains(&seat.node));
+            std::mem::take(&mut self.seats).into_iter().partition(|seat| self.world.members[seat.node]);
         self.seats = seats;
         self.vacated.extend::<Vec<Seat>>(vacated);
-        let newcomers = self.newcomers(&stay.iter().copied().collect::<Vec<_>>());
+        let newcomers = self.newcomers(&stay);
         self.agreed = stay.iter().copied().chain(newcomers.iter().copied()).collect();
         self.agreed.sort_unstable();
         self.world.set_members(&self.agreed);
@@ -41,17 +40,16 @@ impl Job<'_> {
         self.seats.iter().map(|seat| seat.node).filter(|&node| self.world.members[node]).collect()
     }
 
-    /// Nodes that come to these, in the order of their ids, as the protocol says of spares.
+    /// Nodes that come to these, which ascend, in the order of their ids, as the protocol says of spares.
     pub(super) fn newcomers(&self, stay: &[usize]) -> Vec<usize> {
-        let members: BTreeSet<usize> = stay.iter().copied().collect();
-        let ready =
-            self.world.up.iter().filter(|node| !members.contains(node) && !self.world.leaving.contains(node));
+        let is_ready =
+            |node: &&usize| stay.binary_search(node).is_err() && !self.world.leaving.contains(node);
         let free = self.scenario.cluster.nodes.saturating_sub(stay.len());
         if free == 0 {
             return Vec::new();
         }
         let mut participants: Vec<Participant> =
-            ready.map(|node| member(&format!("{node:07}"), true)).collect();
+            self.world.up.iter().filter(is_ready).map(|node| member(&format!("{node:07}"), true)).collect();
         // One stands for all that are left, on both sides of the difference.
         participants.extend((!stay.is_empty()).then(|| member("left", false)));
         let wanted = free + usize::from(!stay.is_empty());

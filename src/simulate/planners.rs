@@ -39,18 +39,18 @@ pub trait Planners {
         placement::place(request)
     }
 
-    /// Which node takes which row: [`placement::keep_in_place`].
+    /// Which node takes which row: [`placement::ranks_in_place`], as of [`placement::keep_in_place`].
     ///
     /// # Errors
     /// Those of the planner.
-    fn keep_in_place(
+    fn ranks_in_place(
         &self,
         held: &[i64],
         placement: &[i64],
         nbytes: &[i64],
         domains: &[Vec<usize>],
-    ) -> Result<Vec<i64>> {
-        placement::keep_in_place(held, placement, nbytes, domains)
+    ) -> Result<Vec<usize>> {
+        placement::ranks_in_place(held, placement, nbytes, domains)
     }
 
     /// The busiest node over the mean: [`dispatch::imbalance`] of tokens that are split as the policy says; with many

@@ -1,9 +1,9 @@
 //! Which member trains which expert: after a change, and when the load has shifted.
 
 use super::job::Job;
-use super::units::{Seat, matrix, rows};
+use super::units::{Seat, matrix};
 use crate::error::Result;
-use crate::placement::{Request, is_worth_moving, session_slots};
+use crate::placement::{Request, Rows, is_worth_moving, rows_of, session_slots};
 use crate::protection::CopyKind;
 use std::collections::BTreeMap;
 
@@ -48,13 +48,12 @@ impl Job<'_> {
     }
 
     /// Rows of each class for these nodes, and how uneven it is.
-    #[allow(clippy::type_complexity, reason = "rows of each class, of each node")]
     fn plan_rows(
         &self,
         nodes: &[usize],
         old: &[Option<&Seat>],
         in_memory: Option<&[Vec<usize>]>,
-    ) -> Result<(Vec<Vec<Vec<(usize, i64)>>>, Vec<f64>)> {
+    ) -> Result<(Vec<Rows>, Vec<f64>)> {
         let (experts, session) = (self.units.experts, &self.scenario.session);
         let replicas = self.active_replicas();
         let slots = session_slots(experts, &vec![1; nodes.len()], session.slots, replicas);
@@ -82,23 +81,20 @@ impl Job<'_> {
                 failures: None,
             })?;
             imbalances.push(self.imbalance(&placement.matrix, class, nodes.len())?);
-            let kept = match in_memory {
-                Some(in_memory) => {
-                    let mut held = previous;
-                    for (row, units) in held.chunks_exact_mut(experts).zip(in_memory) {
-                        let own = units.iter().filter(|&&unit| unit / experts == class);
-                        own.for_each(|&unit| row[unit % experts] = 1);
-                    }
-                    self.planners.keep_in_place(
-                        &held,
-                        &placement.matrix,
-                        &self.units.of_class(class),
-                        &domains,
-                    )?
+            let mut rows = rows_of(&placement.matrix, experts);
+            if let Some(in_memory) = in_memory {
+                let mut held = previous;
+                for (row, units) in held.chunks_exact_mut(experts).zip(in_memory) {
+                    let own = units.iter().filter(|&&unit| unit / experts == class);
+                    own.for_each(|&unit| row[unit % experts] = 1);
                 }
-                None => placement.matrix,
-            };
-            found.push(rows(&kept, experts));
+                let sizes = self.units.of_class(class);
+                let ranks = self.planners.ranks_in_place(&held, &placement.matrix, &sizes, &domains)?;
+                let mut kept = vec![Vec::new(); rows.len()];
+                rows.into_iter().zip(ranks).for_each(|(row, rank)| kept[rank] = row);
+                rows = kept;
+            }
+            found.push(rows);
         }
         Ok((found, imbalances))
     }
@@ -171,7 +167,7 @@ impl Job<'_> {
     }
 }
 
-fn seats(nodes: &[usize], rows: Vec<Vec<Vec<(usize, i64)>>>) -> Vec<Seat> {
+fn seats(nodes: &[usize], rows: Vec<Rows>) -> Vec<Seat> {
     let mut seats: Vec<Seat> = nodes.iter().map(|&node| Seat { node, held: Vec::new() }).collect();
     for class in rows {
         for (seat, row) in seats.iter_mut().zip(class) {

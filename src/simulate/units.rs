@@ -1,6 +1,7 @@
 //! The units of a model, and which node trains which of them.
 
 use super::scenario::{Cluster, Model};
+use crate::placement::matrix_of;
 
 /// Units that are no experts, at most, and (node, unit) pairs of them.
 const MOST_DENSE: usize = 64;
@@ -65,22 +66,7 @@ impl Seat {
 
 /// `[nodes, experts]` replicas of a class; a node without a seat has none.
 pub(super) fn matrix(seats: &[Option<&Seat>], class: usize, experts: usize) -> Vec<i64> {
-    let mut matrix = vec![0; seats.len() * experts];
-    for (row, seat) in matrix.chunks_exact_mut(experts).zip(seats) {
-        for &(expert, count) in seat.map_or(&[][..], |seat| &seat.held[class]) {
-            row[expert] = count;
-        }
-    }
-    matrix
-}
-
-/// The rows of a matrix of a class, one for each seat.
-pub(super) fn rows(matrix: &[i64], experts: usize) -> Vec<Vec<(usize, i64)>> {
-    let row = |row: &[i64]| {
-        let held = row.iter().enumerate().filter(|(_, count)| **count > 0);
-        held.map(|(expert, &count)| (expert, count)).collect()
-    };
-    matrix.chunks_exact(experts).map(row).collect()
+    matrix_of(seats.iter().map(|seat| seat.map_or(&[][..], |seat| &seat.held[class])), experts)
 }
 
 /// Ranks that train each unit.

@@ -23,10 +23,10 @@ struct State {
 }
 
 impl Cluster {
-    pub(super) fn new<S: AsRef<str>>(nodes: &[S]) -> Self {
-        let mut ranks_of: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    pub(super) fn new<S: Ord>(nodes: &[S]) -> Self {
+        let mut ranks_of: BTreeMap<&S, Vec<usize>> = BTreeMap::new();
         for (rank, node) in nodes.iter().enumerate() {
-            ranks_of.entry(node.as_ref()).or_default().push(rank);
+            ranks_of.entry(node).or_default().push(rank);
         }
         let mut found = Self { rank_at: Vec::new(), node_of_seat: Vec::new(), first_seats: vec![0] };
         for (node, ranks) in ranks_of.into_values().enumerate() {

@@ -43,7 +43,7 @@ pub struct TrainingHolders {
 /// # Errors
 /// [`Error::Invalid`](crate::error::Error::Invalid) when the lists differ in length, two ranks share coordinate and
 /// stage, `copies` is 0 or more than there are ranks, or `zero_stage` is more than 3.
-pub fn training_copy_holders<S: AsRef<str>>(
+pub fn training_copy_holders<S: Ord>(
     nodes: &[S],
     data_parallel: &[usize],
     pipeline: &[usize],

@@ -1,0 +1,39 @@
+//! Replicas node by node, without the many experts that a node does not hold.
+
+/// Of each node the experts that it holds, ascending, and how many replicas of each.
+pub(crate) type Rows = Vec<Vec<(usize, i64)>>;
+
+/// The rows of a matrix `[nodes, experts]`.
+///
+/// ```text
+/// 2 0 1      (0 2) (2 1)
+/// 0 0 0  →
+/// ```
+pub(crate) fn rows_of(matrix: &[i64], experts: usize) -> Rows {
+    let row = |row: &[i64]| {
+        let held = row.iter().enumerate().filter(|(_, count)| **count > 0);
+        held.map(|(expert, &count)| (expert, count)).collect()
+    };
+    matrix.chunks_exact(experts).map(row).collect()
+}
+
+/// The matrix `[nodes, experts]` of rows.
+pub(crate) fn matrix_of<'a>(
+    rows: impl ExactSizeIterator<Item = &'a [(usize, i64)]>,
+    experts: usize,
+) -> Vec<i64> {
+    let mut matrix = vec![0; rows.len() * experts];
+    for (cells, row) in matrix.chunks_exact_mut(experts).zip(rows) {
+        row.iter().for_each(|&(expert, count)| cells[expert] = count);
+    }
+    matrix
+}
+
+/// The nodes that hold each expert, ascending.
+pub(super) fn holders_of(rows: &Rows, experts: usize) -> Vec<Vec<usize>> {
+    let mut holders = vec![Vec::new(); experts];
+    for (node, row) in rows.iter().enumerate() {
+        row.iter().for_each(|&(expert, _)| holders[expert].push(node));
+    }
+    holders
+}
