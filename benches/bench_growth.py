@@ -6,9 +6,9 @@
   and inventories of as many members as asked for, in nodes of 8, after one node has died: none of them is started.
   "KB" is what each member tells, and "MB" what each member is told by all. Columns are milliseconds of processor time.
 - planners: placement, copies and migration of one layer, and the memory that it took at most.
-- live: runs of the demo with as many worker processes, of which one is killed: a step of the same batch, and the phases
-  of the recovery, in milliseconds of time. All share this machine's processors: what takes `w` times as long with `w`
-  workers takes each of them as long as before.
+- live: runs of the demo by workers, experts and bytes of state, in which a worker is killed: a step of the same batch,
+  and the phases of the recovery, in milliseconds of time. All share this machine's processors: what takes `w` times as
+  long with `w` workers takes each of them as long as before.
 
 The exponent below each table is the slope of log(column) over log(size), from the upper half of the sizes: 1 where
 twice as many take twice as long. Medians over three runs of processor time, on one thread, but for live, which is one
@@ -31,6 +31,7 @@ from rich.console import Console
 from torch import nn
 
 import evermoe
+from bench_simulate import workload
 from common import Table
 from evermoe.cli.measurements import measure_session
 from evermoe.config import SessionConfig
@@ -44,20 +45,8 @@ from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
 
 PARTS_OF_BENCH = ["recovery", "planners", "live"]
-SMALL = [
-    "--no-join",
-    "--baseline-steps",
-    "0",
-    "--layers",
-    "2",
-    "--hidden",
-    "32",
-    "--intermediate",
-    "32",
-    "--hang-limit",
-    "60",
-]
-"""Flags of the demo's model and session."""
+SESSION = ["--no-join", "--baseline-steps", "0", "--hang-limit", "60"]
+"""Flags of the demo."""
 RANKS_OF_NODE, COPIES, RUNS = 8, 2, 3
 DENSE_OF_LAYER = 4
 NOW = version_of(1, 9)
@@ -208,19 +197,21 @@ def planners(load_E, nodes, slots):
     return ms
 
 
-def grow_live(workers_list, experts_list):
+def grow_live(workers_list, experts_list, widths):
     """Recoveries of real sessions: milliseconds of their phases, and of a step before."""
     phases = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
-    table = Table(
-        "Live sessions: milliseconds", {"workers": "8d", "experts": "8d"} | dict.fromkeys(("step", *phases), "9.1f")
-    )
-    settings = [(workers, 8) for workers in workers_list] + [(4, experts) for experts in experts_list]
-    for workers, experts in settings:
-        flags = ["--workers", str(workers), "--experts", str(experts), "--steps", "24", "--kill", "1@12", *SMALL]
-        _, details = measure_session(Console(quiet=True), flags)
+    columns = {"workers": "8d", "experts": "8d", "MB": "8.1f"} | dict.fromkeys(("step", *phases), "9.1f")
+    table = Table("Live sessions: milliseconds", columns)
+    settings = [(workers, 8, 32) for workers in workers_list] + [(4, experts, 32) for experts in experts_list]
+    for workers, experts, width in settings + [(3, 16, width) for width in widths]:
+        model = ["--experts", str(experts), "--hidden", str(width), "--intermediate", str(width), "--layers", "2"]
+        session = ["--workers", str(workers), "--steps", "24", "--kill", "1@12", *SESSION]
+        _, details = measure_session(Console(quiet=True), [*session, *model])
         (seconds,) = details["phases"]
         row = {phase: 1e3 * seconds.get(phase, 0.0) for phase in phases}
-        table.add(workers=workers, experts=experts, step=1e3 * details["step_seconds"][workers], **row)
+        sizes = workload(model, 1.0, 0.0)
+        state = sizes.parameters * sizes.state_bytes / 1e6
+        table.add(workers=workers, experts=experts, MB=state, step=1e3 * details["step_seconds"][workers], **row)
     return table
 
 
@@ -244,6 +235,8 @@ def main():
     parser.add_argument(
         "--live-experts", type=int, nargs="+", default=[16, 64, 256, 1024], help="for live, with 4 workers"
     )
+    widths = [64, 128, 256, 512, 1024]
+    parser.add_argument("--widths", type=int, nargs="+", default=widths, help="of the model: for live, with 3 workers")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -264,7 +257,7 @@ def main():
         slopes = exponents(table, "nodes", ["allocate", "place", "again", "migrate", "copies"])
         found["nodes"] = {"rows": table.rows, "exponents": slopes}
     if "live" in arguments.only:
-        found["live"] = {"rows": grow_live(arguments.workers, arguments.live_experts).rows}
+        found["live"] = {"rows": grow_live(arguments.workers, arguments.live_experts, arguments.widths).rows}
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
 
