@@ -1,6 +1,6 @@
 //! The previous placement with as few replicas exchanged as the wanted numbers of replicas need.
 
-use super::rows::Rows;
+use super::rows::{Rows, add};
 
 /// (node, expert) pairs times exchanges up to which it is looked for: some tens of milliseconds.
 const MOST_WORK: usize = 1 << 24;
@@ -57,8 +57,7 @@ pub(super) fn adjusted(previous: &Rows, replicas: &[i64], slots: usize, weight: 
 fn exchange(row: &mut Vec<(usize, i64)>, giver: usize, taker: usize) {
     row.iter_mut().filter(|(held, _)| *held == giver).for_each(|(_, count)| *count -= 1);
     row.retain(|&(_, count)| count > 0);
-    row.push((taker, 1));
-    row.sort_unstable();
+    add(row, taker);
 }
 
 #[cfg(test)]

@@ -187,11 +187,11 @@ impl<'a> Builder<'a> {
             bound.iter().chain(&free).for_each(|&expert| self.keep(expert));
         }
         let set_aside = self.set_aside();
-        free.iter().for_each(|&expert| self.scatter(expert, &set_aside));
+        self.scatter(free.iter(), &set_aside);
         bound.iter().for_each(|&expert| self.bind(expert));
         // Heaviest first again, now without slots set aside.
         let none = vec![0; self.problem.nodes];
-        free.iter().chain(&bound).for_each(|&expert| self.scatter(expert, &none));
+        self.scatter(free.iter().chain(&bound), &none);
         free.iter().chain(&bound).for_each(|&expert| self.make_room(expert));
         (self.layout, self.frame)
     }
@@ -294,28 +294,40 @@ impl<'a> Builder<'a> {
         slots
     }
 
-    /// Puts what an expert lacks on the nodes with the least load that have room beyond what is set aside, the lightest
-    /// node of each new domain first.
-    fn scatter(&mut self, expert: usize, set_aside: &[usize]) {
-        if self.left[expert] == 0 {
-            return;
-        }
-        let open =
-            |&node: &usize| self.layout.room(node) > set_aside[node] && !self.layout.holds(node, expert);
-        let mut nodes: Vec<usize> = (0..self.problem.nodes).filter(open).collect();
-        if self.problem.nodes_fail_alone() && self.left[expert] < nodes.len() {
-            nodes.select_nth_unstable_by(self.left[expert], |&a, &b| self.by_load(a, b));
-            nodes.truncate(self.left[expert]);
-        }
-        self.sort_by_load(&mut nodes);
-        if !self.problem.nodes_fail_alone() {
-            let mut has = vec![false; self.problem.domains];
-            for node in (0..self.problem.nodes).filter(|&node| self.layout.holds(node, expert)) {
-                has[self.problem.domain[node]] = true;
+    /// Puts what each expert in turn lacks on the nodes with the least load that have room beyond what is set aside, the
+    /// lightest node of each new domain first.
+    fn scatter<'b>(&mut self, experts: impl Iterator<Item = &'b usize>, set_aside: &[usize]) {
+        let has_room = |layout: &Layout, node: usize| layout.room(node) > set_aside[node];
+        // Loads are not negative, so their bits are in order.
+        let key = |layout: &Layout, node: usize| (layout.load[node].to_bits(), node);
+        let open = (0..self.problem.nodes).filter(|&node| has_room(&self.layout, node));
+        let mut lightest: BTreeSet<(u64, usize)> = open.map(|node| key(&self.layout, node)).collect();
+        for &expert in experts {
+            if self.left[expert] == 0 {
+                continue;
             }
-            nodes.sort_by_cached_key(|&node| std::mem::replace(&mut has[self.problem.domain[node]], true));
+            let fresh =
+                lightest.iter().map(|&(_, node)| node).filter(|&node| !self.layout.holds(node, expert));
+            let nodes: Vec<usize> = match self.problem.nodes_fail_alone() {
+                true => fresh.take(self.left[expert]).collect(),
+                false => self.new_domains_first(expert, fresh.collect()),
+            };
+            for node in nodes.into_iter().take(self.left[expert]) {
+                lightest.remove(&key(&self.layout, node));
+                self.put(expert, [node]);
+                lightest.extend(has_room(&self.layout, node).then(|| key(&self.layout, node)));
+            }
         }
-        self.put(expert, nodes);
+    }
+
+    /// The first of the nodes of each domain without the expert, then the others.
+    fn new_domains_first(&self, expert: usize, mut nodes: Vec<usize>) -> Vec<usize> {
+        let mut has = vec![false; self.problem.domains];
+        for node in (0..self.problem.nodes).filter(|&node| self.layout.holds(node, expert)) {
+            has[self.problem.domain[node]] = true;
+        }
+        nodes.sort_by_cached_key(|&node| std::mem::replace(&mut has[self.problem.domain[node]], true));
+        nodes
     }
 
     /// Places replicas when all nodes with room hold the expert already: other experts move there and give up a slot.

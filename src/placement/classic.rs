@@ -5,10 +5,11 @@
 
 use super::domains::nodes_of;
 use super::layout::Problem;
+use super::rows::{Rows, add};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-/// Maximum rank overlap (Lazarus §4.2) as printed: `[nodes, experts]` replicas.
+/// Maximum rank overlap (Lazarus §4.2) as printed: replicas of each node.
 ///
 /// Experts ascending by replicas form groups of as many as a place has slots; group i takes as many places as its first
 /// expert has replicas, each with one replica of every expert of the group; replicas that are left fill up the places
@@ -18,11 +19,10 @@ use std::collections::BinaryHeap;
 /// 4 nodes × 2 slots, replicas 2 2 1 3: the groups are (2, 0) and (1, 3)
 /// experts 2 and 0 → node 0; experts 1 and 3 → nodes 1 and 2; left over 0, 3 → node 3
 /// ```
-pub(super) fn mro(problem: &Problem, replicas: &[i64]) -> Vec<i64> {
-    let experts = replicas.len();
+pub(super) fn mro(problem: &Problem, replicas: &[i64]) -> Rows {
     let mut places = Places::new(problem, replicas);
     let places_count = problem.domains;
-    let mut ascending: Vec<usize> = (0..experts).collect();
+    let mut ascending: Vec<usize> = (0..replicas.len()).collect();
     ascending.sort_by_key(|&expert| (replicas[expert], expert));
     let mut taken = 0_usize;
     for group in ascending.chunks(places.room.iter().copied().min().unwrap_or(1)) {
@@ -37,13 +37,13 @@ pub(super) fn mro(problem: &Problem, replicas: &[i64]) -> Vec<i64> {
     places.dealt(problem)
 }
 
-/// Replicas in the order of the experts, dealt to the nodes in turn: `[nodes, experts]`. To places of different sizes
+/// Replicas in the order of the experts, dealt to the nodes in turn. To places of different sizes
 /// they are dealt by the room that is left: first those that every expert must have in different ones.
 ///
 /// ```text
 /// 3 nodes × 2 slots, replicas 3 2 1: 0 0 0 1 1 2 → node 0: 0 1, node 1: 0 1, node 2: 0 2
 /// ```
-pub(super) fn spread(problem: &Problem, replicas: &[i64]) -> Vec<i64> {
+pub(super) fn spread(problem: &Problem, replicas: &[i64]) -> Rows {
     if problem.nodes_fail_alone() {
         return deal(replicas, problem.nodes, |position| position % problem.nodes);
     }
@@ -54,30 +54,28 @@ pub(super) fn spread(problem: &Problem, replicas: &[i64]) -> Vec<i64> {
     places.dealt(problem)
 }
 
-/// Replicas in the order of the experts, node after node: as few nodes for each expert as can be. `[nodes, experts]`.
+/// Replicas in the order of the experts, node after node: as few nodes for each expert as can be.
 ///
 /// ```text
 /// 3 nodes × 2 slots, replicas 3 2 1: 0 0 | 0 1 | 1 2
 /// ```
-pub(super) fn compact(replicas: &[i64], nodes: usize, slots: usize) -> Vec<i64> {
+pub(super) fn compact(replicas: &[i64], nodes: usize, slots: usize) -> Rows {
     deal(replicas, nodes, |position| position / slots)
 }
 
-fn deal(replicas: &[i64], nodes: usize, node_of: impl Fn(usize) -> usize) -> Vec<i64> {
-    let experts = replicas.len();
-    let mut matrix = vec![0; nodes * experts];
+fn deal(replicas: &[i64], nodes: usize, node_of: impl Fn(usize) -> usize) -> Rows {
+    let mut rows = vec![Vec::new(); nodes];
     let each = replicas.iter().enumerate().flat_map(|(expert, &count)| (0..count).map(move |_| expert));
     for (position, expert) in each.enumerate() {
-        matrix[node_of(position) * experts + expert] += 1;
+        add(&mut rows[node_of(position)], expert);
     }
-    matrix
+    rows
 }
 
 /// Failure domains, each as one place for replicas.
 struct Places {
-    experts: usize,
-    /// `[domains, experts]` replicas.
-    matrix: Vec<i64>,
+    /// Replicas of each domain.
+    rows: Rows,
     /// Slots of each domain that are left.
     room: Vec<usize>,
     /// Replicas of each expert that are left.
@@ -88,12 +86,11 @@ impl Places {
     fn new(problem: &Problem, replicas: &[i64]) -> Self {
         let mut room = vec![0; problem.domains];
         problem.domain.iter().for_each(|&domain| room[domain] += problem.slots_of_node());
-        let experts = replicas.len();
-        Self { experts, matrix: vec![0; problem.domains * experts], room, left: replicas.to_vec() }
+        Self { rows: vec![Vec::new(); problem.domains], room, left: replicas.to_vec() }
     }
 
     fn put(&mut self, place: usize, expert: usize) {
-        self.matrix[place * self.experts + expert] += 1;
+        add(&mut self.rows[place], expert);
         self.left[expert] -= 1;
         self.room[place] -= 1;
     }
@@ -101,10 +98,16 @@ impl Places {
     /// Puts up to `most` of what is left of an expert where the most room is, places without it first.
     fn fill(&mut self, expert: usize, most: i64) {
         let wanted = self.left[expert].min(most).max(0) as usize;
-        let open = |&place: &usize| self.room[place] > 0 && self.matrix[place * self.experts + expert] == 0;
+        if wanted == 0 {
+            return;
+        }
+        let lacks = |place: usize| self.rows[place].iter().all(|&(held, _)| held != expert);
+        let open = |&place: &usize| self.room[place] > 0 && lacks(place);
         let mut fresh: Vec<usize> = (0..self.room.len()).filter(open).collect();
-        fresh.sort_by_key(|&place| (Reverse(self.room[place]), place));
-        fresh.truncate(wanted);
+        if wanted < fresh.len() {
+            fresh.select_nth_unstable_by_key(wanted, |&place| (Reverse(self.room[place]), place));
+            fresh.truncate(wanted);
+        }
         fresh.iter().for_each(|&place| self.put(place, expert));
         if fresh.len() < wanted {
             let rooms = self.room.iter().enumerate().map(|(place, &room)| (room, Reverse(place)));
@@ -117,26 +120,24 @@ impl Places {
         }
     }
 
-    /// `[nodes, experts]`: each place's replicas on its nodes, heaviest first to the node with the least load.
-    fn dealt(self, problem: &Problem) -> Vec<i64> {
+    /// Each place's replicas on its nodes, heaviest first to the node with the least load.
+    fn dealt(mut self, problem: &Problem) -> Rows {
         if problem.nodes_fail_alone() {
             // A place is a node, and domains are numbered as nodes are only where none was named.
-            return (0..problem.nodes).flat_map(|node| self.row(problem.domain[node]).to_vec()).collect();
+            return problem.domain.iter().map(|&place| std::mem::take(&mut self.rows[place])).collect();
         }
-        let experts = self.experts;
-        let mut order: Vec<usize> = (0..experts).collect();
-        order.sort_by(|&a, &b| problem.weight[b].total_cmp(&problem.weight[a]).then(a.cmp(&b)));
-        let mut matrix = vec![0; problem.nodes * experts];
-        for (place, nodes) in nodes_of(&problem.domain).into_iter().enumerate() {
+        let mut rows = vec![Vec::new(); problem.nodes];
+        for (mut row, nodes) in self.rows.into_iter().zip(nodes_of(&problem.domain)) {
+            row.sort_by(|&(a, _), &(b, _)| problem.weight[b].total_cmp(&problem.weight[a]).then(a.cmp(&b)));
             // Loads are not negative, so their bits are in order.
             let rooms = nodes.into_iter().map(|node| Reverse((0, Reverse(problem.slots_of_node()), node)));
             let mut lightest: BinaryHeap<Reverse<(u64, Reverse<usize>, usize)>> = rooms.collect();
-            for &expert in &order {
-                for _ in 0..self.row(place)[expert] {
+            for (expert, count) in row {
+                for _ in 0..count {
                     let Some(Reverse((load, Reverse(room), node))) = lightest.pop() else {
                         unreachable!("a place has its nodes' slots");
                     };
-                    matrix[node * experts + expert] += 1;
+                    add(&mut rows[node], expert);
                     if room > 1 {
                         let load = f64::from_bits(load) + problem.weight[expert];
                         lightest.push(Reverse((load.to_bits(), Reverse(room - 1), node)));
@@ -144,17 +145,14 @@ impl Places {
                 }
             }
         }
-        matrix
-    }
-
-    fn row(&self, place: usize) -> &[i64] {
-        &self.matrix[place * self.experts..][..self.experts]
+        rows
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::super::place::{Policy, Request, problem_of};
+    use super::super::rows::matrix_of;
     use super::*;
 
     fn of(replicas: &[i64], nodes: usize, slots: usize, domains: Option<&[Vec<usize>]>) -> Problem {
@@ -162,22 +160,26 @@ mod tests {
         problem_of(&Request { replicas, nodes, slots, policy, load, previous, domains, failures }).unwrap()
     }
 
+    fn matrix(rows: Rows, experts: usize) -> Vec<i64> {
+        matrix_of(rows.iter().map(Vec::as_slice), experts)
+    }
+
     #[test]
     fn the_examples_of_the_documentation() {
         let replicas = [2, 2, 1, 3];
         assert_eq!(
-            mro(&of(&replicas, 4, 2, None), &replicas),
+            matrix(mro(&of(&replicas, 4, 2, None), &replicas), 4),
             [1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0, 1, 1, 0, 0, 1]
         );
         let replicas = [3, 2, 1];
-        assert_eq!(spread(&of(&replicas, 3, 2, None), &replicas), [1, 1, 0, 1, 1, 0, 1, 0, 1]);
-        assert_eq!(compact(&replicas, 3, 2), [2, 0, 0, 1, 1, 0, 0, 1, 1]);
+        assert_eq!(matrix(spread(&of(&replicas, 3, 2, None), &replicas), 3), [1, 1, 0, 1, 1, 0, 1, 0, 1]);
+        assert_eq!(matrix(compact(&replicas, 3, 2), 3), [2, 0, 0, 1, 1, 0, 0, 1, 1]);
     }
 
     #[test]
     fn mro_is_cut_when_the_nodes_run_out() {
         // Theorem 1 of the paper fails here: the last group gets one node for an expert with two replicas.
-        assert_eq!(mro(&of(&[2, 2, 2], 3, 2, None), &[2, 2, 2]), [1, 1, 0, 1, 1, 0, 0, 0, 2]);
+        assert_eq!(matrix(mro(&of(&[2, 2, 2], 3, 2, None), &[2, 2, 2]), 3), [1, 1, 0, 1, 1, 0, 0, 0, 2]);
     }
 
     #[test]
@@ -185,11 +187,11 @@ mod tests {
         // Two machines of two ranks with two slots: four experts on each, one of each pair of ranks has each.
         let machines = [vec![0, 2], vec![1, 3]];
         for place in [mro, spread] {
-            let matrix = place(&of(&[2, 2, 2, 2], 4, 2, Some(&machines)), &[2, 2, 2, 2]);
-            assert_eq!(matrix, [1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0, 1]);
+            let rows = place(&of(&[2, 2, 2, 2], 4, 2, Some(&machines)), &[2, 2, 2, 2]);
+            assert_eq!(matrix(rows, 4), [1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1, 0, 1]);
         }
         // A machine of one rank and one of two: all experts are on both.
         let machines = [vec![0], vec![1, 2]];
-        assert_eq!(spread(&of(&[3, 3, 3], 3, 3, Some(&machines)), &[3, 3, 3]), [1; 9]);
+        assert_eq!(matrix(spread(&of(&[3, 3, 3], 3, 3, Some(&machines)), &[3, 3, 3]), 3), [1; 9]);
     }
 }

@@ -116,12 +116,12 @@ pub fn place(request: &Request<'_>) -> Result<Placement> {
     let problem = problem_of(request)?;
     let replicas = request.replicas;
     let made = |construction| {
-        let matrix = match construction {
+        let rows = match construction {
             Construction::Mro => mro(&problem, replicas),
             Construction::Spread => spread(&problem, replicas),
             _ => compact(replicas, request.nodes, request.slots),
         };
-        Candidate::new(&problem, construction, rows_of(&matrix, problem.experts))
+        Candidate::new(&problem, construction, rows)
     };
     let unchanged = adjusted(&problem.previous, replicas, request.slots, &problem.weight);
     let unchanged = unchanged.map(|rows| Candidate::new(&problem, Construction::Previous, rows));

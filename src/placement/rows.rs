@@ -29,6 +29,14 @@ pub(crate) fn matrix_of<'a>(
     matrix
 }
 
+/// Adds a replica of an expert to a node's row.
+pub(super) fn add(row: &mut Vec<(usize, i64)>, expert: usize) {
+    match row.binary_search_by_key(&expert, |&(held, _)| held) {
+        Ok(at) => row[at].1 += 1,
+        Err(at) => row.insert(at, (expert, 1)),
+    }
+}
+
 /// The nodes that hold each expert, ascending.
 pub(super) fn holders_of(rows: &Rows, experts: usize) -> Vec<Vec<usize>> {
     let mut holders = vec![Vec::new(); experts];
