@@ -48,12 +48,12 @@ class Job:
     top_k: int
     """Experts of a token."""
     step_seconds: float | None = None
-    """As a paper states it."""
+    """Seconds of a step that a paper states; None: computed from its operations."""
     expert_parallel: int | None = None
     """Nodes of a group that has all experts, as a paper states them."""
 
     def seconds(self, model):
-        """Of a step."""
+        """Seconds of a step."""
         if self.step_seconds is not None:
             return self.step_seconds
         shape = MODELS[model]

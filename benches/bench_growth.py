@@ -10,7 +10,7 @@
   and the phases of the recovery, in milliseconds of time. All share this machine's processors: what takes `w` times as
   long with `w` workers takes each of them as long as before.
 
-The exponent below each table is the slope of log(column) over log(size), from the upper half of the sizes: 1 where
+The exponent below each table is the slope of log(column) over log(size), from the larger two thirds of them: 1 where
 twice as many take twice as long. Medians over three runs of processor time, on one thread, but for live, which is one
 run; nothing is asserted on it.
 """
@@ -31,8 +31,7 @@ from rich.console import Console
 from torch import nn
 
 import evermoe
-from bench_simulate import workload
-from common import Table
+from common import Table, demo_workload
 from evermoe.cli.measurements import measure_session
 from evermoe.config import SessionConfig
 from evermoe.planning import allocate, copy_holders, migrate, place, recovery_plan
@@ -44,7 +43,7 @@ from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import version_of
 
-PARTS_OF_BENCH = ["recovery", "planners", "live"]
+KINDS = ["recovery", "planners", "live"]
 SESSION = ["--no-join", "--baseline-steps", "0", "--hang-limit", "60"]
 """Flags of the demo."""
 RANKS_OF_NODE, COPIES, RUNS = 8, 2, 3
@@ -201,23 +200,36 @@ def grow_live(workers_list, experts_list, widths):
     """Recoveries of real sessions: milliseconds of their phases, and of a step before."""
     phases = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
     columns = {"workers": "8d", "experts": "8d", "MB": "8.1f"} | dict.fromkeys(("step", *phases), "9.1f")
-    table = Table("Live sessions: milliseconds", columns)
-    settings = [(workers, 8, 32) for workers in workers_list] + [(4, experts, 32) for experts in experts_list]
-    for workers, experts, width in settings + [(3, 16, width) for width in widths]:
-        model = ["--experts", str(experts), "--hidden", str(width), "--intermediate", str(width), "--layers", "2"]
-        session = ["--workers", str(workers), "--steps", "24", "--kill", "1@12", *SESSION]
-        _, details = measure_session(Console(quiet=True), [*session, *model])
-        (seconds,) = details["phases"]
-        row = {phase: 1e3 * seconds.get(phase, 0.0) for phase in phases}
-        sizes = workload(model, 1.0, 0.0)
-        state = sizes.parameters * sizes.state_bytes / 1e6
-        table.add(workers=workers, experts=experts, MB=state, step=1e3 * details["step_seconds"][workers], **row)
-    return table
+    settings = {
+        "workers": [(workers, 8, 32) for workers in workers_list],
+        "experts": [(4, experts, 32) for experts in experts_list],
+        "MB": [(3, 16, width) for width in widths],
+    }
+    found = {}
+    for size, cases in settings.items():
+        table = Table(f"Live sessions: milliseconds, by {size}", columns)
+        for case in cases:
+            table.add(**live(*case, phases))
+        slopes = exponents(table, size, ["step", *phases])
+        found[f"live by {size}"] = {"rows": table.rows, "exponents": slopes}
+    return found
+
+
+def live(workers, experts, width, phases):
+    """A run in which a worker is killed."""
+    model = ["--experts", str(experts), "--hidden", str(width), "--intermediate", str(width), "--layers", "2"]
+    session = ["--workers", str(workers), "--steps", "24", "--kill", "1@12", *SESSION]
+    _, details = measure_session(Console(quiet=True), [*session, *model])
+    (seconds,) = details["phases"]
+    row = {phase: 1e3 * seconds.get(phase, 0.0) for phase in phases}
+    sizes = demo_workload(model, 1.0, 0.0)
+    state = sizes.parameters * sizes.state_bytes / 1e6
+    return row | {"workers": workers, "experts": experts, "MB": state, "step": 1e3 * details["step_seconds"][workers]}
 
 
 def exponents(table, size, columns):
-    """Prints and returns the slopes of the columns over a size, from the upper half of the rows."""
-    rows = table.rows[-max(2, (len(table.rows) + 1) // 2) :]
+    """Prints and returns the slopes of the columns over a size, from the larger two thirds of the sizes."""
+    rows = table.rows[-max(2, 2 * len(table.rows) // 3) :]
     x = np.log([row[size] for row in rows])
     slopes = {name: float(np.polyfit(x, np.log([max(row[name], 1e-3) for row in rows]), 1)[0]) for name in columns}
     print(f"exponents over {size}: " + ", ".join(f"{name} {slope:.2f}" for name, slope in slopes.items()) + "\n")
@@ -226,7 +238,7 @@ def exponents(table, size, columns):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS_OF_BENCH, default=PARTS_OF_BENCH)
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--members", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--experts", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of each layer")
@@ -257,7 +269,7 @@ def main():
         slopes = exponents(table, "nodes", ["allocate", "place", "again", "migrate", "copies"])
         found["nodes"] = {"rows": table.rows, "exponents": slopes}
     if "live" in arguments.only:
-        found["live"] = {"rows": grow_live(arguments.workers, arguments.live_experts, arguments.widths).rows}
+        found |= grow_live(arguments.workers, arguments.live_experts, arguments.widths)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
 

@@ -12,14 +12,12 @@ NVIDIA's extension are not.
 
 import argparse
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from bench_simulate import workload
-from common import Table
+from common import Table, demo_workload, scaling_of
 from evermoe.cli.measurements import measure_session
 from evermoe.simulate import Constants, Failure, Scenario, simulate
 from evermoe.simulate.scenario import SimulatedOptions
@@ -42,7 +40,11 @@ def main():
     scenario = scenario_of(options, found["schedule"])
     simulated = {name: simulate(scenario, SCHEMES.get(name, name), seed=0) for name in real}
     goodput = {name: row["tokens_per_second"] for name, row in real.items()}
-    predicted = {name: outcome.goodput_tokens_per_second for name, outcome in simulated.items()}
+    begin = scenario.constants.start_seconds + scenario.constants.rebuild_seconds
+    predicted = {
+        name: outcome.goodput_tokens_per_second * outcome.seconds / (outcome.seconds - begin)
+        for name, outcome in simulated.items()
+    }
     columns = {"way": "s", "tokens/s": "9.0f", "of best": "8.0%", "rank": "5d"}
     columns |= {"simulated": "10.0f", "of its best": "11.0%", "its rank": "9d", "steps lost": "s"}
     table = Table(f"{options.steps} steps on {options.workers} workers, {len(found['schedule'])} changes", columns)
@@ -81,17 +83,18 @@ def scenario_of(options, schedule):
     ]
     constants, details = measure_session(Console(quiet=True), [*session, *model])
     steps, workers = details["step_seconds"], options.workers
-    scaling = math.log(steps[workers - 1] / steps[workers]) / math.log(workers / (workers - 1))
+    costs = replace(Constants(), **constants)
+    begin = costs.start_seconds + costs.rebuild_seconds  # the schedule's seconds are from the first step on
     events = [(0.0, True, list(range(workers)))]
-    events += [(change["seconds"], change["action"] == "join", [change["worker"]]) for change in schedule]
+    events += [(begin + change["seconds"], change["action"] == "join", [change["worker"]]) for change in schedule]
     return Scenario(
-        workload(model, steps[workers], min(max(scaling, -1.0), 1.0)),
+        demo_workload(model, steps[workers], scaling_of(steps, workers - 1, workers)),
         nodes=workers,
         spares=max(change["worker"] for change in schedule) + 1 - workers,
-        days=options.limit / 86_400,
+        days=(begin + options.limit) / 86_400,
         steps=options.steps,
         failures=(Failure.at_times(events),),
-        constants=replace(Constants(), **constants),
+        constants=costs,
         options=SimulatedOptions(
             copies=options.copies,
             slots=options.slots or options.experts // options.expert_parallel,

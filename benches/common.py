@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import sys
@@ -10,6 +11,9 @@ import time
 import torch
 
 from evermoe import ops
+from evermoe.demo.flags import add_arguments as add_demo_arguments
+from evermoe.demo.model import ByteGPT
+from evermoe.simulate import Workload
 
 FLUSHED_BYTES = 256 << 20
 """More than the second-level cache of any GPU: written between two calls, so that each finds its arrays in memory."""
@@ -134,3 +138,37 @@ class Table:
         }
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=1)
+
+
+def demo_workload(flags, step_seconds, scaling):
+    """The demo's model with these flags, for a simulation."""
+    flags_of_demo = argparse.ArgumentParser()
+    add_demo_arguments(flags_of_demo)
+    options = flags_of_demo.parse_args(flags)
+    sizes = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence")
+    model = ByteGPT(**{name: getattr(options, name) for name in sizes})
+    experts = sum(p.numel() for block in model.blocks for p in block.moe.parameters()) - sum(
+        p.numel() for block in model.blocks for p in block.moe.router.parameters()
+    )
+    dense = sum(p.numel() for p in model.parameters()) - experts
+    return Workload(
+        name="demo",
+        layers=options.layers,
+        classes=options.layers,
+        experts=options.experts,
+        expert_parameters=experts // (options.layers * options.experts),
+        dense_parameters=dense,
+        step_seconds=step_seconds,
+        tokens_per_step=options.batch * options.sequence,
+        state_bytes=12,
+        gradient_bytes=4,
+        scaling=scaling,
+        expert_share=0.0,
+    )
+
+
+def scaling_of(steps, few, many):
+    """`Workload.scaling` from the seconds of a step by the number of workers; 0 where one was not measured."""
+    if few not in steps or many not in steps:
+        return 0.0
+    return min(max(math.log(steps[few] / steps[many]) / math.log(many / few), -1.0), 1.0)

@@ -165,7 +165,7 @@ fn two_members_and_a_newcomer() {
 
 #[test]
 #[ignore = "takes three minutes"]
-fn two_members_who_inquire_twice_and_a_newcomer() {
+fn two_members_that_inquire_twice_and_a_newcomer() {
     for keeper in KEEPERS {
         explore(&Setting { joiners: 1, inquiries: 2, ..setting(2, 2, 1, keeper) });
     }

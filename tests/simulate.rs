@@ -34,6 +34,7 @@ fn scenario() -> Scenario {
             capture_bytes_per_second: 1e10,
             store_write_bytes_per_second: 1e9,
             store_read_bytes_per_second: 1e9,
+            store_bytes_per_second: None,
             start_seconds: 20.0,
         },
         model: Model {

@@ -1,6 +1,6 @@
 //! Replicas node by node, without the many experts that a node does not hold.
 
-/// Of each node the experts that it holds, ascending, and how many replicas of each.
+/// Experts that each node holds, ascending, with the number of their replicas.
 pub(crate) type Rows = Vec<Vec<(usize, i64)>>;
 
 /// The rows of a matrix `[nodes, experts]`.

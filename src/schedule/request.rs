@@ -131,7 +131,7 @@ pub struct Request<'a> {
 }
 
 /// Steps of a plan, at most: a version of more would be too old when it is complete.
-pub(super) const MOST_STEPS: usize = 1 << 12;
+pub(crate) const MOST_STEPS: usize = 1 << 12;
 /// Chunks of a plan, at most.
 pub(super) const MOST_CHUNKS: u64 = 1 << 22;
 

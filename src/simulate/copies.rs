@@ -22,7 +22,7 @@ pub(super) struct Copies {
     pub(super) units: Vec<UnitCopies>,
     /// The version that the first of them have.
     pub(super) begun: u64,
-    /// Steps over which a version of all snapshots is copied; it is whole with the vote on the last of them.
+    /// Steps over which a version of all snapshots is copied, 1 until they are paced; it is whole with the vote on the last.
     pub(super) steps: u64,
 }
 

@@ -39,7 +39,7 @@ pub trait Planners {
         placement::place(request)
     }
 
-    /// Which node takes which row: [`placement::ranks_in_place`], as of [`placement::keep_in_place`].
+    /// Which node takes which row: [`placement::ranks_in_place`], from which `keep_in_place` makes a matrix.
     ///
     /// # Errors
     /// Those of the planner.

@@ -130,7 +130,7 @@ impl Job<'_> {
             let version = takes_turns.then_some(version);
             units.push(UnitCopies { primary, holders, version, ..each.clone() });
         }
-        Some(Copies { units, begun: version, steps: former.steps })
+        Some(Copies { units, begun: version, steps: 1 })
     }
 
     /// What is missing of the copies as they are to be.
@@ -280,7 +280,7 @@ impl Job<'_> {
                 CopyKind::Replayed => state + LOG_STEPS * gradient,
                 CopyKind::Active | CopyKind::Uncovered => continue,
             };
-            // What is sent of a snapshot is captured first, in the memory of who sends it.
+            // A snapshot that is sent is captured first, in the sender's memory.
             let own = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
             each.holders.iter().chain(own).for_each(|&node| *by_node.entry(node).or_default() += bytes);
         }

@@ -119,7 +119,7 @@ impl<'a> Restarts<'a> {
         self.waiting_since = None;
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
         let rebuild = costs.rebuild(self.used.len());
-        let load = if self.stored > 0 { bytes / costs.store_read_bytes_per_second } else { 0.0 };
+        let load = if self.stored > 0 { costs.read(bytes, self.used.len()) } else { 0.0 };
         for (cause, time) in
             [(Cause::Start, costs.start_seconds), (Cause::Rebuild, rebuild), (Cause::Fetch, load)]
         {
@@ -167,6 +167,7 @@ impl<'a> Restarts<'a> {
             self.tally.steps += 1;
             if self.step == self.scenario.until() {
                 self.world.finish();
+                return Ok(End::Over);
             }
             if !self.world.leaving.is_empty() {
                 self.world.let_go();
@@ -191,7 +192,7 @@ impl<'a> Restarts<'a> {
             return 0;
         }
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
-        let write = nanoseconds(bytes / costs.store_write_bytes_per_second);
+        let write = nanoseconds(costs.write(bytes, self.used.len()));
         self.tally.store_bytes += self.units.bytes.iter().map(|&bytes| u128::from(bytes)).sum::<u128>();
         self.writing = Some((self.step, self.world.now + write));
         nanoseconds(bytes / costs.capture_bytes_per_second)
@@ -256,9 +257,13 @@ impl<'a> Restarts<'a> {
         self.tally.recovery_bytes += (per_node * newcomers as f64) as u128;
         let times = [(Cause::Agree, costs.agree_seconds), (Cause::Rebuild, rebuild), (Cause::Fetch, fetch)];
         for (cause, time) in times {
-            if self.world.spend(cause, nanoseconds(time))? == Flow::Lost {
-                self.detect()?;
-                return self.drop_groups();
+            match self.world.spend(cause, nanoseconds(time))? {
+                Flow::Done => {}
+                Flow::Lost => {
+                    self.detect()?;
+                    return self.drop_groups();
+                }
+                Flow::Over => return Ok(true),
             }
         }
         self.tally.recoveries += 1;

@@ -216,7 +216,7 @@ impl Job<'_> {
         let network = most(&traffic.sent).max(received) / cluster.network_bytes_per_second
             + messages * cluster.network_latency_seconds;
         let own = most(&traffic.local) / costs.capture_bytes_per_second;
-        let read = most(&traffic.read) / costs.store_read_bytes_per_second;
+        let read = costs.read(most(&traffic.read), traffic.read.len());
         let verified = received + most(&traffic.local) + most(&traffic.read);
         let verify = verified / costs.digest_bytes_per_second;
         self.tally.recovery_bytes +=

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::placement::Policy;
 use crate::protection::Copying;
 use crate::protocol::STEP_BITS;
-use crate::schedule;
+use crate::schedule::{self, MOST_STEPS};
 use serde::{Deserialize, Serialize};
 
 /// Nodes at most, spares included.
@@ -80,6 +80,8 @@ pub struct Costs {
     pub store_write_bytes_per_second: f64,
     /// Bytes a second with which a node reads from the store.
     pub store_read_bytes_per_second: f64,
+    /// Bytes a second of the store for all nodes together; none where their own rates are the limit.
+    pub store_bytes_per_second: Option<f64>,
     /// From the start of a process until it can take part.
     pub start_seconds: f64,
 }
@@ -88,6 +90,20 @@ impl Costs {
     /// Seconds until so many nodes are connected.
     pub(super) fn rebuild(&self, nodes: usize) -> f64 {
         self.rebuild_seconds + self.rebuild_seconds_per_node * nodes as f64
+    }
+
+    /// Seconds in which each of so many nodes writes so many bytes to the store.
+    pub(super) fn write(&self, bytes: f64, nodes: usize) -> f64 {
+        bytes / self.shared(self.store_write_bytes_per_second, nodes)
+    }
+
+    /// Seconds in which each of so many nodes reads so many bytes from the store.
+    pub(super) fn read(&self, bytes: f64, nodes: usize) -> f64 {
+        bytes / self.shared(self.store_read_bytes_per_second, nodes)
+    }
+
+    fn shared(&self, rate: f64, nodes: usize) -> f64 {
+        self.store_bytes_per_second.map_or(rate, |all| rate.min(all / nodes.max(1) as f64))
     }
 }
 
@@ -387,7 +403,7 @@ impl Scenario {
         ] {
             positive(name, rate)?;
         }
-        Ok(())
+        positive("costs.store_bytes_per_second", costs.store_bytes_per_second.unwrap_or(1.0))
     }
 
     fn check_session(&self) -> Result<()> {
@@ -399,9 +415,14 @@ impl Scenario {
             ("most_slots", session.most_slots),
             ("min_replicas", session.min_replicas),
             ("experts_per_save", session.experts_per_save),
-            ("snapshot_every", session.snapshot_every),
         ] {
             ensure!(count != Some(0), "session.{name}: expected 1 or more, got 0");
+        }
+        if let Some(steps) = session.snapshot_every {
+            ensure!(
+                (1..=MOST_STEPS).contains(&steps),
+                "session.snapshot_every: expected 1 to {MOST_STEPS}, got {steps}"
+            );
         }
         ensure!(session.save_every > 0, "session.save_every: expected 1 step or more, got 0");
         if let (Some(most), Some(slots)) = (session.most_slots, session.slots) {

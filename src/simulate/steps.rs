@@ -76,7 +76,7 @@ impl Job<'_> {
             return Ok(0);
         }
         let (costs, bytes) = (&self.scenario.costs, self.bytes_per_node());
-        let write = bytes / costs.store_write_bytes_per_second;
+        let write = costs.write(bytes, self.seats.len());
         self.writing = Some((self.line.newest, self.world.now + nanoseconds(write)));
         self.tally.store_bytes += u128::from(self.units.bytes.iter().sum::<u64>());
         let capture = nanoseconds(bytes / costs.capture_bytes_per_second);
@@ -100,14 +100,14 @@ impl Job<'_> {
         if self.turns.is_none() {
             return Ok(());
         }
-        let nodes = self.seats.len().max(1) as f64;
+        let nodes = self.seats.len().max(1);
         let Some(turns) = &mut self.turns else { return Ok(()) };
         turns.advance(self.world.now);
         let saved = turns.taken(&self.loads, self.planners, version, &mut self.copies, &self.units)?;
         let Some(Saved { store_bytes, peer_bytes }) = saved else { return Ok(()) };
         self.tally.store_bytes += u128::from(store_bytes);
         self.tally.copy_bytes += u128::from(peer_bytes);
-        let write = store_bytes as f64 / nodes / self.scenario.costs.store_write_bytes_per_second;
+        let write = self.scenario.costs.write(store_bytes as f64 / nodes as f64, nodes);
         if let Some(turns) = self.turns.as_mut().filter(|_| store_bytes > 0) {
             turns.busy_until(self.world.now + nanoseconds(write));
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 
@@ -17,8 +17,8 @@ NODES, SLOTS, LEAST = 10, 6, 2
 LAYERS = 12
 TOKENS = NODES * 4 * 1024
 """Of a global batch: 4 sequences of 1024 tokens on each GPU (section 6.1)."""
-STORE = 10e9 / 8 / NODES
-"""Bytes a second of each node to the NFS server, which has 10 Gbit/s (section 6.1)."""
+STORE = 10e9 / 8
+"""Bytes a second of the NFS server, for all nodes together (section 6.1)."""
 NETWORK = 100e9 / 8 / 2
 """Bytes a second of each node: two share a server's 100 Gbit/s (section 6.1)."""
 RECONFIGURATION = 30.0
@@ -65,11 +65,16 @@ SETTING = (
 def _constants(scheme: SchemeName) -> Constants:
     """The defaults, which have Lazarus' seconds to notice a loss and to connect, with the paper's network and store.
 
-    DeepSpeed's checkpoints make training wait until they are stored; evermoe's are written beside it.
+    DeepSpeed's checkpoints make training wait until they are stored, here at a tenth of the store's bytes a second
+    for each node; evermoe's are written beside it.
     """
-    given = {"network_bytes_per_second": NETWORK}
-    given |= dict.fromkeys(("store_write_bytes_per_second", "store_read_bytes_per_second"), STORE)
-    return Constants(**given if scheme == "lazarus" else given | {"capture_bytes_per_second": STORE})  # type: ignore[arg-type]
+    found = Constants(
+        network_bytes_per_second=NETWORK,
+        store_write_bytes_per_second=STORE,
+        store_read_bytes_per_second=STORE,
+        store_bytes_per_second=STORE,
+    )
+    return found if scheme == "lazarus" else replace(found, capture_bytes_per_second=STORE / NODES)
 
 
 def _loads(experts: int, layer: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
@@ -214,12 +219,20 @@ def figure_9() -> list[Row]:
     return rows
 
 
+def _share(of: Outcome, causes: Sequence[str]) -> float:
+    """Part of the time after the first start that these causes took."""
+    spent = {cause: of.seconds_by_cause.get(cause, 0.0) for cause in causes}
+    first = {"start": Constants().start_seconds, "rebuild": Constants().rebuild_seconds}
+    later = sum(seconds - first.get(cause, 0.0) for cause, seconds in spent.items())
+    return later / (of.seconds - _started())
+
+
 def figure_11() -> list[Row]:
     """What time is spent on through the spot trace."""
 
     def row(of: Trained, name: str, quantity: str, paper: Stated, causes: Sequence[str], why: str) -> Row:
         found = _through_spot(of)[name]
-        spent = [sum(each.seconds_by_cause.get(cause, 0.0) for cause in causes) / each.seconds for each in found]
+        spent = [_share(each, causes) for each in found]
         return Row(
             quantity=f"time of {name} that {quantity}, {of.name}",
             unit="%",

@@ -38,6 +38,8 @@ class Constants:
     """A node's writes to the store that all share."""
     store_read_bytes_per_second: float = 1e9
     """A node's reads from it. BLOOM's store took 20 Gbit/s for all nodes (Gemini, section 2.2)."""
+    store_bytes_per_second: float | None = None
+    """The store's for all nodes together; None where their own rates are the limit."""
     start_seconds: float = 60.0
     """From the start of a process until it can take part: Python, CUDA and the model."""
     network_latency_seconds: float = 50e-6
@@ -50,7 +52,7 @@ class Constants:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name == "source":
+            if each.name == "source" or (each.name == "store_bytes_per_second" and value is None):
                 continue
             least = "above 0" if each.name.endswith("bytes_per_second") else "0 or more"
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

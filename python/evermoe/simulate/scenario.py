@@ -180,6 +180,7 @@ class Scenario:
                 "capture_bytes_per_second": constants.capture_bytes_per_second,
                 "store_write_bytes_per_second": constants.store_write_bytes_per_second,
                 "store_read_bytes_per_second": constants.store_read_bytes_per_second,
+                "store_bytes_per_second": constants.store_bytes_per_second,
                 "start_seconds": constants.start_seconds,
             },
             "model": {

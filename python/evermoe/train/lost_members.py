@@ -24,8 +24,8 @@ from evermoe.observe.on_lost import Hook, OnLost
 KINDS = ("", "left", "process", "hung", "host")
 """What is left of lost members, from nothing lost to the worst; see `Gone.kind`."""
 LOOK_SECONDS = 0.25
-"""That the hosts of lost members get to answer, and that a recovery waits where one is silent: they do at once, or not
-at all."""
+"""Time that the hosts of lost members get to answer, and that a recovery waits where one is silent: they answer at
+once, or not at all."""
 MOST_REPORTED = 50
 """Losses of which a vote can tell at a time: the bits of a float's whole numbers."""
 
@@ -39,6 +39,11 @@ class Loss:
     """Newest generation in which members know it."""
     caller: str = ""
     """Id of the member that calls `on_lost`."""
+
+
+REMEMBERED = 64
+"""Generations for which losses are remembered that are done with. A member that brings one again after so many changes
+of the group, as it was frozen meanwhile, has it called for once more."""
 
 
 class LostMembers:
@@ -98,7 +103,8 @@ class LostMembers:
         still = [each for each in losses if each.last > told_by_any.get(each.gone.member, -1)]
         self._last = generation, present
         self._losses = [_assigned(each, present, callers[0]) for each in still] if callers else []
-        self._told = told if callers else told | {each.gone.member: each.last for each in still}
+        told = told if callers else told | {each.gone.member: each.last for each in still}
+        self._told = {member: last for member, last in told.items() if last >= generation - REMEMBERED}
         for each in fresh:
             self.failure = max(self.failure, each.gone.kind, key=KINDS.index)
             self._emit(each.gone)
