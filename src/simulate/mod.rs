@@ -4,7 +4,7 @@
 //! sources ─ changes ─ World (clock, nodes) ◄─ spend(cause, seconds) ─┐
 //!                                                                    │
 //! Members: protocol::Protocol ─ commands ─► Job: ask, connect, restore, protect, step ─ events ─► Members
-//!                                            │ Planners: allocate, place, keep_in_place, arrange, plan_recovery, …
+//!                                            │ Planners: allocate, place, ranks_in_place, arrange, plan_recovery, …
 //!                                            └─► Tally ─ Outcome: time by cause, steps, tokens, bytes
 //! ```
 //!
