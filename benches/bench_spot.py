@@ -40,7 +40,7 @@ def main():
     scenario = scenario_of(options, found["schedule"])
     simulated = {name: simulate(scenario, SCHEMES.get(name, name), seed=0) for name in real}
     goodput = {name: row["tokens_per_second"] for name, row in real.items()}
-    begin = scenario.constants.start_seconds + scenario.constants.rebuild_seconds
+    begin = first_step(scenario.constants)
     predicted = {
         name: outcome.goodput_tokens_per_second * outcome.seconds / (outcome.seconds - begin)
         for name, outcome in simulated.items()
@@ -73,6 +73,11 @@ def main():
         Path(arguments.json).write_text(json.dumps(table.rows, indent=2) + "\n")
 
 
+def first_step(constants):
+    """Seconds of the simulation before the first step, from which the schedule and the real run count."""
+    return constants.start_seconds + constants.rebuild_seconds
+
+
 def scenario_of(options, schedule):
     """The same job and failures for the simulator, with this machine's constants."""
     sizes = ("layers", "hidden", "heads", "intermediate", "experts", "top_k", "sequence", "batch")
@@ -91,7 +96,7 @@ def scenario_of(options, schedule):
     constants, details = measure_session(Console(quiet=True), [*session, *model])
     steps, workers = details["step_seconds"], options.workers
     costs = replace(Constants(), **constants)
-    begin = costs.start_seconds + costs.rebuild_seconds  # the schedule's seconds are from the first step on
+    begin = first_step(costs)
     events = [(0.0, True, list(range(workers)))]
     events += [(begin + change["seconds"], change["action"] == "join", [change["worker"]]) for change in schedule]
     return Scenario(

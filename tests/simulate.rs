@@ -6,9 +6,8 @@ use evermoe::placement::{self, Placement, Policy};
 use evermoe::protection::Copying;
 use evermoe::schedule;
 use evermoe::simulate::{
-    ChunkName, Cluster, Costs, Lagging, Load, Model, Outcome, PlacementName, Planners, PresetChoices,
-    Product, RestartChoices, Scenario, Scheme, Selecting, SessionChoices, Source, SplitName, read_bamboo,
-    read_skypilot, simulate,
+    Cluster, Costs, Lagging, Load, Model, Outcome, Planners, PresetChoices, Product, RestartChoices,
+    Scenario, Scheme, Selecting, SessionChoices, Source, read_bamboo, read_skypilot, simulate,
 };
 use std::cell::Cell;
 
@@ -81,10 +80,10 @@ fn preset(name: &str, copying: Copying) -> PresetChoices {
         name: name.into(),
         copying,
         selection: Selecting::All,
-        placement: PlacementName(Policy::Balanced),
+        placement: Policy::Balanced,
         chunks: None,
         lagging: Lagging::Never,
-        token_split: SplitName(dispatch::Policy::Balanced),
+        token_split: dispatch::Policy::Balanced,
         active_copies: false,
         saves_experts: false,
     }
@@ -105,7 +104,7 @@ fn restart(drops_groups: bool) -> Scheme {
 }
 
 fn schemes() -> Vec<Scheme> {
-    let chunks = |policy| Some(ChunkName(policy));
+    let chunks = |policy| Some(policy);
     vec![
         auto(),
         Scheme::Preset(PresetChoices {
@@ -117,9 +116,9 @@ fn schemes() -> Vec<Scheme> {
             ..preset("baft", Copying::ToPrevious)
         }),
         Scheme::Preset(PresetChoices {
-            placement: PlacementName(Policy::Safest),
+            placement: Policy::Safest,
             active_copies: true,
-            token_split: SplitName(dispatch::Policy::Even),
+            token_split: dispatch::Policy::Even,
             ..preset("lazarus", Copying::Nothing)
         }),
         Scheme::Preset(PresetChoices {
@@ -354,6 +353,38 @@ fn only_losses_interrupt_steps() {
             assert_eq!((outcome.interrupted_steps, outcome.undone_steps), (0, 0), "{}", scheme.name());
         }
     }
+}
+
+#[test]
+fn nobody_recovers_when_a_notice_comes_with_the_last_step() {
+    let mut scenario = scenario();
+    scenario.costs.start_seconds = 0.0;
+    scenario.costs.rebuild_seconds = 0.0;
+    scenario.failures = vec![Source::Maintenance { every_seconds: 45.0, nodes: 1, seconds: 600.0 }];
+    scenario.steps = Some(5);
+    scenario.model.expert_share = 0.0;
+    for scheme in [restart(false), restart(true), auto()] {
+        let outcome = run(&scenario, &scheme, 1);
+        assert_eq!(outcome.steps, 5, "{}", scheme.name());
+        assert!(outcome.happened.iter().all(|event| event.step < 5), "{}: {outcome:?}", scheme.name());
+    }
+}
+
+#[test]
+fn a_store_that_all_nodes_share_is_read_at_its_own_rate() {
+    let mut scenario = scenario();
+    scenario.cluster.spares = 1;
+    scenario.failures = vec![Source::Steps { losses: vec![(60, vec![3])] }];
+    scenario.steps = Some(80);
+    let fetch = |all: Option<f64>| {
+        let mut shared = scenario.clone();
+        shared.costs.store_bytes_per_second = all;
+        run(&shared, &restart(false), 1).nanoseconds["fetch"]
+    };
+    let own = fetch(None);
+    assert!(own > 0);
+    assert_eq!(fetch(Some(12e9)), own);
+    assert!(fetch(Some(6e9)).abs_diff(2 * own) <= 1, "but for a rounded nanosecond");
 }
 
 /// Counts calls, and places as another policy does.

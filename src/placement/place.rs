@@ -11,13 +11,15 @@ use super::rows::rows_of;
 use crate::dispatch::check_load;
 use crate::ensure;
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
 /// (node, expert) pairs of a placement: half a gigabyte of table.
 const MOST_CELLS: usize = 1 << 26;
 
 /// Policy by which experts are placed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Policy {
     /// Lazarus' maximum rank overlap, as printed, over domains: Theorem 1 fails where the last group is cut by their
     /// number.

@@ -4,6 +4,7 @@ use super::span::Resource;
 use super::windows::Windows;
 use crate::ensure;
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::collections::HashSet;
 use std::str::FromStr;
 
@@ -70,7 +71,8 @@ pub struct Receiver {
 }
 
 /// Policy by which windows are filled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Policy {
     /// Gemini (SOSP'23): in order, as much as fits; the rest runs after the last window.
     Gemini,

@@ -37,8 +37,8 @@ pub use failures::Source;
 pub use outcome::{Happened, Outcome};
 pub use planners::{Planners, Product};
 pub use scenario::{
-    ChunkName, Cluster, Costs, Lagging, Load, Model, PlacementName, PresetChoices, RestartChoices, Scenario,
-    Scheme, Selecting, SessionChoices, SplitName,
+    Cluster, Costs, Lagging, Load, Model, PresetChoices, RestartChoices, Scenario, Scheme, Selecting,
+    SessionChoices,
 };
 pub use trace::{read_bamboo, read_skypilot};
 pub use world::Progress;

@@ -162,7 +162,7 @@ impl Job<'_> {
     fn pace_copies(&mut self, copies: &Copies) -> Result<u64> {
         let sends = self.sends(copies);
         let (delay, steps) = match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen) {
-            Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy.0)?,
+            Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy)?,
             _ => (self.pace.chosen_delay, 1),
         };
         self.pace.copy_bytes = match self.turns {

@@ -74,7 +74,7 @@ impl Job<'_> {
                 replicas: &counts,
                 nodes: nodes.len(),
                 slots,
-                policy: self.preset.placement.0,
+                policy: self.preset.placement,
                 load: Some(load),
                 previous: Some(&previous),
                 domains: fail_together.then_some(&domains[..]), // nodes that fail alone need no list
@@ -101,7 +101,7 @@ impl Job<'_> {
 
     /// The busiest node over the mean, of a class that is placed like this.
     fn imbalance(&self, matrix: &[i64], class: usize, nodes: usize) -> Result<f64> {
-        self.planners.imbalance(matrix, self.loads.of_class(class), nodes, self.preset.token_split.0)
+        self.planners.imbalance(matrix, self.loads.of_class(class), nodes, self.preset.token_split)
     }
 
     /// Active replicas of each expert that are wanted.

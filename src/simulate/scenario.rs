@@ -4,7 +4,7 @@ use super::failures::Source;
 use super::ranges::{not_negative, positive};
 use crate::dispatch;
 use crate::ensure;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::placement::Policy;
 use crate::protection::Copying;
 use crate::protocol::STEP_BITS;
@@ -222,13 +222,13 @@ pub struct PresetChoices {
     /// Which experts are copied.
     pub selection: Selecting,
     /// Policy of the placement.
-    pub placement: PlacementName,
+    pub placement: Policy,
     /// Policy by which windows are filled; none where nothing is copied in windows.
-    pub chunks: Option<ChunkName>,
+    pub chunks: Option<schedule::Policy>,
     /// Whether a recovery may take experts at older versions than the rest.
     pub lagging: Lagging,
     /// How replicas of an expert share its tokens.
-    pub token_split: SplitName,
+    pub token_split: dispatch::Policy,
     /// Whether `copies` counts the ranks that train each expert.
     pub active_copies: bool,
     /// Whether experts are saved a few at a time to the store, where all that is no expert is saved each time.
@@ -275,41 +275,6 @@ pub struct RestartChoices {
     /// Seconds for which nodes that come are gathered before they are let in.
     pub join_seconds: f64,
 }
-
-/// A policy of placement, by its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct PlacementName(pub Policy);
-
-/// A policy of chunks, by its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct ChunkName(pub schedule::Policy);
-
-/// A policy by which tokens are split, by its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub struct SplitName(pub dispatch::Policy);
-
-macro_rules! travels_as_its_name {
-    ($($name:ident),*) => {$(
-        impl TryFrom<String> for $name {
-            type Error = String;
-
-            fn try_from(name: String) -> std::result::Result<Self, String> {
-                name.parse().map(Self).map_err(|error: Error| error.to_string())
-            }
-        }
-
-        impl From<$name> for String {
-            fn from(name: $name) -> Self {
-                name.0.name().into()
-            }
-        }
-    )*};
-}
-
-travels_as_its_name!(PlacementName, ChunkName, SplitName);
 
 /// Steps of a job that has no end: what a version has room for.
 const NO_END: u64 = (1 << STEP_BITS) - 1;

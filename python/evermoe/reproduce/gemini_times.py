@@ -256,8 +256,9 @@ def _simulated() -> list[Row]:
         gemini,
         start_seconds=0.0,
         capture_bytes_per_second=share / HIGH_FREQUENCY_STALL,
-        store_write_bytes_per_second=REMOTE / instances,
-        store_read_bytes_per_second=REMOTE / instances,
+        store_write_bytes_per_second=REMOTE,
+        store_read_bytes_per_second=REMOTE,
+        store_bytes_per_second=REMOTE,
     )
 
     def trained(scheme: SchemeName, constants: Constants) -> float:
