@@ -326,6 +326,10 @@ class Chunk(Event):
     """Bytes so far."""
     total: int
     """Bytes of all parts."""
+    when: str
+    """When it began. `window`: in an idle window. `idle`: while no collective ran, as windows were unknown or training
+    had paused. `beside`: beside compute, as planned. `vote`: training waited for it, before a vote or for room.
+    `recovery`: training waited in any case, as members changed or all steps were taken."""
 
 
 @dataclass(frozen=True)

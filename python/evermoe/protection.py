@@ -43,9 +43,10 @@ from evermoe.protection_inputs import (
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.replicas import Replicas
 from evermoe.selection import ExpertSelector, LossLedger
+from evermoe.snapshot.rank_plan import COPIES
 from evermoe.snapshot.snapshots import Snapshots
 from evermoe.snapshot.store import SnapshotStore
-from evermoe.snapshot.window_plan import COPIES, WindowOptions
+from evermoe.snapshot.window_plan import WindowOptions
 from evermoe.state.stored import KeptCopies, StoredUnit
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of
@@ -202,7 +203,7 @@ class Protection:
         if self.first.may_arrive_later:
             self.first.begin(version)
         else:
-            self.snapshots.pacer.hurry()
+            self.snapshots.pacer.hurry("recovery")
             self.first.make(version, self.options.copies > 0)
             self._release(version)
         for keeper in self.keepers:

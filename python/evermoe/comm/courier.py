@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from evermoe.comm.group import Group
-from evermoe.comm.pacer import Opening, Pacer
+from evermoe.comm.pacer import Opening, Pacer, When
 from evermoe.comm.task import T, Task
 from evermoe.comm.transport import Transfer, Transport
 from evermoe.planning.schedule import Link
@@ -57,7 +57,8 @@ class Sent(NamedTuple):
     nbytes: int
     peer: int
     window: int | None
-    """The window in which it was begun; None outside of all: the training thread waited, or any time was right."""
+    """The window in which it was begun; None outside of all."""
+    when: When = "beside"
 
 
 class _UnderWay(NamedTuple):
@@ -66,10 +67,10 @@ class _UnderWay(NamedTuple):
     transfer: Transfer
     message: Message
     opening: Opening
-    on_sent: Callable[[int], None]
+    on_sent: Callable[[Sent], None]
 
 
-def _ignore(nbytes: int) -> None:
+def _ignore(sent: Sent) -> None:
     pass
 
 
@@ -141,10 +142,10 @@ class Courier:
         transfer.wait(UNLIMITED)
         self.progress += 1
 
-    def send(self, messages: Iterable[Message], on_sent: Callable[[int], None] = _ignore) -> int:
+    def send(self, messages: Iterable[Message], on_sent: Callable[[Sent], None] = _ignore) -> int:
         """Sends messages, each when its window is open; called by tasks. Returns the bytes once all are sent.
 
-        `on_sent` is told the bytes of each message that is sent.
+        `on_sent` is told of each message that is sent.
 
         Raises:
             PeerLost: a peer is gone, or the connections were dropped.
@@ -192,7 +193,7 @@ class Courier:
 
     def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
         if self._pacer is None:
-            return Opening(None, time.perf_counter_ns())
+            return Opening("beside", None, time.perf_counter_ns())
         seconds = self.seconds(message.data.nbytes)
         if not self._pacer.may_begin(message.window, before + seconds, message.step):
             while under_way:  # what is under way is noted now, not when the next window opens
@@ -210,8 +211,10 @@ class Courier:
         self.progress += 1
         end, nbytes = time.perf_counter_ns(), each.message.data.nbytes
         self.sent_bytes += nbytes
-        self.sent.append(Sent(each.opening.at, end, nbytes, each.message.peer, each.opening.window))
-        each.on_sent(nbytes)
+        when, window, start = each.opening
+        sent = Sent(start, end, nbytes, each.message.peer, window, when)
+        self.sent.append(sent)
+        each.on_sent(sent)
 
     def _run(self) -> None:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):

@@ -6,16 +6,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from evermoe.comm.group import Group
 
 ANY_TIME = -1
-"""In place of a window's number: beside compute, whether a window is open or not."""
+"""In place of a window's number: beside compute, whether a window of the step is open or not."""
 PAUSED_STEPS, PAUSED_SECONDS = 3, 10.0
 """Training has paused where no collective has begun or ended for as long as so many steps, and for so many seconds."""
 POLL_SECONDS = 0.5
 """Time between two looks whether it has."""
+
+When = Literal["window", "idle", "beside", "vote", "recovery"]
+"""When a message begins.
+
+`window`: in an idle window that was expected. `idle`: between two collectives, as windows are not known or training has
+paused. `beside`: at any time, as planned. `vote`: training waits for it, before a vote or for room. `recovery`: it
+waits in any case, as the members change or all steps are taken.
+"""
 
 
 class TimedStep(NamedTuple):
@@ -30,8 +38,9 @@ class TimedStep(NamedTuple):
 class Opening(NamedTuple):
     """When a message may begin."""
 
+    when: When
     window: int | None
-    """Number of the window that is open; None if the training thread is in a hurry, or any time is right."""
+    """Number of the window that is open; None outside of all."""
     at: int
     """Now: no collective had begun yet."""
 
@@ -48,19 +57,20 @@ class Pacer:
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns) -> None:
         self._now = now
         self._change = threading.Condition()
-        self._is_busy = False
+        self._is_busy, self._is_counting = False, True
         self._busy_since = 0
         self._began = self._changed = now()
         self._step_lasts = 0
         self.step = 0
         """Steps that have begun."""
-        self._is_hurried = False
+        self._hurry: When | None = None
+        """Why the training thread waits; None while it does not."""
         self._seen: dict[str, int] = {}
         self._places: Mapping[tuple[str | None, int], tuple[int, float]] = {}
         self._window: int | None = None
         self._reached = -1
         self._closes = 0.0
-        self._wanted = 0
+        self._wanted = self._left_out = 0
         self._recorded: list[TimedStep] = []
         self._step: tuple[int, list[tuple[str, int, int]]] | None = None
 
@@ -84,7 +94,7 @@ class Pacer:
             self._step_lasts, self._began, self._changed = now - self._began, now, now
             self.step += 1
             self._record_step(now)
-            self._seen, self._reached, self._is_hurried = {}, -1, False
+            self._seen, self._reached, self._hurry = {}, -1, None
             self._open((None, 0), now)
             self._change.notify_all()
 
@@ -96,10 +106,10 @@ class Pacer:
                 self._open((None, 0), self._now())
                 self._change.notify_all()
 
-    def hurry(self) -> None:
+    def hurry(self, why: Literal["vote", "recovery"] = "vote") -> None:
         """The training thread waits: everything may be sent until the next step begins."""
         with self._change:
-            self._is_hurried = True
+            self._hurry = why
             self._change.notify_all()
 
     @contextmanager
@@ -110,6 +120,15 @@ class Pacer:
             yield
         finally:
             self._ends(name)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Collectives meanwhile are none of an ordinary step's: they open no window, and are not recorded."""
+        self._is_counting = False
+        try:
+            yield
+        finally:
+            self._is_counting = True
 
     def transfer_begins(self) -> None:
         """Something is sent from here, earlier perhaps than planned: the window that is open closes.
@@ -137,11 +156,12 @@ class Pacer:
         with self._change:
             now = self._now() if at is None else at
             self._is_busy, self._changed = False, now
-            occurrence = self._seen.get(name, 0)
-            self._seen[name] = occurrence + 1
-            if self._step is not None:
-                self._step[1].append((name, self._busy_since, now))
-            self._open((name, occurrence), now)
+            if self._is_counting:
+                occurrence = self._seen.get(name, 0)
+                self._seen[name] = occurrence + 1
+                if self._step is not None:
+                    self._step[1].append((name, self._busy_since, now))
+                self._open((name, occurrence), now)
             self._change.notify_all()
 
     def _open(self, place: tuple[str | None, int], now: int) -> None:
@@ -152,10 +172,13 @@ class Pacer:
 
     # ---- profiles
 
-    def record(self, steps: int) -> None:
-        """Records so many steps, from the next one on; 0 to stop. What was recorded before is forgotten."""
+    def record(self, steps: int, left_out: int = 0) -> None:
+        """Records so many steps, of those that begin now without the first `left_out`; 0 to stop.
+
+        What was recorded before is forgotten.
+        """
         with self._change:
-            self._wanted, self._recorded, self._step = steps, [], None
+            self._wanted, self._left_out, self._recorded, self._step = steps, left_out, [], None
 
     def recorded(self) -> list[TimedStep]:
         """The steps recorded so far that are over."""
@@ -165,7 +188,9 @@ class Pacer:
     def _record_step(self, now: int) -> None:
         if self._step is not None:
             self._recorded.append(TimedStep(self._step[0], now, self._step[1]))
-        self._step = (now, []) if len(self._recorded) < self._wanted else None
+        is_wanted = not self._left_out and len(self._recorded) < self._wanted
+        self._step = (now, []) if is_wanted else None
+        self._left_out = max(0, self._left_out - 1)
 
     # ---- the couriers' threads
 
@@ -178,7 +203,12 @@ class Pacer:
         with self._change:
             while not self._may_begin(window, seconds, step, now := self._now()):
                 self._change.wait(POLL_SECONDS)
-            return Opening(None if self._is_hurried or window == ANY_TIME else self._window, now)
+            if self._hurry is not None:
+                return Opening(self._hurry, None, now)
+            if window == ANY_TIME:
+                return Opening("beside", None, now)
+            window = self._window if self._is_open(seconds, now) else None
+            return Opening("idle" if window is None else "window", window, now)
 
     def may_begin(self, window: int | None, seconds: float, step: int | None = None) -> bool:
         """Whether `wait` would return at once."""
@@ -186,13 +216,16 @@ class Pacer:
             return self._may_begin(window, seconds, step, self._now())
 
     def _may_begin(self, window: int | None, seconds: float, step: int | None, now: int) -> bool:
-        if self._is_hurried:
+        if self._hurry is not None:
             return True
         if self._is_busy:
             return False
         has_paused = now - self._changed > max(PAUSED_STEPS * self._step_lasts, PAUSED_SECONDS * 1e9)
-        if not self._places or window == ANY_TIME or has_paused:
-            return True
-        in_time = self._window is not None and now + seconds * 1e9 <= self._closes
         planned = self.step if step is None else step
-        return in_time and (window is None or (self.step, self._reached) >= (planned, window))
+        if not self._places or has_paused or (window == ANY_TIME and self.step >= planned):
+            return True
+        is_due = window is None or (self.step, self._reached) >= (planned, window)
+        return is_due and self._is_open(seconds, now)
+
+    def _is_open(self, seconds: float, now: int) -> bool:
+        return self._window is not None and now + seconds * 1e9 <= self._closes

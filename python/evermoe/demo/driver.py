@@ -271,6 +271,18 @@ def _lost(result: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
     return lines
 
 
+def _travelled(messages: Mapping[str, int], share: float) -> str:
+    """When the messages of snapshots were sent, in words."""
+    others = {
+        "idle": "before windows were known",
+        "beside": "beside compute, as planned",
+        "vote": "while training waited for them",
+        "recovery": "in recoveries or at the end, while training waited anyway",
+    }
+    rest = [f"{messages[when]} {words}" for when, words in others.items() if messages.get(when)]
+    return f"{messages.get('window', 0)} messages in idle windows, {share:.1%}" + "".join(f"; {each}" for each in rest)
+
+
 def _print(console: Console, result: Mapping[str, Any], options: argparse.Namespace) -> None:
     for episode in result["episodes"]:
         workers = ", ".join(map(str, episode["killed"]))
@@ -288,6 +300,8 @@ def _print(console: Console, result: Mapping[str, Any], options: argparse.Namesp
     if result["step_seconds"] and options.copies:
         copying, step = result["copy_seconds"], result["step_seconds"]
         facts.add_row("copies", f"{copying:.3f} s of each step's {step:.3f} s, {copying / step:.1%}")
+    if result["messages_in_windows"] is not None:
+        facts.add_row("", _travelled(result["messages"], result["messages_in_windows"]))
     if result.get("copy_overhead") is not None:
         without, overhead = result["step_seconds_without_copies"], result["copy_overhead"]
         facts.add_row(

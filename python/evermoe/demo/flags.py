@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="SIGKILL a worker in the middle of this step, and take its node's memory away; repeatable. A kill due at "
         "the step after an interrupted one strikes during the recovery. Default: 2@20, if --kill is not given at all. "
         "With moetion and pec, which may lose tokens, --slots is the fewest by default: experts train on one worker "
-        "alone, as far as slots come out even, so that this kill shows what such a preset loses",
+        "alone, as far as slots come out even, so that this kill shows what such a preset loses. The links of one "
+        "machine carry all experts in a step: with moetion add --remote-bytes-per-step",
     )
     show.add_argument("--no-kill", action="store_true", help="no worker dies")
     show.add_argument(
@@ -139,5 +140,5 @@ def copied_at_a_time(options: argparse.Namespace) -> str:
             f"{each.snapshot} are in their own node's memory, and gone with it"
         )
     budget = given.remote_bytes_per_step
-    most = "an eighth of the experts' state" if budget is None else f"{budget:,} bytes"
+    most = "what the links carry in" if budget is None else f"{budget:,} bytes"
     return f"{given.preset} brings copies on other nodes up to date for {most} a step, the most tokens first"

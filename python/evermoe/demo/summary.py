@@ -8,6 +8,7 @@ repeat (the interrupted step again).
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -126,6 +127,21 @@ def copy_seconds(events: Mapping[int, Sequence[Event]]) -> list[float]:
     return spent
 
 
+def messages(events: Mapping[int, Sequence[Event]]) -> dict[str, int]:
+    """Messages of snapshots by when they were begun, over all workers: see `evermoe.events.Chunk`."""
+    return Counter(event["when"] for rows in events.values() for event in rows if event["event"] == "chunk")
+
+
+def in_windows(messages: Mapping[str, int]) -> float | None:
+    """The share that was sent in idle windows; None if none were sent. Those of recoveries do not count.
+
+    >>> in_windows({"window": 9, "vote": 1, "recovery": 20})
+    0.9
+    """
+    counted = sum(count for when, count in messages.items() if when != "recovery")
+    return messages.get("window", 0) / counted if counted else None
+
+
 def routed(events: Mapping[int, Sequence[Event]]) -> dict[int, dict[str, list[int]]]:
     """Per committed step the tokens of each expert by layer, as the routers of all workers have counted them."""
     found: dict[int, dict[str, list[int]]] = {}
@@ -231,8 +247,10 @@ def summarise(
         "step_seconds": statistics.median(with_copies) if with_copies else None,
         "step_seconds_without_copies": statistics.median(without) if without else None,
         "copy_seconds": statistics.median(copy_seconds(events) or [0.0]),
+        "messages": messages(events),
         "lost_tokens": 0,
     }
+    result["messages_in_windows"] = in_windows(result["messages"])
     if is_partial:
         result |= _losses(events, baseline, edge)
     if with_copies and without:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -149,6 +149,10 @@ class Profiler:
             if found is not None:
                 self._recorder.close(found)
 
+    def unseen(self) -> AbstractContextManager[None]:
+        """Transfers of the calling thread meanwhile are not recorded."""
+        return self._recorder.unseen("network")
+
     def follow_network(self, begins: Callable[[OpenSpan], None], ends: Callable[[OpenSpan], None]) -> None:
         """While attached, calls these for each transfer of training as it begins and when it is known to be over.
 
@@ -259,7 +263,7 @@ class Profiler:
         steps: list[StepProfile] = [r.step for r in recorded]
         starts = [r.start + self._to_shared for r in recorded]
         copies = [
-            SentChunk(each.start / 1e9 + self._to_shared, (each.end - each.start) / 1e9, *each[2:]) for each in sent
+            SentChunk(each.start / 1e9 + self._to_shared, (each.end - each.start) / 1e9, *each[2:5]) for each in sent
         ]
         found = windows or find_windows(steps)
         whole = without_gaps(steps, starts)

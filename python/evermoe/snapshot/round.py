@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evermoe._native import Capture
-from evermoe.comm.courier import Courier, Message
+from evermoe.comm.courier import Courier, Message, Sent
 from evermoe.comm.task import Task
 from evermoe.errors import CaptureCancelled, CorruptCopy
 from evermoe.events import Chunk, Listener, Published
@@ -164,9 +164,9 @@ class SnapshotRound:
                 data[offset : offset + len(found)] = found[:nbytes]
                 self._courier.progress += 1
 
-    def _note_sent(self, nbytes: int) -> None:
-        self._sent_bytes += nbytes
-        self._emit(Chunk(step_of(self.version), self._sent_bytes, self._total_bytes))
+    def _note_sent(self, sent: Sent) -> None:
+        self._sent_bytes += sent.nbytes
+        self._emit(Chunk(step_of(self.version), self._sent_bytes, self._total_bytes, sent.when))
 
     def _read_units(self, kept: BundleArena) -> None:
         kept.index = kept.arena.begin(self.version)

@@ -248,7 +248,7 @@ class Snapshots(StateKeeper):
 
         `version`: of the state now, if it is to be copied where what is under way is older: collective then.
         """
-        self.pacer.hurry()
+        self.pacer.hurry("recovery")
         self._is_settled = True
         self.before_update()
         is_whole = self.wait()

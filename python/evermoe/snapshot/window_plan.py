@@ -5,50 +5,51 @@
 
 Both ends must divide a bundle alike, so they plan from the same gathered data, at a step that all know from its number.
 The training thread does it, between two steps; there is no thread of its own, and between profiles no cost.
+
+A first plan is made from one step, and looked at again as more are recorded. When the members change, their windows
+stay in use, by newcomers, too, until the next steps say otherwise. Only whole profiles say over how many steps a
+version is sent.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
-from evermoe.comm.pacer import ANY_TIME, Pacer, TimedStep
+from evermoe.comm.pacer import Pacer, TimedStep
 from evermoe.options import Options, option
-from evermoe.planning.schedule import (
-    DEFAULT_LINK,
-    ChunkPlan,
-    ChunkPolicy,
-    CopyItem,
-    Link,
-    Memory,
-    Receiver,
-    plan_chunks,
-)
+from evermoe.planning.schedule import DEFAULT_LINK, ChunkPolicy, Link, Memory
 from evermoe.planning.trace import SentChunk, chrome_trace
-from evermoe.planning.windows import Change, Span, StepProfile, Windows, find_windows, has_changed
+from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
 from evermoe.snapshot.frequency import lowered
 from evermoe.snapshot.link import Budgets, budgets_of, measure_link
-from evermoe.snapshot.segments import Segment, Segments
+from evermoe.snapshot.rank_plan import (
+    Outgoing,
+    RankReport,
+    as_steps,
+    peers_of,
+    places_of,
+    plan_of,
+    segments_of,
+)
+from evermoe.snapshot.segments import Segments
 from evermoe.snapshot.store import SnapshotStore
 
 logger = logging.getLogger(__name__)
 
-COPIES = "copies"
-"""Name of the span in which the training thread waits for copies before a vote."""
-WARM_UP = 3
+WARM_UP = 1
 """Steps after a change of membership that are no measure."""
+FIRST_LOOKS = (1, 2, 4, 8, 16)
+"""Recorded steps after a change of membership with which it is planned already, before all of the profile are there."""
 TOLERANCE = 0.05
 """Part of a step by which windows may change before it is planned anew."""
-MOST_VERSION_STEPS = 64
-"""Steps over which a version is sent at most, unless more are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ class WindowOptions(Options):
     """`windows`: snapshots travel while the network is idle. `blocking`: training waits after each update until they
     are there, as in the paper's baseline."""
     profile_steps: int = option(20, shared=True, least=0)
-    """Steps that are recorded to find the network's idle windows, in which snapshots travel from then on; 0: none, they
-    travel whenever no collective runs."""
+    """Steps that are recorded to find the network's idle windows, in which snapshots travel; the first of them is
+    enough for a first plan. 0: none, they travel whenever no collective runs."""
     profile_every: int = option(1000, shared=True, least=1)
     """Steps between two such profiles. Another one follows each change of the members."""
 
@@ -77,128 +78,6 @@ class WindowOptions(Options):
             raise ValueError(
                 f"expected profile_every >= profile_steps + 2 = {self.profile_steps + 2}, got {self.profile_every}"
             )
-
-
-class Outgoing(NamedTuple):
-    """A bundle that a rank sends."""
-
-    bundle: int
-    peers: list[int]
-    parts: list[tuple[int, int]]
-    """Offset and bytes of each unit, one behind the other. Before the first one is the table of their digests."""
-
-
-@dataclass(frozen=True)
-class RankReport:
-    """What a rank tells the others about its steps, and what it sends."""
-
-    windows: str
-    """`Windows.to_json`; empty from a replica node, whose network is always idle."""
-    starts: list[float]
-    """When its recorded steps began: seconds on rank 0's clock."""
-    changed: str
-    """How this rank's profile differs from its last report; empty if not significantly."""
-    link: tuple[float, float]
-    """Alpha and beta of its link."""
-    outgoing: list[Outgoing]
-    host_speed: float = 0.0
-    """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
-
-
-# ---- pure
-
-
-def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
-    """What a pacer has recorded, as `find_windows` takes it.
-
-    Args:
-        timed: steps.
-        until_vote: a version must be whole before the next vote: from when it is waited for, the network counts as
-            busy until the step is over.
-    """
-    steps = []
-    for start, end, busy in timed:
-        spans = []
-        for name, since, until in busy:
-            is_last = until_vote and name == COPIES
-            ends = end if is_last else until
-            spans.append(Span(name, "collective", "network", (since - start) / 1e9, (ends - since) / 1e9))
-            if is_last:
-                break
-        steps.append(StepProfile((end - start) / 1e9, spans))
-    return steps
-
-
-def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float]]:
-    """The network's windows as `Pacer.expect` takes them."""
-    found = [(number, window) for number, window in enumerate(windows.windows) if window.resource == "network"]
-    return {
-        (window.after, window.occurrence): (number, window.seconds) for number, window in found if window.offset == 0.0
-    }
-
-
-def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[CopyItem], list[tuple[int, int]]]:
-    """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units.
-
-    Digests come last: they are known when all units are captured.
-    """
-    items, origins = [], []
-    for bundle, peers, parts in outgoing:
-        first = parts[0][0]
-        units = parts if policy == "baft" else [(first, sum(nbytes for _, nbytes in parts))]
-        for offset, nbytes in [*units, (0, first)]:
-            items.append(CopyItem(f"{bundle}:{offset}", nbytes, peers))
-            origins.append((bundle, offset))
-    return items, origins
-
-
-def plan_of(
-    rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, memory: Memory, version_steps: int | None = 1
-) -> ChunkPlan:
-    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have.
-
-    `memory` and `version_steps`: as `plan_chunks` takes them.
-    """
-    items, _ = items_of(reports[rank].outgoing, policy)
-    windows = Windows.from_json(reports[rank].windows)
-    ends = []
-    for peer in sorted(_peers(reports[rank].outgoing)):
-        if reports[peer].windows:
-            ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
-        else:
-            ends.append(Receiver(peer, windows))
-    link, most = Link(*reports[rank].link), MOST_VERSION_STEPS
-    return plan_chunks(
-        items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
-    )
-
-
-def _lead(sender: RankReport, receiver: RankReport) -> float:
-    return statistics.median(b - a for a, b in zip(sender.starts, receiver.starts, strict=True))
-
-
-def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
-    """The chunks of a sender as segments of its bundles; `peer` is the destination.
-
-    What has no window comes last; in MoEtion, which sends it beside compute (W* of its Algorithm 4), first.
-    A version of `auto` is not waited for: its chunks may go before the step that they are planned for.
-    """
-    items, origins = items_of(outgoing, policy)
-    origin = {item.unit: found for item, found in zip(items, origins, strict=True)}
-    segments: list[Segment] = []
-    places: dict[tuple[int, int], int] = {}
-    is_beside = policy == "moetion"
-    for chunk in sorted(plan.chunks, key=lambda chunk: (chunk.window is None) != is_beside):
-        bundle, first = origin[chunk.unit]
-        place = places.get((bundle, chunk.destination), 0)
-        places[bundle, chunk.destination] = place + 1
-        step = None if policy == "auto" else chunk.step
-        window = ANY_TIME if chunk.window is None and is_beside else chunk.window
-        segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, window, step))
-    return segments
-
-
-# ---- with the clock and the others
 
 
 class WindowPlanner:
@@ -233,6 +112,12 @@ class WindowPlanner:
         self._base = 0
         self._reports: list[RankReport] = []
         self._recorded: tuple[list[TimedStep], Windows | None] = [], None
+        self._is_settled = False
+        """Whether the plan is that of a whole profile of these members."""
+        self._knows_pace = False
+        """Whether the latest windows are those of a whole profile."""
+        self._latest: dict[tuple[bool, str], Windows] = {}
+        """The latest windows, also of earlier members, by `until_vote` and this member's role."""
         self.windows: Windows | None = None
         """Windows of this member's network, as copies use them now; None before the first profile."""
         self.step_seconds: float | None = None
@@ -260,16 +145,43 @@ class WindowPlanner:
         return self._membership.everyone
 
     def restart(self, step: int, until_vote: bool) -> None:
-        """Discards the plan: other members, or another protection plan, from this step on.
+        """Discards the plan: other members, or another protection plan, from this step on. Collective.
 
-        `until_vote`: each version must be whole before the vote that follows it.
+        The windows of before are used for a new one until the next steps are recorded.
+
+        Args:
+            step: steps taken.
+            until_vote: whether each version must be whole before the vote that follows it.
+
+        Raises:
+            PeerLost: another member is gone.
         """
         self._until_vote = until_vote
-        self._base, self._reports, self.windows = step, [], None
+        self._base, self._reports, self.windows, self._is_settled = step, [], None, False
         self.version_steps, self.budgets = self._fixed_steps or 1, Budgets()
         self._store.segments = None
-        self._pacer.record(0)
         self._pacer.expect({})
+        self._pacer.record(0)
+        if self._policy is not None and self._is_used:
+            self._pacer.record(self._options.profile_steps, WARM_UP)
+            self._carry_over(self._policy)
+
+    @property
+    def _is_used(self) -> bool:
+        return self._group.size > 1 and self._options.profile_steps > 0
+
+    def _carry_over(self, policy: ChunkPolicy) -> None:
+        """Plans by the windows that members had before; a newcomer that trains takes those of another member."""
+        found = self._latest.get((self._until_vote, self._membership.role))
+        reports = self._exchange("" if found is None else found.to_json(), [0.0])
+        trainers = range(self._membership.num_trainers)
+        known = next((reports[rank].windows for rank in trainers if reports[rank].windows), "")
+        if known:
+            reports = [
+                replace(report, windows=report.windows or known) if rank in trainers else report
+                for rank, report in enumerate(reports)
+            ]
+            self._adopt(reports, policy, self._base, "; by the windows of before", paces=True)
 
     def after(self, step: int) -> None:
         """A step is over, the same on all members: begins a profile or plans from it when it is time to. Collective.
@@ -277,28 +189,39 @@ class WindowPlanner:
         Raises:
             PeerLost: another member is gone.
         """
-        steps = self._options.profile_steps
-        since = step - self._base - WARM_UP
-        if self._policy is None or self._group.size == 1 or not steps or since < 0:
+        steps, since = self._options.profile_steps, step - self._base - WARM_UP
+        if self._policy is None or not self._is_used or since < 0:
             return
-        if since % self._options.profile_every == 0:
+        number, place = divmod(since, self._options.profile_every)
+        last = steps if number == 0 else steps + 1
+        if number and not place:
             self._pacer.record(steps)
-        elif since % self._options.profile_every == steps + 1:
-            self._consider(step, self._policy)
+        elif place == last or (number == 0 and place < last and place in FIRST_LOOKS):
+            self._consider(step, self._policy, is_whole=place == last)
+            if place == last:
+                self._pacer.record(0)
 
-    def _consider(self, step: int, policy: ChunkPolicy) -> None:
+    def _consider(self, step: int, policy: ChunkPolicy, *, is_whole: bool) -> None:
+        """Plans if the recorded steps differ from the plan; by a first whole profile in any case."""
         reports = self._gather(*self._profile())
         changed = [f"rank {rank}: {report.changed}" for rank, report in enumerate(reports) if report.changed]
-        if self._reports and not changed:
+        if self._reports and not changed and (self._is_settled or not is_whole):
             return
-        self._reports, self.budgets = reports, self._budgets(reports)
+        self._is_settled = self._knows_pace = is_whole
         if reports[self._group.rank].windows:
-            mine = self.windows = Windows.from_json(reports[self._group.rank].windows)
+            mine = Windows.from_json(reports[self._group.rank].windows)
             idle = [window.seconds for window in mine.windows if window.resource == "network"]
             self.step_seconds, self.network_seconds = mine.step_seconds, sum(idle)
-        self._adopt(policy)
+            self._latest[self._until_vote, self._membership.role] = mine
+        why = f"; planned anew, because of {changed[0]}" if changed else ""
+        self._adopt(reports, policy, step, why, paces=is_whole)
+
+    def _adopt(self, reports: list[RankReport], policy: ChunkPolicy, step: int, why: str, *, paces: bool) -> None:
+        self._reports, self.budgets = reports, self._budgets(reports)
+        if reports[self._group.rank].windows:
+            self.windows = Windows.from_json(reports[self._group.rank].windows)
+        self._plan(policy, paces=paces)
         if self._group.rank == 0 and any(report.outgoing for report in reports):
-            why = f"; planned anew, because of {changed[0]}" if self.plans > 1 and changed else ""
             logger.info("copies in windows from step %d on: %s%s", step, self.summary, why)
 
     def _budgets(self, reports: Sequence[RankReport]) -> Budgets:
@@ -310,7 +233,6 @@ class WindowPlanner:
     def _profile(self) -> tuple[list[StepProfile], list[float]]:
         """The steps to find windows in, and when they started: seconds of `time.perf_counter`."""
         timed = self._pacer.recorded()
-        self._pacer.record(0)
         self._recorded = timed, self.windows
         return as_steps(timed, self._until_vote), [each.start / 1e9 for each in timed]
 
@@ -319,18 +241,15 @@ class WindowPlanner:
         change: Change | None = None
         if self.windows is not None:
             change = has_changed(self.windows, steps, tolerance=TOLERANCE)
+        windows = find_windows(steps, gamma=self._options.window_share).to_json() if steps else ""
+        return self._exchange(windows, [start + offset for start in starts], "" if change is None else change.summary)
+
+    def _exchange(self, windows: str, starts: list[float], changed: str = "") -> list[RankReport]:
         sent = sorted((each for courier in self.couriers for each in list(courier.sent)), key=lambda each: each.end)
         link = measure_link(sent, self._default)
         if link != self._default:
             self.link = link.alpha, link.beta
-        mine = RankReport(
-            find_windows(steps, gamma=self._options.window_share).to_json() if steps else "",
-            [start + offset for start in starts],
-            "" if change is None else change.summary,
-            (link.alpha, link.beta),
-            self._outgoing(),
-            self.host_speed,
-        )
+        mine = RankReport(windows, starts, changed, (link.alpha, link.beta), self._outgoing(), self.host_speed)
         everyone = gather_json(self._group, asdict(mine))
         return [
             RankReport(**fields | {"outgoing": [Outgoing(*each) for each in fields["outgoing"]]}) for fields in everyone
@@ -346,17 +265,21 @@ class WindowPlanner:
                 found.append(Outgoing(kept.number, peers, parts))
         return found
 
-    def _adopt(self, policy: ChunkPolicy) -> None:
-        """Plans for this rank and for those that send to it. Collective."""
+    def _plan(self, policy: ChunkPolicy, *, paces: bool) -> None:
+        """Plans for this rank and for those that send to it. Collective.
+
+        `paces`: the steps of a version are chosen anew, too.
+        """
         rank, reports = self._group.rank, self._reports
         is_sender = [
-            report.windows and (s == rank or rank in _peers(report.outgoing)) for s, report in enumerate(reports)
+            report.windows and (s == rank or rank in peers_of(report.outgoing)) for s, report in enumerate(reports)
         ]
         senders = [s for s, is_one in enumerate(is_sender) if is_one]
         buffers = self._options.copy_buffers
         memory = Memory(buffers * self._options.copy_buffer_bytes, buffers)
-        if self._fixed_steps is None:
-            alone = plan_of(rank, reports, policy, memory, None).reason.steps_per_version if rank in senders else 1
+        if self._fixed_steps is None and paces:
+            is_known = self._knows_pace and rank in senders
+            alone = plan_of(rank, reports, policy, memory, None).reason.steps_per_version if is_known else 1
             self.version_steps = max(gather_json(self._group, alone))
         plans = {s: plan_of(s, reports, policy, memory, self.version_steps) for s in senders}
         segments = {s: segments_of(plan, reports[s].outgoing, policy) for s, plan in plans.items()}
@@ -389,10 +312,6 @@ class WindowPlanner:
         steps = as_steps(timed, until_vote=False)
         start = timed[0].start / 1e9
         sent = [
-            SentChunk(each.start / 1e9, (each.end - each.start) / 1e9, *each[2:]) for each in list(self._courier.sent)
+            SentChunk(each.start / 1e9, (each.end - each.start) / 1e9, *each[2:5]) for each in list(self._courier.sent)
         ]
         return chrome_trace(steps, windows, sent=sent, rank=self._group.rank, start=start)
-
-
-def _peers(outgoing: Sequence[Outgoing]) -> set[int]:
-    return {peer for each in outgoing for peer in each.peers}

@@ -18,10 +18,10 @@ from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnsupportedState
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
+from evermoe.snapshot.rank_plan import COPIES
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.snapshot.version_pace import VersionPace
-from evermoe.snapshot.window_plan import COPIES
 from evermoe.state.version import step_of
 from evermoe.train import gradients
 from evermoe.train.bubbles import Bubbles
@@ -226,7 +226,7 @@ class PipelineDriver(Driver):
 
         `version`: of the state, if it is to be copied first where what is under way is older: collective then.
         """
-        self.pacer.hurry()
+        self.pacer.hurry("recovery")
         if self._round is not None:
             self._round.wait_captured()
             self.courier.wait(self._round.task, self._group)

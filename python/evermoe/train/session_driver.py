@@ -219,13 +219,14 @@ class SessionDriver(RecoveryDriver):
     def _heal_and_pace(self, step: int, sums: Ballot) -> None:
         self._protection.set_pace(sums.capture_seconds, sums.step_seconds)
         try:
-            if sums.asked:
-                self._protection.heal()
-            if self._trains and step <= same_everywhere.LAST_STEP:
-                same_everywhere.compare_replicas(self._state, self._group)
-            if self._trains and sums.trainers == sums.written:
-                self._checkpointer.advance()
-            self._protection.window_planner.after(step)
+            with self._protection.snapshots.pacer.uncounted():  # most steps have none of these
+                if sums.asked:
+                    self._protection.heal()
+                if self._trains and step <= same_everywhere.LAST_STEP:
+                    same_everywhere.compare_replicas(self._state, self._group)
+                if self._trains and sums.trainers == sums.written:
+                    self._checkpointer.advance()
+                self._protection.window_planner.after(step)
         except PeerLost as lost:  # the step itself is taken; the next look finds the group broken
             self._group.drop(str(lost))
 

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from evermoe import planning
 from evermoe.placement import LayerPlacements
+from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
 from evermoe.profile import Profiler
 from evermoe.recovery.survey import Inventory
 from evermoe.snapshot.bundles import Bundle, bundles
-from evermoe.snapshot.window_plan import COPIES, WindowPlanner
+from evermoe.snapshot.rank_plan import COPIES
+from evermoe.snapshot.window_plan import WindowPlanner
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import Unit
@@ -226,8 +228,14 @@ class StageWindowPlanner(WindowPlanner):
 
     profiler: Profiler
 
+    def _carry_over(self, policy: ChunkPolicy) -> None:
+        """Does nothing: a rank's windows are those of its own place, which a newcomer cannot take from another one."""
+
+    def _consider(self, step: int, policy: ChunkPolicy, *, is_whole: bool) -> None:
+        with self.profiler.unseen():  # most steps have none of this
+            super()._consider(step, policy, is_whole=is_whole)
+
     def _profile(self) -> tuple[list[StepProfile], list[float]]:
-        self._pacer.record(0)
         gathered = self.profiler.gather_windows(self._group)
         met = gathered.steps[self._group.rank]
         recorded = self.profiler.recorded[-len(met) :]

@@ -67,7 +67,7 @@ def test_a_collective_closes_the_window_early_or_late():
     assert not pacer.may_begin(None, 0.0)
     pacer._ends("reduce")
     assert pacer.may_begin(1, 3.0)
-    assert pacer.wait(1, 3.0) == (1, clock.now)
+    assert pacer.wait(1, 3.0) == ("window", 1, clock.now)
 
 
 def test_messages_may_go_later_than_planned_but_not_earlier():
@@ -90,7 +90,7 @@ def test_a_message_begins_when_it_was_seen_that_it_may():
     clock.pass_seconds(1.0)
     times = iter([clock.now])
     pacer._now = lambda: next(times, clock.now + 10**10)
-    assert pacer.wait(0, 1.0) == (0, clock.now)
+    assert pacer.wait(0, 1.0) == ("window", 0, clock.now)
 
 
 def test_what_was_over_before_the_step_is_none_of_it():
@@ -109,7 +109,9 @@ def test_who_hurries_sends_everything_until_the_next_step():
     collective(pacer, clock)
     pacer._begins("reduce")
     pacer.hurry()
-    assert pacer.wait(2, 100.0) == (None, clock.now)
+    assert pacer.wait(2, 100.0) == ("vote", None, clock.now)
+    pacer.hurry("recovery")
+    assert pacer.wait(2, 100.0).when == "recovery"
     pacer._ends("reduce")
     assert pacer.may_begin(2, 100.0)
     pacer.begin_step()
@@ -133,7 +135,7 @@ def test_messages_begin_while_training_pauses():
     assert not answers
     clock.pass_seconds(10.5)
     thread.join(PATIENCE)
-    assert answers == [(None, clock.now)]
+    assert answers == [("idle", None, clock.now)]
 
 
 def test_messages_of_later_steps_wait_for_these():
@@ -142,12 +144,13 @@ def test_messages_of_later_steps_wait_for_these():
     collective(pacer, clock)
     assert pacer.may_begin(1, 1.0, now)
     assert not pacer.may_begin(0, 1.0, now + 1)
-    assert pacer.may_begin(ANY_TIME, 100.0, now + 1)
+    assert pacer.may_begin(ANY_TIME, 100.0, now)
+    assert not pacer.may_begin(ANY_TIME, 100.0, now + 1)
     pacer.begin_step()
     assert pacer.may_begin(0, 1.0, now + 1)
     assert not pacer.may_begin(1, 1.0, now + 1)
     assert pacer.may_begin(1, 1.0, now), "it is late"
-    assert pacer.wait(ANY_TIME, 100.0).window is None
+    assert pacer.wait(ANY_TIME, 100.0)[:2] == ("beside", None)
 
 
 def test_without_a_profile_any_idle_time_is_a_window():
@@ -156,7 +159,22 @@ def test_without_a_profile_any_idle_time_is_a_window():
     assert pacer.may_begin(None, 1e9)
     with pacer.busy("reduce"):
         assert not pacer.may_begin(None, 0.0)
-    assert pacer.wait(None, 1e9).window is None
+    assert pacer.wait(None, 1e9)[:2] == ("idle", None)
+
+
+def test_what_no_ordinary_step_has_opens_no_window_and_is_not_recorded():
+    clock, pacer = paced()
+    pacer.record(2, left_out=1)
+    for _ in range(4):
+        pacer.begin_step()
+        with pacer.uncounted():
+            collective(pacer, clock, "another")
+        assert pacer.may_begin(0, 0.5), "the window that was open still is"
+        assert not pacer.may_begin(1, 0.5)
+        collective(pacer, clock)
+        assert pacer.may_begin(1, 3.0)
+    assert [[name for name, _, _ in step.busy] for step in pacer.recorded()] == [["reduce"], ["reduce"]]
+    assert pacer.recorded()[0].start > 0
 
 
 def test_collectives_between_two_steps_are_not_counted():
@@ -206,7 +224,7 @@ def test_a_waiting_thread_is_woken_when_its_window_opens():
         assert not answers
         collective(pacer, clock)
     thread.join(PATIENCE)
-    assert answers == [(2, clock.now)]
+    assert answers == [("window", 2, clock.now)]
 
 
 def paced_transfer(group, folder):

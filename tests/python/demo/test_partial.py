@@ -27,17 +27,17 @@ GIVEN = {
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
-    ("preset", "reason"),
+    ("preset", "given", "reason"),
     [
-        ("pec", "pec saves 2 of 8 experts of each layer"),
-        pytest.param("moetion", "moetion brings copies on", marks=pytest.mark.long),
+        ("pec", [], "pec saves 2 of 8 experts of each layer"),
+        ("moetion", ["--remote-bytes-per-step", "80000"], "moetion brings copies on other nodes up to date for 80,000"),
     ],
 )
 @pytest.mark.long
-def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, preset, reason):
+def test_what_the_usual_kill_loses_is_what_the_routers_have_counted(tmp_path, preset, given, reason):
     memory = tmp_path / "memory"
     memory.mkdir(mode=0o700)
-    run = ["--preset", preset, "--steps", "26", "--no-join", "--memory-dir", str(memory)]
+    run = ["--preset", preset, *given, "--steps", "26", "--no-join", "--memory-dir", str(memory)]
     done = evermoe("demo", *run, *SMALL, "--json", "out.json", folder=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = json.loads((tmp_path / "out.json").read_text())

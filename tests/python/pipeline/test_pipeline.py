@@ -333,7 +333,8 @@ def test_copies_travel_in_bubbles(start_job, preset):
     for each in pipeline.finish():
         assert each["different"] == []
     counts = {each.events("step")[-1]["plans"] for each in pipeline.ranks}
-    assert counts == {1}  # by all at the same step
+    assert len(counts) == 1  # by all at the same step
+    assert counts != {0}
     traces = read_traces(pipeline.job.folder)
     in_windows, in_time, at_both_ends = [], [], []
     for copies, windows in traces:

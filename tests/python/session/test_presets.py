@@ -12,7 +12,9 @@ PARTIAL = ["moetion", "pec"]
 
 
 def options(preset, tmp_path):
-    return {"preset": preset} | ({"checkpoint_dir": str(tmp_path)} if preset in ("pec", "lazarus") else {})
+    """Of a session; `moetion` without measurements, by which links within a machine carry all experts in a step."""
+    more = {"profile_steps": 0} if preset == "moetion" else {}
+    return {"preset": preset} | more | ({"checkpoint_dir": str(tmp_path)} if preset in ("pec", "lazarus") else {})
 
 
 def tokens_of_steps(workers, unit):

@@ -57,7 +57,7 @@ def test_windows_that_are_too_short_for_a_version_share_it_out(start_job):
     paced = [worker.events("paced")[-1] for worker in workers]
     assert paced[0]["summary"] == paced[1]["summary"]
     steps = int(re.search(r"a version takes (\d+) steps", paced[0]["summary"])[1])
-    planned = next(event["step"] for event in workers[0].events("paced") if event["plans"])
+    planned = next(event["step"] for event in workers[0].events("paced") if event["plans"] == paced[0]["plans"])
     for worker in workers:
         found = [step for step in versions(worker) if step > planned + 1]
         assert {b - a for a, b in pairwise(found[:-1])} == {steps}  # the last one is that of the job's end

@@ -36,6 +36,8 @@ def make(group, folder):
         transport=transport,
         nodes=["a", "b"],
         domains=["", ""],
+        num_trainers=2,
+        role="train",
         device=torch.device("cpu"),
         established=False,
     )

@@ -12,7 +12,7 @@ from evermoe.comm.pacer import ANY_TIME, TimedStep
 from evermoe.planning.schedule import Link, Memory
 from evermoe.planning.windows import find_windows
 from evermoe.snapshot.link import measure_link
-from evermoe.snapshot.window_plan import (
+from evermoe.snapshot.rank_plan import (
     COPIES,
     Outgoing,
     RankReport,
@@ -102,6 +102,10 @@ def test_what_moetion_has_no_window_for_goes_first_and_at_any_time():
     beside = [segment.window == ANY_TIME for segment in segments]
     assert 0 < sum(beside) < len(beside)
     assert beside == sorted(beside, reverse=True)
+    over_steps = segments_of(plan_of(0, slow, "moetion", Memory(2 * 2000, 2), 2), OUTGOING, "moetion")
+    places = [(segment.step, segment.window != ANY_TIME) for segment in over_steps]
+    assert {step for step, _ in places} == {0, 1}
+    assert places == sorted(places)
 
 
 def test_a_receiver_whose_steps_run_late_has_other_rooms():

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import signal
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -361,6 +361,7 @@ def train(options: Options) -> None:
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
                 copied=copies._driver.version_pace.begun,
+                sent=Counter(each.when for each in copies._driver.courier.sent),
             )
         except (evermoe.PeerLost, RuntimeError) as error:
             write(options, "lost", step=step, reason=str(error)[:300])

@@ -1,0 +1,139 @@
+"""What a rank tells the others about its steps and snapshots, and when it sends what: the same at both ends. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from evermoe.comm.pacer import ANY_TIME, TimedStep
+from evermoe.planning.schedule import ChunkPlan, ChunkPolicy, CopyItem, Link, Memory, Receiver, plan_chunks
+from evermoe.planning.windows import Span, StepProfile, Windows
+from evermoe.snapshot.segments import Segment
+
+COPIES = "copies"
+"""Name of the span in which the training thread waits for copies before a vote."""
+MOST_VERSION_STEPS = 64
+"""Steps over which a version is sent at most, unless more are asked for."""
+
+
+class Outgoing(NamedTuple):
+    """A bundle that a rank sends."""
+
+    bundle: int
+    peers: list[int]
+    parts: list[tuple[int, int]]
+    """Offset and bytes of each unit, one behind the other. Before the first one is the table of their digests."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank tells the others about its steps, and what it sends."""
+
+    windows: str
+    """`Windows.to_json`; empty from a replica node, whose network is always idle."""
+    starts: list[float]
+    """When its recorded steps began: seconds on rank 0's clock."""
+    changed: str
+    """How this rank's profile differs from its last report; empty if not significantly."""
+    link: tuple[float, float]
+    """Alpha and beta of its link."""
+    outgoing: list[Outgoing]
+    host_speed: float = 0.0
+    """Bytes per second at which its state is copied in its own memory; 0 before that was measured."""
+
+
+def as_steps(timed: Sequence[TimedStep], until_vote: bool) -> list[StepProfile]:
+    """What a pacer has recorded, as `find_windows` takes it.
+
+    Args:
+        timed: steps.
+        until_vote: a version must be whole before the next vote: from when it is waited for, the network counts as
+            busy until the step is over.
+    """
+    steps = []
+    for start, end, busy in timed:
+        spans = []
+        for name, since, until in busy:
+            is_last = until_vote and name == COPIES
+            ends = end if is_last else until
+            spans.append(Span(name, "collective", "network", (since - start) / 1e9, (ends - since) / 1e9))
+            if is_last:
+                break
+        steps.append(StepProfile((end - start) / 1e9, spans))
+    return steps
+
+
+def places_of(windows: Windows) -> dict[tuple[str | None, int], tuple[int, float]]:
+    """The network's windows as `Pacer.expect` takes them."""
+    found = [(number, window) for number, window in enumerate(windows.windows) if window.resource == "network"]
+    return {
+        (window.after, window.occurrence): (number, window.seconds) for number, window in found if window.offset == 0.0
+    }
+
+
+def items_of(outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> tuple[list[CopyItem], list[tuple[int, int]]]:
+    """What a rank sends, for `plan_chunks`; and of each piece, bundle and first byte. BAFT packs whole units.
+
+    Digests come last: they are known when all units are captured.
+    """
+    items, origins = [], []
+    for bundle, peers, parts in outgoing:
+        first = parts[0][0]
+        units = parts if policy == "baft" else [(first, sum(nbytes for _, nbytes in parts))]
+        for offset, nbytes in [*units, (0, first)]:
+            items.append(CopyItem(f"{bundle}:{offset}", nbytes, peers))
+            origins.append((bundle, offset))
+    return items, origins
+
+
+def plan_of(
+    rank: int, reports: Sequence[RankReport], policy: ChunkPolicy, memory: Memory, version_steps: int | None = 1
+) -> ChunkPlan:
+    """When a rank sends what: the same wherever it is computed. Chunks are in windows that both ends have.
+
+    `memory` and `version_steps`: as `plan_chunks` takes them.
+    """
+    items, _ = items_of(reports[rank].outgoing, policy)
+    windows = Windows.from_json(reports[rank].windows)
+    ends = []
+    for peer in sorted(peers_of(reports[rank].outgoing)):
+        if reports[peer].windows:
+            ends.append(Receiver(peer, Windows.from_json(reports[peer].windows), _lead(reports[rank], reports[peer])))
+        else:
+            ends.append(Receiver(peer, windows))
+    link, most = Link(*reports[rank].link), MOST_VERSION_STEPS
+    return plan_chunks(
+        items, windows, link, memory, policy=policy, receivers=ends, max_steps=most, version_steps=version_steps
+    )
+
+
+def _lead(sender: RankReport, receiver: RankReport) -> float:
+    return statistics.median(b - a for a, b in zip(sender.starts, receiver.starts, strict=True))
+
+
+def segments_of(plan: ChunkPlan, outgoing: Sequence[Outgoing], policy: ChunkPolicy) -> list[Segment]:
+    """The chunks of a sender as segments of its bundles; `peer` is the destination.
+
+    What has no window comes last; in MoEtion, which sends it beside compute (W* of its Algorithm 4), first in its step.
+    A version of `auto` is not waited for: its chunks may go before the step that they are planned for.
+    """
+    items, origins = items_of(outgoing, policy)
+    origin = {item.unit: found for item, found in zip(items, origins, strict=True)}
+    segments: list[Segment] = []
+    places: dict[tuple[int, int], int] = {}
+    is_beside = policy == "moetion"
+    for chunk in sorted(plan.chunks, key=lambda c: (c.step, c.window is not None) if is_beside else c.window is None):
+        bundle, first = origin[chunk.unit]
+        place = places.get((bundle, chunk.destination), 0)
+        places[bundle, chunk.destination] = place + 1
+        step = None if policy == "auto" else chunk.step
+        window = ANY_TIME if chunk.window is None and is_beside else chunk.window
+        segments.append(Segment(bundle, chunk.destination, place, first + chunk.offset, chunk.bytes, window, step))
+    return segments
+
+
+def peers_of(outgoing: Sequence[Outgoing]) -> set[int]:
+    """The ranks that bundles are sent to."""
+    return {peer for each in outgoing for peer in each.peers}

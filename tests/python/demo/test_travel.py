@@ -1,0 +1,36 @@
+"""Snapshots of the demo travel in idle windows, through a death and a join: real processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from support.commands import evermoe
+
+PLANNED = 3
+"""The first version that is sent when windows are known: the first step is no measure, and the second is recorded."""
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("preset", ["gemini", pytest.param("baft", marks=pytest.mark.long)])
+def test_windows_are_known_from_the_third_step_to_the_end(tmp_path, preset):
+    """How many messages find room in them is for the machine to decide; where they are looked for is not."""
+    memory = tmp_path / "memory"
+    memory.mkdir(mode=0o700)
+    what = ["--preset", preset, "--steps", "36", "--kill", "2@9", "--join", "14", "--baseline-steps", "0"]
+    where = ["--events", "events", "--memory-dir", str(memory), "--json", "out.json"]
+    done = evermoe("demo", *what, *where, folder=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    by_worker = {}
+    for path in (tmp_path / "events" / "run").glob("events-*.jsonl"):
+        events = [json.loads(line) for line in path.read_text().splitlines()]
+        by_worker[path.stem] = [event for event in events if event["event"] == "chunk"]
+    assert len(by_worker) == 5
+    for name, sent in by_worker.items():
+        later = {chunk["when"] for chunk in sent if chunk["step"] >= PLANNED}
+        assert later <= {"window", "vote", "recovery"}, name
+        assert "window" in later, name
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert sum(result["messages"].values()) == sum(map(len, by_worker.values()))
+    assert f"{result['messages']['window']} messages in idle windows" in " ".join(done.stdout.split())
