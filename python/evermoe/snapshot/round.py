@@ -73,16 +73,36 @@ class SnapshotRound:
         """From `start` on; its result: whether all copies that came match their digests."""
 
     def start(self) -> SnapshotRound:
-        """Begins to capture the state as it is now, and the rest in the courier's thread."""
+        """Begins to capture the state as it is now, and the rest in the courier's thread.
+
+        Where optimizer state is still on its way to this member (see `LateState`), all begins when that is there.
+        """
         self._first_step = self._courier.step
         self._store.prepare(self._own)
-        self._captures = [self._store.capture(kept, self.version) for kept in self._own]
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is read.
-        left = [kept.bundle.units for kept, found in zip(self._own, self._captures, strict=True) if found is None]
-        names = [name for units in left for name in units]
-        self._tensors = dict(zip(names, self._store.state.tensors(names), strict=True))
-        self.task = self._courier.submit(self._run)
+        state = self._store.state
+        tensors = [state.tensors(kept.bundle.units) for kept in self._own]
+
+        def run_late() -> bool:
+            state.late.wait(state.late.missing)
+            self._capture(tensors)
+            return self._run()
+
+        if state.late.missing:
+            self.task = self._courier.submit(run_late)
+        else:
+            self._capture(tensors)
+            self.task = self._courier.submit(self._run)
         return self
+
+    def _capture(self, tensors: Sequence[list[list[Tensor]]]) -> None:
+        """Begins to capture the tensors of this member's bundles; notes those that the courier is to read."""
+        self._captures = [
+            self._store.capture(kept, found, self.version) for kept, found in zip(self._own, tensors, strict=True)
+        ]
+        for kept, found, capture in zip(self._own, tensors, self._captures, strict=True):
+            if capture is None:
+                self._tensors |= zip(kept.bundle.units, found, strict=True)
 
     @property
     def whole(self) -> dict[int, int]:
