@@ -62,6 +62,8 @@ class SnapshotRound:
         )
         self._first_step = 0
         self._total_bytes = sum(segment.nbytes for segment in self._sends)
+        self._has_begun = threading.Event()
+        """All captures have begun, or never will."""
         self._read = threading.Event()
         """What the engine cannot capture was read by the courier."""
         self.problem = ""
@@ -82,17 +84,20 @@ class SnapshotRound:
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is read.
         state = self._store.state
         tensors = [state.tensors(kept.bundle.units) for kept in self._own]
-
-        def run_late() -> bool:
-            state.late.wait(state.late.missing)
+        if not state.late.missing:
             self._capture(tensors)
-            return self._run()
 
-        if state.late.missing:
-            self.task = self._courier.submit(run_late)
-        else:
-            self._capture(tensors)
-            self.task = self._courier.submit(self._run)
+        def run() -> bool:
+            try:
+                if not self._has_begun.is_set():
+                    state.late.wait(state.late.missing)
+                    self._capture(tensors)
+                return self._run()
+            finally:
+                self._has_begun.set()
+                self._read.set()
+
+        self.task = self._courier.submit(run)
         return self
 
     def _capture(self, tensors: Sequence[list[list[Tensor]]]) -> None:
@@ -103,6 +108,7 @@ class SnapshotRound:
         for kept, found, capture in zip(self._own, tensors, self._captures, strict=True):
             if capture is None:
                 self._tensors |= zip(kept.bundle.units, found, strict=True)
+        self._has_begun.set()
 
     @property
     def whole(self) -> dict[int, int]:
@@ -123,6 +129,7 @@ class SnapshotRound:
 
     def wait_captured(self) -> None:
         """Waits until the state may be changed: this version of it is in the arenas of its primaries."""
+        self._has_begun.wait()
         for capture in self._captures:
             if capture is not None:
                 capture.hurry()
@@ -140,7 +147,6 @@ class SnapshotRound:
             return False
         finally:
             self._tensors = {}
-            self._read.set()
 
     def _reserve(self) -> bool:
         """Takes the memory of arenas that have none as yet, as captures do for theirs; whether it is there."""
