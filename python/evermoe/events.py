@@ -311,6 +311,8 @@ class Recovered(Event):
     steps_undone: int = 0
     """Steps that members had taken, committed or not, and now compute again: one at most with `gemini` and `baft`, and
     2 n - 1 where a version of their copies takes n steps."""
+    late_bytes: int = 0
+    """Those of `fetched_bytes` that arrive while the next step computes: optimizer state, which its update needs."""
 
 
 # ---- from other threads

@@ -19,6 +19,7 @@ from pathlib import Path
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import Membership
+from evermoe.errors import PeerLost
 from evermoe.events import Arranged, Confirm, Covered, Listener, Send
 from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
@@ -172,6 +173,8 @@ class Protection:
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.copies or any(each["failed"] for each in everyone)
         assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
+        if not assignment.is_beside and not self.state.late.finish(self._membership.trainer_group):
+            raise PeerLost("optimizer state has not arrived")  # what is retained of it is given up with these copies
         for keeper in self.keepers:
             keeper.replan(assignment)
         if self.snapshots.missing:
@@ -249,9 +252,10 @@ class Protection:
         if is_due or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
+            has_state = self.state.late.finish(self._membership.trainer_group)
             if not self.replicas.has_begun:
                 self.replicas.begin(step, self._select())
-            is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
+            is_whole = all([keeper.before_vote(step) for keeper in self.keepers]) and has_state
             if self.first.is_arriving:
                 is_whole = self.first.have_arrived() and is_whole
         self._emit(Confirm(step))

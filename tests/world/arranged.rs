@@ -36,6 +36,7 @@ impl World {
             self.give_up_older(number, setting);
         }
         if waits {
+            self.nodes[number].late = 0;
             self.receive_copies(number, setting);
             self.enter_now(number, Part::Protect);
         } else {

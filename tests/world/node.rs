@@ -66,6 +66,8 @@ pub(crate) struct Node {
     unreported: u8,
     /// Units that it trains.
     pub active: u8,
+    /// Those of them whose optimizer state is on its way; it is there before the member votes for a step.
+    pub late: u8,
     pub copies: Copies,
     /// The group that it is connected in.
     pub group: Option<u64>,
@@ -107,6 +109,7 @@ impl Node {
             content: Content::default(),
             unreported: 0,
             active: (1 << (setting.members + 1)) - 1,
+            late: 0,
             copies: Copies::default(),
             group: None,
             overheard: None,
@@ -129,7 +132,8 @@ impl Node {
     }
 
     fn survey(&self) -> Holdings {
-        let own = Snapshot { units: self.active, version: self.protocol.version(), content: self.content };
+        let units = self.active & !self.late;
+        let own = Snapshot { units, version: self.protocol.version(), content: self.content };
         [(own, true)].into_iter().chain(self.copies.snapshots().map(|each| (each, false))).collect()
     }
 }
@@ -278,6 +282,10 @@ impl World {
         let Task::Copying { epoch, .. } = self.nodes[number].task else { return false };
         let group = self.groups.get(epoch);
         let before = group.members[(group.rank(number) + group.members.len() - 1) % group.members.len()];
+        let is_state_late = self.nodes[number].late | self.nodes[before].late != 0;
+        if is_state_late && self.groups.can_fail(epoch, number, &self.nodes) {
+            return false;
+        }
         if self.nodes[number].arranged.is_some() {
             return self.nodes[before].arranged.as_ref().is_some_and(|arranged| arranged.epoch == epoch);
         }
@@ -291,6 +299,9 @@ impl World {
         let Task::Copying { epoch, is_last } = self.nodes[number].task else {
             unreachable!("it has gradients")
         };
+        if is_whole {
+            self.nodes[number].late = 0;
+        }
         if is_whole && self.nodes[number].arranged.is_some() {
             self.receive_copies(number, setting);
         } else if is_whole {
@@ -455,9 +466,11 @@ impl World {
         let active = trained(group.rank(number), group.members.len(), units(setting));
         let (version, content) = self.nodes[number].target.take().expect("there is a plan");
         let node = &mut self.nodes[number];
+        let had = if node.protocol.version() == version { node.active & !node.late } else { 0 };
+        node.late = active & !had;
         if node.protocol.version() == version {
             // Who gets these units may die before there are copies of them: they stay until then.
-            node.copies.push(node.active & !active, version, content, usize::MAX);
+            node.copies.push(had & !active, version, content, usize::MAX);
         }
         (node.content, node.active) = (content, active);
         self.feed(number, Event::Restored { version, is_stale: false }, setting);

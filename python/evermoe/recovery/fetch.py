@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from evermoe._native import digest
 from evermoe.comm import transport
 from evermoe.comm.courier import PROGRESS_CHECKS, UNLIMITED
 from evermoe.comm.group import Group
@@ -22,6 +24,8 @@ SENDING_BYTES = 256 << 20
 """Bytes that are read and not yet sent, at most; a larger unit is alone."""
 MESSAGE_BYTES = 64 << 20
 """Bytes of a message, at most."""
+DIGEST_THREADS = 4
+"""Threads that compute digests of units while others arrive, at most."""
 
 
 class Transfer(NamedTuple):
@@ -39,22 +43,34 @@ class Fetch:
 
     Args:
         group: all members, and their transport.
-        sizes: bytes of each unit.
+        nbytes: what a transfer moves.
         read: copies the bytes of a transfer whose source is this rank.
     """
 
-    def __init__(self, group: Group, sizes: Mapping[str, int], read: Callable[[Transfer, Tensor], None]) -> None:
-        self._group, self._sizes, self._read = group, sizes, read
-        self._moved = 0
+    def __init__(
+        self, group: Group, nbytes: Callable[[Transfer], int], read: Callable[[Transfer, Tensor], None]
+    ) -> None:
+        self._group, self._nbytes, self._read = group, nbytes, read
+        self.moved = 0
         """Messages that were sent or have come."""
+        self._pool = ThreadPoolExecutor(DIGEST_THREADS, "evermoe-digest")
+        self._digests: dict[str, Future[int]] = {}
 
     def local(self, transfers: Sequence[Transfer]) -> dict[str, Tensor]:
         """The units that this rank has in its own memory, read."""
-        return {
+        found = {
             transfer.unit: self._bytes_of(transfer)
             for transfer in transfers
             if transfer.source == transfer.destination == self._group.rank
         }
+        for unit, data in found.items():
+            self._begin_digest(unit, data)
+        return found
+
+    def digests(self) -> dict[str, int]:
+        """The digest of each unit that this rank has got. They are computed while other units arrive."""
+        self._pool.shutdown()
+        return {unit: found.result() for unit, found in self._digests.items()}
 
     def remote(self, transfers: Sequence[Transfer]) -> dict[str, Tensor]:
         """The units that this rank gets from others; collective. It sends others theirs while these arrive.
@@ -68,19 +84,36 @@ class Fetch:
             PeerLost: another member is gone, or nothing has moved for as long as a collective waits; the group is
                 dropped.
         """
+        if self._group.transport is None or all(each.source == each.destination for each in transfers):
+            return {}
+        incoming, move = self._movement(transfers, self._begin_digest)
+        self._complete(Task(move))
+        return incoming
+
+    def beside(self, transfers: Sequence[Transfer], arrived: Callable[[str, Tensor], None]) -> Task[None]:
+        """As `remote`, as a task for a thread beside training; not collective.
+
+        Args:
+            transfers: the same, in the same order, on all ranks.
+            arrived: is given each unit that this rank gets.
+        """
+        _, move = self._movement(transfers, arrived)
+        return Task(move)
+
+    def _movement(
+        self, transfers: Sequence[Transfer], arrived: Callable[[str, Tensor], None]
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """The units that this rank gets, and what brings them and sends others theirs."""
         rank, links = self._group.rank, self._group.transport
         away = [each for each in transfers if each.source != each.destination]
         origins = origins_of(away)
         away.sort(key=lambda each: origins[each] != each.source)  # messages between two ranks keep their order
-        incoming = {
-            t.unit: (t, torch.empty(self._sizes[t.unit], dtype=torch.uint8)) for t in away if t.destination == rank
-        }
+        incoming = {t.unit: (t, self._empty(t)) for t in away if t.destination == rank}
         outgoing = in_turn([each for each in away if each.source == rank == origins[each]])
         passed_on = [each for each in away if each.source == rank != origins[each]]
-        if links is None or not away:
-            return {}
 
         def move() -> None:
+            assert links is not None
             arriving = {
                 unit: [links.receive(part, transfer.source, FETCH) for part in data.split(MESSAGE_BYTES)]
                 for unit, (transfer, data) in incoming.items()
@@ -88,15 +121,21 @@ class Fetch:
             self._send(outgoing, links)
             passing = []
             for transfer in passed_on:
-                for message in arriving.pop(transfer.unit, ()):
-                    self._wait(message)
-                parts = incoming[transfer.unit][1].split(MESSAGE_BYTES)
+                data = incoming[transfer.unit][1]
+                if transfer.unit in arriving:
+                    for message in arriving.pop(transfer.unit):
+                        self._wait(message)
+                    arrived(transfer.unit, data)
+                parts = data.split(MESSAGE_BYTES)
                 passing += [links.send(part, transfer.destination, FETCH) for part in parts]
-            for message in (*passing, *(message for each in arriving.values() for message in each)):
+            for unit, messages in arriving.items():
+                for message in messages:
+                    self._wait(message)
+                arrived(unit, incoming.pop(unit)[1])
+            for message in passing:
                 self._wait(message)
 
-        self._complete(Task(move))
-        return {unit: data for unit, (_, data) in incoming.items()}
+        return {unit: data for unit, (_, data) in incoming.items()}, move
 
     def _complete(self, task: Task[None]) -> None:
         """Runs a task in a thread, until those of all ranks are over. All ranks hear how far the others are."""
@@ -107,7 +146,7 @@ class Fetch:
         while not failure:
             is_over = task.is_over_within(limit / PROGRESS_CHECKS)
             failed = task.error is not None or task.lost is not None
-            progress = torch.tensor([int(not is_over), int(failed), self._moved])
+            progress = torch.tensor([int(not is_over), int(failed), self.moved])
             try:
                 busy, failures, now = self._group.all_reduce(progress).tolist()
             except PeerLost as lost:
@@ -134,7 +173,7 @@ class Fetch:
         under_way: deque[tuple[transport.Transfer, int]] = deque()
         nbytes = 0
         for transfer in outgoing:
-            while under_way and nbytes + self._sizes[transfer.unit] > SENDING_BYTES:
+            while under_way and nbytes + self._nbytes(transfer) > SENDING_BYTES:
                 message, sent = under_way.popleft()
                 self._wait(message)
                 nbytes -= sent
@@ -144,14 +183,20 @@ class Fetch:
         for message, _ in under_way:
             self._wait(message)
 
+    def _begin_digest(self, unit: str, data: Tensor) -> None:
+        self._digests[unit] = self._pool.submit(digest, data.numpy())
+
     def _wait(self, message: transport.Transfer) -> None:
         message.wait(UNLIMITED)
-        self._moved += 1
+        self.moved += 1
 
     def _bytes_of(self, transfer: Transfer) -> Tensor:
-        data = torch.zeros(self._sizes[transfer.unit], dtype=torch.uint8)
+        data = torch.zeros(self._nbytes(transfer), dtype=torch.uint8)
         self._read(transfer, data)
         return data
+
+    def _empty(self, transfer: Transfer) -> Tensor:
+        return torch.empty(self._nbytes(transfer), dtype=torch.uint8)
 
 
 def origins_of(transfers: Sequence[Transfer]) -> dict[Transfer, int]:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from evermoe import planning
-from evermoe._native import RecoveryPlan, digest
+from evermoe._native import RecoveryPlan
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
 from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnitsMissing
@@ -69,6 +69,10 @@ class Recovery:
         self._survey = self._look(can_begin=True)
         self._phase: Phase = lambda name: None
         self._outcome = Outcome()
+        self._late: dict[Transfer, Holding] = {}
+        """Transfers of units whose weights are fetched before training resumes, and their optimizer state after it."""
+        self._late_weights: dict[str, Tensor] = {}
+        """Bytes of those of this rank, without the state."""
         self._problem = ""
         """Why the latest checkpoint that was tried cannot be used."""
         self._refused: set[tuple[int, Holding]] = set()
@@ -129,6 +133,7 @@ class Recovery:
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
                 self._adopt(plan.version, fetched, self._leaving(plan.version, holdings[self.group.rank]))
+                self._begin_late(plan.version)
                 self._note_copies(plan.version, holdings)
                 return self._outcome
 
@@ -224,43 +229,87 @@ class Recovery:
         }
         origins = origins_of(transfers)
         promised = {each: found[origins[each], each.unit, each.kind] for each in transfers}
+        self._late = self._without_state(promised) if self.target.has_late_state and not outcome.stale else {}
         self._phase("fetch")
-        fetched = self._exchange(promised)
+        fetched, digests = self._exchange(promised)
         self._phase("verify")
         outcome.digests_checked += sum(each.version == version for held in holdings for each in held) + len(fetched)
-        refused = self._agree_on_refused(promised, origins, fetched)
+        refused = self._agree_on_refused(promised, origins, digests)
         outcome.digests_mismatched += len(plan.conflicts) + len(refused)
         self._refused |= refused
         return None if refused else fetched
 
-    def _exchange(self, promised: dict[Transfer, Holding]) -> dict[str, Tensor]:
-        """The units that this rank is to get; `promised`: what the source of each transfer says that it has."""
+    def _exchange(self, promised: dict[Transfer, Holding]) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """The units that this rank is to get, and their digests.
+
+        Args:
+            promised: what the source of each transfer says that it has.
+        """
+        by_name = self.state.catalog.by_name
         fetch = Fetch(
             self.group,
-            dict(self.state.catalog.sizes()),
+            lambda each: by_name[each.unit].nbytes - (by_name[each.unit].state_nbytes if each in self._late else 0),
             lambda transfer, out: self._survey.read(promised[transfer], out),
         )
         local = fetch.local(list(promised))
         remote = fetch.remote(list(promised))
         self._count_fetched({"local memory": local, "peer": remote})
         nodes, rank = self.target.nodes(self.group.size), self.group.rank
-        far = [each.unit for each in promised if each.destination == rank and nodes[each.source] != nodes[rank]]
-        self._outcome.far_bytes = sum(len(remote[unit]) for unit in far)
-        return local | remote
+        mine = [each for each in promised if each.source != each.destination == rank]
+        self._outcome.far_bytes = sum(by_name[each.unit].nbytes for each in mine if nodes[each.source] != nodes[rank])
+        self._late_weights = {each.unit: remote[each.unit] for each in mine if each in self._late}
+        self._outcome.late_bytes = sum(by_name[unit].state_nbytes for unit in self._late_weights)
+        digests = fetch.digests()
+        return local | remote, {unit: value for unit, value in digests.items() if unit not in self._late_weights}
+
+    def _without_state(self, promised: Mapping[Transfer, Holding]) -> dict[Transfer, Holding]:
+        """Of the transfers, those of units that members train, whose optimizer state may follow later.
+
+        A copy goes whole: whether its bytes are right is known only then.
+        """
+        away = {each: holding for each, holding in promised.items() if each.source != each.destination}
+        whole = {each.unit for each in away if each.kind != ACTIVE}
+        by_name = self.state.catalog.by_name
+        return {
+            each: holding
+            for each, holding in away.items()
+            if each.unit not in whole and by_name[each.unit].state_nbytes
+        }
+
+    def _begin_late(self, version: int) -> None:
+        """Begins to move the optimizer state that is to follow, beside training."""
+        if not self._late:
+            return
+        by_name, late, group = self.state.catalog.by_name, self.state.late, self.group
+        weights, self._late_weights = self._late_weights, {}
+        expected = {each.unit: holding.digest for each, holding in self._late.items()}
+
+        def take(unit: str, state: Tensor) -> None:
+            if by_name[unit].digest_of(weights.pop(unit), state) != expected[unit]:
+                raise PeerLost(f"{unit} has arrived with other bytes than were sent: check the network")
+            late.take(by_name[unit], state)
+
+        fetch = Fetch(
+            group,
+            lambda transfer: by_name[transfer.unit].state_nbytes,
+            lambda transfer, out: late.read(by_name[transfer.unit], version, out),
+        )
+        task, device = fetch.beside(list(self._late), take), self.state.dense[0].device
+        late.begin(list(weights), task, lambda: fetch.moved, device)
 
     def _count_fetched(self, by_source: dict[str, dict[str, Tensor]]) -> None:
-        outcome = self._outcome
+        outcome, by_name = self._outcome, self.state.catalog.by_name
         outcome.fetched_units = sum(map(len, by_source.values()))
-        outcome.fetched_bytes = sum(len(data) for fetched in by_source.values() for data in fetched.values())
+        outcome.fetched_bytes = sum(by_name[unit].nbytes for fetched in by_source.values() for unit in fetched)
         for source, fetched in by_source.items():
             outcome.sources[source] += len(fetched)
 
     def _agree_on_refused(
-        self, promised: dict[Transfer, Holding], origins: Mapping[Transfer, int], fetched: dict[str, Tensor]
+        self, promised: dict[Transfer, Holding], origins: Mapping[Transfer, int], digests: Mapping[str, int]
     ) -> set[tuple[int, Holding]]:
         """What has arrived anywhere with other bytes than were promised; collective."""
         mine = {each.unit: holding for each, holding in promised.items() if each.destination == self.group.rank}
-        bad = [unit for unit, data in fetched.items() if digest(data.numpy()) != mine[unit].digest]
+        bad = [unit for unit, found in digests.items() if found != mine[unit].digest]
         everyone = gather_json(self.group, bad)
         return {
             (origins[each], holding) for each, holding in promised.items() if each.unit in everyone[each.destination]

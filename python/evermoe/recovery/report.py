@@ -25,6 +25,8 @@ class Outcome:
     placement: LayerPlacements = field(default_factory=dict)
     fetched_bytes: int = 0
     """Received from peers, read from this node's memory or from disk."""
+    late_bytes: int = 0
+    """Those of `fetched_bytes` that arrive while the next step computes."""
     far_bytes: int = 0
     """Those of `fetched_bytes` that came from other nodes."""
     fetched_units: int = 0
@@ -76,6 +78,7 @@ class RecoveryReport:
             reason=self.reason,
             fetched_bytes=outcome.fetched_bytes,
             fetched_units=outcome.fetched_units,
+            late_bytes=outcome.late_bytes,
             sources=dict(outcome.sources),
             digests_checked=outcome.digests_checked,
             digests_mismatched=outcome.digests_mismatched,

@@ -215,7 +215,7 @@ class Survey:
     def read(self, holding: Holding, out: Tensor) -> None:
         """Copies the bytes to `out`; bytes that cannot be read are left as they are: their digest will tell."""
         if holding.kind == ACTIVE:
-            self._state.read(holding.unit, out)
+            self._state.read(holding.unit, out)  # without the optimizer's state if there is no room for it
             return
         data = self._stored[holding.unit, holding.digest, holding.kind].data
         out[: len(data)] = data

@@ -34,6 +34,10 @@ class Target(Protocol):
     def checkpoints(self) -> Location | None:
         """Where the checkpoints are that count where no member has a unit in memory."""
 
+    @property
+    def has_late_state(self) -> bool:
+        """Whether members wait in their votes for optimizer state that `TrainingState.late` brings."""
+
     def nodes(self, size: int) -> list[str]:
         """The node of each of so many ranks."""
 
@@ -90,6 +94,8 @@ class ExpertTarget:
         self._state, self._group, self._nodes, self._options = state, group, nodes, options
         self.trains = group.rank < len(nodes)
         self.checkpoints = checkpoints
+
+    has_late_state = True
 
     def nodes(self, size: int) -> list[str]:
         """The node of each rank; replica nodes are named by their ranks."""

@@ -186,9 +186,14 @@ class Replicas(Keeper):
         assert self._now is not None
         self._now.base = version
         self.lacks_states = False
-        replicas, copies = self._now.copies, self._copies
+        replicas, copies, late = self._now.copies, self._copies, self._state.late
+
+        def begin() -> ExchangeResult:
+            late.wait(late.missing)
+            return replicas.begin_with(self.courier, step_of(version), copies)
+
         if replicas.has_peers:
-            self._states = self.courier.submit(lambda: replicas.begin_with(self.courier, step_of(version), copies))
+            self._states = self.courier.submit(begin)
         return ()
 
     def begin(self, step: int, selected: Collection[str] | None) -> None:

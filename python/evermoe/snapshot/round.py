@@ -62,6 +62,8 @@ class SnapshotRound:
         )
         self._first_step = 0
         self._total_bytes = sum(segment.nbytes for segment in self._sends)
+        self._has_begun = threading.Event()
+        """All captures have begun, or never will."""
         self._read = threading.Event()
         """What the engine cannot capture was read by the courier."""
         self.problem = ""
@@ -73,16 +75,40 @@ class SnapshotRound:
         """From `start` on; its result: whether all copies that came match their digests."""
 
     def start(self) -> SnapshotRound:
-        """Begins to capture the state as it is now, and the rest in the courier's thread."""
+        """Begins to capture the state as it is now, and the rest in the courier's thread.
+
+        Where optimizer state is still on its way to this member (see `LateState`), all begins when that is there.
+        """
         self._first_step = self._courier.step
         self._store.prepare(self._own)
-        self._captures = [self._store.capture(kept, self.version) for kept in self._own]
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is read.
-        left = [kept.bundle.units for kept, found in zip(self._own, self._captures, strict=True) if found is None]
-        names = [name for units in left for name in units]
-        self._tensors = dict(zip(names, self._store.state.tensors(names), strict=True))
-        self.task = self._courier.submit(self._run)
+        state = self._store.state
+        tensors = [state.tensors(kept.bundle.units) for kept in self._own]
+        if not state.late.missing:
+            self._capture(tensors)
+
+        def run() -> bool:
+            try:
+                if not self._has_begun.is_set():
+                    state.late.wait(state.late.missing)
+                    self._capture(tensors)
+                return self._run()
+            finally:
+                self._has_begun.set()
+                self._read.set()
+
+        self.task = self._courier.submit(run)
         return self
+
+    def _capture(self, tensors: Sequence[list[list[Tensor]]]) -> None:
+        """Begins to capture the tensors of this member's bundles; notes those that the courier is to read."""
+        self._captures = [
+            self._store.capture(kept, found, self.version) for kept, found in zip(self._own, tensors, strict=True)
+        ]
+        for kept, found, capture in zip(self._own, tensors, self._captures, strict=True):
+            if capture is None:
+                self._tensors |= zip(kept.bundle.units, found, strict=True)
+        self._has_begun.set()
 
     @property
     def whole(self) -> dict[int, int]:
@@ -103,6 +129,7 @@ class SnapshotRound:
 
     def wait_captured(self) -> None:
         """Waits until the state may be changed: this version of it is in the arenas of its primaries."""
+        self._has_begun.wait()
         for capture in self._captures:
             if capture is not None:
                 capture.hurry()
@@ -120,7 +147,6 @@ class SnapshotRound:
             return False
         finally:
             self._tensors = {}
-            self._read.set()
 
     def _reserve(self) -> bool:
         """Takes the memory of arenas that have none as yet, as captures do for theirs; whether it is there."""

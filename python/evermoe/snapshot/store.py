@@ -291,12 +291,11 @@ class SnapshotStore:
         kept = BundleArena(number, bundle, Arena.create(str(path), meta, units, reserves=reserves))
         (self.own if bundle.holders[0] == rank else self.peers).append(kept)
 
-    def capture(self, kept: BundleArena, version: int) -> Capture | None:
-        """Begins to capture a bundle's units as they are now; None if they cannot be read beside training.
+    def capture(self, kept: BundleArena, tensors: Sequence[Sequence[Tensor]], version: int) -> Capture | None:
+        """Begins to capture the tensors of a bundle's units; None if they cannot be read beside training.
 
         That is so if they are not contiguous, or on a GPU and much of them elsewhere.
         """
-        tensors = self.state.tensors(kept.bundle.units)
         every = [tensor for each in tensors for tensor in each]
         if not all(tensor.is_contiguous() for tensor in every):
             return None

@@ -14,6 +14,7 @@ from evermoe.experts import Experts, expert_layers
 from evermoe.state.catalog import UnitCatalog
 from evermoe.state.deferred import Deferral
 from evermoe.state.expert_load import ExpertLoad
+from evermoe.state.late import LateState
 from evermoe.state.loop_state import LoopState
 from evermoe.state.optimizer_state import create_optimizer_state
 from evermoe.state.sharded import DenseOwners
@@ -82,6 +83,8 @@ class TrainingState:
         self.catalog = UnitCatalog(self._list_units())
         self.retained = RetainedUnits()
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
+        self.late = LateState(self._tensors, self.retained)
+        """Units whose optimizer state is still on its way to this rank. What reads one waits until it is there."""
 
     # ---- which units there are
 
@@ -103,6 +106,7 @@ class TrainingState:
                     shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (),
                     t.dtype,
                     is_optional=(name, each) == (SESSION, MARKS),
+                    is_state=each not in tensors and t.dim() > 0,
                 )
                 for key, tensor in tensors.items()
                 for each, t in ({key: tensor} | self._optimizer_tensors(key, tensor)).items()
@@ -110,7 +114,12 @@ class TrainingState:
             units.append(Unit(name, tuple(found)))
         for path, layer in self.layers.items():
             specs = tuple(
-                TensorSpec(key, tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape), t.dtype)
+                TensorSpec(
+                    key,
+                    tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape),
+                    t.dtype,
+                    is_state=t is not layer.weights and t.dim() > 0,
+                )
                 for key, t in self._stacks(layer).items()
             )
             units += [Unit(expert_unit(path, e), specs, path, e) for e in range(layer.num_experts)]
@@ -133,9 +142,13 @@ class TrainingState:
         }
 
     def held(self) -> list[str]:
-        """Names of the units that this rank trains on: all but the experts of other ranks, and what others own."""
+        """Names of the units that this rank trains on: all but the experts of other ranks, and what others own.
+
+        Without those whose optimizer state has not arrived.
+        """
         experts = [expert_unit(path, e) for path, layer in self.layers.items() for e in layer.ids]
-        return [*(filter(self.owners.holds, self._dense) if self._is_made else ()), *experts]
+        found = [*(filter(self.owners.holds, self._dense) if self._is_made else ()), *experts]
+        return [unit for unit in found if unit not in self.late.missing]
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
         if unit.layer is None:  # looked up anew, as optimizers may rebind their state
@@ -147,11 +160,27 @@ class TrainingState:
 
     @torch.no_grad()
     def read(self, name: str, out: Tensor) -> None:
-        """Copies a held unit's state to `out`, uint8 `[nbytes]` on the CPU."""
-        read_tensors(self._tensors(self.catalog.by_name[name]), out)
+        """Copies a held unit's state to `out`, uint8 `[nbytes]` on the CPU; `[nbytes - state_nbytes]` without the
+        optimizer's.
+
+        Raises:
+            PeerLost: its optimizer state has got lost on its way to this rank.
+        """
+        unit = self.catalog.by_name[name]
+        if len(out) == unit.nbytes:
+            self.late.wait([name])
+            read_tensors(self._tensors(unit), out)
+        else:
+            tensors = zip(unit.specs, self._tensors(unit), strict=True)
+            read_tensors([tensor for spec, tensor in tensors if not spec.is_state], out)
 
     def digests(self, names: Sequence[str]) -> list[int]:
-        """XXH3-64 of held units' bytes, as `read` gives them."""
+        """XXH3-64 of held units' bytes, as `read` gives them.
+
+        Raises:
+            PeerLost: as of `read`.
+        """
+        self.late.wait(names)
         return digests_of(self.tensors(names))
 
     @torch.no_grad()
@@ -168,7 +197,7 @@ class TrainingState:
         self._dense = {name: tensors for name, tensors in self._dense.items() if name == SESSION}
 
     def tensors(self, names: Iterable[str]) -> list[list[Tensor]]:
-        """The tensors of held units now, whose bytes one after the other are the units'."""
+        """The tensors of this rank's units, whose bytes one after the other are the units'; wait for `late` to read."""
         return [[tensor.detach() for tensor in self._tensors(self.catalog.by_name[name])] for name in names]
 
     def scalars(self) -> dict[str, float]:
@@ -221,13 +250,15 @@ class TrainingState:
 
         Nothing is changed before all inputs are checked: a unit that is neither held nor fetched is a KeyError. Only
         layers whose experts change get new memory, one layer after the other. What is taken over is removed from
-        `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer.
+        `fetched`, and what is in `leaving` (unit → digest) retained, so that memory is free for the next layer. Of a
+        unit that is there without its optimizer state (see `LateState`) that is left as it is.
         """
         owned = {unit for unit, owner in self.owners.by_unit.items() if owner == rank}
         needed = owned | (set() if self._is_made else self._dense.keys() - self.owners.by_unit.keys())
         needed |= {expert_unit(path, expert) for path, ids in experts.items() for expert in ids}
         if missing := needed - fetched.keys() - set(self.held()):
             raise KeyError(*sorted(missing))
+        self.late.missing.clear()
         self._retain(self.owners.by_unit, leaving)
         self.owners.hold(rank)
         if self.deferral is not None and not self._is_made:
@@ -253,8 +284,10 @@ class TrainingState:
             data = fetched.pop(name, None)
             if data is not None:
                 unit = self.catalog.by_name[name]
-                for target, value in zip(self._tensors(unit), unit.tensors(data).values(), strict=True):
-                    target.copy_(value)
+                values = unit.tensors(data)
+                for spec, target in zip(unit.specs, self._tensors(unit), strict=True):
+                    if spec.name in values:
+                        target.copy_(values[spec.name])
 
     def _restack(self, path: str, ids: list[int]) -> dict[str, Tensor]:
         """New stacks with the rows that are held already; the others are to be written."""

@@ -34,6 +34,8 @@ class TensorSpec:
     dtype: torch.dtype
     is_optional: bool = False
     """Whether only some presets have it: it is no part of the layout, and what is saved without it has zeros there."""
+    is_state: bool = False
+    """Whether only an update needs it: it is the optimizer's, and more than a number."""
 
     @property
     def nbytes(self) -> int:
@@ -55,16 +57,31 @@ class Unit:
         """Bytes of the whole state."""
         return sum(spec.nbytes for spec in self.specs)
 
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of what only an update needs."""
+        return sum(spec.nbytes for spec in self.specs if spec.is_state)
+
     def tensors(self, data: Tensor) -> dict[str, Tensor]:
-        """Views of the pieces in the unit's bytes, uint8 `[nbytes]`, by name (copies where misaligned)."""
-        views, start = {}, 0
+        """Views of the pieces in the unit's bytes, uint8 `[nbytes]`, by name (copies where misaligned).
+
+        Bytes without those that only an update needs, `[nbytes - state_nbytes]`, have views of the others alone.
+        """
+        is_whole = len(data) == self.nbytes
+        return _views([spec for spec in self.specs if is_whole or not spec.is_state], data)
+
+    def state_tensors(self, data: Tensor) -> dict[str, Tensor]:
+        """Views of what only an update needs, in its bytes, uint8 `[state_nbytes]`; as `tensors`."""
+        return _views([spec for spec in self.specs if spec.is_state], data)
+
+    def digest_of(self, weights: Tensor, state: Tensor) -> int:
+        """XXH3-64 of the unit's bytes, from those without `state_nbytes` and these."""
+        at, parts = {False: 0, True: 0}, []
         for spec in self.specs:
-            part = data[start : start + spec.nbytes]
-            if part.storage_offset() % spec.dtype.itemsize:
-                part = part.clone()
-            views[spec.name] = part.view(spec.dtype).view(spec.shape)
-            start += spec.nbytes
-        return views
+            start = at[spec.is_state]
+            at[spec.is_state] = start + spec.nbytes
+            parts.append((state if spec.is_state else weights)[start : start + spec.nbytes].numpy())
+        return digests([parts])[0]
 
     def fitted(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors, which may have been saved under another preset: with zeros for what is optional, or without it.
@@ -85,6 +102,17 @@ class Unit:
                 found[f"{self.layer}/{spec.name}"] = data[start : start + spec.nbytes].view(spec.dtype)
             start += spec.nbytes
         return found
+
+
+def _views(specs: Iterable[TensorSpec], data: Tensor) -> dict[str, Tensor]:
+    views, start = {}, 0
+    for spec in specs:
+        part = data[start : start + spec.nbytes]
+        if part.storage_offset() % spec.dtype.itemsize:
+            part = part.clone()
+        views[spec.name] = part.view(spec.dtype).view(spec.shape)
+        start += spec.nbytes
+    return views
 
 
 def expert_unit(layer: str, expert: int) -> str:

@@ -133,6 +133,7 @@ class RecoveryDriver(Driver):
     def interrupt(self) -> None:
         """Ends what is under way in the group."""
         self._dense.end()
+        self._state.late.end()
         self._protection.settle()
 
     def connecting(self) -> None:

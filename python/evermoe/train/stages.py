@@ -185,6 +185,7 @@ class StageTarget:
 
     trains = True
     checkpoints = None
+    has_late_state = False
 
     def __init__(self, state: StageState, seats: Sequence[Seat], before_adopt: Callable[[int], None]) -> None:
         self._state, self._seats, self._before_adopt = state, seats, before_adopt

@@ -41,7 +41,7 @@ def all_fetched(group, sending_bytes, message_bytes):
         read.append((transfer.unit, transfer.source))
         out.copy_(bytes_of(transfer))
 
-    found = Fetch(group, SIZES, copy)
+    found = Fetch(group, lambda transfer: SIZES[transfer.unit], copy)
     local = found.local(TRANSFERS)
     remote = found.remote(TRANSFERS)
     assert {source for _, source in read} <= {group.rank}
@@ -64,7 +64,7 @@ def one_cannot_read(group, folder):
         raise RuntimeError("it cannot be read")
 
     with pytest.raises(RuntimeError if group.rank == 0 else PeerLost) as raised:
-        Fetch(group, {"c": 5}, read).remote([Transfer("c", 0, 1, "active")])
+        Fetch(group, lambda transfer: 5, read).remote([Transfer("c", 0, 1, "active")])
     return str(raised.value), group.broken is not None
 
 
@@ -80,7 +80,7 @@ def one_is_silent(group, folder):
     mine, _ = members(group, folder, 0.5)
     if mine.rank == 1:
         with pytest.raises(PeerLost):
-            Fetch(mine, {"c": 5}, copy_slowly).remote([Transfer("c", 0, 1, "active")])
+            Fetch(mine, lambda transfer: 5, copy_slowly).remote([Transfer("c", 0, 1, "active")])
     group.all_reduce(torch.zeros(1))  # rank 0 lives until then
     return mine.broken or ""
 
@@ -102,7 +102,7 @@ def one_is_slow(group, folder):
     transfers = [Transfer(f"unit {number}", 0, 1, "active") for number in range(12)]
     sizes = {each.unit: 4 for each in transfers}
     SIZES.update(sizes)
-    found = Fetch(mine, sizes, copy_slowly).remote(transfers)
+    found = Fetch(mine, lambda transfer: 4, copy_slowly).remote(transfers)
     mine.all_reduce(torch.zeros(1))
     return len(found)
 

@@ -41,7 +41,8 @@ WRITTEN_SECONDS = 40.0
 class Fault:
     """What the worker does to itself when it comes to `point` for the `nth` time (in `step`, if given).
 
-    `point`: an event of the session, "phase <name>", or "forward" (between forward and backward).
+    `point`: an event of the session, "phase <name>", "forward" (between forward and backward), "bucket" (a sum beside
+    backward begins) or "late state" (it is about to send optimizer state beside training).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
     (its node's shared memory) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
     """
@@ -289,6 +290,18 @@ class Recorder:
         """A bucket of gradients is about to be summed beside the backward pass, in a thread of its own."""
         self.fault("bucket", self.computing)
 
+    def hook_late_state(self) -> None:
+        """Lets faults happen in the thread that sends optimizer state beside training."""
+        assert self.session is not None
+        late = self.session._state.late
+        read = late.read
+
+        def read_or_fail(*arguments: Any) -> None:
+            self.fault("late state", None)
+            read(*arguments)
+
+        late.read = read_or_fail  # type: ignore[method-assign]
+
     def _flipper(self) -> Any:
         if self._flips is None:
             from support.flips import Flipper  # this file also runs by itself, without the others
@@ -402,6 +415,7 @@ def _train(options: Options, record: Recorder) -> None:
         **options.session,
     )
     session._membership.side_group.on_begin = record.bucket
+    record.hook_late_state()
     if options.compiled:
         model.compile(fullgraph=True, backend="aot_eager")
     profiler = Profiler(model, keep=options.steps)

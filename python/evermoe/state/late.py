@@ -1,0 +1,107 @@
+"""Optimizer state that is still on its way to this rank.
+
+A step needs weights for its gradients, and the optimizer's state only for its update. So after a change of members a
+rank begins to compute as soon as it has the weights; the rest, two thirds of the bytes with AdamW in float32 and six
+sevenths with bfloat16 weights and masters, comes while it computes, and is there before it votes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor
+
+from evermoe.comm.courier import wait_while_moving
+from evermoe.comm.group import Group
+from evermoe.comm.task import Task
+from evermoe.errors import PeerLost
+from evermoe.state.stored import RetainedUnits
+from evermoe.state.unit import Unit, read_tensors
+
+
+class LateState:
+    """Units of this rank whose optimizer state is on its way.
+
+    Args:
+        tensors: of a unit that this rank trains, in the order of its specs.
+        retained: units that this rank has trained until now.
+    """
+
+    def __init__(self, tensors: Callable[[Unit], Iterable[Tensor]], retained: RetainedUnits) -> None:
+        self._tensors, self._retained = tensors, retained
+        self._task: Task[None] | None = None
+        self._progress: Callable[[], int] = int
+        self.missing: set[str] = set()
+        """Units whose state is not here, as it is on its way or has got lost with its sender."""
+
+    def begin(
+        self, units: Collection[str], task: Task[None], progress: Callable[[], int], device: torch.device
+    ) -> None:
+        """Runs a task in a thread of its own. It `take`s the state of these units, and `read`s that of others.
+
+        Args:
+            units: that lack their state here.
+            task: sends and receives.
+            progress: counts what it has sent and got.
+            device: of the state. What is read from a GPU is what the caller's stream will have written by then.
+        """
+        self.missing, self._task, self._progress = set(units), task, progress
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+
+        def run() -> None:
+            with torch.cuda.stream(stream):  # as it is where there is none
+                task.run()
+
+        threading.Thread(target=run, name="evermoe-late-state", daemon=True).start()
+
+    @torch.no_grad()
+    def read(self, unit: Unit, version: int, out: Tensor) -> None:
+        """Copies the optimizer's state of a unit that this rank has at a version to `out`, uint8 on the CPU."""
+        held = next((each for each in self._retained.stored(version) if each.unit == unit.name), None)
+        tensors = self._tensors(unit) if held is None else unit.tensors(held.data).values()
+        read_tensors([t for spec, t in zip(unit.specs, tensors, strict=True) if spec.is_state], out)
+
+    @torch.no_grad()
+    def take(self, unit: Unit, data: Tensor) -> None:
+        """Takes over the optimizer's state of a unit, uint8 `[unit.state_nbytes]` on the CPU."""
+        views = unit.state_tensors(data)
+        targets = {spec.name: tensor for spec, tensor in zip(unit.specs, self._tensors(unit), strict=True)}
+        for name, value in views.items():
+            targets[name].copy_(value)
+            if targets[name].is_cuda:
+                torch.cuda.current_stream(targets[name].device).synchronize()
+        self.missing.discard(unit.name)
+
+    def finish(self, group: Group) -> bool:
+        """Waits until nothing is on its way any more, for the training thread; whether all is there.
+
+        As `Courier.wait`, it gives up a silent peer.
+        """
+        task, transport = self._task, group.transport
+        if task is None or transport is None:
+            return not self.missing
+        is_done = wait_while_moving(task, group, transport, self._progress)
+        self._task = None
+        return is_done and not self.missing
+
+    def end(self) -> None:
+        """Waits until nothing is on its way any more, which is at once in a dropped group."""
+        if self._task is not None:
+            self._task.wait()
+            self._task = None
+
+    def wait(self, names: Collection[str]) -> None:
+        """Waits until the state of units that this rank trains is there.
+
+        Raises:
+            PeerLost: it has got lost on its way.
+        """
+        task = self._task
+        if task is not None and self.missing.intersection(names):
+            task.wait()
+        if lost := self.missing.intersection(names):
+            raise PeerLost(f"the optimizer's state of {min(lost)} has not arrived")

@@ -1,0 +1,75 @@
+"""Members compute as soon as they have the weights: optimizer state that they lack comes before their vote."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.history import check_history, check_recovered
+from support.worker import Fault
+
+
+def with_newcomer(start_job, faults, **session):
+    """Two members, of which `a` has these faults, and a newcomer that they take in after some steps."""
+    job = start_job(2, join_every=1, **session)
+    job.open_gate(4)
+    workers = job.start_all({"a": faults}, "ab", gated=True, steps=20)
+    for each in workers:
+        each.wait_for("gate", step=4)
+    workers.append(job.start("c", gated=True, steps=20))
+    job.take_in(workers[2], until=20)
+    return job, workers
+
+
+def names_between(worker, first, last):
+    """Names of a worker's events from the first `first` on, up to the first `last` after it."""
+    names = [event["event"] for event in worker.events()]
+    begin = names.index(first)
+    return names[begin : names.index(last, begin) + 1]
+
+
+@pytest.mark.parametrize("session", [{}, {"preset": "gemini"}, {"dense": "sharded"}], ids=str)
+def test_a_newcomer_computes_before_optimizer_state_is_there(start_job, session):
+    job, workers = with_newcomer(start_job, [Fault("late state", action="hang")], hang_limit=60.0, **session)
+    a, b, c = workers
+    a.wait_for("fault", point="late state")
+    first = c.wait_for("begin")["step"]
+    c.wait_for("reduce", step=first)
+    assert not c.events("update")
+    job.wake()
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    recovered = c.events("recovered")[0]
+    assert recovered["members"] == 3
+    share = recovered["late_bytes"] / recovered["fetched_bytes"]
+    assert 0.3 < share < 2 / 3, "two thirds of what other members train: copies come whole"
+    assert [event["late_bytes"] for event in b.events("recovered")[1:]] == [0]
+    assert c.events("verified")[0]["digests_mismatched"] == 0
+
+
+@pytest.mark.parametrize("preset", ["auto", "gemini"])
+def test_the_sender_is_killed_while_its_optimizer_state_is_awaited(start_job, preset):
+    _, workers = with_newcomer(start_job, [Fault("late state", action="hang")], hang_limit=60.0, preset=preset)
+    a, b, c = workers
+    a.wait_for("fault", point="late state")
+    c.wait_for("reduce")
+    a.process.kill()
+    assert [each.join() for each in workers] == [-9, 0, 0]
+    check_history(workers)
+    for each in (b, c):
+        assert check_recovered(workers, each)["steps_lost"] == 0
+    first, second = c.events("recovered")
+    assert (first["members"], second["members"]) == (3, 2)
+    assert "update" not in names_between(c, "recovered", "lost"), "no step was taken without the state"
+    assert second["fetched_bytes"] > 0
+    assert c.events("verified")[0]["digests_mismatched"] == 0
+
+
+def test_a_sender_that_falls_silent_is_given_up(start_job):
+    _, workers = with_newcomer(start_job, [Fault("late state", action="stop")], hang_limit=3.0)
+    a, b, c = workers
+    assert [b.join(), c.join()] == [0, 0]
+    a.process.kill()
+    a.join()
+    check_history(workers)
+    assert c.events("recovered")[-1]["members"] == 2
+    assert c.events("verified")[0]["digests_mismatched"] == 0
