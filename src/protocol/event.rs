@@ -159,7 +159,8 @@ pub enum Event {
         /// None for a member that has seen none since the last recovery.
         votes: Vec<Option<Passed>>,
     },
-    /// Answers `Restore`: all units that this member needs are here, as of one version.
+    /// Answers `Restore`: all units that this member needs are here, as of one version. What only an update of them needs
+    /// may still be on its way: the ballot of the next step waits for it.
     Restored {
         /// The version that all members have.
         version: u64,

@@ -22,6 +22,7 @@ from evermoe.persist import checkpoint
 from evermoe.persist.checkpoint_store import find
 from evermoe.persist.manifest import read_manifest
 from evermoe.recovery.fetch import Fetch, Transfer, origins_of
+from evermoe.recovery.late_fetch import LateFetch
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import (
     ACTIVE,
@@ -69,10 +70,8 @@ class Recovery:
         self._survey = self._look(can_begin=True)
         self._phase: Phase = lambda name: None
         self._outcome = Outcome()
-        self._late: dict[Transfer, Holding] = {}
-        """Transfers of units whose weights are fetched before training resumes, and their optimizer state after it."""
-        self._late_weights: dict[str, Tensor] = {}
-        """Bytes of those of this rank, without the state."""
+        self._late = LateFetch(group, state, {})
+        """What follows after training has resumed."""
         self._problem = ""
         """Why the latest checkpoint that was tried cannot be used."""
         self._refused: set[tuple[int, Holding]] = set()
@@ -133,7 +132,7 @@ class Recovery:
             fetched = self._fetch(plan.version, inventories, holdings, may_lag)
             if fetched is not None:
                 self._adopt(plan.version, fetched, self._leaving(plan.version, holdings[self.group.rank]))
-                self._begin_late(plan.version)
+                self._late.begin(plan.version)
                 self._note_copies(plan.version, holdings)
                 return self._outcome
 
@@ -229,7 +228,8 @@ class Recovery:
         }
         origins = origins_of(transfers)
         promised = {each: found[origins[each], each.unit, each.kind] for each in transfers}
-        self._late = self._without_state(promised) if self.target.has_late_state and not outcome.stale else {}
+        may_be_late = self.target.has_late_state and not outcome.stale
+        self._late = LateFetch(self.group, self.state, promised if may_be_late else {})
         self._phase("fetch")
         fetched, digests = self._exchange(promised)
         self._phase("verify")
@@ -240,67 +240,31 @@ class Recovery:
         return None if refused else fetched
 
     def _exchange(self, promised: dict[Transfer, Holding]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The units that this rank is to get, and their digests.
+        """The units that this rank is to get, and the digests of those that are whole.
 
         Args:
             promised: what the source of each transfer says that it has.
         """
-        by_name = self.state.catalog.by_name
         fetch = Fetch(
             self.group,
-            lambda each: by_name[each.unit].nbytes - (by_name[each.unit].state_nbytes if each in self._late else 0),
+            self._late.nbytes,
             lambda transfer, out: self._survey.read(promised[transfer], out),
         )
         local = fetch.local(list(promised))
         remote = fetch.remote(list(promised))
         self._count_fetched({"local memory": local, "peer": remote})
+        sizes = dict(self.state.catalog.sizes())
         nodes, rank = self.target.nodes(self.group.size), self.group.rank
-        mine = [each for each in promised if each.source != each.destination == rank]
-        self._outcome.far_bytes = sum(by_name[each.unit].nbytes for each in mine if nodes[each.source] != nodes[rank])
-        self._late_weights = {each.unit: remote[each.unit] for each in mine if each in self._late}
-        self._outcome.late_bytes = sum(by_name[unit].state_nbytes for unit in self._late_weights)
-        digests = fetch.digests()
-        return local | remote, {unit: value for unit, value in digests.items() if unit not in self._late_weights}
-
-    def _without_state(self, promised: Mapping[Transfer, Holding]) -> dict[Transfer, Holding]:
-        """Of the transfers, those of units that members train, whose optimizer state may follow later.
-
-        A copy goes whole: whether its bytes are right is known only then.
-        """
-        away = {each: holding for each, holding in promised.items() if each.source != each.destination}
-        whole = {each.unit for each in away if each.kind != ACTIVE}
-        by_name = self.state.catalog.by_name
-        return {
-            each: holding
-            for each, holding in away.items()
-            if each.unit not in whole and by_name[each.unit].state_nbytes
-        }
-
-    def _begin_late(self, version: int) -> None:
-        """Begins to move the optimizer state that is to follow, beside training."""
-        if not self._late:
-            return
-        by_name, late, group = self.state.catalog.by_name, self.state.late, self.group
-        weights, self._late_weights = self._late_weights, {}
-        expected = {each.unit: holding.digest for each, holding in self._late.items()}
-
-        def take(unit: str, state: Tensor) -> None:
-            if by_name[unit].digest_of(weights.pop(unit), state) != expected[unit]:
-                raise PeerLost(f"{unit} has arrived with other bytes than were sent: check the network")
-            late.take(by_name[unit], state)
-
-        fetch = Fetch(
-            group,
-            lambda transfer: by_name[transfer.unit].state_nbytes,
-            lambda transfer, out: late.read(by_name[transfer.unit], version, out),
-        )
-        task, device = fetch.beside(list(self._late), take), self.state.dense[0].device
-        late.begin(list(weights), task, lambda: fetch.moved, device)
+        far = [each.unit for each in promised if each.destination == rank and nodes[each.source] != nodes[rank]]
+        self._outcome.far_bytes = sum(sizes[unit] for unit in far)
+        late = self._late.keep(remote)
+        self._outcome.late_bytes = self._late.late_bytes
+        return local | remote, {unit: value for unit, value in fetch.digests().items() if unit not in late}
 
     def _count_fetched(self, by_source: dict[str, dict[str, Tensor]]) -> None:
-        outcome, by_name = self._outcome, self.state.catalog.by_name
+        outcome, sizes = self._outcome, dict(self.state.catalog.sizes())
         outcome.fetched_units = sum(map(len, by_source.values()))
-        outcome.fetched_bytes = sum(by_name[unit].nbytes for fetched in by_source.values() for unit in fetched)
+        outcome.fetched_bytes = sum(sizes[unit] for fetched in by_source.values() for unit in fetched)
         for source, fetched in by_source.items():
             outcome.sources[source] += len(fetched)
 

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from evermoe._native import digest
 from evermoe.errors import PeerLost
 from evermoe.recovery import fetch
 from evermoe.recovery.fetch import Fetch, Transfer, in_turn
@@ -45,6 +46,7 @@ def all_fetched(group, sending_bytes, message_bytes):
     local = found.local(TRANSFERS)
     remote = found.remote(TRANSFERS)
     assert {source for _, source in read} <= {group.rank}
+    assert found.digests() == {unit: digest(data.numpy()) for unit, data in (local | remote).items()}
     return local, remote
 
 
