@@ -8,7 +8,7 @@ Version n is kept until version n + 1 is whole on all nodes, so after any loss o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,9 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.messages import Identity
 from evermoe.comm.torch_groups import end_torch_groups
 from evermoe.errors import PeerLost, UnsupportedState
+from evermoe.events import Listener, Protocol
 from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
+from evermoe.observe import combined
 from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
@@ -31,7 +33,7 @@ from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.pipeline_step import LossFunction, PipelineStep
-from evermoe.train.protocol import CommitProtocol, Recorder
+from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import (
     check_types,
     class_name,
@@ -82,7 +84,7 @@ class PipelineSession:
             step, and a newcomer resumes it.
         scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
             out steps that overflow, and updates the scale; its methods are not to be called.
-        on_record: is told each event of the commit protocol and its commands, as JSON; for tests.
+        on_event: as of `Session`; told of `Chunk`, `Gone`, `Protocol` and `Published`.
         options: fields of `PipelineConfig`.
 
     Raises:
@@ -98,10 +100,11 @@ class PipelineSession:
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        on_record: Recorder = lambda event, commands: None,
+        on_event: Listener | Sequence[Listener] = (),
         **options: Any,
     ) -> None:
         check_known(options, PipelineConfig.names())
+        emit = combined(on_event)
         self.config = PipelineConfig(**options)
         check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
         refuse_tensor_parallel(stage_module)
@@ -122,7 +125,7 @@ class PipelineSession:
         self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
         self._driver = PipelineDriver(
-            self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership
+            self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership, emit
         )
         self._connections = self._driver.connections
         self._protocol = CommitProtocol(
@@ -131,7 +134,7 @@ class PipelineSession:
             members=self.size,
             is_fixed=True,
             generation=self._store.newest_generation(),
-            on_record=on_record,
+            on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
 
     def _new_membership(self) -> Membership:

@@ -15,6 +15,7 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.vote import Ballot
 from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnsupportedState
+from evermoe.events import Listener
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
@@ -22,6 +23,7 @@ from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.snapshot.version_pace import VersionPace
 from evermoe.snapshot.window_plan import COPIES
+from evermoe.state.stored import KeptCopies
 from evermoe.state.version import step_of
 from evermoe.train import gradients
 from evermoe.train.bubbles import Bubbles
@@ -46,6 +48,7 @@ class PipelineDriver(Driver):
         loss_scale: of the job.
         store: this node's arenas.
         membership: all ranks.
+        emit: of the session.
     """
 
     def __init__(
@@ -57,9 +60,10 @@ class PipelineDriver(Driver):
         loss_scale: LossScale,
         store: SnapshotStore,
         membership: Membership,
+        emit: Listener,
     ) -> None:
         self._options, self._optimizer, self._state = options, optimizer, state
-        self._loop, self._loss_scale = loop, loss_scale
+        self._loop, self._loss_scale, self._emit = loop, loss_scale, emit
         self._store, self._membership = store, membership
         self._group = membership.trainer_group
         self.pacer = Pacer()
@@ -201,7 +205,7 @@ class PipelineDriver(Driver):
 
     def _begin_version(self, version: int) -> None:
         """Begins to copy the state, which is that of `version`."""
-        self._round = SnapshotRound(self._store, version, self.courier).start()
+        self._round = SnapshotRound(self._store, version, self.courier, emit=self._emit).start()
         self.version_pace.begin(step_of(version), self.window_planner.version_steps)
 
     def _update(self, sums: Ballot) -> None:
@@ -258,7 +262,6 @@ class PipelineDriver(Driver):
         self.localised.tell(self._group, version)
         try:
             self.outcome = self.recovery(version, established=established).run()
-            self.outcome.copies.forget()  # all are made anew here, and arenas of before may have to make room
         except LostExperts as lost:
             self._lost = lost
             return {"event": "unrecoverable"}
@@ -278,26 +281,33 @@ class PipelineDriver(Driver):
         return Recovery(self._state, stored, self._group, target, standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
-        """Copies all units as of `version`; returns when the copies are whole everywhere, also where none waits for it.
+        """Copies all units as of `version` to holders that lack them; returns when the copies are whole everywhere.
 
-        Ranks of a running job that have too little memory keep what has room, and warn.
+        Also where none waits for it. Ranks of a running job that have too little memory keep what has room, and warn.
         """
-        bundles = stage_bundles(self._options.preset, self.seats, self._options.copies)
-        self._store.replace_arenas(bundles, generation, self._membership)
-        for _ in range(MOST_TRIES):
-            self._round = SnapshotRound(self._store, version, self.courier).start()
-            if not self.courier.wait(self._round.task, self._group):
-                raise PeerLost(self._round.task.lost or "the group was dropped")
-            is_whole = float(bool(self._round.task.result))
-            if float(self._group.all_reduce(torch.tensor([is_whole]))) == self._options.size:
-                break
-        else:
-            raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
+        bundles, copies = stage_bundles(self._options.preset, self.seats, self._options.copies), self.outcome.copies
+        try:
+            self._store.replace_arenas(bundles, generation, self._membership, copies)
+            self._make_copies(version, copies)
+        finally:
+            copies.forget()  # their memory is free once the arenas of before are gone
         self._round = None
         self._store.prune(generation)
         self.version_pace.restart(step_of(version))
         self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": True}
+
+    def _make_copies(self, version: int, copies: KeptCopies) -> None:
+        """Makes all copies as of `version`, of those that holders have by these."""
+        for _ in range(MOST_TRIES):
+            self._round = SnapshotRound(self._store, version, self.courier, emit=self._emit, copies=copies).start()
+            if not self.courier.wait(self._round.task, self._group):
+                raise PeerLost(self._round.task.lost or "the group was dropped")
+            is_whole = float(bool(self._round.task.result))
+            if float(self._group.all_reduce(torch.tensor([is_whole]))) == self._options.size:
+                return
+            copies.forget()  # those of before may be what is damaged
+        raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
 
     def write_trace(self, path: str | Path) -> None:
         """See `PipelineSession.write_trace`."""

@@ -291,6 +291,14 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     copies.optimizer.register_step_post_hook(mark)
 
 
+def note(options: Options, sent: dict[str, int], event: evermoe.events.Event) -> None:
+    """Writes an event; of parts of copies, keeps how many bytes were sent of the latest version."""
+    if isinstance(event, evermoe.events.Chunk):
+        sent["bytes"] = event.sent
+    elif not isinstance(event, evermoe.events.Published):
+        write(options, event.name, **event.fields())
+
+
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = stage_numbers(options)
@@ -309,7 +317,7 @@ def train(options: Options) -> None:
         lighthouse=options.lighthouse,
         scheduler=scheduler,
         scaler=torch.amp.GradScaler("cpu", **options.scaler) if options.scaler else None,
-        on_record=lambda said, commands: write(options, "protocol", said=said, commands=commands),
+        on_event=functools.partial(note, options, sent := {}),
         **options.copies,
     )
     watch_copies(options, copies)
@@ -332,6 +340,7 @@ def train(options: Options) -> None:
                 sources=dict(outcome.sources),
                 undone=outcome.steps_undone,
                 far_bytes=outcome.far_bytes,
+                sent=sent["bytes"],
             )
             chunks[0].calls = 0
         try:
