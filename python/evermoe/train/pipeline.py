@@ -142,6 +142,7 @@ class PipelineSession:
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
         shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
         shared |= self._loss_scale.settings() | {"scheduler": class_name(self._scheduler)}
+        shared["on_lost"] = "missing" if options.on_lost is None else "given"
         return Membership(
             options.membership_options(),
             lighthouse=options.lighthouse,
@@ -333,7 +334,7 @@ class PipelineSession:
         Raises:
             ValueError: no step is over since the last recovery.
         """
-        self._driver.write_trace(path)
+        self._driver.bubbles.write_trace(path, list(self._driver.courier.sent))
 
     def close(self) -> None:
         """The job is over here: waits until the copies of the last step are whole, and leaves."""

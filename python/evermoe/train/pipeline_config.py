@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from evermoe.comm.membership_options import MembershipOptions
+from evermoe.events import Gone
 from evermoe.keeper import CopyOptions
 from evermoe.memory_folder import DEFAULT
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
@@ -63,6 +65,9 @@ class PipelineConfig(Options):
     """Seconds that a vote, and any wait in torch's groups, may last: more than a rank is ever idle."""
     agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that `recover` waits for all ranks to be there."""
+    on_lost: str | Callable[[Gone], object] | None = None
+    """Is called when a rank is lost, once for each loss in the whole job, while the others wait for another process in
+    its place: a shell command, or a function of the event `Gone`. On all ranks or none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -14,16 +13,14 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.vote import Ballot
-from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnsupportedState
+from evermoe.errors import LostExperts, PeerLost, UnsupportedState
 from evermoe.events import Listener
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
-from evermoe.snapshot.round import SnapshotRound
-from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.store import SnapshotStore
 from evermoe.snapshot.version_pace import VersionPace
 from evermoe.snapshot.window_plan import COPIES
-from evermoe.state.stored import KeptCopies
 from evermoe.state.version import step_of
 from evermoe.train import gradients
 from evermoe.train.bubbles import Bubbles
@@ -32,9 +29,11 @@ from evermoe.train.connections import TorchConnections
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.localised import LocalisedRecovery
 from evermoe.train.loss_scale import LossScale
+from evermoe.train.lost_members import LostMembers
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
-from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
+from evermoe.train.stage_copies import StageCopies
+from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner
 
 
 class PipelineDriver(Driver):
@@ -63,7 +62,7 @@ class PipelineDriver(Driver):
         emit: Listener,
     ) -> None:
         self._options, self._optimizer, self._state = options, optimizer, state
-        self._loop, self._loss_scale, self._emit = loop, loss_scale, emit
+        self._loop, self._loss_scale = loop, loss_scale
         self._store, self._membership = store, membership
         self._group = membership.trainer_group
         self.pacer = Pacer()
@@ -77,6 +76,10 @@ class PipelineDriver(Driver):
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.localised = LocalisedRecovery(state, parameters, options.stage, is_on=options.localised)
+        self.copies = StageCopies(options, store, membership, self.courier, emit)
+        self.lost = LostMembers(membership, options.on_lost, options.size, emit)
+        self._step, self._reason = 0, ""
+        """Steps taken, and why the group was given up last."""
         self.outcome = Outcome()
         self.seats: list[Seat] = []
         """By rank, what each has told about itself; empty before the first recovery."""
@@ -87,7 +90,6 @@ class PipelineDriver(Driver):
         """Mean loss of the latest step."""
         self.attempt: PipelineStep | None = None
         """What the script computes, or has computed last."""
-        self._round: SnapshotRound | None = None
         self._vote_span = ExitStack()
         self._waits = True
         """Whether the vote waits for copies."""
@@ -111,10 +113,7 @@ class PipelineDriver(Driver):
 
     def is_round_whole(self) -> bool:
         """Waits for the copies that are due before the vote; whether they are whole."""
-        if self._round is None or not self._waits:
-            return True
-        is_done = self.courier.wait(self._round.task, self._group)
-        return is_done and bool(self._round.task.result)
+        return not self._waits or self.copies.wait()
 
     def ballot(self, is_whole: bool) -> Ballot:
         """What this rank says about the step whose gradients are complete.
@@ -124,7 +123,7 @@ class PipelineDriver(Driver):
         """
         past = None if self.attempt is None else self.attempt.past
         if past is not None and past.is_taken and past.ballot is not None:
-            return past.ballot._replace(votes=float(is_whole))
+            return past.ballot._replace(votes=float(is_whole), reported=self.lost.reported)
         found = self._ballot(is_whole)
         if past is not None:
             past.ballot = found
@@ -152,6 +151,7 @@ class PipelineDriver(Driver):
             scale=self._loss_scale.value if has_loss else 0.0,
             counting=float(is_counted),
             counted=counted,
+            reported=self.lost.reported,
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
@@ -164,6 +164,7 @@ class PipelineDriver(Driver):
             ValueError: some ranks gave counts, and others did not.
             UnsupportedState: the losses of some ranks are not known here.
         """
+        self.lost.tallied(sums.reported)
         if sums.votes != self._options.size:
             return
         gradients.refuse_mixed(sums)
@@ -182,11 +183,10 @@ class PipelineDriver(Driver):
         """Takes the step that all have voted for, and begins to copy the new version."""
         self.end_vote()
         is_due = self.version_pace.is_due(step_of(after))
-        if self._round is not None:
-            self._round.wait_captured()
-            if is_due:  # all have voted: its copies are complete
-                self.localised.log.release(self._round.version)
-        sums = _of_mean(sums)
+        self.copies.wait_captured()
+        if is_due and self.copies.version is not None:  # all have voted: its copies are complete
+            self.localised.log.release(self.copies.version)
+        sums, self._step = _of_mean(sums), step_of(after)
         self.loss = sums.mean_loss if sums.trainers else math.nan
         if self.localised.retake(after):
             self._loop.restore()
@@ -199,13 +199,13 @@ class PipelineDriver(Driver):
         self.pacer.begin_step()
         self.bubbles.profiler.step()
         if is_due and self._group.broken is None:
-            self._round = None
+            self.copies.forget()
             if self.localised.needs_copies(after):
                 self._begin_version(after)
 
     def _begin_version(self, version: int) -> None:
         """Begins to copy the state, which is that of `version`."""
-        self._round = SnapshotRound(self._store, version, self.courier, emit=self._emit).start()
+        self.copies.begin(version)
         self.version_pace.begin(step_of(version), self.window_planner.version_steps)
 
     def _update(self, sums: Ballot) -> None:
@@ -225,16 +225,23 @@ class PipelineDriver(Driver):
 
     # ---- failures
 
+    def agreeing(self) -> None:
+        """Notes why the group was given up."""
+        self._reason = self._group.broken or self._reason
+
+    def waiting(self) -> None:
+        """Has `on_lost` called for ranks that are lost: this one waits for those in their places."""
+        self.lost.look(self._step, self._reason)
+
     def interrupt(self, version: int | None = None) -> None:
         """Waits until nothing is under way, which is at once in a dropped group.
 
         `version`: of the state, if it is to be copied first where what is under way is older: collective then.
         """
         self.pacer.hurry()
-        if self._round is not None:
-            self._round.wait_captured()
-            self.courier.wait(self._round.task, self._group)
-            self._round = None
+        self.copies.wait_captured()
+        self.copies.wait()
+        self.copies.forget()
         self.connections.interrupt()
         if version is not None and self._group.broken is None and self.version_pace.begun < step_of(version):
             self._begin_version(version)
@@ -258,6 +265,7 @@ class PipelineDriver(Driver):
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Brings this rank to the newest version of which every unit of every stage is left."""
         self._meet()
+        self.lost.note(step_of(version), self._reason, 0, 0)
         refuse_unequal_runs(self.attempt, self._group)
         self.localised.tell(self._group, version)
         try:
@@ -266,6 +274,7 @@ class PipelineDriver(Driver):
             self._lost = lost
             return {"event": "unrecoverable"}
         self._loop.restore()
+        self._step, self._reason = step_of(self.outcome.version), ""
         return {"event": "restored", "version": self.outcome.version, "is_stale": False}
 
     def units_lost(self) -> NoReturn:
@@ -281,41 +290,16 @@ class PipelineDriver(Driver):
         return Recovery(self._state, stored, self._group, target, standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
-        """Copies all units as of `version` to holders that lack them; returns when the copies are whole everywhere.
-
-        Also where none waits for it. Ranks of a running job that have too little memory keep what has room, and warn.
-        """
-        bundles, copies = stage_bundles(self._options.preset, self.seats, self._options.copies), self.outcome.copies
-        try:
-            self._store.replace_arenas(bundles, generation, self._membership, copies)
-            self._make_copies(version, copies)
-        finally:
-            copies.forget()  # their memory is free once the arenas of before are gone
-        self._round = None
-        self._store.prune(generation)
+        """Makes the copies that are missing; returns when they are whole everywhere, also where none waits for it."""
+        self.copies.protect(self.seats, version, generation, self.outcome.copies)
         self.version_pace.restart(step_of(version))
         self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": True}
 
-    def _make_copies(self, version: int, copies: KeptCopies) -> None:
-        """Makes all copies as of `version`, of those that holders have by these."""
-        for _ in range(MOST_TRIES):
-            self._round = SnapshotRound(self._store, version, self.courier, emit=self._emit, copies=copies).start()
-            if not self.courier.wait(self._round.task, self._group):
-                raise PeerLost(self._round.task.lost or "the group was dropped")
-            is_whole = float(bool(self._round.task.result))
-            if float(self._group.all_reduce(torch.tensor([is_whole]))) == self._options.size:
-                return
-            copies.forget()  # those of before may be what is damaged
-        raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
-
-    def write_trace(self, path: str | Path) -> None:
-        """See `PipelineSession.write_trace`."""
-        self.bubbles.write_trace(path, list(self.courier.sent))
-
     def end(self) -> None:
-        """Ends the profile and all threads."""
+        """Ends the profile and all threads; lets calls of `on_lost` end."""
         self.bubbles.end()
+        self.lost.close()
         self.courier.close()
 
 

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import signal
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,8 @@ class Options:
     """Dies where `reach` is called with these words."""
     stop_at: str | None = None
     """Stops there for the first time, until someone continues it."""
+    lingers: str | None = None
+    """After a failure it does not recover before this file is there."""
     poison: int | None = None
     """In this step some gradients are infinite."""
     chunks: int = 1
@@ -140,6 +143,12 @@ def reach(options: Options, point: str) -> None:
         options.stop_at = None
         write(options, "stops", point=point)
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def linger(options: Options) -> None:
+    """Waits for the file that the options name."""
+    while options.lingers and not Path(options.lingers).exists():
+        time.sleep(0.01)
 
 
 def reach_in_store(options: Options) -> None:
@@ -374,6 +383,7 @@ def train(options: Options) -> None:
         except (evermoe.PeerLost, RuntimeError) as error:
             write(options, "lost", step=step, reason=str(error)[:300])
             schedule = peers = None
+            linger(options)
     compared, different = copies.verify()
     if options.trace:
         copies.write_trace(Path(options.folder) / f"{options.rank}.json")
