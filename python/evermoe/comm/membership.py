@@ -78,7 +78,8 @@ class Membership:
         """Messages between all members, replica nodes included, of threads beside training."""
         self._with_replicas = Group(interface)
         self.side_group, self._has_side_group = Group(interface), has_side_group
-        """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; else of one."""
+        """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; in a pipeline
+        of the ranks of a stage; else of one."""
         _link([self.trainer_group, self._with_replicas, self.side_group], self.transport)
         self.steps = 0
         """Steps after which the script ends the job; 0 where no script does."""

@@ -116,7 +116,8 @@ class PipelineSession:
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
         loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
-        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers)
+        place = self.config.data_parallel if self.config.expert_parallel else None
+        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers, place)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -217,7 +218,7 @@ class PipelineSession:
         torch.manual_seed(hash((*seeds, self.step, self.config.stage)) % 2**63)
         self._current = self._driver.attempt = PipelineStep(
             self.step,
-            [p for group in self.optimizer.param_groups for p in group["params"]],
+            self._state.parameters()[0],
             peers=self.config.data_parallel_size,
             scale=self._loss_scale.value,
             generation=self._membership.generation,

@@ -54,6 +54,9 @@ class PipelineConfig(Options):
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
     """What a gradient of infinity or NaN on any rank does: `error` ends the job with `NonFiniteLoss` on all of them,
     the state unchanged; `skip` makes all of them leave out that step's update."""
+    expert_parallel: bool = option(False, shared=True)
+    """Whether the ranks of a stage divide the experts of its MoE layers (`evermoe.MoE`, `evermoe.Experts`) among them:
+    tokens travel to the ranks of their experts. False: each rank has all experts."""
     localised: bool = option(True, shared=True)
     """Whether ranks log what they send to other stages, so that after a failure only those that lost their state
     compute again. The log has the activations and gradients at a stage's borders, of two steps (2 n where a version

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
@@ -74,8 +75,10 @@ class PipelineDriver(Driver):
         )
         self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.localised = LocalisedRecovery(state, parameters, options.stage, is_on=options.localised)
+        on_all, alone = state.parameters()
+        self.localised = LocalisedRecovery(
+            state, [*on_all, *alone], options.stage, is_on=options.localised, is_spread=options.expert_parallel
+        )
         self.copies = StageCopies(options, store, membership, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
         self._step, self._reason = 0, ""
@@ -130,7 +133,8 @@ class PipelineDriver(Driver):
         return found
 
     def _ballot(self, is_whole: bool) -> Ballot:
-        found, step = _gradients(self._optimizer), self.attempt
+        step, (on_all, alone) = self.attempt, map(_gradients, self._state.parameters())
+        found = [*on_all, *alone]
         is_clipped = self._options.max_grad_norm is not None and bool(found)
         norms_there = gradients.norms(found if is_clipped else [])
         loss_there, counted_there, has_loss, is_counted = torch.zeros(1), torch.zeros(1), False, False
@@ -144,7 +148,7 @@ class PipelineDriver(Driver):
         return Ballot(
             votes=float(is_whole),
             loss=loss,
-            squares=sum(norm * norm for norm in norms) / self._options.data_parallel_size,
+            squares=_squares(norms[: len(on_all)]) / self._options.data_parallel_size + _squares(norms[len(on_all) :]),
             nonfinite=float(not is_finite),
             nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
             trainers=float(has_loss),
@@ -212,7 +216,7 @@ class PipelineDriver(Driver):
         if sums.is_finite:
             factor = gradients.factor_of(sums, self._options.max_grad_norm)
             if factor != 1:
-                gradients.scale(_gradients(self._optimizer), factor)
+                gradients.scale([each for some in self._state.parameters() for each in _gradients(some)], factor)
             self._optimizer.step()
         self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
 
@@ -250,7 +254,8 @@ class PipelineDriver(Driver):
     def _meet(self) -> None:
         """Who sits where."""
         own, options = self._state.own, self._options
-        mine = Seat(options.stage, options.data_parallel, self._membership.node, own.layout, own.sizes())
+        alone = self._state.alone()
+        mine = Seat(options.stage, options.data_parallel, self._membership.node, own.layout, own.sizes(), alone)
         seats = [Seat.from_bytes(each) for each in self._group.all_gather_bytes(mine.to_bytes())]
         taken = [seat.stage * self._options.data_parallel_size + seat.data_parallel for seat in seats]
         if taken != list(range(self._options.size)):
@@ -261,6 +266,8 @@ class PipelineDriver(Driver):
         self.seats = seats
         self._state.learn(seats)
         self._store.check()
+        if options.expert_parallel:
+            self.connections.connect_peers(self._state.layers.values(), options.stage, options.data_parallel_size)
 
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Brings this rank to the newest version of which every unit of every stage is left."""
@@ -303,8 +310,12 @@ class PipelineDriver(Driver):
         self.courier.close()
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _squares(norms: Iterable[float]) -> float:
+    return sum(norm * norm for norm in norms)
 
 
 def _of_mean(sums: Ballot) -> Ballot:

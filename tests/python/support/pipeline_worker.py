@@ -23,6 +23,7 @@ from torch.distributed import pipelining
 import evermoe
 from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
+from evermoe.comm.vote import Ballot
 
 ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
@@ -65,6 +66,8 @@ class Options:
     """Of the model."""
     layers: int = 4
     """Of each stage of the model."""
+    experts: int = 0
+    """Of an MoE layer in each stage; none if 0."""
     work: int = 0
     """Multiplications of matrices in each forward."""
     trace: bool = False
@@ -87,10 +90,13 @@ class Options:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
-    def __init__(self, index: int, width: int, work: int, dropout: float = 0.0, layers: int = 4) -> None:
+    def __init__(
+        self, index: int, width: int, work: int, dropout: float = 0.0, layers: int = 4, experts: int = 0
+    ) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.moe = evermoe.MoE(width, 32, experts) if experts else None
         self.norm = nn.LayerNorm(width)
         self.work, self.dropout = work, dropout
         self.calls = self.forwards = self.backwards = 0
@@ -106,6 +112,8 @@ class Stage(nn.Module):
             matrix = matrix @ matrix
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
+        if self.moe is not None:
+            x = x + self.moe(x)
         x = self.norm(nn.functional.dropout(x, self.dropout))
         x.register_hook(self.note_backward)
         return x
@@ -300,18 +308,20 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     copies.optimizer.register_step_post_hook(mark)
 
 
-def note(options: Options, sent: dict[str, int], event: evermoe.events.Event) -> None:
-    """Writes an event; of parts of copies, keeps how many bytes were sent of the latest version."""
+def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) -> None:
+    """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step."""
     if isinstance(event, evermoe.events.Chunk):
-        sent["bytes"] = event.sent
+        kept["sent"] = event.sent
     elif not isinstance(event, evermoe.events.Published):
         write(options, event.name, **event.fields())
+        if isinstance(event, evermoe.events.Protocol) and "sums" in (said := json.loads(event.said)):
+            kept["squares"] = Ballot.from_bits(said["sums"]).squares
 
 
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = stage_numbers(options)
-    sizes = options.width, options.work, options.dropout, options.layers
+    sizes = options.width, options.work, options.dropout, options.layers, options.experts
     chunks = nn.ModuleList([Stage(number, *sizes) for number in numbers])
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if options.schedules_rate else None
@@ -326,7 +336,7 @@ def train(options: Options) -> None:
         lighthouse=options.lighthouse,
         scheduler=scheduler,
         scaler=torch.amp.GradScaler("cpu", **options.scaler) if options.scaler else None,
-        on_event=functools.partial(note, options, sent := {}),
+        on_event=functools.partial(note, options, kept := {}),
         **options.copies,
     )
     watch_copies(options, copies)
@@ -349,7 +359,7 @@ def train(options: Options) -> None:
                 sources=dict(outcome.sources),
                 undone=outcome.steps_undone,
                 far_bytes=outcome.far_bytes,
-                sent=sent["bytes"],
+                sent=kept.get("sent", 0),
             )
             chunks[0].calls = 0
         try:
@@ -375,6 +385,7 @@ def train(options: Options) -> None:
                 "step",
                 step=step,
                 loss=loss,
+                squares=kept["squares"],
                 logged=copies._driver.localised.log.nbytes,
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
