@@ -37,6 +37,7 @@ from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import (
     check_types,
     class_name,
+    refuse_balanced,
     refuse_divided,
     refuse_scaled,
     refuse_tensor_parallel,
@@ -108,6 +109,7 @@ class PipelineSession:
         self.config = PipelineConfig(**options)
         check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
         refuse_tensor_parallel(stage_module)
+        refuse_balanced(stage_module)
         refuse_divided(stage_module, optimizer)
         _check_devices(stage_module)
         self._scheduler = scheduler
