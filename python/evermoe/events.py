@@ -200,11 +200,11 @@ class Gone(Event):
     step: int
     """Steps taken when it was lost, as the member knows that noticed."""
     generation: int
-    """Generation of the group without it."""
+    """Generation of the group without it; in a pipeline that calls `on_lost` before there is one, of that with it."""
     reason: str
     """First line of the error by which it was noticed."""
     members: int
-    """Workers that train now."""
+    """Workers that train now; in such a pipeline, those of the group with it that are left."""
     wanted: int
     """Workers that the job was to have at its start: `members` of its options."""
     attempt: int

@@ -78,7 +78,8 @@ class Membership:
         """Messages between all members, replica nodes included, of threads beside training."""
         self._with_replicas = Group(interface)
         self.side_group, self._has_side_group = Group(interface), has_side_group
-        """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; else of one."""
+        """Group of the members that train, for exchanges on the CPU beside those of `trainer_group`; in a pipeline
+        of the ranks of a stage; else of one."""
         _link([self.trainer_group, self._with_replicas, self.side_group], self.transport)
         self.steps = 0
         """Steps after which the script ends the job; 0 where no script does."""
@@ -96,8 +97,7 @@ class Membership:
         """Store of the current members, where further groups can meet, under a prefix that no other epoch uses."""
         self.device = device
         """Device of the tensors that `trainer_group` takes."""
-        self._heartbeat_limit = options.heartbeat_limit
-        self._hang_limit = timedelta(seconds=options.hang_limit)
+        self._heartbeat_limit, self._hang_limit = options.heartbeat_limit, timedelta(seconds=options.hang_limit)
         self._agree_limit, self._members = options.agree_limit, options.members or 1
         self._quorum_limit = max(30.0, 2 * options.hang_limit)
         self._deadline: float | None = None
@@ -105,12 +105,13 @@ class Membership:
         self._patience, self._is_expected, self._came = 0.0, False, time.monotonic()
         self._answered: float | None = None
         """When the Lighthouse answered first in this agreement."""
-        self._named: dict[str, dict[str, Any]] = {}
-        """What each member of the latest set has told, by id."""
+        self.named: dict[str, dict[str, Any]] = {}
+        """What each member of the latest set of the Lighthouse has told, by id."""
         self._inquiry = Inquiry(self.lighthouses, self.id)
-        self._stores, self._reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
+        self._stores, self.reach = Stores(place, self._hang_limit, secret), Reach(self.id, place, secret)
+        """What this member can reach of the others."""
         self.watch = Watch(
-            self._reach,
+            self.reach,
             (self.trainer_group, self._with_replicas),
             heartbeat_limit=options.heartbeat_limit,
             hang_limit=options.hang_limit,
@@ -190,7 +191,7 @@ class Membership:
             ConnectionError: no Lighthouse answers, or not with what can be believed; ask again.
             ValueError: the Lighthouse serves another job, or the job trains another model or with other options.
         """
-        self._reach.look_again(LOOK_SECONDS)
+        self.reach.look_again(LOOK_SECONDS)
         self._inquiry.end()  # it would take the place of what is asked now
         if is_intact:
             # A missing member may only be slow to reconnect to a restarted Lighthouse: newcomers wait for it.
@@ -216,8 +217,8 @@ class Membership:
             raise ConnectionError("the Lighthouse passes on another message than this member has told")
         self._answered = self._answered or time.monotonic()
         self._patience = min(self._patience, max(0.0, self._answered + RETURN_SECONDS - time.monotonic()))
-        self._named = {member.id: member.data for member in asked}
-        self._reach.forget_all_but(self._named)
+        self.named = {member.id: member.data for member in asked}
+        self.reach.forget_all_but(self.named)
         return quorum.quorum_id, [participant(member.id, member.data) for member in asked]
 
     def _message(self, standing: dict[str, Any], patience: float, *, waits: bool) -> dict[str, Any]:
@@ -231,9 +232,9 @@ class Membership:
             "steps": self.steps,
             "rank_key": self.rank_key,
             "store": self._stores.address,
-            "door": self._reach.address,
+            "door": self.reach.address,
             "transport": self.transport.address,
-            "unreachable": sorted(self._reach.unreachable),
+            "unreachable": sorted(self.reach.unreachable),
         }
         return self.messages.write(message)
 
@@ -257,16 +258,16 @@ class Membership:
         self.watch.end()
         try:
             self._knock(members)
-            self._meeting = address = self._named[members[0]]["store"]
-            doors = {each: self._named[each]["door"] for each in members if each != self.id}
+            self._meeting = address = self.named[members[0]]["store"]
+            doors = {each: self.named[each]["door"] for each in members if each != self.id}
             self.watch.begin(epoch, doors, members.index(self.id))
             with self._stores.within(address, 2 * connect_limit(len(members)).total_seconds()):
                 store = dist.PrefixStore(f"{epoch:016x}", self._stores.get(address))
-                self.members = {member: self._named[member] for member in members}
+                self.members = {member: self.named[member] for member in members}
                 self.nodes = [each["node"] for each in self.members.values()]
                 self.num_trainers = num_trainers
                 self._rebuild(store, members.index(self.id), len(members))
-                addresses = [self._named[member]["transport"] for member in members]
+                addresses = [self.named[member]["transport"] for member in members]
                 limit = max(connect_limit(len(members)), timedelta(seconds=self._heartbeat_limit))
                 self.transport.connect(epoch, members.index(self.id), addresses, self._hang_limit, limit)
                 self.store = dist.PrefixStore("others", store)
@@ -294,8 +295,8 @@ class Membership:
 
     def _knock(self, members: list[str]) -> None:
         """Asks all other members for an answer, so that nobody waits for the silent ones."""
-        doors = {each: self._named[each]["door"] for each in members if each != self.id}
-        silent = [f"{each} at {doors[each]}" for each in self._reach.knock(doors)]
+        doors = {each: self.named[each]["door"] for each in members if each != self.id}
+        silent = [f"{each} at {doors[each]}" for each in self.reach.knock(doors)]
         if silent:
             raise ConnectionError(f"{', '.join(silent)} cannot be reached from here")
 
@@ -317,7 +318,7 @@ class Membership:
         self.trainer_group.drop("this member has left its job (to evaluate, use session.evaluation() in the loop)")
         self._stop_heart()
         self._inquiry.close()
-        self._reach.close()
+        self.reach.close()
         self.transport.close()
 
     def _stop_heart(self) -> None:
@@ -326,7 +327,7 @@ class Membership:
 
     def withdraw(self, seconds: float) -> None:
         """Tells the Lighthouse nothing more, until all members answer that did not, or so many seconds are over."""
-        silent = [f"{member} at {address}" for member, address in self._reach.unreachable.items()]
+        silent = [f"{member} at {address}" for member, address in self.reach.unreachable.items()]
         logger.warning(
             "the members go on without this one until it reaches them: no answer from %s",
             ", ".join(sorted(silent)) or "here, as others say",
@@ -336,7 +337,7 @@ class Membership:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(RETRY_SECONDS)
-            if self._reach.unreachable and not self._reach.look_again():
+            if self.reach.unreachable and not self.reach.look_again():
                 return
 
 

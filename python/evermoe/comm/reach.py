@@ -135,6 +135,11 @@ class Reach:
         self.unreachable.update(missing)
         return list(missing)
 
+    def silent(self, members: Mapping[str, str]) -> list[str]:
+        """The ids of members that do not answer within `REACH_SECONDS`, of addresses by id; nothing is remembered."""
+        answers = ask_all(list(members.items()), round(1000 * REACH_SECONDS), self._secret)
+        return [member for member, said in zip(members, answers, strict=True) if said is None]
+
     def look_again(self, pause: float = 0.0) -> list[str]:
         """The members that still do not answer, of those that did not before.
 

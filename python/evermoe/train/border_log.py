@@ -186,6 +186,22 @@ class BorderLog:
         elif not step.is_taken and step.gradients is None:
             step.gradients = [parameter.grad for parameter in self._parameters]
 
+    def computed(self) -> list[Any]:
+        """What is whole of the step that is under way, as JSON can hold it; empty if none is."""
+        step = self.steps[-1] if self.steps else None
+        if step is None or step.is_taken:
+            return []
+        chunks = (
+            [*place, each.forward is not None, each.backward is not None, each.has_weights]
+            for place, each in step.chunks.items()
+        )
+        return [step.before, *sorted(chunks)]
+
+    def drop_unfinished(self) -> None:
+        """Forgets the step that is under way."""
+        if self.steps and not self.steps[-1].is_taken:
+            self.steps.pop()
+
     def taken(self, after: int) -> None:
         """The vote on the step before a version has passed, and its update was made."""
         for step in self.steps:

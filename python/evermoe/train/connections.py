@@ -1,10 +1,10 @@
-"""torch's own groups of a pipeline, which no rank waits for in vain."""
+"""The groups of a pipeline, which no rank waits for in vain: torch's own, and that of a stage's ranks."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -17,6 +17,7 @@ from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
 from evermoe.comm.torch_groups import WatchedStore, quick_groups
 from evermoe.errors import PeerLost
+from evermoe.experts import Experts
 
 
 class TorchConnections:
@@ -51,6 +52,28 @@ class TorchConnections:
         except BaseException as error:
             self._group.drop(f"torch's groups were not made: {error}")  # which the others see at once
             raise
+
+    def connect_peers(self, layers: Iterable[Experts], stage: int, peers: int) -> None:
+        """Connects this rank with the others of its stage, between which the tokens of MoE layers travel.
+
+        Args:
+            layers: of the stage.
+            stage: its number.
+            peers: its ranks.
+
+        Raises:
+            PeerLost: one is gone.
+        """
+        group, limit = self._membership.side_group, timedelta(seconds=self._hang_limit)
+        store = dist.PrefixStore(f"stage {stage}", self._membership.store)
+        try:
+            group.rebuild(store, self._rank - stage * peers, peers, torch.device("cpu"), limit)
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            reason = f"the ranks of stage {stage} were not connected: {error}"
+            self._group.drop(reason)
+            raise PeerLost(reason) from None
+        for layer in layers:
+            layer.group = group
 
     def interrupt(self) -> None:
         """Waits until nothing is under way, which is at once in a dropped group."""

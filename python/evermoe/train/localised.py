@@ -4,7 +4,8 @@ All ranks resume from the newest version of which every unit is left, in schedul
 since then once more. But a rank that has computed a microbatch of them before answers from its log (`border_log`): it
 sends the same activations and gradients again. So the newcomers of a lost stage compute with the same inputs, and all
 others compute nothing before what nobody has computed yet. Nothing is agreed on beyond what is said below: whoever
-lacks something in its log computes it, with the same bits.
+lacks something in its log computes it, with the same bits. Where experts are spread over the ranks of a stage, these
+compute together: they answer from their logs if all of these have the same of the step.
 
     version       v              v + 1                failure
     lost stage    computes v ─── computes v + 1 ─── x   starts from v (its copies), computes v and v + 1 again
@@ -40,10 +41,13 @@ class LocalisedRecovery:
         parameters: of the stage.
         stage: its number.
         is_on: False to log nothing.
+        is_spread: whether the stage's ranks exchange tokens, so that they compute a microbatch together or not at all.
     """
 
-    def __init__(self, state: StageState, parameters: Sequence[nn.Parameter], stage: int, *, is_on: bool) -> None:
-        self._state, self._stage, self._is_on = state, stage, is_on
+    def __init__(
+        self, state: StageState, parameters: Sequence[nn.Parameter], stage: int, *, is_on: bool, is_spread: bool
+    ) -> None:
+        self._state, self._stage, self._is_on, self._is_spread = state, stage, is_on, is_spread
         self.log = BorderLog(parameters)
         self._told: list[dict[str, Any]] = []
         """By rank, what its log has."""
@@ -94,6 +98,7 @@ class LocalisedRecovery:
             "stage": self._stage,
             "taken": [step.before for step in self.log.steps if step.is_taken and step.chunks],
             "reaches": self._reaches if self._newer else step_of(version),
+            "computed": self.log.computed() if self._is_spread else None,
             "distrusts": any(step.is_distrusted for step in self.log.steps),
         }
         self._told = gather_json(group, mine)
@@ -117,6 +122,9 @@ class LocalisedRecovery:
             self._forget()
         else:
             self._newer = {}
+        peers = [each["computed"] for each in self._told if each["stage"] == self._stage]
+        if any(each != peers[0] for each in peers):
+            self.log.drop_unfinished()
 
     def _forget(self) -> None:
         self.log.clear()

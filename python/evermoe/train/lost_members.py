@@ -7,6 +7,9 @@ with `on_lost` the one of the lowest rank. It says in its next votes that the ca
     a dies before that vote: the next gather has b without a caller, and c calls again, with the same `Gone.key`
 
 So the hook is called once for a loss, unless its caller is lost before the vote that follows the call.
+
+In a pipeline no group is connected before others have come in the places of those that are lost. There members look
+for themselves, while they wait: the first of the last group that is left calls, and has itself noted as the caller.
 """
 
 from __future__ import annotations
@@ -105,41 +108,70 @@ class LostMembers:
         self._losses = [_assigned(each, present, callers[0]) for each in still] if callers else []
         told = told if callers else told | {each.gone.member: each.last for each in still}
         self._told = {member: last for member, last in told.items() if last >= generation - REMEMBERED}
-        for each in fresh:
+        self._tell(fresh)
+        self._call()
+
+    def look(self, step: int, reason: str) -> None:
+        """No group can be connected, as members are missing: calls `on_lost` for those of the last one that are lost.
+
+        A missing member is lost if it does not answer. Then the first member of that group that is left calls for it.
+
+        Args:
+            step: taken in this member's state.
+            reason: why that group was given up.
+        """
+        if self._hook is None:
+            return
+        _, before = self._last
+        known = {each.gone.member for each in self._losses}
+        absent = {member: about["door"] for member, about in before.items() if member not in self._membership.named}
+        silent = self._membership.reach.silent({each: door for each, door in absent.items() if each not in known})
+        kinds = what_is_left({member: absent[member] for member in silent}, LOOK_SECONDS)
+        lost = kinds.keys() | (known & absent.keys())
+        left = [member for member in before if member not in lost]
+        found = self._of_group(kinds, step, reason, len(left))
+        losses = _merged([*self._losses, *found])
+        self._losses = [_assigned(each, dict.fromkeys(left), left[0]) for each in losses] if left else losses
+        self._tell(found)
+        self._call()
+
+    def _tell(self, losses: Iterable[Loss]) -> None:
+        for each in losses:
             self.failure = max(self.failure, each.gone.kind, key=KINDS.index)
             self._emit(each.gone)
-        self._call()
 
     def _find(self, step: int, reason: str, leaving: int, returning: int) -> list[Loss]:
         """The members of the last group that are not in this one."""
-        last, before = self._last
-        lost = {member: about for member, about in before.items() if member not in self._membership.members}
+        _, before = self._last
+        lost = {member: about["door"] for member, about in before.items() if member not in self._membership.members}
         if len(lost) == returning:
             return []
-        if len(lost) == leaving:
-            kinds = dict.fromkeys(lost, "left")
-        else:
-            kinds = what_is_left({member: about["door"] for member, about in lost.items()}, LOOK_SECONDS)
+        kinds = dict.fromkeys(lost, "left") if len(lost) == leaving else what_is_left(lost, LOOK_SECONDS)
+        return self._of_group(kinds, step, reason, self._membership.num_trainers)
+
+    def _of_group(self, kinds: Mapping[str, str], step: int, reason: str, members: int) -> list[Loss]:
+        """Losses of members of the last group, by what is left of them."""
+        last, before = self._last
         return [
             Loss(
                 Gone(
                     key=f"{member}-{last}",
                     job=self._membership.identity.job,
                     member=member,
-                    node=about["node"],
-                    domain=about["domain"],
-                    role=about["role"],
-                    kind=kinds[member],
+                    node=before[member]["node"],
+                    domain=before[member]["domain"],
+                    role=before[member]["role"],
+                    kind=kind,
                     step=step,
                     generation=self._membership.generation,
                     reason=reason,
-                    members=self._membership.num_trainers,
+                    members=members,
                     wanted=self._wanted,
                     attempt=1,
                 ),
                 last,
             )
-            for member, about in lost.items()
+            for member, kind in kinds.items()
         ]
 
     def _call(self) -> None:
@@ -197,7 +229,7 @@ def _merged(losses: Iterable[Loss]) -> list[Loss]:
             found[each.gone.member] = each
         elif each.last == other.last:
             kind = min(each.gone.kind, other.gone.kind, key=KINDS.index)
-            newer = max(other, each, key=lambda one: one.gone.attempt)
+            newer = max(other, each, key=lambda one: (one.gone.attempt, bool(one.caller)))
             found[each.gone.member] = replace(newer, gone=replace(newer.gone, kind=kind))
     return sorted(found.values(), key=lambda each: (each.last, each.gone.member))
 

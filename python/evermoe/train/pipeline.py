@@ -8,7 +8,7 @@ Version n is kept until version n + 1 is whole on all nodes, so after any loss o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,9 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.messages import Identity
 from evermoe.comm.torch_groups import end_torch_groups
 from evermoe.errors import PeerLost, UnsupportedState
+from evermoe.events import Listener, Protocol
 from evermoe.memory_folder import BEGUN, job_folder, mark, node_name
+from evermoe.observe import combined
 from evermoe.options import check_known
 from evermoe.recovery.report import Outcome
 from evermoe.snapshot.store import SnapshotStore
@@ -31,10 +33,11 @@ from evermoe.train.loss_scale import LossScale
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_driver import PipelineDriver
 from evermoe.train.pipeline_step import LossFunction, PipelineStep
-from evermoe.train.protocol import CommitProtocol, Recorder
+from evermoe.train.protocol import CommitProtocol
 from evermoe.train.script import (
     check_types,
     class_name,
+    refuse_balanced,
     refuse_divided,
     refuse_scaled,
     refuse_tensor_parallel,
@@ -82,7 +85,7 @@ class PipelineSession:
             step, and a newcomer resumes it.
         scaler: a `torch.amp.GradScaler`, alike on all ranks. The session scales losses, scales gradients back, leaves
             out steps that overflow, and updates the scale; its methods are not to be called.
-        on_record: is told each event of the commit protocol and its commands, as JSON; for tests.
+        on_event: as of `Session`; told of `Chunk`, `Gone`, `Protocol` and `Published`.
         options: fields of `PipelineConfig`.
 
     Raises:
@@ -98,13 +101,15 @@ class PipelineSession:
         *,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        on_record: Recorder = lambda event, commands: None,
+        on_event: Listener | Sequence[Listener] = (),
         **options: Any,
     ) -> None:
         check_known(options, PipelineConfig.names())
+        emit = combined(on_event)
         self.config = PipelineConfig(**options)
         check_types(model=stage_module, optimizer=optimizer, scheduler=scheduler)
         refuse_tensor_parallel(stage_module)
+        refuse_balanced(stage_module)
         refuse_divided(stage_module, optimizer)
         _check_devices(stage_module)
         self._scheduler = scheduler
@@ -113,7 +118,8 @@ class PipelineSession:
         self._loss_scale.check(stage_module)
         self.optimizer = optimizer
         loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
-        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers)
+        place = self.config.data_parallel if self.config.expert_parallel else None
+        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers, place)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
@@ -122,7 +128,7 @@ class PipelineSession:
         self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
         self._driver = PipelineDriver(
-            self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership
+            self.config, optimizer, self._state, loop, self._loss_scale, self._store, self._membership, emit
         )
         self._connections = self._driver.connections
         self._protocol = CommitProtocol(
@@ -131,7 +137,7 @@ class PipelineSession:
             members=self.size,
             is_fixed=True,
             generation=self._store.newest_generation(),
-            on_record=on_record,
+            on_record=lambda said, commands: emit(Protocol(said, commands)),
         )
 
     def _new_membership(self) -> Membership:
@@ -139,6 +145,7 @@ class PipelineSession:
         shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
         shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
         shared |= self._loss_scale.settings() | {"scheduler": class_name(self._scheduler)}
+        shared["on_lost"] = "missing" if options.on_lost is None else "given"
         return Membership(
             options.membership_options(),
             lighthouse=options.lighthouse,
@@ -213,7 +220,7 @@ class PipelineSession:
         torch.manual_seed(hash((*seeds, self.step, self.config.stage)) % 2**63)
         self._current = self._driver.attempt = PipelineStep(
             self.step,
-            [p for group in self.optimizer.param_groups for p in group["params"]],
+            self._state.parameters()[0],
             peers=self.config.data_parallel_size,
             scale=self._loss_scale.value,
             generation=self._membership.generation,
@@ -330,7 +337,7 @@ class PipelineSession:
         Raises:
             ValueError: no step is over since the last recovery.
         """
-        self._driver.write_trace(path)
+        self._driver.bubbles.write_trace(path, list(self._driver.courier.sent))
 
     def close(self) -> None:
         """The job is over here: waits until the copies of the last step are whole, and leaves."""

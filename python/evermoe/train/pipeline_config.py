@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 from evermoe.comm.membership_options import MembershipOptions
+from evermoe.events import Gone
 from evermoe.keeper import CopyOptions
 from evermoe.memory_folder import DEFAULT
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
@@ -52,6 +54,9 @@ class PipelineConfig(Options):
     on_nonfinite: Literal["error", "skip"] = option("error", shared=True)
     """What a gradient of infinity or NaN on any rank does: `error` ends the job with `NonFiniteLoss` on all of them,
     the state unchanged; `skip` makes all of them leave out that step's update."""
+    expert_parallel: bool = option(False, shared=True)
+    """Whether the ranks of a stage divide the experts of its MoE layers (`evermoe.MoE`, `evermoe.Experts`) among them:
+    tokens travel to the ranks of their experts. False: each rank has all experts."""
     localised: bool = option(True, shared=True)
     """Whether ranks log what they send to other stages, so that after a failure only those that lost their state
     compute again. The log has the activations and gradients at a stage's borders, of two steps (2 n where a version
@@ -63,6 +68,9 @@ class PipelineConfig(Options):
     """Seconds that a vote, and any wait in torch's groups, may last: more than a rank is ever idle."""
     agree_limit: float = option(300.0, least=SHORTEST_SECONDS, most=LONGEST_SECONDS)
     """Seconds that `recover` waits for all ranks to be there."""
+    on_lost: str | Callable[[Gone], object] | None = None
+    """Is called when a rank is lost, once for each loss in the whole job, while the others wait for another process in
+    its place: a shell command, or a function of the event `Gone`. On all ranks or none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer
 from evermoe.comm.vote import Ballot
-from evermoe.errors import CorruptCopy, LostExperts, PeerLost, UnsupportedState
+from evermoe.errors import LostExperts, PeerLost, UnsupportedState
+from evermoe.events import Listener
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import Outcome
 from evermoe.recovery.survey import SNAPSHOT, Standing
 from evermoe.snapshot.rank_plan import COPIES
-from evermoe.snapshot.round import SnapshotRound
-from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
+from evermoe.snapshot.store import SnapshotStore
 from evermoe.snapshot.version_pace import VersionPace
 from evermoe.state.version import step_of
 from evermoe.train import gradients
@@ -30,9 +30,11 @@ from evermoe.train.connections import TorchConnections
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.localised import LocalisedRecovery
 from evermoe.train.loss_scale import LossScale
+from evermoe.train.lost_members import LostMembers
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
-from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner, stage_bundles
+from evermoe.train.stage_copies import StageCopies
+from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner
 
 
 class PipelineDriver(Driver):
@@ -46,6 +48,7 @@ class PipelineDriver(Driver):
         loss_scale: of the job.
         store: this node's arenas.
         membership: all ranks.
+        emit: of the session.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class PipelineDriver(Driver):
         loss_scale: LossScale,
         store: SnapshotStore,
         membership: Membership,
+        emit: Listener,
     ) -> None:
         self._options, self._optimizer, self._state = options, optimizer, state
         self._loop, self._loss_scale = loop, loss_scale
@@ -71,8 +75,14 @@ class PipelineDriver(Driver):
         )
         self.version_pace = VersionPace()
         self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.localised = LocalisedRecovery(state, parameters, options.stage, is_on=options.localised)
+        on_all, alone = state.parameters()
+        self.localised = LocalisedRecovery(
+            state, [*on_all, *alone], options.stage, is_on=options.localised, is_spread=options.expert_parallel
+        )
+        self.copies = StageCopies(options, store, membership, self.courier, emit)
+        self.lost = LostMembers(membership, options.on_lost, options.size, emit)
+        self._step, self._reason = 0, ""
+        """Steps taken, and why the group was given up last."""
         self.outcome = Outcome()
         self.seats: list[Seat] = []
         """By rank, what each has told about itself; empty before the first recovery."""
@@ -83,7 +93,6 @@ class PipelineDriver(Driver):
         """Mean loss of the latest step."""
         self.attempt: PipelineStep | None = None
         """What the script computes, or has computed last."""
-        self._round: SnapshotRound | None = None
         self._vote_span = ExitStack()
         self._waits = True
         """Whether the vote waits for copies."""
@@ -107,10 +116,7 @@ class PipelineDriver(Driver):
 
     def is_round_whole(self) -> bool:
         """Waits for the copies that are due before the vote; whether they are whole."""
-        if self._round is None or not self._waits:
-            return True
-        is_done = self.courier.wait(self._round.task, self._group)
-        return is_done and bool(self._round.task.result)
+        return not self._waits or self.copies.wait()
 
     def ballot(self, is_whole: bool) -> Ballot:
         """What this rank says about the step whose gradients are complete.
@@ -120,14 +126,15 @@ class PipelineDriver(Driver):
         """
         past = None if self.attempt is None else self.attempt.past
         if past is not None and past.is_taken and past.ballot is not None:
-            return past.ballot._replace(votes=float(is_whole))
+            return past.ballot._replace(votes=float(is_whole), reported=self.lost.reported)
         found = self._ballot(is_whole)
         if past is not None:
             past.ballot = found
         return found
 
     def _ballot(self, is_whole: bool) -> Ballot:
-        found, step = _gradients(self._optimizer), self.attempt
+        step, (on_all, alone) = self.attempt, map(_gradients, self._state.parameters())
+        found = [*on_all, *alone]
         is_clipped = self._options.max_grad_norm is not None and bool(found)
         norms_there = gradients.norms(found if is_clipped else [])
         loss_there, counted_there, has_loss, is_counted = torch.zeros(1), torch.zeros(1), False, False
@@ -141,13 +148,14 @@ class PipelineDriver(Driver):
         return Ballot(
             votes=float(is_whole),
             loss=loss,
-            squares=sum(norm * norm for norm in norms) / self._options.data_parallel_size,
+            squares=_squares(norms[: len(on_all)]) / self._options.data_parallel_size + _squares(norms[len(on_all) :]),
             nonfinite=float(not is_finite),
             nonfinite_ranks=0.0 if is_finite else float(self._group.rank),
             trainers=float(has_loss),
             scale=self._loss_scale.value if has_loss else 0.0,
             counting=float(is_counted),
             counted=counted,
+            reported=self.lost.reported,
         )
 
     def tallied(self, step: int, sums: Ballot) -> None:
@@ -160,6 +168,7 @@ class PipelineDriver(Driver):
             ValueError: some ranks gave counts, and others did not.
             UnsupportedState: the losses of some ranks are not known here.
         """
+        self.lost.tallied(sums.reported)
         if sums.votes != self._options.size:
             return
         gradients.refuse_mixed(sums)
@@ -178,11 +187,10 @@ class PipelineDriver(Driver):
         """Takes the step that all have voted for, and begins to copy the new version."""
         self.end_vote()
         is_due = self.version_pace.is_due(step_of(after))
-        if self._round is not None:
-            self._round.wait_captured()
-            if is_due:  # all have voted: its copies are complete
-                self.localised.log.release(self._round.version)
-        sums = _of_mean(sums)
+        self.copies.wait_captured()
+        if is_due and self.copies.version is not None:  # all have voted: its copies are complete
+            self.localised.log.release(self.copies.version)
+        sums, self._step = _of_mean(sums), step_of(after)
         self.loss = sums.mean_loss if sums.trainers else math.nan
         if self.localised.retake(after):
             self._loop.restore()
@@ -195,20 +203,20 @@ class PipelineDriver(Driver):
         self.pacer.begin_step()
         self.bubbles.profiler.step()
         if is_due and self._group.broken is None:
-            self._round = None
+            self.copies.forget()
             if self.localised.needs_copies(after):
                 self._begin_version(after)
 
     def _begin_version(self, version: int) -> None:
         """Begins to copy the state, which is that of `version`."""
-        self._round = SnapshotRound(self._store, version, self.courier).start()
+        self.copies.begin(version)
         self.version_pace.begin(step_of(version), self.window_planner.version_steps)
 
     def _update(self, sums: Ballot) -> None:
         if sums.is_finite:
             factor = gradients.factor_of(sums, self._options.max_grad_norm)
             if factor != 1:
-                gradients.scale(_gradients(self._optimizer), factor)
+                gradients.scale([each for some in self._state.parameters() for each in _gradients(some)], factor)
             self._optimizer.step()
         self._loop.advance(self.loss, has_overflowed=not sums.is_finite)
 
@@ -221,16 +229,23 @@ class PipelineDriver(Driver):
 
     # ---- failures
 
+    def agreeing(self) -> None:
+        """Notes why the group was given up."""
+        self._reason = self._group.broken or self._reason
+
+    def waiting(self) -> None:
+        """Has `on_lost` called for ranks that are lost: this one waits for those in their places."""
+        self.lost.look(self._step, self._reason)
+
     def interrupt(self, version: int | None = None) -> None:
         """Waits until nothing is under way, which is at once in a dropped group.
 
         `version`: of the state, if it is to be copied first where what is under way is older: collective then.
         """
         self.pacer.hurry("recovery")
-        if self._round is not None:
-            self._round.wait_captured()
-            self.courier.wait(self._round.task, self._group)
-            self._round = None
+        self.copies.wait_captured()
+        self.copies.wait()
+        self.copies.forget()
         self.connections.interrupt()
         if version is not None and self._group.broken is None and self.version_pace.begun < step_of(version):
             self._begin_version(version)
@@ -239,7 +254,8 @@ class PipelineDriver(Driver):
     def _meet(self) -> None:
         """Who sits where."""
         own, options = self._state.own, self._options
-        mine = Seat(options.stage, options.data_parallel, self._membership.node, own.layout, own.sizes())
+        alone = self._state.alone()
+        mine = Seat(options.stage, options.data_parallel, self._membership.node, own.layout, own.sizes(), alone)
         seats = [Seat.from_bytes(each) for each in self._group.all_gather_bytes(mine.to_bytes())]
         taken = [seat.stage * self._options.data_parallel_size + seat.data_parallel for seat in seats]
         if taken != list(range(self._options.size)):
@@ -250,19 +266,22 @@ class PipelineDriver(Driver):
         self.seats = seats
         self._state.learn(seats)
         self._store.check()
+        if options.expert_parallel:
+            self.connections.connect_peers(self._state.layers.values(), options.stage, options.data_parallel_size)
 
     def restore(self, version: int, *, established: bool, saw_progress: bool) -> Event:
         """Brings this rank to the newest version of which every unit of every stage is left."""
         self._meet()
+        self.lost.note(step_of(version), self._reason, 0, 0)
         refuse_unequal_runs(self.attempt, self._group)
         self.localised.tell(self._group, version)
         try:
             self.outcome = self.recovery(version, established=established).run()
-            self.outcome.copies.forget()  # all are made anew here, and arenas of before may have to make room
         except LostExperts as lost:
             self._lost = lost
             return {"event": "unrecoverable"}
         self._loop.restore()
+        self._step, self._reason = step_of(self.outcome.version), ""
         return {"event": "restored", "version": self.outcome.version, "is_stale": False}
 
     def units_lost(self) -> NoReturn:
@@ -278,39 +297,25 @@ class PipelineDriver(Driver):
         return Recovery(self._state, stored, self._group, target, standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
-        """Copies all units as of `version`; returns when the copies are whole everywhere, also where none waits for it.
-
-        Ranks of a running job that have too little memory keep what has room, and warn.
-        """
-        bundles = stage_bundles(self._options.preset, self.seats, self._options.copies)
-        self._store.replace_arenas(bundles, generation, self._membership)
-        for _ in range(MOST_TRIES):
-            self._round = SnapshotRound(self._store, version, self.courier).start()
-            if not self.courier.wait(self._round.task, self._group):
-                raise PeerLost(self._round.task.lost or "the group was dropped")
-            is_whole = float(bool(self._round.task.result))
-            if float(self._group.all_reduce(torch.tensor([is_whole]))) == self._options.size:
-                break
-        else:
-            raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
-        self._round = None
-        self._store.prune(generation)
+        """Makes the copies that are missing; returns when they are whole everywhere, also where none waits for it."""
+        self.copies.protect(self.seats, version, generation, self.outcome.copies)
         self.version_pace.restart(step_of(version))
         self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": True}
 
-    def write_trace(self, path: str | Path) -> None:
-        """See `PipelineSession.write_trace`."""
-        self.bubbles.write_trace(path, list(self.courier.sent))
-
     def end(self) -> None:
-        """Ends the profile and all threads."""
+        """Ends the profile and all threads; lets calls of `on_lost` end."""
         self.bubbles.end()
+        self.lost.close()
         self.courier.close()
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def _squares(norms: Iterable[float]) -> float:
+    return sum(norm * norm for norm in norms)
 
 
 def _of_mean(sums: Ballot) -> Ballot:

@@ -183,6 +183,20 @@ def refuse_tensor_parallel(stage: nn.Module) -> None:
             )
 
 
+def refuse_balanced(stage: nn.Module) -> None:
+    """Refuses routers whose bias follows the load: no rank of a pipeline knows that of its peers in each step.
+
+    Raises:
+        UnsupportedState: names the layer.
+    """
+    for path, layer in expert_layers(stage).items():
+        if layer.on_load is not None:
+            raise UnsupportedState(
+                f"layer {path} is to be told the load of all ranks after each step, as a Router with balance_rate is, "
+                "but a PipelineSession does not count it: leave balance_rate out"
+            )
+
+
 def _kinds(value: object) -> set[str]:
     return {kind.__name__ for kind in type(value).__mro__}
 

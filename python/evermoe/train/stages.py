@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from evermoe import planning
+from evermoe.errors import UnsupportedState
 from evermoe.placement import LayerPlacements
 from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
@@ -41,7 +43,9 @@ class Seat:
     layout: str
     """Layout of its units: equal on all ranks of a stage."""
     units: list[tuple[str, int]]
-    """Name and bytes of each."""
+    """Name and bytes of each unit of its stage."""
+    own: list[str] = field(default_factory=list)
+    """Of these, experts that this rank alone holds; the ranks of the stage hold all but each other's."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -55,11 +59,13 @@ class Seat:
 
 
 def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) -> list[Bundle]:
-    """Who copies what to whom: each unit of a stage by one of its ranks, which have equal shares.
+    """Who copies what to whom: each unit of a stage by one of its ranks, with equal shares of what all of them hold.
 
     `baft`: to the node before the rank's own in its pipeline (the ranks of one data-parallel coordinate, stage by
     stage), of the first node to the last one; where all stages are on one node, to the stage before.
-    `moetion`: to ranks that keep what is missing to `copies` nodes beside the data-parallel peers, who hold it anyway.
+    `moetion`: to ranks that keep what is missing to `copies` nodes beside the data-parallel peers, who hold it anyway;
+    but not each other's experts, where these are divided among them. Then a loss goes back by a version, of which they
+    keep all else in their own memory.
 
         >>> units = [[(f"stage{stage}.a", 8), (f"stage{stage}.b", 8)] for stage in (0, 1)]
         >>> seats = [Seat(s, d, f"n{s}{d}", "", units[s]) for s in (0, 1) for d in (0, 1)]
@@ -73,6 +79,10 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
         [(0,), (1,), (2,), (3,)]
         >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 3)]
         [(0, 2), (1, 2), (2, 0), (3, 0)]
+        >>> from dataclasses import replace
+        >>> seats = [replace(seat, own=[seat.units[seat.data_parallel][0]]) for seat in seats]  # each has an expert
+        >>> [bundle.holders for bundle in stage_bundles("moetion", seats, 2)]
+        [(0, 1), (1, 2), (2, 3), (3, 0)]
 
     Args:
         preset: `baft` or `moetion`.
@@ -87,19 +97,36 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
         [seat.data_parallel for seat in seats],
         [seat.stage for seat in seats],
         min(copies, len(seats)),
-    ).parameters
+        zero_stage=1,
+    )
+    leaves_to_peers = not planning.PRESETS[preset].copies_to_previous_node
+    goes_back = leaves_to_peers and any(seat.own for seat in seats)
     for first in range(0, len(seats), width):
         ranks = range(first, first + width)
-        units = seats[first].units
-        primaries = equal_shares([nbytes for _, nbytes in units], ranks)
-        for (name, _), primary in zip(units, primaries, strict=True):
-            if planning.PRESETS[preset].copies_to_previous_node:
+        alone = {name: rank for rank in ranks for name in seats[rank].own}
+        shared = [(name, nbytes) for name, nbytes in seats[first].units if name not in alone]
+        shares = equal_shares([nbytes for _, nbytes in shared], ranks)
+        primaries = {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
+        for name, primary in primaries.items():
+            if not leaves_to_peers:
                 others = [before[primary]]
+            elif name in alone:
+                others = kept.optimizer[primary][1:]
             else:
-                others = [rank for rank in kept[primary] if rank not in ranks]
-            names.append(name)
-            holders.append([primary, *others])
+                others = [rank for rank in kept.parameters[primary] if rank not in ranks]
+            again = _peers_elsewhere(seats, ranks, primary, copies) if goes_back and name not in alone else []
+            for kept_at in ([primary, *others], *([rank] for rank in again)):
+                names.append(name)
+                holders.append(kept_at)
     return bundles(names, holders)
+
+
+def _peers_elsewhere(seats: Sequence[Seat], ranks: range, primary: int, copies: int) -> list[int]:
+    """Peers that keep versions of what they train, too, in their own memory, so that each is on `copies` nodes."""
+    keepers = {seats[primary].node: primary}
+    for rank in ranks:
+        keepers.setdefault(seats[rank].node, rank)
+    return list(keepers.values())[1:copies]
 
 
 def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
@@ -125,15 +152,30 @@ class StageState(TrainingState):
         stage: its number.
         loop: what else survives with it.
         ranks: of the stage.
+        place: this rank's among them, where each of them is to hold some experts of each MoE layer; None: all hold all.
+
+    Raises:
+        UnsupportedState: a layer has fewer experts than there are ranks; or as of `TrainingState`.
     """
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, stage: int, loop: KeptLoop, ranks: int
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stage: int,
+        loop: KeptLoop,
+        ranks: int,
+        place: int | None = None,
     ) -> None:
         parts = {f"stage{stage}": module, f"stage{stage}_loop": loop}
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
+        self._is_spread = place is not None
+        if place is not None:
+            self._spread(ranks, place)
         self._tracked = [*module.parameters(), *module.buffers()]
-        parts_of_units = cut(self.catalog.units, ranks, self._is_contiguous)
+        alone = [unit for unit in self.catalog.units if self._is_spread and unit.layer is not None]
+        on_all = [unit for unit in self.catalog.units if unit not in alone]
+        parts_of_units = cut(on_all, ranks, self._is_contiguous) + [UnitPart(unit, 0, unit.nbytes) for unit in alone]
         self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
         self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""
@@ -145,12 +187,40 @@ class StageState(TrainingState):
         part = self._parts[unit.name]
         return part.tensors(super()._tensors(part.of))
 
+    def _spread(self, ranks: int, place: int) -> None:
+        """Gives up the experts of other ranks: each has as many, to within one, in the order of their numbers."""
+        for path, layer in self.layers.items():
+            if layer.num_experts < ranks:
+                raise UnsupportedState(
+                    f"expert_parallel: expected an expert for each of a stage's {ranks} ranks at least, got "
+                    f"{layer.num_experts} in layer {path}"
+                )
+            ends = [layer.num_experts * rank // ranks for rank in range(ranks + 1)]
+            ids = [*range(ends[place], ends[place + 1])]
+            self._replace(layer, ids, self._restack(path, ids))
+            layer.matrix_RE = np.zeros((ranks, layer.num_experts), np.int64)
+            for rank in range(ranks):
+                layer.matrix_RE[rank, ends[rank] : ends[rank + 1]] = 1
+
     def held(self) -> list[str]:
-        """Names of the units of this stage."""
-        return [unit.name for unit in self.own.units]
+        """Names of the units of this stage that this rank holds."""
+        return [part.unit.name for part in self._parts.values() if self._holds(part.of)]
+
+    def _holds(self, unit: Unit) -> bool:
+        return unit.layer is None or unit.expert in self.layers[unit.layer].ids
+
+    def alone(self) -> list[str]:
+        """Names of the experts that this rank alone holds of its stage."""
+        return [name for name in self.held() if self._is_spread and self.own.by_name[name].layer is not None]
+
+    def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Those that the optimizer steps: such as all ranks of the stage hold, and the experts that are here alone."""
+        alone = {id(layer.weights) for layer in self.layers.values()} if self._is_spread else set[int]()
+        found = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return [p for p in found if id(p) not in alone], [p for p in found if id(p) in alone]
 
     def copy(self) -> dict[str, Tensor]:
-        """Bytes of all units of this stage now."""
+        """Bytes of all units of this stage that are here now."""
         found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.held()}
         for name, data in found.items():
             self.read(name, data)
@@ -175,7 +245,7 @@ class StageState(TrainingState):
 
 
 class StageTarget:
-    """Each rank holds the units of its stage; nothing ever moves.
+    """Each rank holds the units of its stage, or its part of the experts; nothing ever moves.
 
     Args:
         state: this rank's units.
@@ -201,8 +271,10 @@ class StageTarget:
         return {}
 
     def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
-        """The units of the rank's stage."""
-        return [name for name, _ in self._seats[rank].units]
+        """The units of the rank's stage, without the experts of its peers."""
+        mine = self._seats[rank]
+        elsewhere = {unit for seat in self._seats if seat.stage == mine.stage for unit in seat.own} - {*mine.own}
+        return [name for name, _ in mine.units if name not in elsewhere]
 
     def begin(self, placement: LayerPlacements) -> None:
         """Does nothing: no stage is deferred."""

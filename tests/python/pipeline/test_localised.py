@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from support.pipeline_worker import MICROBATCHES, ROWS
-from support.pipelines import RANKS, Pipeline, run_undisturbed
+from support.pipeline_worker import MICROBATCHES
+from support.pipelines import BORDER_BYTES, RANKS, Pipeline, run_undisturbed
 
-STEPS, WIDTH = 9, 96
+STEPS = 9
 COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "schedules_rate": True}
 WAYS = {"1F1B": {"parts": 2, "copies": {"max_grad_norm": 0.5}}, "interleaved": {"chunks": 2}}
-BORDER_BYTES = MICROBATCHES * ROWS * WIDTH * 4
-"""Activations or gradients of a run of a schedule at one border."""
 
 
 @pytest.fixture(scope="module", params=WAYS)

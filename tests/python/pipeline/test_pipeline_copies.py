@@ -10,7 +10,7 @@ import pytest
 
 from support.harness import PATIENCE
 from support.pipeline_worker import MICROBATCHES
-from support.pipelines import PRESETS, RANKS, Pipeline
+from support.pipelines import BORDER_BYTES, PRESETS, RANKS, Pipeline
 
 
 def begun(rank):
@@ -37,6 +37,9 @@ def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, prese
     survivors = done[: RANKS // 2]
     assert all(each["resent"] > 0 and each["computed"] == each["forwards"] for each in survivors)
     assert {each["forwards"] for each in survivors} == {MICROBATCHES * steps}, "nothing is computed again"
+    for each in pipeline.ranks:
+        logged = max(event["logged"] for event in each.events("step"))
+        assert 3 * BORDER_BYTES <= logged <= 2 * 3 * BORDER_BYTES, "of the steps of a version, and of the next one"
 
 
 def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
@@ -87,3 +90,22 @@ def test_what_the_ranks_of_a_stage_lack_crosses_to_their_node_once(start_job):
     far = [each["far_bytes"] for each in recovered]
     assert sum(far) == done[2]["state_bytes"]
     assert min(far) > 0.4 * sum(far)  # they share the fetching, too
+
+
+@pytest.mark.parametrize("lost", [(3,), (2, 3)], ids=["rank", "stage"])
+def test_after_a_death_only_missing_copies_are_sent(start_job, lost):
+    """The copies of the others' units that the lost ranks kept: the loss that counts comes when all were complete."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"], attempts="means")
+    started = [pipeline.start(rank, kill_in_step=4 if rank in lost else None) for rank in range(RANKS)]
+    for rank in lost:
+        pipeline.lose(started[rank])
+    for each in [pipeline.start(rank, kill_at="connected") for rank in lost]:
+        pipeline.lose(each)
+    for rank in lost:
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert [each["different"] for each in done] == [[]] * RANKS
+    last = [each.events("recovered")[-1] for each in pipeline.ranks if each.process.exitcode == 0]
+    assert len(last) == RANKS
+    missing = done[0]["state_bytes"] * len(lost) // 2
+    assert 0.9 * missing < sum(each["sent"] for each in last) < 1.1 * missing, "digests and padding are sent, too"

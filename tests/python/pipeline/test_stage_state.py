@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 import evermoe
+from evermoe.errors import UnsupportedState
 from evermoe.train.kept_loop import KeptLoop
 from evermoe.train.loss_scale import LossScale
 from evermoe.train.stages import StageState
 
 
-def test_what_was_copied_is_written_back_experts_that_were_cut_included():
+def make(ranks, place=None):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 16), evermoe.MoE(16, 64, num_experts=4), nn.Linear(16, 16))
     optimizer = torch.optim.AdamW(module.parameters())
-    state = StageState(module, optimizer, 0, KeptLoop(optimizer, None, LossScale(None)), 2)
+    return module, optimizer, StageState(module, optimizer, 0, KeptLoop(optimizer, None, LossScale(None)), ranks, place)
+
+
+def test_what_was_copied_is_written_back_experts_that_were_cut_included():
+    module, optimizer, state = make(2)
 
     def step():
         module(torch.randn(32, 16)).square().mean().backward()
@@ -30,3 +36,19 @@ def test_what_was_copied_is_written_back_experts_that_were_cut_included():
     state.write(kept)
     assert state.digests(state.held()) == before
     assert not kept, "the bytes are let go one after the other"
+
+
+def test_ranks_that_divide_experts_hold_each_once_and_all_else():
+    states = [make(3, place)[2] for place in range(3)]
+    units = {unit.name for unit in states[0].own.units}
+    held, alone = [{*state.held()} for state in states], [{*state.alone()} for state in states]
+    assert set.union(*held) == units
+    assert [len(each) for each in alone] == [1, 1, 2]
+    assert all(each - own == units - set.union(*alone) for each, own in zip(held, alone, strict=True))
+    assert not any("experts" in name and "[" in name for name in units), "what one rank holds is not cut"
+    assert len({state.own.layout for state in states}) == 1
+
+
+def test_fewer_experts_than_ranks_are_refused():
+    with pytest.raises(UnsupportedState, match="an expert for each of a stage's 5 ranks at least, got 4 in layer"):
+        make(5, 0)

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import signal
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from evermoe.comm.gather import gather_json
+from evermoe.comm.lighthouse import start_local_lighthouse
+from evermoe.comm.membership import Membership
+from evermoe.comm.membership_options import MembershipOptions
+from evermoe.comm.messages import Identity
 from evermoe.errors import LEFT_CODE
-from support.harness import FEWEST, wait_until
+from evermoe.train.lost_members import REMEMBERED, LostMembers
+from support.harness import FEWEST, PATIENCE, wait_until
 from support.history import check_history, check_recovered
 from support.hooks import NOTE, WAIT, calls, given, write
+from support.ranks import run_ranks
 from support.worker import EVERYTHING, Fault
 
 STEPS = 24
@@ -161,3 +171,57 @@ def test_what_a_process_leaves_on_its_host_is_found_there_and_what_no_host_has_i
     found = a.wait_for("recovered", members=1)
     assert (found["failure"], found["tier"], bool(found["lost_units"])) == ("storage", "store", True)
     assert a.join() == 0
+
+
+def call_in_generations(group, lighthouse, folder, alone):
+    """Member "c" is lost, and "b" freezes before it hears that "a" has called; then "d" is alone, and meets "b" again.
+
+    Args:
+        group: a, d, b and c.
+        lighthouse: its address.
+        folder: where groups meet.
+        alone: generation in which "d" is alone.
+
+    Returns:
+        The nodes for which this member has called.
+    """
+    found, cpu = [], torch.device("cpu")
+    options, identity = MembershipOptions(lighthouse=lighthouse), Identity("job", "layout")
+    node = "adbc"[group.rank]
+    membership = Membership(options, lighthouse=lighthouse, identity=identity, node=node, device=cpu)
+    about = {"node": node, "domain": "", "role": "train", "door": membership.reach.address}
+    everyone = gather_json(group, [membership.id, about])
+    lost = LostMembers(membership, lambda gone: found.append(gone.node), group.size, lambda event: None)
+
+    def meet(generation, *ranks):
+        if group.rank in ranks:
+            store = dist.FileStore(f"{folder}/{generation}", len(ranks))
+            place = ranks.index(group.rank), len(ranks)
+            membership.trainer_group.rebuild(store, *place, cpu, timedelta(seconds=PATIENCE))
+            membership.members, membership.generation = dict(everyone[rank] for rank in ranks), generation
+            lost.note(0, "a reason", 0, 0)
+
+    meet(1, 0, 1, 2, 3)
+    meet(2, 0, 1, 2)
+    if node == "a":
+        wait_until(lambda: lost.reported, "the call is over")
+    sums = group.all_reduce(torch.tensor([lost.reported if node == "a" else 0.0]))
+    if node in "ad":
+        lost.tallied(float(sums))
+    meet(alone, 1)
+    meet(alone + 1, 1, 2)
+    lost.close()
+    membership.close()
+    return found
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_loss_that_was_called_for_is_remembered_for_so_many_generations(tmp_path, forgets):
+    server, address = start_local_lighthouse(heartbeat_limit=2.0, join_limit=1.0)
+    try:
+        alone = 1 + REMEMBERED + forgets
+        a, d, b, c = run_ranks(tmp_path, 4, call_in_generations, address, str(tmp_path), alone)
+    finally:
+        server.shutdown()
+    assert (a, b, c) == (["c"], [], [])
+    assert sorted(d) == (["a", "b", "c"] if forgets else ["a", "b"])

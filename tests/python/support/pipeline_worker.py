@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import signal
+import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.distributed import pipelining
 import evermoe
 from evermoe._native import digest
 from evermoe.comm.torch_groups import WatchedStore
+from evermoe.comm.vote import Ballot
 
 ROWS, MICROBATCHES = 16, 4
 STAGES, PEERS = 2, 2
@@ -49,6 +51,8 @@ class Options:
     """Dies where `reach` is called with these words."""
     stop_at: str | None = None
     """Stops there for the first time, until someone continues it."""
+    lingers: str | None = None
+    """After a failure it does not recover before this file is there."""
     poison: int | None = None
     """In this step some gradients are infinite."""
     chunks: int = 1
@@ -62,6 +66,8 @@ class Options:
     """Of the model."""
     layers: int = 4
     """Of each stage of the model."""
+    experts: int = 0
+    """Of an MoE layer in each stage; none if 0."""
     work: int = 0
     """Multiplications of matrices in each forward."""
     trace: bool = False
@@ -84,10 +90,13 @@ class Options:
 class Stage(nn.Module):
     """A part of the model: the same on every rank that asks for it."""
 
-    def __init__(self, index: int, width: int, work: int, dropout: float = 0.0, layers: int = 4) -> None:
+    def __init__(
+        self, index: int, width: int, work: int, dropout: float = 0.0, layers: int = 4, experts: int = 0
+    ) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.moe = evermoe.MoE(width, 32, experts) if experts else None
         self.norm = nn.LayerNorm(width)
         self.work, self.dropout = work, dropout
         self.calls = self.forwards = self.backwards = 0
@@ -103,6 +112,8 @@ class Stage(nn.Module):
             matrix = matrix @ matrix
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
+        if self.moe is not None:
+            x = x + self.moe(x)
         x = self.norm(nn.functional.dropout(x, self.dropout))
         x.register_hook(self.note_backward)
         return x
@@ -140,6 +151,12 @@ def reach(options: Options, point: str) -> None:
         options.stop_at = None
         write(options, "stops", point=point)
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def linger(options: Options) -> None:
+    """Waits for the file that the options name."""
+    while options.lingers and not Path(options.lingers).exists():
+        time.sleep(0.01)
 
 
 def reach_in_store(options: Options) -> None:
@@ -291,10 +308,20 @@ def watch_copies(options: Options, copies: evermoe.PipelineSession) -> None:
     copies.optimizer.register_step_post_hook(mark)
 
 
+def note(options: Options, kept: dict[str, Any], event: evermoe.events.Event) -> None:
+    """Writes an event. Keeps how many bytes were sent of the latest version, and the gradient's squares of the step."""
+    if isinstance(event, evermoe.events.Chunk):
+        kept["sent"] = event.sent
+    elif not isinstance(event, evermoe.events.Published):
+        write(options, event.name, **event.fields())
+        if isinstance(event, evermoe.events.Protocol) and "sums" in (said := json.loads(event.said)):
+            kept["squares"] = Ballot.from_bits(said["sums"]).squares
+
+
 def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = stage_numbers(options)
-    sizes = options.width, options.work, options.dropout, options.layers
+    sizes = options.width, options.work, options.dropout, options.layers, options.experts
     chunks = nn.ModuleList([Stage(number, *sizes) for number in numbers])
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if options.schedules_rate else None
@@ -309,7 +336,7 @@ def train(options: Options) -> None:
         lighthouse=options.lighthouse,
         scheduler=scheduler,
         scaler=torch.amp.GradScaler("cpu", **options.scaler) if options.scaler else None,
-        on_record=lambda said, commands: write(options, "protocol", said=said, commands=commands),
+        on_event=functools.partial(note, options, kept := {}),
         **options.copies,
     )
     watch_copies(options, copies)
@@ -332,6 +359,7 @@ def train(options: Options) -> None:
                 sources=dict(outcome.sources),
                 undone=outcome.steps_undone,
                 far_bytes=outcome.far_bytes,
+                sent=kept.get("sent", 0),
             )
             chunks[0].calls = 0
         try:
@@ -357,6 +385,7 @@ def train(options: Options) -> None:
                 "step",
                 step=step,
                 loss=loss,
+                squares=kept["squares"],
                 logged=copies._driver.localised.log.nbytes,
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
@@ -366,6 +395,7 @@ def train(options: Options) -> None:
         except (evermoe.PeerLost, RuntimeError) as error:
             write(options, "lost", step=step, reason=str(error)[:300])
             schedule = peers = None
+            linger(options)
     compared, different = copies.verify()
     if options.trace:
         copies.write_trace(Path(options.folder) / f"{options.rank}.json")

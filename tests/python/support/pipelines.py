@@ -6,9 +6,11 @@ import shutil
 
 from support import pipeline_worker
 from support.harness import PATIENCE, SERVER, Job, Worker
-from support.pipeline_worker import PEERS, STAGES, Options
+from support.pipeline_worker import MICROBATCHES, PEERS, ROWS, STAGES, Options
 
 RANKS = STAGES * PEERS
+BORDER_BYTES = MICROBATCHES * ROWS * Options.width * 4
+"""Activations or gradients of a run of a schedule at one border."""
 PRESETS = {"baft": {"preset": "baft"}, "moetion": {"preset": "moetion", "copies": 3}}
 
 
