@@ -179,10 +179,12 @@ impl Job<'_> {
     /// How copies delay each step from now on, and what they send; the steps over which a version is copied.
     fn pace_copies(&mut self, copies: &Copies) -> Result<u64> {
         let sends = self.sends(copies);
-        let (delay, steps) = match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen) {
-            Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy)?,
-            _ => (self.pace.chosen_delay, 1),
-        };
+        let is_late = copies.late(&self.line).is_some();
+        let (delay, steps) =
+            match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen || is_late) {
+                Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy)?,
+                _ => (self.pace.chosen_delay, 1),
+            };
         let unit_bytes = |(unit, each): (usize, &UnitCopies)| {
             self.bytes_per_step(unit, each.kind) * each.holders.len() as u64
         };

@@ -150,7 +150,9 @@ impl Job<'_> {
         for (unit, each) in copies.units.iter().enumerate() {
             let is_copied = !matches!(each.kind, CopyKind::Active | CopyKind::Uncovered);
             if is_copied && copies.version(unit, &self.line) == version {
-                let ranks = each.holders.iter().filter_map(|node| self.agreed.binary_search(node).ok());
+                let own = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
+                let ranks =
+                    each.holders.iter().chain(own).filter_map(|node| self.agreed.binary_search(node).ok());
                 ranks.for_each(|rank| found[rank].push(unit));
             }
         }

@@ -183,7 +183,7 @@ def measure_session(console: Console, flags: list[str] | None = None) -> tuple[d
     return constants, details
 
 
-def _run(console: Console, flags: Sequence[str]) -> dict[int, list[Event]]:
+def _run(console: Console, flags: Sequence[str]) -> Mapping[int, Sequence[Event]]:
     """The events of a session of the demo, by worker."""
     parser = argparse.ArgumentParser()
     add_demo_arguments(parser)

@@ -29,7 +29,7 @@ EXPERT_STATE, MODULE_STATE = EXPERTS * EXPERT * STATE, MODULE * STATE
 ALL_WEIGHTS = MODULES * MODULE * WEIGHT
 
 
-def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, **options):
+def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, weight_bytes=WEIGHT, **options):
     """Every node trains all experts of one layer; four modules are no expert. One node is lost and comes back."""
     workload = Workload(
         name="small",
@@ -39,7 +39,7 @@ def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, **options
         dense_parameters=MODULES * MODULE,
         step_seconds=1.0,
         state_bytes=STATE,
-        weight_bytes=WEIGHT,
+        weight_bytes=weight_bytes,
         gradient_bytes=4,
         scaling=0.0,
     )
@@ -69,6 +69,12 @@ def test_with_owners_it_fetches_weights_and_the_state_of_its_own_module():
     sent = [members - 1 for members in (NODES, NODES - 1, NODES)]  # weights to all others, after each change
     assert found.local_bytes == MODULE_STATE
     assert found.recovery_bytes == EXPERT_STATE + MODULE_STATE + sum(sent) * ALL_WEIGHTS
+
+
+def test_where_steps_cannot_be_repeated_copies_are_a_step_late():
+    """With weights of two bytes an owner's copy is a snapshot: all go back to it from snapshots of their own."""
+    found = simulate(job("sharded", weight_bytes=2), "auto", seed=0)
+    assert (found.losses, found.recoveries, found.undone_steps, found.checkpoint_loads) == (1, 3, 1, 0)
 
 
 def test_each_module_has_a_copy_of_its_steps():
