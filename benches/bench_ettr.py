@@ -1,7 +1,7 @@
 """Effective training time at a mean time between failures of 10 minutes, simulated for known models; what limits it.
 
     evermoe measure --out here.json
-    python benches/bench_ettr.py --constants here.json [--models gpt-l-moe ...] [--mtbf 600] [--seeds 3] [--json PATH]
+    python benches/bench_ettr.py --constants here.json [--models NAME ...] [--dense sharded] [--seeds 3] [--json PATH]
 
 Each model on as many nodes as in `JOBS`, with two spare ones; a lost node is there again after 10 minutes. Costs:
 
@@ -9,8 +9,9 @@ Each model on as many nodes as in `JOBS`, with two spare ones; a lost node is th
 - measured: all of the file, network, memory and disk of the machine that wrote it included;
 - mixed: of the file what a session takes to notice, agree, connect, survey and start, and the digests; the rest
   assumed: 100 Gbit/s, PCIe, a store of 1 GB/s a node;
-- fast: the same for nodes of 8 GPUs that have 400 Gbit/s and PCIe each;
-- digests: that, and each GPU's process computes the digests of its part.
+- fast: the same for nodes of 8 GPUs that have 400 Gbit/s and PCIe each.
+
+Nodes have 8 GPUs, each with a process that checks what it fetches; for the GPTs one, as in Lazarus.
 
 A step is the paper's for the GPTs of Lazarus; else 6 FLOP for each active parameter and token, at 40 % of the bfloat16
 peak of 8 H100 a node. Groups of `restart` and `restart-groups` are as small as Lazarus' for the GPTs, else as the
@@ -26,7 +27,17 @@ from pathlib import Path
 
 from common import Table
 from evermoe.planning.models import MODELS
-from evermoe.simulate import SCHEMES, Constants, Failure, Scenario, Workload, read_constants, simulate_seeds
+from evermoe.simulate import (
+    SCHEMES,
+    Constants,
+    Failure,
+    Scenario,
+    Workload,
+    keeps_owners,
+    read_constants,
+    simulate_seeds,
+)
+from evermoe.simulate.scenario import SimulatedOptions
 
 PEAK, UTILISATION, DEVICES = 989e12, 0.4, 8
 """FLOP/s of an H100 (bfloat16, dense), the part of it that training reaches, devices of a node."""
@@ -51,6 +62,8 @@ class Job:
     """Seconds of a step that a paper states; None: computed from its operations."""
     expert_parallel: int | None = None
     """Nodes of a group that has all experts, as a paper states them."""
+    devices: int = DEVICES
+    """Devices of a node."""
 
     def seconds(self, model):
         """Seconds of a step."""
@@ -70,9 +83,9 @@ class Job:
 JOBS = {
     # Lazarus, sections 6.1 and 6.2: 10 GPUs as nodes, 4 x 1024 tokens each; 30 min less 5 x 30 s over 2926 and 1996
     # steps; 45 samples a second.
-    "gpt-s-moe": Job(10, 40 * 1024, 1, 1650 / 2926, 2),
-    "gpt-m-moe": Job(10, 40 * 1024, 1, 40 / 45, 2),
-    "gpt-l-moe": Job(10, 40 * 1024, 1, 1650 / 1996, 4),
+    "gpt-s-moe": Job(10, 40 * 1024, 1, 1650 / 2926, 2, 1),
+    "gpt-m-moe": Job(10, 40 * 1024, 1, 40 / 45, 2, 1),
+    "gpt-l-moe": Job(10, 40 * 1024, 1, 1650 / 1996, 4, 1),
     "mixtral-8x7b": Job(16, 1 << 22, 2),
     "mixtral-8x22b": Job(32, 1 << 22, 2),
     "qwen3-30b-a3b": Job(16, 1 << 22, 8),
@@ -89,14 +102,18 @@ def main():
     parser.add_argument("--constants", help="file of evermoe measure; without one, costs are assumed alone")
     parser.add_argument("--models", nargs="+", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--schemes", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
+    parser.add_argument("--dense", choices=("replicated", "sharded"), default="replicated", help="as of a session")
     parser.add_argument("--mtbf", type=float, default=600.0, help="seconds between failures of any node")
     parser.add_argument("--hours", type=float, default=12.0, help="simulated, for each seed")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
+    if arguments.dense == "sharded":
+        arguments.schemes = [name for name in arguments.schemes if keeps_owners(name)]
     columns = {"model": "<16s", "nodes": "5d", "step s": "6.2f", "costs": "10s"}
     columns |= {name: "11s" for name in arguments.schemes} | {"auto loses to": "46s"}
-    title = f"ETTR in percent, ± half of a 95 % interval, a loss every {arguments.mtbf:g} s; what auto loses most to"
+    title = f"ETTR in percent, ± half of a 95 % interval, a loss every {arguments.mtbf:g} s, {arguments.dense}; "
+    title += "what auto loses most to"
     table = Table(title, columns)
     for model in arguments.models:
         for costs, constants in kinds(arguments.constants).items():
@@ -117,8 +134,7 @@ def kinds(path):
     }
     rates["network_bytes_per_second"] *= 4  # 400 Gbit/s for 100
     fast = replace(mixed, **rates)
-    digests = replace(fast, digest_bytes_per_second=DEVICES * fast.digest_bytes_per_second)
-    return {"assumed": assumed, "measured": measured, "mixed": mixed, "fast": fast, "digests": digests}
+    return {"assumed": assumed, "measured": measured, "mixed": mixed, "fast": fast}
 
 
 def row(model, costs, constants, arguments):
@@ -130,12 +146,20 @@ def row(model, costs, constants, arguments):
         workload,
         nodes=job.nodes,
         spares=SPARES,
+        devices=job.devices,
         days=arguments.hours / 24,
         failures=failures,
         constants=constants,
+        options=SimulatedOptions(dense=arguments.dense),
         expert_parallel=job.group(workload),
     )
-    found = {"model": model, "nodes": job.nodes, "step s": workload.step_seconds, "costs": costs}
+    found = {
+        "model": model,
+        "dense": arguments.dense,
+        "nodes": job.nodes,
+        "step s": workload.step_seconds,
+        "costs": costs,
+    }
     samples = {name: simulate_seeds(scenario, name, seed=0, seeds=arguments.seeds) for name in arguments.schemes}
     for name, sample in samples.items():
         ettr = sample.interval("ettr")

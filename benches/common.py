@@ -162,6 +162,7 @@ def demo_workload(flags, step_seconds, scaling):
         tokens_per_step=options.batch * options.sequence,
         state_bytes=12,
         gradient_bytes=4,
+        weight_bytes=4,
         scaling=scaling,
         expert_share=0.0,
     )

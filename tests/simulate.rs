@@ -6,7 +6,7 @@ use evermoe::placement::{self, Placement, Policy};
 use evermoe::protection::Copying;
 use evermoe::schedule;
 use evermoe::simulate::{
-    Cluster, Costs, Lagging, Load, Model, Outcome, Planners, PresetChoices, Product, RestartChoices,
+    Cluster, Costs, Dense, Lagging, Load, Model, Outcome, Planners, PresetChoices, Product, RestartChoices,
     Scenario, Scheme, Selecting, SessionChoices, Source, read_bamboo, read_skypilot, simulate,
 };
 use std::cell::Cell;
@@ -18,6 +18,7 @@ fn scenario() -> Scenario {
         cluster: Cluster {
             nodes: 12,
             spares: 0,
+            devices: 1,
             nodes_per_rack: 0,
             network_latency_seconds: 50e-6,
             network_bytes_per_second: 1e9,
@@ -34,6 +35,7 @@ fn scenario() -> Scenario {
             store_write_bytes_per_second: 1e9,
             store_read_bytes_per_second: 1e9,
             store_bytes_per_second: None,
+            persist_seconds: 0.0,
             start_seconds: 20.0,
         },
         model: Model {
@@ -42,7 +44,9 @@ fn scenario() -> Scenario {
             experts: 8,
             expert_state_bytes: 10_000_000,
             expert_gradient_bytes: 2_000_000,
-            dense_state_bytes: 50_000_000,
+            dense_modules: vec![50_000_000],
+            dense_weight_bytes: 10_000_000,
+            dense_replayable: false,
             tokens_per_step: 100_000,
             step_seconds: 10.0,
             scaling: 1.0,
@@ -55,6 +59,7 @@ fn scenario() -> Scenario {
             slots: None,
             most_slots: None,
             min_replicas: None,
+            dense: Dense::Replicated,
             copies: 2,
             copy_budget: 0.01,
             snapshot_every: None,

@@ -19,7 +19,7 @@ from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.group import Group
 from evermoe.keeper import CopyOptions
 from evermoe.moe_load import TokenCount
-from evermoe.planning import TokenLedger, presets
+from evermoe.planning import TokenLedger, budgets, presets
 from evermoe.state.copy_marks import CHECKPOINT, LOCAL, SAVED, Places
 from evermoe.state.training_state import TrainingState
 from evermoe.state.unit import expert_unit
@@ -339,7 +339,7 @@ class ExpertSelector:
         )
 
     def _by_budget(self, at_risk: np.ndarray, budget: int | None) -> set[str]:
-        budget = presets.remote_bytes_per_step(self._expert_bytes, self._all_bytes) if budget is None else budget
+        budget = budgets.remote_bytes_per_step(self._expert_bytes, self._all_bytes) if budget is None else budget
         chosen = planning.select_experts("budget", at_risk, budget_bytes=budget, expert_bytes=self._expert_bytes)
         return self._names(chosen)
 

@@ -4,7 +4,7 @@
 //! counts [layers, experts] of each step ─ TokenLedger ─ tokens at risk, checkpoints waited ─┐
 //!      ┌─ copied, or lost in a recovery ◄── experts to copy ◄── sequential, load_aware, budget ◄┘
 //!      └► portion of lost tokens (PLT) ─ Dynamic-K
-//! bytes of modules ─ shard_modules ─ which rank saves which part
+//! bytes of modules ─ shard_modules ─ which rank saves which part; place_owners ─ which rank steps which module
 //! ```
 //!
 //! A [`Selection`] lists, for each layer, the experts to copy, ascending.
@@ -13,6 +13,7 @@ mod budget;
 mod json;
 mod ledger;
 mod load_aware;
+mod owners;
 mod sequential;
 mod shard;
 mod tokens;
@@ -20,6 +21,7 @@ mod tokens;
 pub use budget::budget;
 pub use ledger::{Starvation, TokenLedger};
 pub use load_aware::load_aware;
+pub use owners::place_owners;
 pub use sequential::sequential;
 pub use shard::{Part, shard_modules};
 

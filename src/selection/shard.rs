@@ -60,7 +60,7 @@ fn cut(start: u64, size: u64, room: u128, alignment: u64) -> u64 {
 }
 
 /// The lowest whole level that has room for `total` bytes above the loads.
-fn level(total: u128, loads: &[u64]) -> u128 {
+pub(super) fn level(total: u128, loads: &[u64]) -> u128 {
     let mut ascending: Vec<u128> = loads.iter().map(|&load| u128::from(load)).collect();
     ascending.sort_unstable();
     let mut below = total;

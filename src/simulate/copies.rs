@@ -51,6 +51,12 @@ impl Copies {
         self
     }
 
+    /// The version to which all must be able to go back, where copies of some units are made during the next step.
+    pub(super) fn late(&self, line: &Line) -> Option<u64> {
+        let is_late = |each: &UnitCopies| each.kind == CopyKind::Snapshot { period: 1 };
+        self.units.iter().position(is_late).map(|unit| self.version(unit, line))
+    }
+
     /// The version of the copies of a unit, where the state is that of `line`'s newest.
     pub(super) fn version(&self, unit: usize, line: &Line) -> u64 {
         let copies = &self.units[unit];

@@ -74,7 +74,8 @@ impl Turns {
 
     /// The part of what is followed that the budget allows to send in a step.
     pub(super) fn followed_part(&self, copies: &Copies, units: &Units) -> f64 {
-        let kept = copies.units.iter().zip(&units.bytes).filter(|(each, _)| each.kind == CopyKind::Replayed);
+        let experts = copies.units[..units.num_experts()].iter();
+        let kept = experts.zip(&units.bytes).filter(|(each, _)| each.kind == CopyKind::Replayed);
         let all: u64 = kept.map(|(each, &bytes)| bytes * each.holders.len() as u64).sum();
         if all == 0 { 1.0 } else { (self.budget as f64 / all as f64).min(1.0) }
     }

@@ -66,7 +66,7 @@ impl<'a> Job<'a> {
         progress: &'a mut Progress<'a>,
     ) -> Result<Self> {
         let nodes = scenario.cluster.nodes + scenario.cluster.spares;
-        let units = Units::new(&scenario.model, &scenario.cluster);
+        let units = Units::new(scenario);
         let turns = match preset.selection {
             Selecting::All => None,
             _ => Some(Turns::new(scenario, preset, &units)?),

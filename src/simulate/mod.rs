@@ -14,6 +14,7 @@
 mod account;
 mod asking;
 mod copies;
+mod costs;
 mod failures;
 mod in_turn;
 mod job;
@@ -33,11 +34,12 @@ mod trace;
 mod units;
 mod world;
 
+pub use costs::Costs;
 pub use failures::Source;
 pub use outcome::{Happened, Outcome};
 pub use planners::{Planners, Product};
 pub use scenario::{
-    Cluster, Costs, Lagging, Load, Model, PresetChoices, RestartChoices, Scenario, Scheme, Selecting,
+    Cluster, Dense, Lagging, Load, Model, PresetChoices, RestartChoices, Scenario, Scheme, Selecting,
     SessionChoices,
 };
 pub use trace::{read_bamboo, read_skypilot};

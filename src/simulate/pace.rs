@@ -13,6 +13,8 @@ pub(super) struct Pace {
     pub(super) copy_bytes: u64,
     /// Seconds of the network that the first copies take, which the next step waits for.
     pub(super) first_copies: f64,
+    /// Seconds that a save which has begun takes from the next step.
+    pub(super) persisting: f64,
     /// Nanoseconds of the step that runs, or was voted on last.
     pub(super) computing: u64,
 }

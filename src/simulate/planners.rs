@@ -53,6 +53,20 @@ pub trait Planners {
         placement::ranks_in_place(held, placement, nbytes, domains)
     }
 
+    /// Which node owns which module that is no expert: [`selection::place_owners`].
+    ///
+    /// # Errors
+    /// Those of the planner.
+    fn place_owners(
+        &self,
+        nbytes: &[u64],
+        active: &[Vec<usize>],
+        copies: &[Vec<usize>],
+        loads: &[u64],
+    ) -> Result<Vec<usize>> {
+        selection::place_owners(nbytes, active, copies, loads)
+    }
+
     /// The busiest node over the mean: [`dispatch::imbalance`] of tokens that are split as the policy says; with many
     /// nodes, of those that are split evenly, which is an upper bound and much faster.
     ///

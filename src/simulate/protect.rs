@@ -4,6 +4,7 @@ use super::account::{Cause, nanoseconds};
 use super::copies::{Copies, UnitCopies};
 use super::job::Job;
 use super::units::active;
+use super::world::Flow;
 use crate::error::Result;
 use crate::protection::{
     CopyKind, Copying, LOG_STEPS, OWN_VERSIONS, SessionRank, SessionRequest, SessionUnit,
@@ -33,6 +34,9 @@ type Sends = BTreeMap<(usize, usize), u64>;
 impl Job<'_> {
     /// Plans who keeps copies of what, and begins to make those that are missing.
     pub(super) fn protect(&mut self, version: u64, waits: bool) -> Result<Event> {
+        if self.send_weights()? == Flow::Lost {
+            return self.lost();
+        }
         let active = active(&self.seats, &self.units);
         let mut copies = match self.kept_copies(&active, version) {
             Some(copies) => copies,
@@ -58,6 +62,18 @@ impl Job<'_> {
         Ok(Event::Protected { is_whole: false })
     }
 
+    /// Owners send their weights to all, once to each node.
+    fn send_weights(&mut self) -> Result<Flow> {
+        let others = self.seats.len().saturating_sub(1);
+        if self.units.owned().is_empty() || others == 0 {
+            return Ok(Flow::Done);
+        }
+        let (weights, cluster) = (self.scenario.model.dense_weight_bytes, &self.scenario.cluster);
+        let seconds = weights as f64 / cluster.network_bytes_per_second + cluster.network_latency_seconds;
+        self.tally.recovery_bytes += u128::from(weights) * others as u128;
+        self.world.spend(Cause::Fetch, nanoseconds(seconds))
+    }
+
     fn arrange(&mut self, active: &[Vec<usize>], version: u64) -> Result<Copies> {
         let experts = self.units.num_experts();
         let tokens = self.scenario.model.tokens_per_step as f64;
@@ -69,7 +85,9 @@ impl Job<'_> {
                 true => tokens * self.loads.of_class(unit / self.units.experts)[unit % self.units.experts],
                 false => tokens,
             },
-            replayable: self.scenario.model.replayable && unit < experts,
+            replayable: self.scenario.model.replayable
+                && (unit < experts
+                    || (self.units.owned().contains(&unit) && self.scenario.model.dense_replayable)),
             may_lag: unit < experts,
         };
         let units: Vec<SessionUnit> = (0..self.units.bytes.len()).map(unit).collect();
@@ -161,14 +179,18 @@ impl Job<'_> {
     /// How copies delay each step from now on, and what they send; the steps over which a version is copied.
     fn pace_copies(&mut self, copies: &Copies) -> Result<u64> {
         let sends = self.sends(copies);
-        let (delay, steps) = match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen) {
-            Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy)?,
-            _ => (self.pace.chosen_delay, 1),
+        let is_late = copies.late(&self.line).is_some();
+        let (delay, steps) =
+            match self.preset.chunks.filter(|_| self.preset.copying != Copying::Chosen || is_late) {
+                Some(policy) if !sends.is_empty() => self.chunk_delay(&sends, policy)?,
+                _ => (self.pace.chosen_delay, 1),
+            };
+        let unit_bytes = |(unit, each): (usize, &UnitCopies)| {
+            self.bytes_per_step(unit, each.kind) * each.holders.len() as u64
         };
-        self.pace.copy_bytes = match self.turns {
-            Some(_) => 0, // counted as they are chosen
-            None => sends.values().sum::<u64>() / steps,
-        };
+        let chosen = self.turns.as_ref().map_or(0, |_| self.units.num_experts()); // counted as they are chosen
+        let all: u64 = copies.units.iter().enumerate().skip(chosen).map(unit_bytes).sum();
+        self.pace.copy_bytes = all / steps;
         self.pace.copy_seconds = delay;
         Ok(steps)
     }
@@ -178,16 +200,22 @@ impl Job<'_> {
         let mut sends = Sends::new();
         let part = self.turns.as_ref().map_or(1.0, |turns| turns.followed_part(copies, &self.units));
         for (unit, each) in copies.units.iter().enumerate() {
-            let bytes = match each.kind {
-                CopyKind::Replayed => self.units.gradients[unit],
-                CopyKind::Snapshot { period } => self.units.bytes[unit] / period as u64,
-                CopyKind::Active | CopyKind::Uncovered => 0,
-            };
+            let bytes = self.bytes_per_step(unit, each.kind);
+            let part = if unit < self.units.num_experts() { part } else { 1.0 };
             for &holder in each.holders.iter().filter(|_| bytes > 0) {
                 *sends.entry((each.primary, holder)).or_default() += (bytes as f64 * part) as u64;
             }
         }
         sends
+    }
+
+    /// Bytes that each copy of a unit gets in a step.
+    fn bytes_per_step(&self, unit: usize, kind: CopyKind) -> u64 {
+        match kind {
+            CopyKind::Replayed => self.units.gradients[unit],
+            CopyKind::Snapshot { period } => self.units.bytes[unit] / period as u64,
+            CopyKind::Active | CopyKind::Uncovered => 0,
+        }
     }
 
     /// Seconds by which the chunks of the busiest node delay a step, and over how many steps they send a version.
@@ -268,10 +296,15 @@ impl Job<'_> {
     /// Memory of the fullest node: what it trains, and copies.
     fn note_memory(&mut self, copies: &Copies) {
         let mut by_node: BTreeMap<usize, u64> = BTreeMap::new();
-        let dense: u64 = self.units.dense().map(|unit| self.units.bytes[unit]).sum();
+        let devices = self.scenario.cluster.devices as u64;
+        let weights = if self.units.owned().is_empty() { 0 } else { self.scenario.model.dense_weight_bytes };
+        let everywhere = devices * (self.units.sum(self.units.everywhere()) + weights);
+        let owned = self.units.sum(self.units.owned());
         for seat in &self.seats {
-            let held: u64 = seat.units(self.units.experts).map(|unit| self.units.bytes[unit]).sum();
-            *by_node.entry(seat.node).or_default() += dense + held;
+            let held = self.units.sum(seat.units(self.units.experts));
+            let mine = self.units.sum(seat.owned.iter().copied()); // of which the weights are counted above
+            let twice = (u128::from(weights) * u128::from(mine) / u128::from(owned.max(1))) as u64;
+            *by_node.entry(seat.node).or_default() += everywhere + held - twice;
         }
         for (unit, each) in copies.units.iter().enumerate() {
             let (state, gradient) = (self.units.bytes[unit], self.units.gradients[unit]);

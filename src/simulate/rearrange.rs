@@ -21,7 +21,38 @@ impl Job<'_> {
         let nodes = self.agreed.clone();
         let (rows, imbalances) = self.plan_rows(&nodes, &old, Some(&in_memory))?;
         self.pace.imbalance = imbalances.into_iter().fold(1.0, f64::max);
-        Ok(seats(&nodes, rows))
+        let mut seats = seats(&nodes, rows);
+        self.place_owners(&mut seats, &old, version, &in_memory)?;
+        Ok(seats)
+    }
+
+    /// Gives each module that has an owner to a seat; what it trained, or has a copy of, is its own if that is even.
+    fn place_owners(
+        &self,
+        seats: &mut [Seat],
+        old: &[Option<&Seat>],
+        version: u64,
+        in_memory: &[Vec<usize>],
+    ) -> Result<()> {
+        let owned = self.units.owned();
+        if owned.is_empty() {
+            return Ok(());
+        }
+        let (mut active, mut copies) = (vec![Vec::new(); owned.len()], vec![Vec::new(); owned.len()]);
+        for (rank, seat) in old.iter().enumerate().filter(|_| version == self.line.newest) {
+            let units = seat.iter().flat_map(|seat| &seat.owned);
+            units.for_each(|&unit| active[unit - owned.start].push(rank));
+        }
+        for (rank, units) in in_memory.iter().enumerate() {
+            let units = units.iter().filter(|unit| owned.contains(unit));
+            units.for_each(|&unit| copies[unit - owned.start].push(rank));
+        }
+        let loads: Vec<u64> =
+            seats.iter().map(|seat| self.units.sum(seat.units(self.units.experts))).collect();
+        let owners =
+            self.planners.place_owners(&self.units.bytes[owned.clone()], &active, &copies, &loads)?;
+        owned.zip(owners).for_each(|(unit, owner)| seats[owner].owned.push(unit));
+        Ok(())
     }
 
     /// Newcomers take over what lost nodes had; none where that leaves an expert without a node, or a node without one.
@@ -36,9 +67,10 @@ impl Job<'_> {
             }
             let taken = lost.next()?;
             substitutes.insert(taken.node, node);
-            seats.push(Seat { node, held: taken.held.clone() });
+            seats.push(Seat { node, ..taken.clone() });
         }
-        let mut has = vec![false; self.units.num_experts()];
+        let mut has = vec![false; self.units.bytes.len()];
+        self.units.everywhere().for_each(|unit| has[unit] = true);
         seats.iter().flat_map(|seat| seat.units(self.units.experts)).for_each(|unit| has[unit] = true);
         if !has.into_iter().all(|has| has) {
             return None;
@@ -111,14 +143,16 @@ impl Job<'_> {
         session.min_replicas.unwrap_or(preset)
     }
 
-    /// Expert units of which each agreed node has a copy of this version, by rank.
+    /// Units of which each agreed node has a copy of this version, by rank.
     fn in_memory(&self, version: u64) -> Vec<Vec<usize>> {
         let mut found = vec![Vec::new(); self.agreed.len()];
         let Some(copies) = self.former.as_ref().or(self.copies.as_ref()) else { return found };
-        for (unit, each) in copies.units[..self.units.num_experts()].iter().enumerate() {
+        for (unit, each) in copies.units.iter().enumerate() {
             let is_copied = !matches!(each.kind, CopyKind::Active | CopyKind::Uncovered);
             if is_copied && copies.version(unit, &self.line) == version {
-                let ranks = each.holders.iter().filter_map(|node| self.agreed.binary_search(node).ok());
+                let own = matches!(each.kind, CopyKind::Snapshot { .. }).then_some(&each.primary);
+                let ranks =
+                    each.holders.iter().chain(own).filter_map(|node| self.agreed.binary_search(node).ok());
                 ranks.for_each(|rank| found[rank].push(unit));
             }
         }
@@ -168,7 +202,8 @@ impl Job<'_> {
 }
 
 fn seats(nodes: &[usize], rows: Vec<Rows>) -> Vec<Seat> {
-    let mut seats: Vec<Seat> = nodes.iter().map(|&node| Seat { node, held: Vec::new() }).collect();
+    let mut seats: Vec<Seat> =
+        nodes.iter().map(|&node| Seat { node, held: Vec::new(), owned: Vec::new() }).collect();
     for class in rows {
         for (seat, row) in seats.iter_mut().zip(class) {
             seat.held.push(row);

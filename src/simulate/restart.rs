@@ -57,7 +57,7 @@ impl<'a> Restarts<'a> {
         Self {
             scenario,
             choices,
-            units: Units::new(&scenario.model, &scenario.cluster),
+            units: Units::new(scenario),
             world,
             loads: Loads::new(&scenario.load, &scenario.model, seed),
             used: Vec::new(),
@@ -195,7 +195,7 @@ impl<'a> Restarts<'a> {
         let write = nanoseconds(costs.write(bytes, self.used.len()));
         self.tally.store_bytes += self.units.bytes.iter().map(|&bytes| u128::from(bytes)).sum::<u128>();
         self.writing = Some((self.step, self.world.now + write));
-        nanoseconds(bytes / costs.capture_bytes_per_second)
+        nanoseconds(bytes / costs.capture_bytes_per_second + costs.persist_seconds)
     }
 
     fn finish_writing(&mut self) {

@@ -26,13 +26,15 @@ struct Traffic {
     received: BTreeMap<usize, (u64, usize)>,
     local: BTreeMap<usize, u64>,
     read: BTreeMap<usize, u64>,
+    /// Of which the busiest of a node's processes computes digests.
+    verified: BTreeMap<usize, u64>,
 }
 
 impl Job<'_> {
     /// Surveys what survives, and fetches what each member needs.
     pub(super) fn restore(&mut self, version: u64) -> Result<Event> {
-        let survey = nanoseconds(self.scenario.costs.survey_seconds);
-        if self.world.spend(Cause::Survey, survey)? == Flow::Lost {
+        let survey = self.scenario.costs.survey_seconds + self.survey_digests();
+        if self.world.spend(Cause::Survey, nanoseconds(survey))? == Flow::Lost {
             return self.lost();
         }
         self.finish_writing();
@@ -92,7 +94,8 @@ impl Job<'_> {
 
     /// Whether every unit is trained by one of those that are left.
     fn is_whole(&self, old: &[Option<Seat>]) -> bool {
-        let mut has = vec![false; self.units.num_experts()];
+        let mut has = vec![false; self.units.bytes.len()];
+        self.units.everywhere().for_each(|unit| has[unit] = true);
         for seat in old.iter().flatten() {
             seat.units(self.units.experts).for_each(|unit| has[unit] = true);
         }
@@ -115,7 +118,7 @@ impl Job<'_> {
         let mut counted = vec![0; self.units.bytes.len()];
         for (rank, seat) in old.iter().enumerate() {
             let Some(seat) = seat else { continue };
-            for unit in seat.units(self.units.experts).chain(self.units.dense()) {
+            for unit in seat.units(self.units.experts).chain(self.units.everywhere()) {
                 counted[unit] += 1;
                 if counted[unit] <= most {
                     holdings[rank].push(holding(unit, newest, Kind::Active));
@@ -129,7 +132,22 @@ impl Job<'_> {
         holdings
     }
 
+    /// Copies in memory. Where some follow a step late, those that train the others have snapshots of that version, too,
+    /// and replicas can be brought to it.
     fn survey_copies(&self, copies: &Copies, old: &[Option<Seat>], holdings: &mut [Vec<Holding>]) {
+        if let Some(late) = copies.late(&self.line) {
+            let mut kept = vec![0; self.units.bytes.len()];
+            for (rank, seat) in old.iter().enumerate() {
+                let units = seat.iter().flat_map(|seat| seat.units(self.units.experts));
+                for unit in units.chain(self.units.everywhere().filter(|_| seat.is_some())) {
+                    kept[unit] += 1;
+                    let is_snapshot = matches!(copies.units[unit].kind, CopyKind::Snapshot { .. });
+                    if !is_snapshot && kept[unit] <= self.scenario.session.copies {
+                        holdings[rank].push(holding(unit, late, Kind::Snapshot));
+                    }
+                }
+            }
+        }
         let rank_of = |node: usize| self.agreed.binary_search(&node).ok().filter(|&rank| old[rank].is_some());
         for (unit, each) in copies.units.iter().enumerate() {
             let kind = match each.kind {
@@ -140,6 +158,9 @@ impl Job<'_> {
             let own = (kind == Kind::Snapshot).then_some(each.primary);
             for rank in each.holders.iter().copied().chain(own).filter_map(rank_of) {
                 holdings[rank].push(holding(unit, copies.version(unit, &self.line), kind));
+                if let Some(late) = copies.late(&self.line).filter(|_| kind == Kind::Replayed) {
+                    holdings[rank].push(holding(unit, late, kind));
+                }
             }
         }
     }
@@ -179,21 +200,19 @@ impl Job<'_> {
 
     /// Units that a member runs and does not have.
     fn needs(&self, seat: &Seat, old: Option<&Seat>) -> Vec<usize> {
-        if old.is_some_and(|old| old.held == seat.held) {
+        if old.is_some_and(|old| old.held == seat.held && old.owned == seat.owned) {
             return Vec::new();
         }
-        let dense = self.units.dense().filter(|_| old.is_none());
-        let has = |unit: usize| {
-            let (class, expert) = (unit / self.units.experts, unit % self.units.experts);
-            old.is_some_and(|old| old.held[class].iter().any(|(held, _)| *held == expert))
-        };
-        seat.units(self.units.experts).filter(|&unit| !has(unit)).chain(dense).collect()
+        let everywhere = self.units.everywhere().filter(|_| old.is_none());
+        let has = |unit: usize| old.is_some_and(|old| old.has(unit, &self.units));
+        seat.units(self.units.experts).filter(|&unit| !has(unit)).chain(everywhere).collect()
     }
 
     fn traffic(&self, plan: &Plan) -> Traffic {
         let mut found = Traffic::default();
         for transfer in &plan.transfers {
             let bytes = self.units.bytes[transfer.unit];
+            *found.verified.entry(transfer.destination).or_default() += self.verified(transfer.unit);
             if transfer.kind == Kind::Persisted {
                 *found.read.entry(transfer.destination).or_default() += bytes;
             } else if transfer.source == transfer.destination {
@@ -207,6 +226,24 @@ impl Job<'_> {
         found
     }
 
+    /// Bytes of a unit of which one process of a node computes digests: each has all that every node has, and a part of
+    /// the rest.
+    fn verified(&self, unit: usize) -> u64 {
+        let parts =
+            if self.units.everywhere().contains(&unit) { 1 } else { self.scenario.cluster.devices as u64 };
+        self.units.bytes[unit].div_ceil(parts)
+    }
+
+    /// Seconds in which all processes compute digests of what they train, which they tell in the survey.
+    fn survey_digests(&self) -> f64 {
+        let everywhere = self.units.everywhere();
+        let of = |seat: &Seat| -> u64 {
+            seat.units(self.units.experts).chain(everywhere.clone()).map(|unit| self.verified(unit)).sum()
+        };
+        let most = self.seats.iter().map(of).max().unwrap_or(0);
+        most as f64 / self.scenario.costs.digest_bytes_per_second
+    }
+
     /// Lets pass what the transfers take; false if a member is lost meanwhile.
     fn spend_traffic(&mut self, traffic: &Traffic) -> Result<bool> {
         let (costs, cluster) = (&self.scenario.costs, &self.scenario.cluster);
@@ -217,8 +254,7 @@ impl Job<'_> {
             + messages * cluster.network_latency_seconds;
         let own = most(&traffic.local) / costs.capture_bytes_per_second;
         let read = costs.read(most(&traffic.read), traffic.read.len());
-        let verified = received + most(&traffic.local) + most(&traffic.read);
-        let verify = verified / costs.digest_bytes_per_second;
+        let verify = most(&traffic.verified) / costs.digest_bytes_per_second;
         self.tally.recovery_bytes +=
             traffic.received.values().map(|&(bytes, _)| u128::from(bytes)).sum::<u128>();
         self.tally.local_bytes += traffic.local.values().map(|&bytes| u128::from(bytes)).sum::<u128>();
@@ -235,10 +271,13 @@ impl Job<'_> {
     fn read_checkpoint(&mut self, version: u64, old: &[Option<Seat>]) -> Result<Event> {
         let nothing: Vec<Option<Seat>> = vec![None; old.len()];
         let seats = self.place(&nothing, version)?;
-        let bytes =
-            |seat: &Seat| -> u64 { self.needs(seat, None).iter().map(|&unit| self.units.bytes[unit]).sum() };
-        let read = seats.iter().enumerate().map(|(rank, seat)| (rank, bytes(seat))).collect();
-        if !self.spend_traffic(&Traffic { read, ..Traffic::default() })? {
+        let mut traffic = Traffic::default();
+        for (rank, seat) in seats.iter().enumerate() {
+            let needs = self.needs(seat, None);
+            traffic.read.insert(rank, self.units.sum(needs.iter().copied()));
+            traffic.verified.insert(rank, needs.iter().map(|&unit| self.verified(unit)).sum());
+        }
+        if !self.spend_traffic(&traffic)? {
             return self.lost();
         }
         self.tally.checkpoint_loads += 1;

@@ -1,5 +1,6 @@
 //! What is simulated: a cluster, what things cost on it, a model, the choices of a session, and for how long.
 
+use super::costs::Costs;
 use super::failures::Source;
 use super::ranges::{not_negative, positive};
 use crate::dispatch;
@@ -48,6 +49,8 @@ pub struct Cluster {
     pub nodes: usize,
     /// Nodes that are ready to take the place of a lost one.
     pub spares: usize,
+    /// Devices of a node. Each has a process, which checks what it fetches by itself.
+    pub devices: usize,
     /// Consecutive nodes that share a rack; 0 where racks do not matter.
     pub nodes_per_rack: usize,
     /// Seconds that any transfer between nodes takes.
@@ -56,55 +59,6 @@ pub struct Cluster {
     pub network_bytes_per_second: f64,
     /// Host memory of a node that is free for copies.
     pub host_bytes: u64,
-}
-
-/// Seconds and rates of what a failure costs. `evermoe measure` writes them.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Costs {
-    /// From a loss until the others know of it.
-    pub detect_seconds: f64,
-    /// Until all agree who goes on.
-    pub agree_seconds: f64,
-    /// Until these are connected.
-    pub rebuild_seconds: f64,
-    /// The same, for each of them.
-    pub rebuild_seconds_per_node: f64,
-    /// Until all know what survives, and what each fetches.
-    pub survey_seconds: f64,
-    /// Bytes a second of a node's digests.
-    pub digest_bytes_per_second: f64,
-    /// Bytes a second with which a node copies state into its own host memory.
-    pub capture_bytes_per_second: f64,
-    /// Bytes a second with which a node writes to the store.
-    pub store_write_bytes_per_second: f64,
-    /// Bytes a second with which a node reads from the store.
-    pub store_read_bytes_per_second: f64,
-    /// Bytes a second of the store for all nodes together; none where their own rates are the limit.
-    pub store_bytes_per_second: Option<f64>,
-    /// From the start of a process until it can take part.
-    pub start_seconds: f64,
-}
-
-impl Costs {
-    /// Seconds until so many nodes are connected.
-    pub(super) fn rebuild(&self, nodes: usize) -> f64 {
-        self.rebuild_seconds + self.rebuild_seconds_per_node * nodes as f64
-    }
-
-    /// Seconds in which each of so many nodes writes so many bytes to the store.
-    pub(super) fn write(&self, bytes: f64, nodes: usize) -> f64 {
-        bytes / self.shared(self.store_write_bytes_per_second, nodes)
-    }
-
-    /// Seconds in which each of so many nodes reads so many bytes from the store.
-    pub(super) fn read(&self, bytes: f64, nodes: usize) -> f64 {
-        bytes / self.shared(self.store_read_bytes_per_second, nodes)
-    }
-
-    fn shared(&self, rate: f64, nodes: usize) -> f64 {
-        self.store_bytes_per_second.map_or(rate, |all| rate.min(all / nodes.max(1) as f64))
-    }
 }
 
 /// A model with MoE layers, as a node sees it.
@@ -121,8 +75,12 @@ pub struct Model {
     pub expert_state_bytes: u64,
     /// Bytes of an expert's gradient as it is sent.
     pub expert_gradient_bytes: u64,
-    /// Bytes of the state of all that is no expert; every node has it.
-    pub dense_state_bytes: u64,
+    /// Bytes of the state of each module that is no expert.
+    pub dense_modules: Vec<u64>,
+    /// Bytes of these modules' weights.
+    pub dense_weight_bytes: u64,
+    /// Whether the optimizer's steps of what is no expert can be repeated where it has owners.
+    pub dense_replayable: bool,
     /// Tokens of a step's global batch.
     pub tokens_per_step: u64,
     /// Seconds of a step on all nodes of the cluster, with a perfectly even load.
@@ -162,6 +120,8 @@ pub struct SessionChoices {
     pub most_slots: Option<usize>,
     /// Active replicas of each expert that are wanted; none for the preset's.
     pub min_replicas: Option<usize>,
+    /// Where the optimizer's state is of what is no expert.
+    pub dense: Dense,
     /// Nodes that are to hold each unit.
     pub copies: usize,
     /// Share of a step by which copies may delay it.
@@ -189,6 +149,16 @@ pub struct SessionChoices {
     /// Whether experts and copies are planned anew at every change, as a session does. Else a newcomer takes over what a
     /// lost node had, and all is planned anew only where that leaves an expert without a node.
     pub plans_anew: bool,
+}
+
+/// Where the optimizer's state is of what is no expert; its weights are on every device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Dense {
+    /// On every device.
+    Replicated,
+    /// Of each module on its owner: a node that trains it alone.
+    Sharded,
 }
 
 /// A way to survive.
@@ -292,6 +262,7 @@ impl Scenario {
     pub fn check(&self) -> Result<()> {
         let Cluster { nodes, spares, .. } = self.cluster;
         ensure!(nodes >= 1, "cluster.nodes: expected 1 or more, got 0");
+        ensure!(self.cluster.devices >= 1, "cluster.devices: expected 1 or more, got 0");
         ensure!(
             nodes.saturating_add(spares) <= MOST_NODES,
             "cluster.nodes: expected at most {MOST_NODES} with spares, got {nodes} + {spares}"
@@ -305,7 +276,9 @@ impl Scenario {
             self.seconds
         );
         self.check_model()?;
-        self.check_costs()?;
+        self.costs.check()?;
+        not_negative("cluster.network_latency_seconds", self.cluster.network_latency_seconds)?;
+        positive("cluster.network_bytes_per_second", self.cluster.network_bytes_per_second)?;
         self.check_session()?;
         self.check_load()?;
         for source in &self.failures {
@@ -329,6 +302,11 @@ impl Scenario {
             model.classes,
             model.experts
         );
+        ensure!(
+            model.dense_modules.len() <= MOST_UNITS,
+            "model.dense_modules: expected at most 2^16, got {}",
+            model.dense_modules.len()
+        );
         positive("model.step_seconds", model.step_seconds)?;
         ensure!(
             (-1.0..=1.0).contains(&model.scaling),
@@ -340,39 +318,20 @@ impl Scenario {
         let tokens = model.tokens_per_step;
         ensure!((1..=1 << 40).contains(&tokens), "model.tokens_per_step: expected 1 to 2^40, got {tokens}");
         let bytes = u128::from(model.expert_state_bytes) * model.experts as u128 * model.layers as u128;
-        let all = bytes + u128::from(model.dense_state_bytes);
+        let dense = model.dense_modules.iter().map(|&bytes| u128::from(bytes)).sum::<u128>();
+        let all = bytes + dense;
         ensure!(all < 1 << 60, "model: expected less than 2^60 bytes of state, got {all}");
+        ensure!(
+            u128::from(model.dense_weight_bytes) <= dense,
+            "model.dense_weight_bytes: expected at most the {dense} of the modules' state, got {}",
+            model.dense_weight_bytes
+        );
         Ok(())
-    }
-
-    fn check_costs(&self) -> Result<()> {
-        let costs = &self.costs;
-        for (name, seconds) in [
-            ("costs.detect_seconds", costs.detect_seconds),
-            ("costs.agree_seconds", costs.agree_seconds),
-            ("costs.rebuild_seconds", costs.rebuild_seconds),
-            ("costs.rebuild_seconds_per_node", costs.rebuild_seconds_per_node),
-            ("costs.survey_seconds", costs.survey_seconds),
-            ("costs.start_seconds", costs.start_seconds),
-            ("cluster.network_latency_seconds", self.cluster.network_latency_seconds),
-            ("session.rejoin_limit", self.session.rejoin_limit),
-        ] {
-            not_negative(name, seconds)?;
-        }
-        for (name, rate) in [
-            ("costs.digest_bytes_per_second", costs.digest_bytes_per_second),
-            ("costs.capture_bytes_per_second", costs.capture_bytes_per_second),
-            ("costs.store_write_bytes_per_second", costs.store_write_bytes_per_second),
-            ("costs.store_read_bytes_per_second", costs.store_read_bytes_per_second),
-            ("cluster.network_bytes_per_second", self.cluster.network_bytes_per_second),
-        ] {
-            positive(name, rate)?;
-        }
-        positive("costs.store_bytes_per_second", costs.store_bytes_per_second.unwrap_or(1.0))
     }
 
     fn check_session(&self) -> Result<()> {
         let session = &self.session;
+        not_negative("session.rejoin_limit", session.rejoin_limit)?;
         share("session.copy_budget", session.copy_budget)?;
         share("session.plt_limit", session.plt_limit)?;
         for (name, count) in [

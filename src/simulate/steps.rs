@@ -25,11 +25,12 @@ impl Job<'_> {
         if flow != Flow::Done {
             return self.interrupted(flow, self.world.now - began);
         }
+        let persisting = nanoseconds(std::mem::take(&mut self.pace.persisting));
         let delays = [
             (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
             (Cause::Copy, nanoseconds(self.pace.copy_seconds)),
             (Cause::Protect, self.first_copies(compute)),
-            (Cause::Checkpoint, self.save(number, compute)?),
+            (Cause::Checkpoint, persisting + self.save(number, compute)?),
         ];
         for (cause, delay) in delays.into_iter().filter(|(_, delay)| *delay > 0) {
             let flow = self.world.spend(cause, delay)?;
@@ -80,7 +81,7 @@ impl Job<'_> {
         self.writing = Some((self.line.newest, self.world.now + nanoseconds(write)));
         self.tally.store_bytes += u128::from(self.units.bytes.iter().sum::<u64>());
         let capture = nanoseconds(bytes / costs.capture_bytes_per_second);
-        Ok(capture.saturating_sub(compute))
+        Ok(capture.saturating_sub(compute) + nanoseconds(costs.persist_seconds))
     }
 
     pub(super) fn finish_writing(&mut self) {
@@ -107,9 +108,11 @@ impl Job<'_> {
         let Some(Saved { store_bytes, peer_bytes }) = saved else { return Ok(()) };
         self.tally.store_bytes += u128::from(store_bytes);
         self.tally.copy_bytes += u128::from(peer_bytes);
-        let write = self.scenario.costs.write(store_bytes as f64 / nodes as f64, nodes);
+        let bytes = store_bytes as f64 / nodes as f64;
+        let write = self.scenario.costs.write(bytes, nodes);
         if let Some(turns) = self.turns.as_mut().filter(|_| store_bytes > 0) {
             turns.busy_until(self.world.now + nanoseconds(write));
+            self.pace.persisting = self.scenario.costs.persist_seconds;
         }
         Ok(())
     }

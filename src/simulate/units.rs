@@ -1,6 +1,6 @@
 //! The units of a model, and which node trains which of them.
 
-use super::scenario::{Cluster, Model};
+use super::scenario::{Dense, Model, Scenario};
 use crate::placement::matrix_of;
 
 /// Units that are no experts, at most, and (node, unit) pairs of them.
@@ -15,22 +15,36 @@ pub(super) struct Units {
     /// Bytes of each unit.
     pub(super) bytes: Vec<u64>,
     pub(super) gradients: Vec<u64>,
+    /// Whether what is no expert has owners; else every node trains it.
+    is_sharded: bool,
 }
 
 impl Units {
-    pub(super) fn new(model: &Model, cluster: &Cluster) -> Self {
-        let Model { layers, classes, experts, .. } = *model;
+    pub(super) fn new(scenario: &Scenario) -> Self {
+        let (model, nodes) = (&scenario.model, scenario.cluster.nodes);
+        let &Model { layers, classes, experts, .. } = model;
         let layers_of = |class: usize| (layers / classes + usize::from(class < layers % classes)) as u64;
         let each = |size: u64| -> Vec<u64> {
             (0..classes).flat_map(|class| std::iter::repeat_n(size * layers_of(class), experts)).collect()
         };
         let (mut bytes, mut gradients) = (each(model.expert_state_bytes), each(model.expert_gradient_bytes));
-        let parts = cluster.nodes.clamp(1, MOST_DENSE).min((MOST_ACTIVE / cluster.nodes).max(1)) as u64;
-        let dense = model.dense_state_bytes;
-        let sizes = (0..parts).map(|part| dense * (part + 1) / parts - dense * part / parts);
-        bytes.extend(sizes.filter(|&size| size > 0));
-        gradients.resize(bytes.len(), 0); // every node reduces these
-        Self { experts, classes, bytes, gradients }
+        let is_sharded = scenario.session.dense == Dense::Sharded;
+        let has_bytes = |size: &u64| *size > 0;
+        if is_sharded {
+            let gradient = |size: &u64| {
+                let share = u128::from(*size) * u128::from(model.expert_gradient_bytes);
+                (share / u128::from(model.expert_state_bytes.max(1))) as u64
+            };
+            bytes.extend(model.dense_modules.iter().copied().filter(has_bytes));
+            gradients.extend(model.dense_modules.iter().filter(|size| has_bytes(size)).map(gradient));
+        } else {
+            let parts = nodes.clamp(1, MOST_DENSE).min((MOST_ACTIVE / nodes).max(1)) as u64;
+            let dense: u64 = model.dense_modules.iter().sum();
+            let end = |part: u64| (u128::from(dense) * u128::from(part) / u128::from(parts)) as u64;
+            bytes.extend((0..parts).map(|part| end(part + 1) - end(part)).filter(has_bytes));
+            gradients.resize(bytes.len(), 0); // every node reduces these
+        }
+        Self { experts, classes, bytes, gradients, is_sharded }
     }
 
     /// Number of experts of all classes; they are the first units.
@@ -43,24 +57,51 @@ impl Units {
         self.num_experts()..self.bytes.len()
     }
 
+    /// Units that no node trains alone: every node has them.
+    pub(super) fn everywhere(&self) -> std::ops::Range<usize> {
+        if self.is_sharded { 0..0 } else { self.dense() }
+    }
+
+    /// Units that are no expert and have an owner.
+    pub(super) fn owned(&self) -> std::ops::Range<usize> {
+        if self.is_sharded { self.dense() } else { 0..0 }
+    }
+
+    /// Bytes of these units.
+    pub(super) fn sum(&self, units: impl Iterator<Item = usize>) -> u64 {
+        units.map(|unit| self.bytes[unit]).sum()
+    }
+
     /// Bytes of the experts of a class.
     pub(super) fn of_class(&self, class: usize) -> Vec<i64> {
         self.bytes[class * self.experts..][..self.experts].iter().map(|&bytes| bytes as i64).collect()
     }
 }
 
-/// A member: its node, and the experts of each class that it trains, with the number of replicas.
+/// A member: its node, the experts of each class that it trains, with the number of replicas, and what else it owns.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Seat {
     pub(super) node: usize,
     pub(super) held: Vec<Vec<(usize, i64)>>,
+    pub(super) owned: Vec<usize>,
 }
 
 impl Seat {
-    /// The expert units that it trains.
+    /// The units that it trains, but for those that every node has.
     pub(super) fn units(&self, experts: usize) -> impl Iterator<Item = usize> + '_ {
         let rows = self.held.iter().enumerate();
-        rows.flat_map(move |(class, row)| row.iter().map(move |(expert, _)| class * experts + expert))
+        let experts =
+            rows.flat_map(move |(class, row)| row.iter().map(move |(expert, _)| class * experts + expert));
+        experts.chain(self.owned.iter().copied())
+    }
+
+    /// Whether it trains a unit, of those that not every node has.
+    pub(super) fn has(&self, unit: usize, units: &Units) -> bool {
+        let (class, expert) = (unit / units.experts, unit % units.experts);
+        match class < units.classes {
+            true => self.held[class].iter().any(|(held, _)| *held == expert),
+            false => self.owned.contains(&unit),
+        }
     }
 }
 
@@ -75,7 +116,7 @@ pub(super) fn active(seats: &[Seat], units: &Units) -> Vec<Vec<usize>> {
     for (rank, seat) in seats.iter().enumerate() {
         seat.units(units.experts).for_each(|unit| active[unit].push(rank));
     }
-    for unit in units.dense() {
+    for unit in units.everywhere() {
         active[unit] = (0..seats.len()).collect();
     }
     active

@@ -86,6 +86,7 @@ RUST_TWINS = {
     "load": "planner, and its typed face",
     "migrate": "planner, and its typed face",
     "optim": "ops, and their backends",
+    "owners": "planner, and its typed face",
     "place": "Rust's operations on objects, for Python",
     "trace": "planner, and its typed face",
     "version": "Rust's functions, for Python",

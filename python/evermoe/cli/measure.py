@@ -17,6 +17,7 @@ from evermoe.cli.measurements import (
     measure_capture,
     measure_digests,
     measure_link,
+    measure_persisting,
     measure_session,
     measure_store,
 )
@@ -24,8 +25,9 @@ from evermoe.cli.results import console
 from evermoe.simulate import Constants, write_constants
 
 DESCRIPTION = """\
-Measure, within a minute, what failures cost on this machine: messages between two processes, copies, digests and disk,
-and a short real session of three workers of which one is killed. evermoe simulate --constants reads the file."""
+Measure, within two minutes, what failures cost on this machine: messages between two processes, copies, digests and
+disk, a short real session of three workers of which one is killed, and some that save after every step or never.
+evermoe simulate --constants reads the file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", default="evermoe-constants.json", help="what to write (%(default)s)")
     parser.add_argument("--folder", metavar="DIR", default=".", help="on the disk of checkpoints (%(default)s)")
     parser.add_argument("--memory-dir", default="/dev/shm", help="where shared memory lives (%(default)s)")
-    parser.add_argument("--no-session", action="store_true", help="leave the session out: keep what is assumed of it")
+    parser.add_argument(
+        "--no-session", action="store_true", help="leave the sessions out: keep what is assumed of them"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -52,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     details: dict[str, Any] = {}
     if not options.no_session:
         session, details = measure_session(out)
-        found |= session
+        found |= session | measure_persisting(out)
     source = f"measured by evermoe measure on {platform.node()}, {time.strftime('%Y-%m-%d')}"
     constants = replace(Constants(), **found, source=source)
     write_constants(constants, options.out, details)

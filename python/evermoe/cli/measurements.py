@@ -160,14 +160,8 @@ def measure_session(console: Console, flags: list[str] | None = None) -> tuple[d
     Raises:
         LaunchError: a worker failed.
     """
-    parser = argparse.ArgumentParser()
-    add_demo_arguments(parser)
-    options = parser.parse_args(flags or SESSION)
-    kills = check(options)
     began = time.time()
-    with tempfile.TemporaryDirectory(prefix="evermoe-measure-") as folder:
-        run = Run(options, Path(folder), console=console, title="a real session")
-        events = run.go(kills, None, options.steps, options.copies)
+    events = _run(console, flags or SESSION)
     recoveries = episodes(events)
     first = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")
 
@@ -187,6 +181,42 @@ def measure_session(console: Console, flags: list[str] | None = None) -> tuple[d
         "flags": flags or SESSION,
     }
     return constants, details
+
+
+def _run(console: Console, flags: Sequence[str]) -> Mapping[int, Sequence[Event]]:
+    """The events of a session of the demo, by worker."""
+    parser = argparse.ArgumentParser()
+    add_demo_arguments(parser)
+    options = parser.parse_args(flags)
+    kills = check(options)
+    with tempfile.TemporaryDirectory(prefix="evermoe-measure-") as folder:
+        run = Run(options, Path(folder), console=console, title="a real session")
+        return run.go(kills, None, options.steps, options.copies)
+
+
+PERSISTING = ["--workers", "3", "--steps", "40", "--no-kill", "--no-join", "--baseline-steps", "0", "--preset", "pec"]
+"""The demo's flags for the sessions of which one saves after every step."""
+NEVER = ["--save-every", "1000"]
+PERSISTING_ROUNDS = 3
+
+
+def measure_persisting(console: Console, flags: Sequence[str] = ("--layers", "2")) -> dict[str, float]:
+    """What a save takes from a step beside it: that of a session which saves after every step, less one that does not.
+
+    Args:
+        console: for what happens meanwhile.
+        flags: of the demo, which come after `PERSISTING`.
+
+    Raises:
+        LaunchError: a worker failed.
+    """
+    extra: list[float] = []
+    for _ in range(PERSISTING_ROUNDS):  # in turn, as other programs may use the same processors
+        (saving,), (without,) = (
+            _steps_by_members(_run(console, [*PERSISTING, *flags, *more])).values() for more in ([], NEVER)
+        )
+        extra.append(saving - without)
+    return {"persist_seconds": max(statistics.median(extra), 0.0)}
 
 
 def _steps_by_members(events: Mapping[int, Sequence[Event]]) -> dict[int, float]:

@@ -7,6 +7,11 @@ from dataclasses import dataclass, fields
 
 from evermoe.planning._arguments import count
 
+PIECES = 4
+"""Modules of a layer into which its dense part is divided here, beside the model's largest ones."""
+LARGEST_MODULES = 2
+"""Modules of a model that are as large as its largest: embedding and output."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
@@ -41,6 +46,25 @@ class ModelShape:
     def parameters(self) -> int:
         """All parameters."""
         return self.dense_parameters + self.layers * self.experts * self.expert_parameters
+
+
+def dense_modules(dense_parameters: int, largest_module: int, layers: int) -> list[int]:
+    """Parameters of what is no expert, by module: the largest ones, then equal ones for the rest.
+
+        >>> dense_modules(1000, largest_module=400, layers=1)
+        [400, 400, 50, 50, 50, 50]
+
+    Args:
+        dense_parameters: all of them.
+        largest_module: those of the largest module; 0 where it is not known, and all are equal.
+        layers: MoE layers.
+    """
+    largest = [largest_module] * min(LARGEST_MODULES, dense_parameters // largest_module if largest_module else 0)
+    rest, number = dense_parameters - sum(largest), PIECES * layers
+    if largest_module:
+        number = max(number, -(-rest // largest_module))
+    pieces = [rest * (i + 1) // number - rest * i // number for i in range(number)]
+    return [*largest, *(each for each in pieces if each)]
 
 
 def _grouped_attention(hidden: int, heads: int, groups: int, head: int) -> int:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
-import numpy as np
-
-from evermoe.planning.selection import shard_modules
-
-OWNER_SLACK = 0.1
-"""Part by which a rank may have more bytes than if all had equally many, so that a unit stays where it is."""
+from evermoe import _native
 
 
 def place_owners(
@@ -29,24 +24,10 @@ def place_owners(
         active: ranks that train it now.
         copies: ranks that have a copy of it in memory.
         loads: by rank, bytes of what it holds beside: its experts.
+
+    Raises:
+        ValueError: there is no rank, or the lists differ in length or name a rank that there is not.
     """
-    parts = shard_modules(nbytes, len(loads), loads, alignment=1)
-    filled = [
-        load + sum(end - start for _, start, end in part) for load, part in zip(loads, parts, strict=True) if part
-    ]
-    limit = max(filled, default=0) * (1 + OWNER_SLACK)
-    owners, left = {}, list(loads)
-
-    def settle(units: Iterable[int], where: Sequence[Collection[int]], limit: float) -> None:
-        for unit in units:
-            ranks = [rank for rank in where[unit] if left[rank] + nbytes[unit] <= limit]
-            if unit not in owners and ranks:
-                owners[unit] = min(ranks, key=lambda rank: (left[rank], rank))
-                left[owners[unit]] += nbytes[unit]
-
-    largest_first = sorted(range(len(nbytes)), key=lambda unit: (-nbytes[unit], unit))
-    settle(largest_first, active, limit)
-    for unit in largest_first:
-        settle([unit], copies, limit)
-        settle([unit], [range(len(loads))] * len(nbytes), np.inf)
-    return [owners[unit] for unit in range(len(nbytes))]
+    return _native.place_owners(
+        list(nbytes), [list(ranks) for ranks in active], [list(ranks) for ranks in copies], list(loads)
+    )

@@ -160,13 +160,3 @@ def levels(experts: int, per_snapshot: int | None = None, per_save: int | None =
         return Levels(max(save, experts // 2), save)
     snapshot = min(experts, per_snapshot)
     return Levels(snapshot, min(save, snapshot) if per_save is None else save)
-
-
-def remote_bytes_per_step(expert_bytes: int, all_bytes: int) -> int:
-    """Bytes to peers that `moetion` may send in a step, if nothing else is asked for: an eighth of all, or one expert.
-
-    Args:
-        expert_bytes: state of the largest expert.
-        all_bytes: state of all experts.
-    """
-    return max(expert_bytes, all_bytes // 8)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from evermoe.planning._arguments import choice, count
 from evermoe.planning.migrate import keep_in_place
-from evermoe.planning.models import ModelShape
+from evermoe.planning.models import ModelShape, dense_modules
 from evermoe.planning.owners import place_owners
 from evermoe.planning.placement import FewerReplicas, allocate, failure_domains, place, session_slots
 from evermoe.planning.presets import PRESETS, Preset, PresetName, levels
@@ -42,10 +42,6 @@ WAITING_STEPS = 2
 """Logged steps beside a batch: the newest, which may be undone, and the one that is voted on."""
 HEAD_BYTES = 32 << 20
 """Memory that is kept for the gradients from or to a peer: `replay.exchange.HEAD_BYTES`."""
-PIECES = 4
-"""Modules of a layer into which its dense part is divided here, beside the model's largest ones."""
-LARGEST_MODULES = 2
-"""Modules of a model that are as large as its largest: embedding and output."""
 NO_LIMIT = 1 << 62
 """Free bytes of host memory that copies may take."""
 
@@ -165,7 +161,7 @@ class Seating:
     ) -> None:
         self.shape, self.options, self.nodes, self._before = shape, options, nodes, before
         self.ranks, self.is_sharded = len(nodes), options.dense == "sharded"
-        self._dense = _dense_modules(shape)
+        self._dense = dense_modules(shape.dense_parameters, shape.largest_module, shape.layers)
         self.placed_RE = self._place_experts()
         self.owners = self._place_owners() if self.is_sharded else []
         """Rank of each dense module, where these have owners."""
@@ -343,15 +339,3 @@ class Seating:
 def batch_steps(elements: int) -> int:
     """Steps of a parameter with so many elements that a replica repeats in one pass."""
     return max(1, min(BATCH_STEPS, BATCH_BYTES // max(1, 4 * elements)))
-
-
-def _dense_modules(shape: ModelShape) -> list[int]:
-    """Parameters of what is no expert, by module: the largest ones, then equal ones for the rest."""
-    largest = [shape.largest_module] * min(
-        LARGEST_MODULES, shape.dense_parameters // shape.largest_module if shape.largest_module else 0
-    )
-    rest, number = shape.dense_parameters - sum(largest), PIECES * shape.layers
-    if shape.largest_module:
-        number = max(number, -(-rest // shape.largest_module))
-    pieces = [rest * (i + 1) // number - rest * i // number for i in range(number)]
-    return [*largest, *(each for each in pieces if each)]

@@ -14,7 +14,7 @@ The planners and the protocol of a session decide; only what their decisions tak
 from evermoe.simulate.constants import Constants, read_constants, write_constants
 from evermoe.simulate.engine import Outcome, Sample, simulate, simulate_seeds
 from evermoe.simulate.scenario import Failure, Scenario
-from evermoe.simulate.schemes import SCHEMES, SchemeName
+from evermoe.simulate.schemes import SCHEMES, SchemeName, keeps_owners
 from evermoe.simulate.workload import Workload
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Scenario",
     "SchemeName",
     "Workload",
+    "keeps_owners",
     "read_constants",
     "simulate",
     "simulate_seeds",

@@ -31,7 +31,7 @@ class Constants:
     survey_seconds: float = 0.1
     """Until all know what survives and what each fetches: plans take less than 100 ms (Lazarus, section 6.3)."""
     digest_bytes_per_second: float = 10e9
-    """A node's digests: xxHash3 of 128 bits is limited by the memory of one core."""
+    """Digests of a process, of which a node has one for each device: xxHash3 is limited by the memory of one core."""
     capture_bytes_per_second: float = 20e9
     """State into a node's own host memory: PCIe 4.0 with 16 lanes has 25 GB/s on paper (Gemini, section 7.1)."""
     store_write_bytes_per_second: float = 1e9
@@ -40,6 +40,8 @@ class Constants:
     """A node's reads from it. BLOOM's store took 20 Gbit/s for all nodes (Gemini, section 2.2)."""
     store_bytes_per_second: float | None = None
     """The store's for all nodes together; None where their own rates are the limit."""
+    persist_seconds: float = 0.0
+    """What each save to the store takes from the steps beside it: nothing where GPUs train and processors are left."""
     start_seconds: float = 60.0
     """From the start of a process until it can take part: Python, CUDA and the model."""
     network_latency_seconds: float = 50e-6

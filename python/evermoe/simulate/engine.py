@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from evermoe import _native
 from evermoe.options import checked
 from evermoe.simulate.scenario import Scenario
-from evermoe.simulate.schemes import SchemeName, scheme_fields
+from evermoe.simulate.schemes import SCHEMES, SchemeName, keeps_owners, scheme_fields
 
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t at 95 %, both sides, for 1 to 10 degrees of freedom; 1.96 at most 14 % below it for more."""
@@ -113,6 +113,12 @@ def simulate(
         checkpoint_every=scenario.restart_every,
         join_seconds=scenario.join_seconds,
     )
+    if scenario.options.dense == "sharded" and not keeps_owners(scheme):
+        fitting = ", ".join(name for name in SCHEMES if keeps_owners(name))
+        raise ValueError(
+            f"dense='sharded' leaves the optimizer's state of a module to one node, and {scheme} has no copies of it: "
+            f"expected one of {fitting}"
+        )
     found = json.loads(
         _native.simulate(scenario.to_json(), json.dumps(given), checked("seed", seed, int, least=0), progress)
     )

@@ -6,13 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from evermoe import _native
+from evermoe.planning.models import dense_modules
 from evermoe.simulate.constants import Constants
 from evermoe.simulate.workload import Workload
 
 DAY = 86_400.0
+FLOAT32 = 4
+"""Bytes of a weight of which the steps of a module's owner can be repeated, as the session says."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,8 @@ class SimulatedOptions:
     most_slots: int | None = None
     """Replicas of a layer's experts that a node has memory for; a job that needs more waits for nodes."""
     min_replicas: int | None = None
+    dense: Literal["replicated", "sharded"] = "replicated"
+    """Where the optimizer's state is of what is no expert: on every device, or of each module on one node."""
     copies: int = 2
     copy_budget: float = 0.01
     snapshot_every: int | None = None
@@ -132,6 +137,8 @@ class Scenario:
     """Steps after which the job is over; None where only time ends it."""
     spares: int = 0
     """Nodes that are ready to take a lost one's place."""
+    devices: int = 1
+    """Devices of a node. Each has a process, with all that is no expert and a part of the node's experts."""
     nodes_per_rack: int = 0
     """Consecutive nodes that share a rack, over which copies and replicas are spread; 0 where that does not matter."""
     host_bytes: int = 1 << 40
@@ -161,10 +168,12 @@ class Scenario:
     def to_json(self) -> str:
         """The fields of `Scenario` in `src/simulate/scenario.rs`."""
         constants, workload = self.constants, self.workload
+        modules = dense_modules(workload.dense_parameters, workload.largest_module, workload.layers)
         given = {
             "cluster": {
                 "nodes": self.nodes,
                 "spares": self.spares,
+                "devices": self.devices,
                 "nodes_per_rack": self.nodes_per_rack,
                 "network_latency_seconds": constants.network_latency_seconds,
                 "network_bytes_per_second": constants.network_bytes_per_second,
@@ -181,6 +190,7 @@ class Scenario:
                 "store_write_bytes_per_second": constants.store_write_bytes_per_second,
                 "store_read_bytes_per_second": constants.store_read_bytes_per_second,
                 "store_bytes_per_second": constants.store_bytes_per_second,
+                "persist_seconds": constants.persist_seconds,
                 "start_seconds": constants.start_seconds,
             },
             "model": {
@@ -189,7 +199,9 @@ class Scenario:
                 "experts": workload.experts,
                 "expert_state_bytes": workload.expert_parameters * workload.state_bytes,
                 "expert_gradient_bytes": workload.expert_parameters * workload.gradient_bytes,
-                "dense_state_bytes": workload.dense_parameters * workload.state_bytes,
+                "dense_modules": [parameters * workload.state_bytes for parameters in modules],
+                "dense_weight_bytes": workload.dense_parameters * workload.weight_bytes,
+                "dense_replayable": workload.weight_bytes == FLOAT32,
                 "tokens_per_step": workload.tokens_per_step,
                 "step_seconds": workload.step_seconds,
                 "scaling": workload.scaling,

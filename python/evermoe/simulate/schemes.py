@@ -18,6 +18,11 @@ SCHEMES: Mapping[SchemeName, str] = {
 """By name, in one line."""
 
 
+def keeps_owners(name: SchemeName) -> bool:
+    """Whether a way to survive can keep what one node alone trains, as owners do with `dense="sharded"`."""
+    return name in BASELINES or PRESETS[name].protects_owners  # type: ignore[index]
+
+
 def scheme_fields(
     name: SchemeName, *, expert_parallel: int, checkpoint_every: int, join_seconds: float
 ) -> dict[str, Any]:

@@ -27,7 +27,9 @@ class Workload:
     expert_parameters: int
     """Parameters of one expert."""
     dense_parameters: int
-    """Parameters of all that is no expert; every node has them."""
+    """Parameters of all that is no expert; every device has their weights."""
+    largest_module: int = 0
+    """Of these, parameters of the largest module; 0 where it is not known. With `dense="sharded"` it has one owner."""
     step_seconds: float
     """Seconds of a step on all nodes of the cluster, with an even load."""
     tokens_per_step: int = 1 << 20
@@ -36,6 +38,8 @@ class Workload:
     """Layers that differ in their load: all layers of a class are placed and copied alike."""
     state_bytes: int = 14
     """Bytes of a parameter's state: bfloat16, and float32 master and moments."""
+    weight_bytes: int = 2
+    """Bytes of a parameter's weight, of these."""
     gradient_bytes: int = 2
     """Bytes of a parameter's gradient as it is sent."""
     scaling: float = 1.0
@@ -54,9 +58,11 @@ class Workload:
             "experts",
             "expert_parameters",
             "dense_parameters",
+            "largest_module",
             "tokens_per_step",
             "classes",
             "state_bytes",
+            "weight_bytes",
             "gradient_bytes",
         ):
             checked(name, getattr(self, name), int, least=0)
@@ -77,6 +83,7 @@ class Workload:
             "experts": shape.experts,
             "expert_parameters": shape.expert_parameters,
             "dense_parameters": shape.dense_parameters,
+            "largest_module": shape.largest_module,
         }
         return cls(name=name, step_seconds=step_seconds, **(given | options))  # type: ignore[arg-type]
 

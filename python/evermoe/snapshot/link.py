@@ -1,10 +1,9 @@
-"""The speed of a member's link, from the messages that it has sent, and what that leaves room for in a step."""
+"""The speed of a member's link, from the messages that it has sent."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from evermoe.comm.courier import Sent
 from evermoe.planning.schedule import Link
@@ -48,31 +47,3 @@ def measure_link(sent: Sequence[Sent], default: Link) -> Link:
     else:
         alpha = min(default.alpha, slow / 2)
     return Link(alpha, max(1.0, large) / (slow - min(alpha, slow / 2)))
-
-
-class Budgets(NamedTuple):
-    """Bytes that all members together can copy in a step: bandwidth × time of an iteration (MoEtion, Algorithm 1)."""
-
-    remote: int | None = None
-    """To peers; None before all links were measured."""
-    local: int | None = None
-    """Into the memory of their own nodes, likewise."""
-
-
-def budgets_of(step_seconds: float, links: Sequence[float | None], hosts: Sequence[float | None]) -> Budgets:
-    """What members can copy in a step, from bytes per second.
-
-        >>> budgets_of(0.5, [1e6, 3e6], [None, 1e9])
-        Budgets(remote=2000000, local=None)
-
-    Args:
-        step_seconds: of the slowest member.
-        links: speed of each member's link; None where it was not measured.
-        hosts: speed at which each member copies within its host, likewise.
-    """
-
-    def budget(speeds: Sequence[float | None]) -> int | None:
-        known = [speed for speed in speeds if speed is not None]
-        return int(step_seconds * sum(known)) if known and len(known) == len(speeds) else None
-
-    return Budgets(budget(links), budget(hosts))

@@ -24,12 +24,13 @@ from evermoe.comm.group import Group
 from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer, TimedStep
 from evermoe.options import Options, option
+from evermoe.planning.budgets import Budgets, budgets_of
 from evermoe.planning.schedule import DEFAULT_LINK, ChunkPolicy, Link, Memory
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
 from evermoe.snapshot.frequency import lowered
-from evermoe.snapshot.link import Budgets, budgets_of, measure_link
+from evermoe.snapshot.link import measure_link
 from evermoe.snapshot.rank_plan import (
     Outgoing,
     RankReport,

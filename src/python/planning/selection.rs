@@ -10,6 +10,7 @@ pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(select_load_aware, module)?)?;
     module.add_function(wrap_pyfunction!(select_by_budget, module)?)?;
     module.add_function(wrap_pyfunction!(shard_modules, module)?)?;
+    module.add_function(wrap_pyfunction!(place_owners, module)?)?;
     module.add_class::<TokenLedger>()
 }
 
@@ -61,6 +62,17 @@ fn shard_modules(
     let parts = py.detach(|| selection::shard_modules(&nbytes, &expert_bytes, alignment))?;
     let row = |part: selection::Part| (part.module, part.bytes.start, part.bytes.end);
     Ok(parts.into_iter().map(|parts| parts.into_iter().map(row).collect()).collect())
+}
+
+#[pyfunction]
+fn place_owners(
+    py: Python<'_>,
+    nbytes: Vec<u64>,
+    active: Vec<Vec<usize>>,
+    copies: Vec<Vec<usize>>,
+    loads: Vec<u64>,
+) -> PyResult<Vec<usize>> {
+    Ok(py.detach(|| selection::place_owners(&nbytes, &active, &copies, &loads))?)
 }
 
 fn shape(array: &PyReadonlyArray2<'_, i64>) -> [usize; 2] {

@@ -219,7 +219,11 @@ def test_selection_by_budget():
     assert whole.peer_bytes == pytest.approx(8 * 4000 / 12_000)
     assert (whole.steps_per_version, whole.lost_steps, whole.delay) == (1, 0, 0)
     assert rows(report(no_replay=True, **room))["moetion"].peer_bytes == pytest.approx(8 * 12_000 / 12_000)
-    eighth = rows(report())["moetion"]  # the default: one expert of 8 at a time
+    links = rows(report())["moetion"]  # the default: 4 links of 1 MB/s for 0.1 s, which is room for all
+    assert links == whole
+    half = rows(report(network_gbps=0.00096))["moetion"]  # 4 links of 120 kB/s: 4 experts
+    assert (half.peer_bytes, half.steps_per_version) == (4, 2)
+    eighth = rows(report(remote_bytes_per_step=12_000))["moetion"]  # one expert at a time
     assert (eighth.peer_bytes, eighth.steps_per_version) == (1, 8)
     assert eighth.lost_steps == pytest.approx(sum(range(8)) / 8 / 4)
     twice = rows(report(cluster=(4, 4, 2, 1, (1,))))["moetion"]

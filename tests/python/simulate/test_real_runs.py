@@ -42,6 +42,7 @@ def workload():
         step_seconds=1.0,
         state_bytes=12,
         gradient_bytes=4,
+        weight_bytes=4,
         scaling=0.0,
     )
 

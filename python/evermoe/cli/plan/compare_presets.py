@@ -29,7 +29,8 @@ from evermoe.planning import (
     place,
     select_experts,
 )
-from evermoe.planning.presets import levels, remote_bytes_per_step
+from evermoe.planning.budgets import budgets_of
+from evermoe.planning.presets import levels
 from evermoe.planning.protection import RankInfo, UnitInfo, UnitProtection, plan_protection
 from evermoe.planning.schedule import ChunkPolicy, ChunkReason, CopyItem, Memory, Receiver, plan_chunks
 
@@ -251,7 +252,7 @@ def _run_budget(kept: _Kept) -> _BudgetRun:
     followed_LE = np.array([bool(each.holders) for each in plans]).reshape(shape)
     budget = setting.remote_bytes_per_step
     if budget is None:
-        budget = remote_bytes_per_step(state, layout.share_LE.size * state)
+        budget = budgets_of(setting.step_seconds, [setting.network.beta] * layout.cluster.nodes, []).remote or 0
     followed = _in_steps(layout, np.where(followed_LE, _tokens(layout), 0))
     if budget < state:  # not one of them fits
         return _BudgetRun([], _stored(layout) * followed, None)

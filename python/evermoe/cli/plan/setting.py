@@ -65,7 +65,8 @@ class CopySetting:
     snapshot_every: int = 1
     """Steps between these snapshots."""
     remote_bytes_per_step: int | None = None
-    """Bytes to peers that moetion may send in a step, of all nodes together; None for a session's default."""
+    """Bytes to peers that moetion may send in a step, of all nodes together; None for what their links
+    take in the time of a step, as a session plans once it has measured them."""
     no_replay: bool = False
     """The optimizer's steps cannot be repeated elsewhere."""
 
@@ -126,7 +127,8 @@ HELP = {
     "snapshot_every": ("STEPS", "from one of these snapshots of pec to the next"),
     "remote_bytes_per_step": (
         "BYTES",
-        "to peers that moetion may send in a step, all nodes together; default: an eighth of all experts' state",
+        "to peers that moetion may send in a step, all nodes together; default: what --network-gbps takes in "
+        "--step-seconds, as a session plans once it has measured both",
     ),
     "no_replay": (None, "the optimizer's steps cannot be repeated elsewhere: copies need the state"),
 }

@@ -18,7 +18,9 @@ from evermoe.simulate.scenario import DAY, SimulatedOptions
 N = TypeVar("N", int, float)
 UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY}
 MOST_SEEDS = 1000
-CLUSTER_FIELDS = ("nodes", "spares", "nodes_per_rack", "host_bytes")
+CLUSTER_FIELDS = ("nodes", "spares", "devices", "nodes_per_rack", "host_bytes")
+OPTIONS = [each.name for each in fields(SimulatedOptions) if each.name not in ("dense", "plans_anew")]
+"""Options of a session that have no flag of their own."""
 DESCRIPTION = """\
 Compare ways to survive on a cluster that fails: the presets of a session, and restarts from checkpoints. The product's
 own planners and protocol decide, in simulated time; what their decisions take in seconds comes from a file that
@@ -40,9 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--presets",
         nargs="+",
         choices=tuple(SCHEMES),
-        default=tuple(SCHEMES),
         metavar="NAME",
-        help=f"ways to survive: some of {', '.join(SCHEMES)} (default: all)",
+        help=f"ways to survive: some of {', '.join(SCHEMES)} (default: all that keep what --dense says)",
     )
     runs.add_argument("--days", type=float, default=1.0, help="how long it goes on (%(default)s)")
     runs.add_argument("--seeds", type=int, default=3, help="runs of each, over which means are taken (%(default)s)")
@@ -52,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an option of the session: " + ", ".join(each.name for each in fields(SimulatedOptions)) + "; repeatable",
+        help=f"an option of the session: {', '.join(OPTIONS)}; repeatable",
+    )
+    runs.add_argument(
+        "--dense",
+        choices=("replicated", "sharded"),
+        default="replicated",
+        help="the optimizer's state of what is no expert is on every device, or each module's on one (%(default)s)",
     )
     runs.add_argument(
         "--takes-over",
@@ -76,6 +83,7 @@ def _add_cluster(group: Any) -> None:
     group.add_argument("--cluster", metavar="FILE", help=f"JSON with {', '.join(CLUSTER_FIELDS)}; flags come first")
     group.add_argument("--nodes", type=int, help="machines that train; the devices of one fail together")
     group.add_argument("--spares", type=int, help="machines that are ready to take a lost one's place (0)")
+    group.add_argument("--devices", type=int, metavar="DEVICES", help="of a node, each with a process of its own (1)")
     group.add_argument("--nodes-per-rack", type=int, metavar="NODES", help="that share a rack (0: racks do not matter)")
     group.add_argument("--constants", metavar="FILE", help="what things cost, from evermoe measure (default: assumed)")
 
@@ -171,7 +179,7 @@ def _cluster(options: argparse.Namespace) -> dict[str, int]:
                 f"--cluster {options.cluster}: expected an object with {', '.join(CLUSTER_FIELDS)}, got {what}"
             )
         found = {name: checked(f"--cluster: {name}", value, int, least=0) for name, value in data.items()}
-    for name in ("nodes", "spares", "nodes_per_rack"):
+    for name in ("nodes", "spares", "devices", "nodes_per_rack"):
         value = getattr(options, name)
         if value is not None:
             found[name] = checked(f"--{name.replace('_', '-')}", value, int, least=0)
@@ -227,12 +235,11 @@ def _three(flag: str, text: str, kind: Callable[[str], N]) -> tuple[float, N, fl
 
 
 def _session(options: argparse.Namespace) -> SimulatedOptions:
-    known = {each.name for each in fields(SimulatedOptions)}
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"dense": options.dense}
     for text in options.option:
         name, separator, value = text.partition("=")
-        if not separator or name not in known:
-            raise ValueError(f"--option: expected NAME=VALUE with one of {', '.join(sorted(known))}, got {text!r}")
+        if not separator or name not in OPTIONS:
+            raise ValueError(f"--option: expected NAME=VALUE with one of {', '.join(sorted(OPTIONS))}, got {text!r}")
         try:
             found[name] = json.loads(value.lower())
         except ValueError:

@@ -16,7 +16,7 @@ import evermoe
 from evermoe.cli.results import console, write_all
 from evermoe.cli.simulate.outcome_table import show_outcomes
 from evermoe.cli.simulate.scenario_flags import parse_scenario
-from evermoe.simulate import Sample, Scenario, simulate_seeds
+from evermoe.simulate import SCHEMES, Sample, Scenario, keeps_owners, simulate_seeds
 
 NUMBERS = ("ettr", "goodput", "plt", "steps", "undone_steps", "interrupted_steps", "losses", "memory_bytes")
 """Of which the JSON has a mean and a confidence interval."""
@@ -32,7 +32,9 @@ def main(options: argparse.Namespace) -> int:
     if options.plot:
         import matplotlib  # noqa: F401  missing, it is told before any work
     out = console()
-    samples = run(scenario, tuple(dict.fromkeys(options.presets)), options.seed, options.seeds, out)
+    fitting = [name for name in SCHEMES if scenario.options.dense == "replicated" or keeps_owners(name)]
+    presets = tuple(dict.fromkeys(options.presets or fitting))
+    samples = run(scenario, presets, options.seed, options.seeds, out)
     files: dict[str, tuple[str, bytes]] = {}
     if options.json:
         found = json.dumps(as_json(scenario, samples, options.seed)) + "\n"

@@ -1,0 +1,44 @@
+"""What `moetion` may copy in a step: as much as the links take, or before they are measured a part of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Budgets(NamedTuple):
+    """Bytes that all members together can copy in a step: bandwidth × time of an iteration (MoEtion, Algorithm 1)."""
+
+    remote: int | None = None
+    """To peers; None before all links were measured."""
+    local: int | None = None
+    """Into the memory of their own nodes, likewise."""
+
+
+def budgets_of(step_seconds: float, links: Sequence[float | None], hosts: Sequence[float | None]) -> Budgets:
+    """What members can copy in a step, from bytes per second.
+
+        >>> budgets_of(0.5, [1e6, 3e6], [None, 1e9])
+        Budgets(remote=2000000, local=None)
+
+    Args:
+        step_seconds: of the slowest member.
+        links: speed of each member's link; None where it was not measured.
+        hosts: speed at which each member copies within its host, likewise.
+    """
+
+    def budget(speeds: Sequence[float | None]) -> int | None:
+        known = [speed for speed in speeds if speed is not None]
+        return int(step_seconds * sum(known)) if known and len(known) == len(speeds) else None
+
+    return Budgets(budget(links), budget(hosts))
+
+
+def remote_bytes_per_step(expert_bytes: int, all_bytes: int) -> int:
+    """Bytes to peers that `moetion` may send in a step before anything is measured: an eighth of all, or one expert.
+
+    Args:
+        expert_bytes: state of the largest expert.
+        all_bytes: state of all experts.
+    """
+    return max(expert_bytes, all_bytes // 8)
