@@ -11,6 +11,8 @@ pub(super) struct Pace {
     pub(super) chosen_delay: f64,
     /// Bytes that are sent to peers in each step.
     pub(super) copy_bytes: u64,
+    /// Seconds of the network that optimizer state takes which follows a recovery, which the next step waits for.
+    pub(super) late_state: f64,
     /// Seconds of the network that the first copies take, which the next step waits for.
     pub(super) first_copies: f64,
     /// Seconds that a save which has begun takes from the next step.

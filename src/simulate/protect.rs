@@ -55,6 +55,10 @@ impl Job<'_> {
         let waits = waits || self.scenario.session.copies == 0;
         self.pace.first_copies = if waits { 0.0 } else { seconds };
         if waits {
+            let late = std::mem::take(&mut self.pace.late_state);
+            if self.world.spend(Cause::Fetch, nanoseconds(late))? == Flow::Lost {
+                return self.lost();
+            }
             let flow = self.world.spend(Cause::Protect, nanoseconds(seconds))?;
             self.former = None;
             return self.unless_lost(flow, Event::Protected { is_whole: true });

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::protection::CopyKind;
 use crate::protocol::{Event, step_of};
 use crate::recovery::{Holding, Kind, Plan};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Version from which all go on, and what is known of it.
 struct Found {
@@ -24,6 +24,9 @@ struct Found {
 struct Traffic {
     sent: BTreeMap<usize, u64>,
     received: BTreeMap<usize, (u64, usize)>,
+    /// Optimizer state, which is sent and received beside the next step.
+    late_sent: BTreeMap<usize, u64>,
+    late_received: BTreeMap<usize, u64>,
     local: BTreeMap<usize, u64>,
     read: BTreeMap<usize, u64>,
     /// Of which the busiest of a node's processes computes digests.
@@ -210,9 +213,23 @@ impl Job<'_> {
 
     fn traffic(&self, plan: &Plan) -> Traffic {
         let mut found = Traffic::default();
+        let goes_whole: BTreeSet<usize> = plan
+            .transfers
+            .iter()
+            .filter(|each| each.source != each.destination && each.kind != Kind::Active)
+            .map(|each| each.unit)
+            .collect();
         for transfer in &plan.transfers {
-            let bytes = self.units.bytes[transfer.unit];
-            *found.verified.entry(transfer.destination).or_default() += self.verified(transfer.unit);
+            let mut bytes = self.units.bytes[transfer.unit];
+            let is_away = transfer.source != transfer.destination;
+            if is_away && plan.stale.is_empty() && !goes_whole.contains(&transfer.unit) {
+                let late = bytes - self.weights(transfer.unit);
+                *found.late_sent.entry(transfer.source).or_default() += late;
+                *found.late_received.entry(transfer.destination).or_default() += late;
+                bytes -= late;
+            } else {
+                *found.verified.entry(transfer.destination).or_default() += self.verified(transfer.unit);
+            }
             if transfer.kind == Kind::Persisted {
                 *found.read.entry(transfer.destination).or_default() += bytes;
             } else if transfer.source == transfer.destination {
@@ -224,6 +241,16 @@ impl Job<'_> {
             }
         }
         found
+    }
+
+    /// Bytes of a unit that a forward pass needs: the share of those of what is no expert.
+    fn weights(&self, unit: usize) -> u64 {
+        let model = &self.scenario.model;
+        let dense: u64 = model.dense_modules.iter().sum();
+        if dense == 0 {
+            return self.units.bytes[unit];
+        }
+        (u128::from(self.units.bytes[unit]) * u128::from(model.dense_weight_bytes) / u128::from(dense)) as u64
     }
 
     /// Bytes of a unit of which one process of a node computes digests: each has all that every node has, and a part of
@@ -244,7 +271,9 @@ impl Job<'_> {
         most as f64 / self.scenario.costs.digest_bytes_per_second
     }
 
-    /// Lets pass what the transfers take; false if a member is lost meanwhile.
+    /// Lets pass what the transfers take, but for what comes beside the next step; false if a member is lost meanwhile.
+    ///
+    /// Digests are computed while bytes arrive.
     fn spend_traffic(&mut self, traffic: &Traffic) -> Result<bool> {
         let (costs, cluster) = (&self.scenario.costs, &self.scenario.cluster);
         let most = |by_node: &BTreeMap<usize, u64>| by_node.values().copied().max().unwrap_or(0) as f64;
@@ -254,9 +283,13 @@ impl Job<'_> {
             + messages * cluster.network_latency_seconds;
         let own = most(&traffic.local) / costs.capture_bytes_per_second;
         let read = costs.read(most(&traffic.read), traffic.read.len());
-        let verify = most(&traffic.verified) / costs.digest_bytes_per_second;
-        self.tally.recovery_bytes +=
-            traffic.received.values().map(|&(bytes, _)| u128::from(bytes)).sum::<u128>();
+        let digests = most(&traffic.verified) / costs.digest_bytes_per_second;
+        let verify = (digests - network - own - read).max(0.0);
+        let late = most(&traffic.late_sent).max(most(&traffic.late_received));
+        self.pace.late_state = late / cluster.network_bytes_per_second;
+        let received =
+            traffic.received.values().map(|(bytes, _)| bytes).chain(traffic.late_received.values());
+        self.tally.recovery_bytes += received.map(|&bytes| u128::from(bytes)).sum::<u128>();
         self.tally.local_bytes += traffic.local.values().map(|&bytes| u128::from(bytes)).sum::<u128>();
         self.tally.read_bytes += traffic.read.values().map(|&bytes| u128::from(bytes)).sum::<u128>();
         for (cause, seconds) in [(Cause::Fetch, network + own + read), (Cause::Verify, verify)] {

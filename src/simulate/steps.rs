@@ -25,11 +25,13 @@ impl Job<'_> {
         if flow != Flow::Done {
             return self.interrupted(flow, self.world.now - began);
         }
+        let (late, first_copies) = self.beside(compute);
         let persisting = nanoseconds(std::mem::take(&mut self.pace.persisting));
         let delays = [
             (Cause::Straggle, nanoseconds(seconds(compute) * slower)),
             (Cause::Copy, nanoseconds(self.pace.copy_seconds)),
-            (Cause::Protect, self.first_copies(compute)),
+            (Cause::Fetch, late),
+            (Cause::Protect, first_copies),
             (Cause::Checkpoint, persisting + self.save(number, compute)?),
         ];
         for (cause, delay) in delays.into_iter().filter(|(_, delay)| *delay > 0) {
@@ -38,7 +40,7 @@ impl Job<'_> {
                 return self.interrupted(flow, compute);
             }
         }
-        self.pace.first_copies = 0.0;
+        (self.pace.late_state, self.pace.first_copies) = (0.0, 0.0);
         self.pace.computing = compute;
         self.tally.copy_bytes += u128::from(self.pace.copy_bytes);
         self.look_for_newcomers()?;
@@ -52,10 +54,13 @@ impl Job<'_> {
         self.unless_lost(flow, Event::Waited)
     }
 
-    /// The first copies are sent beside the step, and the vote waits for them.
-    fn first_copies(&self, compute: u64) -> u64 {
+    /// Optimizer state, and then the first copies, are sent beside the step, and the vote waits for them: nanoseconds that
+    /// either takes longer than the network is idle.
+    fn beside(&self, compute: u64) -> (u64, u64) {
         let idle = seconds(compute) * self.scenario.model.network_idle;
-        nanoseconds((self.pace.first_copies - idle).max(0.0))
+        let late = self.pace.late_state;
+        let first = (self.pace.first_copies - (idle - late).max(0.0)).max(0.0);
+        (nanoseconds((late - idle).max(0.0)), nanoseconds(first))
     }
 
     fn look_for_newcomers(&mut self) -> Result<()> {

@@ -8,7 +8,7 @@ Every rank computes the same list of units, in the same order, whatever it holds
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class TensorSpec:
     dtype: torch.dtype
     is_optional: bool = False
     """Whether only some presets have it: it is no part of the layout, and what is saved without it has zeros there."""
-    is_state: bool = False
+    is_state: bool = field(default=False, compare=False)
     """Whether only an update needs it: it is the optimizer's, and more than a number."""
 
     @property

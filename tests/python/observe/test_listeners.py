@@ -92,7 +92,7 @@ def test_what_is_counted():
     metrics = Metrics()
     for sent, total in ((30, 260), (260, 260)):  # the first step after a recovery counts what that has sent
         metrics(Measured(1, 0.5, 8, 1.5, 2.0, {"snapshot": total // 130}, {"snapshot": sent}))
-    metrics(Chunk(1, 30, 100))
+    metrics(Chunk(1, 30, 100, "window"))
     assert value(metrics, "copied_bytes_total", kind="snapshot") == 260
     assert value(metrics, "copy_waiting_bytes") == 70
     assert value(metrics, "copy_lag_steps", kind="snapshot") == 2

@@ -334,7 +334,7 @@ def test_it_looks_again_until_control_c(arguments):
     command = ["env", "--default-signal=INT", sys.executable, "-m", "evermoe", "top", str(port), "--every", "0.1"]
     process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: looks.count >= before + 3, "it looks three times", LIMIT)
-    metrics(Chunk(9, 1, 2))
+    metrics(Chunk(9, 1, 2, "window"))
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     if arguments:

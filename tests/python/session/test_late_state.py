@@ -54,7 +54,7 @@ def test_the_sender_is_killed_while_its_optimizer_state_is_awaited(start_job, pr
     c.wait_for("reduce")
     a.process.kill()
     assert [each.join() for each in workers] == [-9, 0, 0]
-    check_history(workers)
+    check_history(workers, undone=preset == "gemini")  # its snapshots may be a step behind
     for each in (b, c):
         assert check_recovered(workers, each)["steps_lost"] == 0
     first, second = c.events("recovered")

@@ -106,7 +106,6 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        self.forwards += 1
         matrix = torch.full((256, 256), 1e-3)
         for _ in range(self.work):
             matrix = matrix @ matrix
@@ -116,6 +115,7 @@ class Stage(nn.Module):
             x = x + self.moe(x)
         x = self.norm(nn.functional.dropout(x, self.dropout))
         x.register_hook(self.note_backward)
+        self.forwards += 1  # an exchange of tokens that a loss ended was none
         return x
 
 
