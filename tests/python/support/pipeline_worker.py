@@ -390,7 +390,7 @@ def train(options: Options) -> None:
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
                 copied=copies._driver.version_pace.begun,
-                sent=Counter(each.when for each in copies._driver.courier.sent),
+                sent=Counter(each.when for each in list(copies._driver.courier.sent)),
             )
         except (evermoe.PeerLost, RuntimeError) as error:
             write(options, "lost", step=step, reason=str(error)[:300])
