@@ -34,7 +34,11 @@ def largest(tokens):
 )
 @pytest.mark.few(2)
 def test_each_step_is_measured_as_the_preset_copies(start_job, preset, lag):
-    options = {"auto": FEWEST, "gemini": FEWEST, "moetion": FEWEST | {"profile_steps": 0}}  # else its budget is measured
+    options = {
+        "auto": FEWEST,
+        "gemini": FEWEST,
+        "moetion": FEWEST | {"profile_steps": 0},
+    }  # else its budget is measured
     job = start_job(3, preset=preset, **options.get(preset, {}))
     workers = job.start_all({}, steps=11)
     assert [each.join() for each in workers] == [0, 0, 0], workers[0].log()

@@ -40,7 +40,9 @@ class Options:
     peers: int = PEERS
     steps: int = 13
     kill_in_step: int | None = None
-    """Dies in the second microbatch of this step."""
+    """Dies in a microbatch of this step."""
+    kill_microbatch: int = 1
+    """The number of that, from 0."""
     kill_in_copy: int | None = None
     """Dies when the first message of this version has been sent."""
     kill_begun: int | None = None
@@ -342,7 +344,11 @@ def train(options: Options) -> None:
     watch_copies(options, copies)
 
     def die_in_step(module: nn.Module, inputs: Any) -> None:
-        die_if(options, step == options.kill_in_step and module.calls % options.microbatches == 1, step)
+        die_if(
+            options,
+            step == options.kill_in_step and module.calls % options.microbatches == options.kill_microbatch,
+            step,
+        )
 
     reach_in_store(options)
     chunks[0].register_forward_pre_hook(die_in_step)
