@@ -173,7 +173,7 @@ class Protection:
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.copies or any(each["failed"] for each in everyone)
         assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
-        if not assignment.is_beside and not self.state.late.finish(self._membership.trainer_group):
+        if not assignment.is_beside and not self.state.late.finish():
             raise PeerLost("optimizer state has not arrived")  # what is retained of it is given up with these copies
         for keeper in self.keepers:
             keeper.replan(assignment)
@@ -207,6 +207,8 @@ class Protection:
             self.first.begin(version)
         else:
             self.snapshots.pacer.hurry("recovery")
+            if not self.state.late.finish():
+                raise PeerLost("optimizer state has not arrived")
             self.first.make(version, self.options.copies > 0)
             self._release(version)
         for keeper in self.keepers:
@@ -238,7 +240,7 @@ class Protection:
 
     def begin_exchange(self, step: int) -> None:
         """This member's gradients are there, not reduced: sends those that are whole already, beside the rest."""
-        if self.replicas.is_early:
+        if self.replicas.is_early and not self.state.late.is_under_way:
             self.replicas.begin(step, self._select())
 
     def finish(self, step: int) -> tuple[bool, int]:
@@ -252,7 +254,7 @@ class Protection:
         if is_due or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
-            has_state = self.state.late.finish(self._membership.trainer_group)
+            has_state = self.state.late.finish()
             if not self.replicas.has_begun:
                 self.replicas.begin(step, self._select())
             is_whole = all([keeper.before_vote(step) for keeper in self.keepers]) and has_state

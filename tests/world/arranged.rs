@@ -36,7 +36,6 @@ impl World {
             self.give_up_older(number, setting);
         }
         if waits {
-            self.nodes[number].late = 0;
             self.receive_copies(number, setting);
             self.enter_now(number, Part::Protect);
         } else {
@@ -58,6 +57,7 @@ impl World {
 
     /// All members have waited for their copies.
     pub(crate) fn protected(&mut self, number: usize, setting: &Setting) {
+        self.nodes[number].late = 0;
         self.settle_copies(number, setting);
         self.feed(number, Event::Protected { is_whole: true }, setting);
     }

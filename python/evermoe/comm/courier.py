@@ -32,7 +32,7 @@ KEPT_TRANSFERS = 4096
 PROGRESS_CHECKS = 16
 """Progress checks per hang limit."""
 UNLIMITED = timedelta(days=7)
-"""What is received may come much later: its sender waits for windows. `Courier.wait` notices silent peers."""
+"""The other end may be much later: it waits for windows or optimizer state. `Courier.wait` notices silent peers."""
 
 
 class Message(NamedTuple):
@@ -72,24 +72,6 @@ class _UnderWay(NamedTuple):
 
 def _ignore(sent: Sent) -> None:
     pass
-
-
-def wait_while_moving(task: Task[T], group: Group, transport: Transport, progress: Callable[[], int]) -> bool:
-    """Waits for a task of another thread, as long as it moves anything; whether it was done. See `Courier.wait`."""
-    is_whole = False
-    group.on_wait(True)
-    try:
-        moved, since = progress(), time.monotonic()
-        while not transport.broken and not task.is_over_within(transport.limit_seconds / PROGRESS_CHECKS):
-            if progress() != moved:
-                moved, since = progress(), time.monotonic()
-            elif time.monotonic() - since >= transport.limit_seconds:
-                group.timed_out = True
-                group.drop("copies have stopped: a peer is silent")
-        is_whole = task.wait()
-        return is_whole
-    finally:
-        group.on_wait(False, is_whole)
 
 
 class Courier:
@@ -192,7 +174,22 @@ class Courier:
         Drops the training thread's group if nothing moves for as long as a collective waits for a silent peer; hardly
         later, as members that wait for the same peer in a collective then agree, and resume without a late member.
         """
-        return wait_while_moving(task, group, self._transport, lambda: self.progress)
+        is_whole = False
+        group.on_wait(True)
+        try:
+            moved, since = self.progress, time.monotonic()
+            while not self._transport.broken and not task.is_over_within(
+                self._transport.limit_seconds / PROGRESS_CHECKS
+            ):
+                if self.progress != moved:
+                    moved, since = self.progress, time.monotonic()
+                elif time.monotonic() - since >= self._transport.limit_seconds:
+                    group.timed_out = True
+                    group.drop("copies have stopped: a peer is silent")
+            is_whole = task.wait()
+            return is_whole
+        finally:
+            group.on_wait(False, is_whole)
 
     def _wait_for_window(self, message: Message, before: float, under_way: deque[_UnderWay]) -> Opening:
         if self._pacer is None:
@@ -210,7 +207,7 @@ class Courier:
         self._thread.join()
 
     def _note_sent(self, each: _UnderWay) -> None:
-        each.transfer.wait()
+        each.transfer.wait(UNLIMITED)  # its receiver may wait for optimizer state first
         self.progress += 1
         end, nbytes = time.perf_counter_ns(), each.message.data.nbytes
         self.sent_bytes += nbytes

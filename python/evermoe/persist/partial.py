@@ -46,6 +46,7 @@ class PartialCheckpoint:
         self._persister, self._units, self._members = persister, units, members
         # What the script puts in a parameter's place meanwhile, as `EMA.applied` does, is not what is saved.
         self._tensors = dict(zip(units, state.tensors(list(units)), strict=True))
+        self._late = state.late
         self._captured = threading.Event()
         self.task: Task[bool]
 
@@ -61,6 +62,7 @@ class PartialCheckpoint:
     def _run(self) -> bool:
         started = time.monotonic()
         try:
+            self._late.wait(self._units)
             views = self._persister.begin(self.version, self._units, self._members)
             for name, view in views.items():
                 read_part(self._tensors[name], self._units[name].start, view)

@@ -87,11 +87,15 @@ class Fetch:
         if self._group.transport is None or all(each.source == each.destination for each in transfers):
             return {}
         incoming, move = self._movement(transfers, self._begin_digest)
-        self._complete(Task(move))
+        task = Task(move)
+        thread = threading.Thread(target=task.run, name="evermoe-fetch", daemon=True)
+        thread.start()
+        self.complete(task)
+        thread.join()
         return incoming
 
     def beside(self, transfers: Sequence[Transfer], arrived: Callable[[str, Tensor], None]) -> Task[None]:
-        """As `remote`, as a task for a thread beside training; not collective.
+        """As `remote`, as a task for a thread beside training, for which `complete` waits; not collective.
 
         Args:
             transfers: the same, in the same order, on all ranks.
@@ -128,8 +132,8 @@ class Fetch:
                     arrived(transfer.unit, data)
                 parts = data.split(MESSAGE_BYTES)
                 passing += [links.send(part, transfer.destination, FETCH) for part in parts]
-            for unit, messages in arriving.items():
-                for message in messages:
+            for unit in list(arriving):
+                for message in arriving.pop(unit):
                     self._wait(message)
                 arrived(unit, incoming.pop(unit)[1])
             for message in passing:
@@ -137,10 +141,12 @@ class Fetch:
 
         return {unit: data for unit, (_, data) in incoming.items()}, move
 
-    def _complete(self, task: Task[None]) -> None:
-        """Runs a task in a thread, until those of all ranks are over. All ranks hear how far the others are."""
-        thread = threading.Thread(target=task.run, name="evermoe-fetch", daemon=True)
-        thread.start()
+    def complete(self, task: Task[None]) -> None:
+        """Waits for the tasks of all ranks, which run in threads; collective. All ranks hear how far the others are.
+
+        Raises:
+            PeerLost: as of `remote`.
+        """
         limit = self._group.limit_seconds
         moved, since, failure = -1, time.monotonic(), ""
         while not failure:
@@ -162,8 +168,9 @@ class Fetch:
                 self._group.timed_out = True
                 failure = "fetching has stopped: a peer is silent"
         if failure:
-            self._group.drop(failure)  # which ends what the thread waits for
-        thread.join()
+            self._group.drop(failure)  # which ends what the task waits for
+        while not task.is_over_within(limit):
+            pass
         if task.error is not None:
             raise task.error
         if failure:

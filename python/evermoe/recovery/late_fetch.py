@@ -65,5 +65,4 @@ class LateFetch:
             lambda transfer: by_name[transfer.unit].state_nbytes,
             lambda transfer, out: late.read(by_name[transfer.unit], version, out),
         )
-        task, device = fetch.beside(self._transfers, take), self._state.dense[0].device
-        late.begin(list(weights), task, lambda: fetch.moved, device)
+        late.begin(list(weights), fetch.beside(self._transfers, take), fetch.complete)

@@ -180,7 +180,7 @@ class ReplayExchange:
         freed = 0
         while arriving:
             data, transfer = arriving.popleft()
-            transfer.wait()
+            courier.wait_received(transfer)
             self._take(data, result)
             freed += data.nbytes
             del data, transfer

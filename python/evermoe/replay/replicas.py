@@ -215,12 +215,14 @@ class Replicas(Keeper):
 
     def wait(self) -> bool:
         """Waits until all messages that were begun are through; False if a member was `lost`."""
-        is_done = False
-        self._membership.trainer_group.on_wait(True)
+        is_done, group = False, self._membership.trainer_group
+        if self._states is not None and not self.courier.wait(self._states, group):
+            return False
+        group.on_wait(True)
         try:
             is_done = all(task is None or task.wait() for task in (self._states, self._digests, self._exchange))
         finally:
-            self._membership.trainer_group.on_wait(False, is_done)
+            group.on_wait(False, is_done)
         for task in (self._states, self._exchange):
             if task is not None and task.result is not None:
                 self._note(task.result)

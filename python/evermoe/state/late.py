@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from evermoe.comm.courier import wait_while_moving
-from evermoe.comm.group import Group
 from evermoe.comm.task import Task
 from evermoe.errors import PeerLost
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import Unit, read_tensors
+
+
+def _nothing(task: Task[None]) -> None:
+    pass
 
 
 class LateState:
@@ -27,33 +30,42 @@ class LateState:
     Args:
         tensors: of a unit that this rank trains, in the order of its specs.
         retained: units that this rank has trained until now.
+        devices: where parameters are.
     """
 
-    def __init__(self, tensors: Callable[[Unit], Iterable[Tensor]], retained: RetainedUnits) -> None:
-        self._tensors, self._retained = tensors, retained
+    def __init__(
+        self,
+        tensors: Callable[[Unit], Iterable[Tensor]],
+        retained: RetainedUnits,
+        devices: Callable[[], Iterable[torch.device]],
+    ) -> None:
+        self._tensors, self._retained, self._devices = tensors, retained, devices
         self._task: Task[None] | None = None
-        self._progress: Callable[[], int] = int
+        self._complete: Callable[[Task[None]], None] = _nothing
         self.missing: set[str] = set()
         """Units whose state is not here, as it is on its way or has got lost with its sender."""
 
-    def begin(
-        self, units: Collection[str], task: Task[None], progress: Callable[[], int], device: torch.device
-    ) -> None:
+    @property
+    def is_under_way(self) -> bool:
+        """Whether any member may still get state; the same on all."""
+        return self._task is not None
+
+    def begin(self, units: Collection[str], task: Task[None], complete: Callable[[Task[None]], None]) -> None:
         """Runs a task in a thread of its own. It `take`s the state of these units, and `read`s that of others.
 
         Args:
             units: that lack their state here.
-            task: sends and receives.
-            progress: counts what it has sent and got.
-            device: of the state. What is read from a GPU is what the caller's stream will have written by then.
+            task: sends and receives. What it reads from a GPU is what the caller's stream will have written by then.
+            complete: waits for the tasks of all members; collective.
         """
-        self.missing, self._task, self._progress = set(units), task, progress
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.missing, self._task, self._complete = set(units), task, complete
+        device = next((device for device in self._devices() if device.type == "cuda"), None)
+        stream = None if device is None else torch.cuda.Stream(device)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(device))
 
         def run() -> None:
-            with torch.cuda.stream(stream):  # as it is where there is none
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 task.run()
 
         threading.Thread(target=run, name="evermoe-late-state", daemon=True).start()
@@ -76,17 +88,18 @@ class LateState:
                 torch.cuda.current_stream(targets[name].device).synchronize()
         self.missing.discard(unit.name)
 
-    def finish(self, group: Group) -> bool:
-        """Waits until nothing is on its way any more, for the training thread; whether all is there.
+    def finish(self) -> bool:
+        """Waits until nothing is on its way to any member; collective. Whether all is here; else the group is dropped.
 
-        As `Courier.wait`, it gives up a silent peer.
+        However long it takes, all wait for each other as long as anything moves anywhere.
         """
-        task, transport = self._task, group.transport
-        if task is None or transport is None:
-            return not self.missing
-        is_done = wait_while_moving(task, group, transport, self._progress)
-        self._task = None
-        return is_done and not self.missing
+        task, self._task = self._task, None
+        if task is not None:
+            try:
+                self._complete(task)
+            except PeerLost:
+                return False
+        return not self.missing
 
     def end(self) -> None:
         """Waits until nothing is on its way any more, which is at once in a dropped group."""

@@ -33,6 +33,11 @@ from evermoe.state.unit import (
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
+def _is_state(name: str, tensor: Tensor) -> bool:
+    """Whether only an update needs a tensor of the optimizer. Averages (`evermoe.EMA`) are for evaluation, too."""
+    return tensor.dim() > 0 and not name.endswith("/ema")
+
+
 class TrainingState:
     """Model, optimizer and the loop's small state, read and written unit by unit.
 
@@ -83,7 +88,7 @@ class TrainingState:
         self.catalog = UnitCatalog(self._list_units())
         self.retained = RetainedUnits()
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
-        self.late = LateState(self._tensors, self.retained)
+        self.late = LateState(self._tensors, self.retained, lambda: {p.device for p in model.parameters()})
         """Units whose optimizer state is still on its way to this rank. What reads one waits until it is there."""
 
     # ---- which units there are
@@ -106,7 +111,7 @@ class TrainingState:
                     shapes.get(id(tensor), tuple(tensor.shape)) if t.dim() else (),
                     t.dtype,
                     is_optional=(name, each) == (SESSION, MARKS),
-                    is_state=each not in tensors and t.dim() > 0,
+                    is_state=each not in tensors and _is_state(each, t),
                 )
                 for key, tensor in tensors.items()
                 for each, t in ({key: tensor} | self._optimizer_tensors(key, tensor)).items()
@@ -118,7 +123,7 @@ class TrainingState:
                     key,
                     tuple(t.shape[1:]) if t.dim() == 2 else tuple(t.shape),
                     t.dtype,
-                    is_state=t is not layer.weights and t.dim() > 0,
+                    is_state=t is not layer.weights and _is_state(key, t),
                 )
                 for key, t in self._stacks(layer).items()
             )

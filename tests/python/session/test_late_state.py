@@ -73,3 +73,31 @@ def test_a_sender_that_falls_silent_is_given_up(start_job):
     check_history(workers)
     assert c.events("recovered")[-1]["members"] == 2
     assert c.events("verified")[0]["digests_mismatched"] == 0
+
+
+def test_state_that_takes_longer_than_a_collective_waits_is_waited_for(start_job):
+    """The third member has no part in it."""
+    faults = [Fault("late state", action="slow", nth=each, seconds=1.0) for each in range(1, 9)]
+    job = start_job(3, join_every=1, hang_limit=2.0, preset="gemini")
+    job.open_gate(4)
+    workers = job.start_all({"a": faults}, "abc", gated=True, steps=20)
+    for each in workers:
+        each.wait_for("gate", step=4)
+    workers.append(job.start("d", gated=True, steps=20))
+    job.take_in(workers[3], until=20)
+    assert [each.join() for each in workers] == [0, 0, 0, 0]
+    check_history(workers)
+    assert [event["members"] for event in workers[3].events("recovered")] == [4]
+    assert not any(each.events("lost") for each in workers[1:])
+    assert len(workers[0].events("fault")) > 2, "seconds: it took longer than the limit"
+
+
+def test_state_that_arrives_damaged_is_refused(start_job):
+    _, workers = with_newcomer(start_job, [Fault("late state", action="damage")])
+    assert [each.join() for each in workers] == [0, 0, 0]
+    check_history(workers)
+    c = workers[2]
+    assert [event["members"] for event in c.events("recovered")] == [3, 3]
+    assert "has arrived with other bytes than were sent" in c.events("lost")[0]["reason"]
+    assert "update" not in names_between(c, "recovered", "lost")
+    assert c.events("verified")[0]["digests_mismatched"] == 0

@@ -44,7 +44,8 @@ class Fault:
     `point`: an event of the session, "phase <name>", "forward" (between forward and backward), "bucket" (a sum beside
     backward begins) or "late state" (it is about to send optimizer state beside training).
     `action`: kill, stop (until someone continues it), hang (until the job wakes it), slow (for `seconds`), raise, fill
-    (its node's shared memory) or flip (a bit of each copy that it keeps; `where` is that of `support.flips`).
+    (its node's shared memory), damage (what it sends then, at "late state") or flip (a bit of each copy that it keeps;
+    `where` is that of `support.flips`).
     """
 
     point: str
@@ -204,6 +205,7 @@ class Recorder:
         self.computing = 0
         """The step that the script computes."""
         self._flips: Any = None
+        self._damages = False
 
     def __call__(self, event: Event) -> None:
         name, fields = event.name, event.fields()
@@ -268,6 +270,9 @@ class Recorder:
             self.write("fault", point=point, action=fault.action, at=step)
             if fault.action == "raise":
                 raise ZeroDivisionError(f"asked for at {point}")
+            if fault.action == "damage":
+                self._damages = True
+                continue
             if fault.action == "slow":
                 time.sleep(fault.seconds)
                 continue
@@ -296,9 +301,11 @@ class Recorder:
         late = self.session._state.late
         read = late.read
 
-        def read_or_fail(*arguments: Any) -> None:
+        def read_or_fail(unit: Any, version: int, out: torch.Tensor) -> None:
             self.fault("late state", None)
-            read(*arguments)
+            read(unit, version, out)
+            out[0] ^= self._damages
+            self._damages = False
 
         late.read = read_or_fail  # type: ignore[method-assign]
 
