@@ -116,7 +116,7 @@ def test_newcomer_finds_the_job_at_another_lighthouse_than_the_first(start_job, 
 @pytest.mark.few(1)
 def test_minority_waits_for_the_others_or_for_its_operator(start_job, two, monkeypatch, secret):
     monkeypatch.setenv("EVERMOE_SECRET", secret)
-    job = start_job(lighthouse=addresses(two), copies=3, **FEWEST)
+    job = start_job(lighthouse=addresses(two), copies=3, agree_limit=120.0, **FEWEST)
     workers = job.start_all({name: [Fault("vote", 7)] for name in "bc"}, steps=12, secret=secret or None)
     wait_until(lambda: "1 of the last 3 members are here" in workers[0].log(), "it says that it waits")
     for each in two:

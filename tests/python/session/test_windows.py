@@ -78,7 +78,7 @@ def test_messages_are_under_way_at_a_time_as_there_are_buffers(start_job, buffer
 
 
 def test_copies_use_a_part_of_windows_and_none_where_training_waits_for_them(start_job):
-    for trace in run(start_job, "gemini", session={"window_share": 0.25})[1]:
+    for trace in run(start_job, "gemini", session={"window_share": 0.25, "snapshot_every": 1})[1]:
         assert check_in_windows(trace) > 0
         for window in events(trace, "window"):
             assert window["dur"] == pytest.approx(0.25 * window["args"]["expected_us"], rel=0.01, abs=ROUNDING)
