@@ -19,7 +19,6 @@ from pathlib import Path
 from evermoe.comm.courier import Sent
 from evermoe.comm.gather import gather_json, share_json
 from evermoe.comm.membership import Membership
-from evermoe.errors import PeerLost
 from evermoe.events import Arranged, Confirm, Covered, Listener, Send
 from evermoe.first_copies import FirstCopies
 from evermoe.keeper import Assignment, CopyOptions, Keeper, StateKeeper
@@ -173,8 +172,8 @@ class Protection:
         is_roomy = has_room(assignment, self.state, self._membership, self.options, self._directory)
         waits = waits or not self.options.copies or any(each["failed"] for each in everyone)
         assignment = replace(assignment, is_beside=self.first.plan(copies, waits=waits, is_roomy=is_roomy))
-        if not assignment.is_beside and not self.state.late.finish():
-            raise PeerLost("optimizer state has not arrived")  # what is retained of it is given up with these copies
+        if not assignment.is_beside:
+            self.state.late.finish()  # what is retained of it is given up with the copies of before
         for keeper in self.keepers:
             keeper.replan(assignment)
         if self.snapshots.missing:
@@ -207,8 +206,7 @@ class Protection:
             self.first.begin(version)
         else:
             self.snapshots.pacer.hurry("recovery")
-            if not self.state.late.finish():
-                raise PeerLost("optimizer state has not arrived")
+            self.state.late.finish()
             self.first.make(version, self.options.copies > 0)
             self._release(version)
         for keeper in self.keepers:
@@ -248,16 +246,19 @@ class Protection:
 
         Returns:
             Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
+
+        Raises:
+            PeerLost: optimizer state that follows a recovery does not arrive.
         """
         self._emit(Send(step))
         is_due = self.copies_late and self.snapshots.version_pace.is_due(step)
         if is_due or self.first.is_arriving:
             self.snapshots.pacer.hurry()
         with self.snapshots.pacer.busy(COPIES):
-            has_state = self.state.late.finish()
+            self.state.late.finish()
             if not self.replicas.has_begun:
                 self.replicas.begin(step, self._select())
-            is_whole = all([keeper.before_vote(step) for keeper in self.keepers]) and has_state
+            is_whole = all([keeper.before_vote(step) for keeper in self.keepers])
             if self.first.is_arriving:
                 is_whole = self.first.have_arrived() and is_whole
         self._emit(Confirm(step))

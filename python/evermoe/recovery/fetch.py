@@ -51,7 +51,7 @@ class Fetch:
         self, group: Group, nbytes: Callable[[Transfer], int], read: Callable[[Transfer, Tensor], None]
     ) -> None:
         self._group, self._nbytes, self._read = group, nbytes, read
-        self.moved = 0
+        self._moved = 0
         """Messages that were sent or have come."""
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, "evermoe-digest")
         self._digests: dict[str, Future[int]] = {}
@@ -88,10 +88,8 @@ class Fetch:
             return {}
         incoming, move = self._movement(transfers, self._begin_digest)
         task = Task(move)
-        thread = threading.Thread(target=task.run, name="evermoe-fetch", daemon=True)
-        thread.start()
+        threading.Thread(target=task.run, name="evermoe-fetch", daemon=True).start()
         self.complete(task)
-        thread.join()
         return incoming
 
     def beside(self, transfers: Sequence[Transfer], arrived: Callable[[str, Tensor], None]) -> Task[None]:
@@ -152,7 +150,7 @@ class Fetch:
         while not failure:
             is_over = task.is_over_within(limit / PROGRESS_CHECKS)
             failed = task.error is not None or task.lost is not None
-            progress = torch.tensor([int(not is_over), int(failed), self.moved])
+            progress = torch.tensor([int(not is_over), int(failed), self._moved])
             try:
                 busy, failures, now = self._group.all_reduce(progress).tolist()
             except PeerLost as lost:
@@ -169,10 +167,7 @@ class Fetch:
                 failure = "fetching has stopped: a peer is silent"
         if failure:
             self._group.drop(failure)  # which ends what the task waits for
-        while not task.is_over_within(limit):
-            pass
-        if task.error is not None:
-            raise task.error
+        task.wait()
         if failure:
             raise PeerLost(failure)
 
@@ -195,7 +190,7 @@ class Fetch:
 
     def _wait(self, message: transport.Transfer) -> None:
         message.wait(UNLIMITED)
-        self.moved += 1
+        self._moved += 1
 
     def _bytes_of(self, transfer: Transfer) -> Tensor:
         data = torch.zeros(self._nbytes(transfer), dtype=torch.uint8)

@@ -88,18 +88,17 @@ class LateState:
                 torch.cuda.current_stream(targets[name].device).synchronize()
         self.missing.discard(unit.name)
 
-    def finish(self) -> bool:
-        """Waits until nothing is on its way to any member; collective. Whether all is here; else the group is dropped.
+    def finish(self) -> None:
+        """Waits until nothing is on its way to any member; collective.
 
         However long it takes, all wait for each other as long as anything moves anywhere.
+
+        Raises:
+            PeerLost: a member is gone or silent, or what came is damaged; the group is dropped.
         """
         task, self._task = self._task, None
         if task is not None:
-            try:
-                self._complete(task)
-            except PeerLost:
-                return False
-        return not self.missing
+            self._complete(task)
 
     def end(self) -> None:
         """Waits until nothing is on its way any more, which is at once in a dropped group."""

@@ -8,15 +8,15 @@ from support.history import check_history, check_recovered
 from support.worker import Fault
 
 
-def with_newcomer(start_job, faults, **session):
-    """Two members, of which `a` has these faults, and a newcomer that they take in after some steps."""
-    job = start_job(2, join_every=1, **session)
+def with_newcomer(start_job, faults, members="ab", newcomer="c", **session):
+    """Members, of which `a` has these faults, and a newcomer that they take in after some steps."""
+    job = start_job(len(members), join_every=1, **session)
     job.open_gate(4)
-    workers = job.start_all({"a": faults}, "ab", gated=True, steps=20)
+    workers = job.start_all({"a": faults}, members, gated=True, steps=20)
     for each in workers:
         each.wait_for("gate", step=4)
-    workers.append(job.start("c", gated=True, steps=20))
-    job.take_in(workers[2], until=20)
+    workers.append(job.start(newcomer, gated=True, steps=20))
+    job.take_in(workers[-1], until=20)
     return job, workers
 
 
@@ -78,13 +78,7 @@ def test_a_sender_that_falls_silent_is_given_up(start_job):
 def test_state_that_takes_longer_than_a_collective_waits_is_waited_for(start_job):
     """The third member has no part in it."""
     faults = [Fault("late state", action="slow", nth=each, seconds=1.0) for each in range(1, 9)]
-    job = start_job(3, join_every=1, hang_limit=2.0, preset="gemini")
-    job.open_gate(4)
-    workers = job.start_all({"a": faults}, "abc", gated=True, steps=20)
-    for each in workers:
-        each.wait_for("gate", step=4)
-    workers.append(job.start("d", gated=True, steps=20))
-    job.take_in(workers[3], until=20)
+    _, workers = with_newcomer(start_job, faults, "abc", "d", hang_limit=2.0, preset="gemini")
     assert [each.join() for each in workers] == [0, 0, 0, 0]
     check_history(workers)
     assert [event["members"] for event in workers[3].events("recovered")] == [4]
