@@ -246,9 +246,6 @@ class Protection:
 
         Returns:
             Whether that is so, as far as this member knows, and of how many units it has to tell the others in `heal`.
-
-        Raises:
-            PeerLost: optimizer state that follows a recovery does not arrive.
         """
         self._emit(Send(step))
         is_due = self.copies_late and self.snapshots.version_pace.is_due(step)
