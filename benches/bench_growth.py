@@ -34,7 +34,7 @@ import evermoe
 from common import Table, demo_workload
 from evermoe.cli.measurements import measure_session
 from evermoe.config import SessionConfig
-from evermoe.planning import allocate, copy_holders, migrate, place, recovery_plan
+from evermoe.planning import PRESET_NAMES, allocate, copy_holders, migrate, place, recovery_plan
 from evermoe.planning.protection import RankInfo, plan_protection
 from evermoe.protection_inputs import covered, covered_now, missing_bytes, unit_infos
 from evermoe.recovery.survey import Holding, Inventory, Standing, usable
@@ -196,8 +196,8 @@ def planners(load_E, nodes, slots):
     return ms
 
 
-def grow_live(workers_list, experts_list, widths):
-    """Recoveries of real sessions: milliseconds of their phases, and of a step before."""
+def grow_live(workers_list, experts_list, widths, session):
+    """Recoveries of real sessions with these flags: milliseconds of their phases, and of a step before."""
     phases = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
     columns = {"workers": "8d", "experts": "8d", "MB": "8.1f"} | dict.fromkeys(("step", *phases), "9.1f")
     settings = {
@@ -207,24 +207,32 @@ def grow_live(workers_list, experts_list, widths):
     }
     found = {}
     for size, cases in settings.items():
+        if not cases:
+            continue
         table = Table(f"Live sessions: milliseconds, by {size}", columns)
         for case in cases:
-            table.add(**live(*case, phases))
+            table.add(**live(*case, phases, session))
         slopes = exponents(table, size, ["step", *phases])
         found[f"live by {size}"] = {"rows": table.rows, "exponents": slopes}
     return found
 
 
-def live(workers, experts, width, phases):
-    """A run in which a worker is killed."""
+def live(workers, experts, width, phases, session):
+    """A run in which a worker is killed half-way."""
     model = ["--experts", str(experts), "--hidden", str(width), "--intermediate", str(width), "--layers", "2"]
-    session = ["--workers", str(workers), "--steps", "24", "--kill", "1@12", *SESSION]
-    _, details = measure_session(Console(quiet=True), [*session, *model])
+    _, details = measure_session(Console(quiet=True), ["--workers", str(workers), *session, *SESSION, *model])
     (seconds,) = details["phases"]
     row = {phase: 1e3 * seconds.get(phase, 0.0) for phase in phases}
     sizes = demo_workload(model, 1.0, 0.0)
     state = sizes.parameters * sizes.state_bytes / 1e6
     return row | {"workers": workers, "experts": experts, "MB": state, "step": 1e3 * details["step_seconds"][workers]}
+
+
+def session_flags(arguments):
+    """Of the demo, but for its sizes."""
+    flags = ["--preset", arguments.preset, "--batch", str(arguments.batch)]
+    flags += ["--slots", str(arguments.slots)] if arguments.slots else []
+    return [*flags, "--steps", str(arguments.steps), "--kill", f"1@{arguments.steps // 2}"]
 
 
 def exponents(table, size, columns):
@@ -243,12 +251,16 @@ def main():
     parser.add_argument("--members", type=int, nargs="+", default=[16, 32, 64, 128, 256, 512])
     parser.add_argument("--experts", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024], help="of each layer")
     parser.add_argument("--nodes", type=int, nargs="+", default=[32, 100, 320, 1000, 3200, 10_000], help="for planners")
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32], help="for live")
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4, 8, 16, 32], help="for live")
     parser.add_argument(
-        "--live-experts", type=int, nargs="+", default=[16, 64, 256, 1024], help="for live, with 4 workers"
+        "--live-experts", type=int, nargs="*", default=[16, 64, 256, 1024], help="for live, with 4 workers"
     )
     widths = [64, 128, 256, 512, 1024]
-    parser.add_argument("--widths", type=int, nargs="+", default=widths, help="of the model: for live, with 3 workers")
+    parser.add_argument("--widths", type=int, nargs="*", default=widths, help="of the model: for live, with 3 workers")
+    parser.add_argument("--steps", type=int, default=24, help="for live; a worker dies half-way (%(default)s)")
+    parser.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="for live (%(default)s)")
+    parser.add_argument("--slots", type=int, default=0, help="for live: of each worker and layer, 0 for the demo's own")
+    parser.add_argument("--batch", type=int, default=24, help="for live: samples of a step (%(default)s)")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -269,7 +281,7 @@ def main():
         slopes = exponents(table, "nodes", ["allocate", "place", "again", "migrate", "copies"])
         found["nodes"] = {"rows": table.rows, "exponents": slopes}
     if "live" in arguments.only:
-        found |= grow_live(arguments.workers, arguments.live_experts, arguments.widths)
+        found |= grow_live(arguments.workers, arguments.live_experts, arguments.widths, session_flags(arguments))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(found, indent=2) + "\n")
 

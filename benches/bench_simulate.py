@@ -1,11 +1,12 @@
 """Real runs of the demo with a kill schedule, against what a simulation predicts of them.
 
-    python benches/bench_simulate.py [--presets auto gemini ...] [--rounds 3] [--json PATH]
+    python benches/bench_simulate.py [--presets auto gemini ...] [--rounds 5] [--json PATH]
 
 Constants come from runs of each preset in which other workers die at other steps (`evermoe measure` makes such a run of
 `auto`): what each phase of a recovery takes, and a step of four, three and two workers, which share the processors.
-Of all that is measured the median over the rounds counts. The goal: the total time within 10 %; each recovery, from the
-kill to the next committed step, within 25 %; and the same steps that are lost, and members that go on.
+Each round has one of both, in turn the one or the other first, as machines are not as fast at all times; the median of
+the rounds' errors counts. The goal: the total time within 10 %; each recovery, from the kill until the repeated step is
+taken, within 25 %; and the same steps that are lost, and members that go on.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from common import Table, demo_workload, scaling_of
 from evermoe.cli.measurements import measure_session
 from evermoe.demo.driver import Run
 from evermoe.demo.flags import add_arguments, check
-from evermoe.demo.summary import commits, episodes
+from evermoe.demo.summary import episodes
 from evermoe.planning import PRESET_NAMES
 from evermoe.simulate import Constants, Failure, Scenario, simulate
 from evermoe.simulate.scenario import SimulatedOptions
@@ -38,7 +39,7 @@ TOTAL, RECOVERY = 0.10, 0.25
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--presets", nargs="+", choices=PRESET_NAMES, default=list(PRESET_NAMES))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
     columns = {"preset": "s", "real s": "8.2f", "predicted s": "12.2f", "error": "7.1%"}
@@ -51,61 +52,56 @@ def main():
 
 
 def compare(preset, rounds):
-    """In turn runs for the constants and real ones; the prediction of these."""
-    flags = ["--preset", preset, *COMMON]
-    console = Console(quiet=True)
-    measured, steps, real = [], [], []
-    for _ in range(rounds):
-        constants, details = measure_session(console, [*MEASURED, *flags])
-        measured.append(constants)
-        steps.append(details["step_seconds"])
-        real.append(run([*flags, "--workers", str(WORKERS), "--steps", str(STEPS), *kill_flags()], console))
-    constants = replace(Constants(), **(median(measured) | {"start_seconds": 0.0}))
-    predicted = predict(preset, median(steps), constants)
-    total = statistics.median(each["total"] for each in real)
-    total_error = predicted["total"] / total - 1
-    is_same = all(predicted["events"] == each["events"] for each in real)
-    recoveries = [statistics.median(row) for row in zip(*(each["recoveries"] for each in real), strict=False)]
-    is_paired = len(predicted["recoveries"]) == len(recoveries)
-    pairs = zip(predicted["recoveries"], recoveries, strict=True) if is_paired else []
-    worst = max((abs(one / other - 1) for one, other in pairs), default=None)
+    """In turn a run for the constants and a real one, whose prediction they are for: medians over the rounds."""
+    console, rows = Console(quiet=True), []
+    for number in range(rounds):
+        pair = {}
+        for kind in ("measured", "real") if number % 2 == 0 else ("real", "measured"):
+            pair[kind] = {"measured": measure, "real": run}[kind](["--preset", preset, *COMMON], console)
+        rows.append((predict(preset, *pair["measured"]), pair["real"]))
+    is_same = all(predicted["events"] == real["events"] for predicted, real in rows)
+    if not is_same:
+        return {"preset": preset, "same events": f"no: {[(p['events'], r['events']) for p, r in rows]}", "within": "no"}
+    total_error = statistics.median(predicted["total"] / real["total"] - 1 for predicted, real in rows)
+    pairs = [list(zip(p["recoveries"], r["recoveries"], strict=True)) for p, r in rows]
+    errors = [statistics.median(one / other - 1 for one, other in each) for each in zip(*pairs, strict=True)]
+    seconds = [[statistics.median(column) for column in zip(*each, strict=True)] for each in zip(*pairs, strict=True)]
+    worst = max(map(abs, errors))
     return {
         "preset": preset,
-        "real s": total,
-        "predicted s": predicted["total"],
+        "real s": statistics.median(real["total"] for _, real in rows),
+        "predicted s": statistics.median(predicted["total"] for predicted, _ in rows),
         "error": total_error,
-        "recoveries s": " ".join(f"{each:.2f}" for each in recoveries),
-        "predicted": " ".join(f"{each:.2f}" for each in predicted["recoveries"]),
+        "recoveries s": " ".join(f"{real:.2f}" for _, real in seconds),
+        "predicted": " ".join(f"{predicted:.2f}" for predicted, _ in seconds),
         "worst": worst,
-        "same events": "yes" if is_same else f"no: {predicted['events']} for {real[0]['events']}",
-        "within": "yes" if abs(total_error) <= TOTAL and is_paired and worst <= RECOVERY and is_same else "no",
+        "same events": "yes",
+        "within": "yes" if abs(total_error) <= TOTAL and worst <= RECOVERY else "no",
     }
 
 
-def median(rows):
-    """The median of each field that all rows have."""
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}
-
-
-def kill_flags():
-    return [part for worker, step in KILLS for part in ("--kill", f"{worker}@{step}")]
+def measure(flags, console):
+    """Constants, and a step by the number of workers."""
+    constants, details = measure_session(console, [*MEASURED, *flags])
+    return details["step_seconds"], replace(Constants(), **(constants | {"start_seconds": 0.0}))
 
 
 def run(flags, console):
-    """A real run: seconds from the first step to the last, of each recovery, and steps and members of the events."""
+    """A real run: seconds until the last step is taken, and of each recovery; steps and members of the events."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    options = parser.parse_args(flags)
+    killed = [part for worker, step in KILLS for part in ("--kill", f"{worker}@{step}")]
+    options = parser.parse_args([*flags, "--workers", str(WORKERS), "--steps", str(STEPS), *killed])
     kills = check(options)
     with tempfile.TemporaryDirectory() as folder:
         events = Run(options, Path(folder), console=console, title="real").go(
             kills, None, options.steps, options.copies
         )
     begun = min(event["time"] for rows in events.values() for event in rows if event["event"] == "begin")
-    done = commits(events)
+    taken = max(event["time"] for rows in events.values() for event in rows if event["event"] == "update")
     found = episodes(events)
     return {
-        "total": max(event["time"] for event in done.values()) - begun,
+        "total": taken - begun,
         "recoveries": [episode.total_seconds for episode in found],
         "events": [(episode.step, episode.members) for episode in found],
     }

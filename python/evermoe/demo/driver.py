@@ -286,7 +286,7 @@ def _travelled(messages: Mapping[str, int], share: float) -> str:
 def _print(console: Console, result: Mapping[str, Any], options: argparse.Namespace) -> None:
     for episode in result["episodes"]:
         workers = ", ".join(map(str, episode["killed"]))
-        table = Table(title=f"kill of worker {workers} → next committed step", title_justify="left")
+        table = Table(title=f"kill of worker {workers} → next step taken", title_justify="left")
         for phase in (*PHASES, "total"):
             table.add_column(phase, justify="right")
         seconds = [f"{episode['seconds'].get(phase, 0.0):.3f} s" for phase in PHASES]

@@ -14,7 +14,7 @@ from evermoe.plotting import BLUE, GREY, RED
 
 
 def plot_run(events: Mapping[int, Sequence[Event]], tokens_per_step: int, path: Path) -> None:
-    """Draws one run of the demo to a PNG. Kills are red lines, the shaded part lasts until the next committed step."""
+    """Draws one run of the demo to a PNG. Kills are red lines, the shaded part lasts until the next step is taken."""
     rows = list(commits(events).values())
     start = min(event["time"] for all_rows in events.values() for event in all_rows if event["event"] == "begin")
     times = np.array([event["time"] - start for event in rows])

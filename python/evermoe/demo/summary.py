@@ -19,7 +19,10 @@ PHASES = ("detect", "agree", "rebuild", "fetch", "verify", "repeat")
 
 @dataclass
 class Episode:
-    """One failure and its recovery."""
+    """One failure and its recovery: from the kill until the repeated step is taken, when all have voted on it.
+
+    Not until a step is reported (`commit`): that is a vote later, or at once, as copies are whole.
+    """
 
     killed: list[int]
     step: int
@@ -95,7 +98,7 @@ def _measure(episode: Episode, survivors: Mapping[int, Sequence[Event]]) -> None
                 episode.members = event["members"]
                 for source, count in event["sources"].items():
                     episode.sources[source] = episode.sources.get(source, 0) + count
-            if name == "commit" and phase == "repeat":
+            if name in ("update", "skipped") and phase == "repeat":
                 spent[phase] = spent.get(phase, 0.0) + event["time"] - since
                 episode.total_seconds = max(episode.total_seconds, event["time"] - episode.started)
                 break
@@ -281,5 +284,5 @@ def _problems(result: Mapping[str, Any]) -> list[str]:
         problems.append(f"the loss did not fall: {first} → {last}")
     for episode in result["episodes"]:
         if not episode["total_seconds"]:
-            problems.append(f"no survivor committed a step after the kill of worker {episode['killed']}")
+            problems.append(f"no survivor took a step after the kill of worker {episode['killed']}")
     return problems

@@ -22,7 +22,7 @@ VERIFIED = {"event": "verified", "digests_checked": 5, "digests_mismatched": 0}
 
 
 def run(steps=8, kill_at=4):
-    """Three workers, a second a step; worker 2 dies half a second into step `kill_at`, the next commit is 3 s later."""
+    """Three workers, a second a step; worker 2 dies half a second into step `kill_at`, which is taken 3 s later."""
     events = {worker: [] for worker in range(3)}
     now = 0.0
     for step in range(steps):
@@ -45,6 +45,7 @@ def run(steps=8, kill_at=4):
                 members = 3 if step < kill_at else 2
                 rows.append({"event": "send", "time": now - 0.25, "step": step + 1})
                 rows.append({"event": "vote", "time": now, "step": step})
+                rows.append({"event": "update", "time": now, "step": step})
                 rows.append(
                     {"event": "commit", "time": now, "step": step, "loss": 5.0 - 0.1 * step, "members": members}
                 )
@@ -123,7 +124,7 @@ def test_nobody_left_is_a_problem():
     events = run()
     cut = events[2][-1]["time"]
     events = {worker: [e for e in rows if e["time"] <= cut] for worker, rows in events.items()}
-    assert any("no survivor committed" in problem for problem in summarise(events, None, 8)["problems"])
+    assert any("no survivor took a step" in problem for problem in summarise(events, None, 8)["problems"])
 
 
 def partial_run(lost):
