@@ -46,7 +46,6 @@ fn scenario() -> Scenario {
             expert_gradient_bytes: 2_000_000,
             dense_modules: vec![50_000_000],
             dense_weight_bytes: 10_000_000,
-            dense_replayable: false,
             tokens_per_step: 100_000,
             step_seconds: 10.0,
             scaling: 1.0,

@@ -50,6 +50,8 @@ pub(super) struct Job<'a> {
     taken: VecDeque<(u64, u64)>,
     /// Since when units are missing.
     pub(super) missing_since: Option<u64>,
+    /// When members began to compute digests of what they train, if nothing was written since.
+    pub(super) surveying_since: Option<u64>,
     /// Newcomers that take over what lost nodes had, by the lost one.
     pub(super) substitutes: BTreeMap<usize, usize>,
     lost_at: Option<u64>,
@@ -93,6 +95,7 @@ impl<'a> Job<'a> {
             stale: Vec::new(),
             taken: VecDeque::new(),
             missing_since: None,
+            surveying_since: None,
             substitutes: BTreeMap::new(),
             lost_at: None,
             tally: Tally::default(),
@@ -173,6 +176,9 @@ impl<'a> Job<'a> {
         self.lost_at.get_or_insert(self.world.now);
         let detect = nanoseconds(self.scenario.costs.detect_seconds);
         while self.world.spend(Cause::Detect, detect)? == Flow::Lost {}
+        if self.pace.late_state == 0.0 {
+            self.surveying_since.get_or_insert(self.world.now);
+        }
         self.log("lost");
         Ok(Event::Lost { reason: String::new() })
     }
@@ -184,6 +190,7 @@ impl<'a> Job<'a> {
 
     fn connect(&mut self, size: usize) -> Result<Option<Event>> {
         self.members.size = size;
+        self.surveying_since.get_or_insert(self.world.now);
         let seconds = self.scenario.costs.rebuild(self.agreed.len());
         let flow = self.world.spend(Cause::Rebuild, nanoseconds(seconds))?;
         self.unless_lost(flow, Event::Connected).map(Some)
@@ -210,6 +217,7 @@ impl<'a> Job<'a> {
     /// A step was taken.
     fn take(&mut self, vote: &Passed) -> Result<()> {
         self.line.note(vote.after);
+        self.surveying_since = None;
         self.taken.push_back((step_of(vote.before), std::mem::take(&mut self.pace.computing)));
         if self.taken.len() > MOST_STEPS {
             self.taken.pop_front();

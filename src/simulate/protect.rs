@@ -90,8 +90,7 @@ impl Job<'_> {
                 false => tokens,
             },
             replayable: self.scenario.model.replayable
-                && (unit < experts
-                    || (self.units.owned().contains(&unit) && self.scenario.model.dense_replayable)),
+                && (unit < experts || self.units.owned().contains(&unit)),
             may_lag: unit < experts,
         };
         let units: Vec<SessionUnit> = (0..self.units.bytes.len()).map(unit).collect();

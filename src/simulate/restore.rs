@@ -1,6 +1,6 @@
 //! A recovery: what survives, from where all go on, and what that takes.
 
-use super::account::{Cause, nanoseconds};
+use super::account::{Cause, nanoseconds, seconds};
 use super::copies::Copies;
 use super::job::Job;
 use super::scenario::Lagging;
@@ -36,7 +36,9 @@ struct Traffic {
 impl Job<'_> {
     /// Surveys what survives, and fetches what each member needs.
     pub(super) fn restore(&mut self, version: u64) -> Result<Event> {
-        let survey = self.scenario.costs.survey_seconds + self.survey_digests();
+        let since = self.surveying_since.take().unwrap_or(self.world.now);
+        let done = seconds(self.world.now - since);
+        let survey = self.scenario.costs.survey_seconds + (self.survey_digests() - done).max(0.0);
         if self.world.spend(Cause::Survey, nanoseconds(survey))? == Flow::Lost {
             return self.lost();
         }
@@ -261,7 +263,7 @@ impl Job<'_> {
         self.units.bytes[unit].div_ceil(parts)
     }
 
-    /// Seconds in which all processes compute digests of what they train, which they tell in the survey.
+    /// Seconds in which all processes compute digests of what they train, from when they notice a loss, or connect.
     fn survey_digests(&self) -> f64 {
         let everywhere = self.units.everywhere();
         let of = |seat: &Seat| -> u64 {

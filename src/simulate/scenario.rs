@@ -79,8 +79,6 @@ pub struct Model {
     pub dense_modules: Vec<u64>,
     /// Bytes of these modules' weights.
     pub dense_weight_bytes: u64,
-    /// Whether the optimizer's steps of what is no expert can be repeated where it has owners.
-    pub dense_replayable: bool,
     /// Tokens of a step's global batch.
     pub tokens_per_step: u64,
     /// Seconds of a step on all nodes of the cluster, with a perfectly even load.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -54,6 +55,25 @@ class Task(Generic[T]):
         if self.error is not None:
             raise self.error
         return self.lost is None
+
+
+def run_beside(task: Task[T], name: str, devices: Iterable[torch.device]) -> None:
+    """Runs a task in a thread of its own.
+
+    Args:
+        name: of the thread.
+        devices: what it reads from a GPU of these is what the caller's stream will have written by then.
+    """
+    device = next((device for device in devices if device.type == "cuda"), None)
+    stream = None if device is None else torch.cuda.Stream(device)
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+    def run() -> None:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            task.run()
+
+    threading.Thread(target=run, name=name, daemon=True).start()
 
 
 class Worker:

@@ -242,12 +242,8 @@ class Seating:
     @property
     def largest_unit(self) -> int:
         """Bytes of the largest unit that replicas may follow."""
-        dense = max(self._dense, default=0) * self.options.unit_bytes if self._replays_dense else 0
+        dense = max(self._dense, default=0) * self.options.unit_bytes if self.is_sharded else 0
         return max(self._expert_bytes, dense)
-
-    @property
-    def _replays_dense(self) -> bool:
-        return self.is_sharded and self.options.weights == "float32"
 
     @cached_property
     def _units(self) -> list[UnitInfo]:
@@ -264,7 +260,7 @@ class Seating:
         for number, elements in enumerate(self._dense):
             ranks = (self.owners[number],) if self.is_sharded else every
             sizes = elements * options.unit_bytes, elements * weight
-            units.append(UnitInfo(f"dense.{number}", *sizes, ranks, 0.0, self._replays_dense, may_lag=False))
+            units.append(UnitInfo(f"dense.{number}", *sizes, ranks, 0.0, self.is_sharded, may_lag=False))
         return units
 
     @cached_property

@@ -55,6 +55,7 @@ class Recovery:
         group: the members, agreed and connected.
         target: what they are to hold.
         standing: how this member comes to the recovery.
+        known: digests of units as this member trains them, by name, as far as they are known.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class Recovery:
         group: Group,
         target: Target,
         standing: Standing,
+        known: Mapping[str, int] = _NOTHING,
     ) -> None:
         self.state, self.group, self.target, self.standing = state, group, target, standing
         self._stored = list(stored)
-        self._survey = self._look(can_begin=True)
+        self._survey = self._look(known, can_begin=True)
         self._phase: Phase = lambda name: None
         self._outcome = Outcome()
         self._late = LateFetch(group, state, {})
@@ -77,7 +79,7 @@ class Recovery:
         self._refused: set[tuple[int, Holding]] = set()
         """Ranks and holdings whose bytes did not match their digest."""
 
-    def _look(self, *, can_begin: bool) -> Survey:
+    def _look(self, known: Mapping[str, int] = _NOTHING, *, can_begin: bool) -> Survey:
         return Survey(
             self.state,
             self._stored,
@@ -85,6 +87,7 @@ class Recovery:
             trains=self.target.trains,
             checkpoints=self.target.checkpoints,
             can_begin=can_begin,
+            known=known,
         )
 
     def verify(self) -> tuple[int, list[str]]:

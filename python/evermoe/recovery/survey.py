@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, TypeVar, get_args
 
 import numpy as np
@@ -173,6 +174,7 @@ class Survey:
         trains: False on a replica node, which holds nothing actively.
         checkpoints: where they are, if anywhere.
         can_begin: whether a deferred model that has taken no step counts as holding all units, as it can make them.
+        known: digests of units as they are, by name; others are computed.
     """
 
     def __init__(
@@ -184,15 +186,15 @@ class Survey:
         trains: bool,
         checkpoints: Location | None,
         can_begin: bool,
+        known: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._state = state
         self._stored: dict[tuple[str, int, str], StoredUnit] = {}
         can_begin &= trains and state.deferral is not None and not step_of(standing.version)
         active = state.held() if trains and not can_begin else []
-        holdings = [
-            Holding(unit, standing.version, value, ACTIVE)
-            for unit, value in zip(active, state.digests(active), strict=True)
-        ]
+        unknown = [unit for unit in active if unit not in known]
+        digests = {**known, **dict(zip(unknown, state.digests(unknown), strict=True))}
+        holdings = [Holding(unit, standing.version, digests[unit], ACTIVE) for unit in active]
         if can_begin:
             holdings = [Holding(unit.name, standing.version, 0, ACTIVE) for unit in state.catalog.units]
         retained = ((each, SNAPSHOT) for each in state.retained.stored(standing.version))

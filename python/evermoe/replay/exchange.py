@@ -21,14 +21,13 @@ from evermoe._native import RECORD_HEADER_BYTES, digest
 from evermoe.comm.courier import Courier, Message
 from evermoe.comm.tags import REPLAY_HEAD, REPLAY_TAIL
 from evermoe.errors import PeerLost, ReplicaBehind
-from evermoe.optim import MASTER
 from evermoe.planning.protection import RECORD_BYTES, UnitProtection
 from evermoe.profile.memory import return_freed_memory
 from evermoe.replay.calibrate import Arithmetic
 from evermoe.replay.part import part_name, parts_of
 from evermoe.replay.repeater import Damage
 from evermoe.replay.replica import CaughtUp, Replica
-from evermoe.replay.sender import FUSED_ROW, GradientSender, Row
+from evermoe.replay.sender import GradientSender, Row
 from evermoe.replay.source import state_record
 from evermoe.state.stored import KeptCopies
 from evermoe.state.training_state import TrainingState
@@ -46,25 +45,6 @@ FREED_BYTES = 64 << 20
 """Bytes of messages that have been taken over, after which their memory goes back to the system."""
 LOG_STEPS = 12
 """Gradients that a replica has room for: a batch, the newest steps, and one that is on its way."""
-
-
-def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
-    """Whether the steps of a unit that one rank trains can be repeated from its gradients, by this arithmetic.
-
-    Those of an expert, or of what has an owner and no buffers; of float32, and with all parameters in the optimizer.
-    """
-    found = state.catalog.by_name[unit]
-    stepped = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
-    if found.layer is None:
-        is_owned = unit in state.owners.units and all(spec.dtype == torch.float32 for spec in found.specs)
-        return is_owned and all(id(p) in stepped for p in state.dense_tensors(unit).values())
-    weights = state.layers[found.layer].weights
-    if any(spec.dtype != torch.float32 for spec in found.specs[1:]):
-        return False
-    if weights.dtype != torch.float32 and f"{found.specs[0].name}/{MASTER}" not in {spec.name for spec in found.specs}:
-        return False
-    is_whole = arithmetic.variant != "torch_cpu_fused" or weights.shape[1] % FUSED_ROW == 0
-    return is_whole and id(weights) in stepped
 
 
 @dataclass
@@ -266,6 +246,12 @@ class ReplayExchange:
         for (unit, step), caught_up in self._previous.items():
             yield unit, step, caught_up.digest
         yield from self.replica.survey()
+
+    def catch_up(self) -> None:
+        """Brings everything that is kept here to where `stored` needs it; in any thread."""
+        if self.keeps_previous:
+            self._remember_previous()
+        self.replica.catch_up_all()
 
     def _remember_previous(self) -> None:
         for unit in self.units:

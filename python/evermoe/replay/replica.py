@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -217,6 +217,16 @@ class Replica:
             with self._parts[index].lock:
                 parts.append(self._repeater.state_locked(index, step).to("cpu", copy=True))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def catch_up_all(self) -> None:
+        """Brings all units that have a state to their newest step."""
+        for unit, indices in self._units.items():
+            step = self.version(unit)
+            if step is None:
+                continue
+            for index in indices:
+                with suppress(ReplicaBehind), self._parts[index].lock:
+                    self._repeater.state_locked(index, step)
 
     def survey(self) -> list[tuple[str, int, int]]:
         """Unit, step and digest of all units that have a state, each at its newest step; on the CPU without a copy."""

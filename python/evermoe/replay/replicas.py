@@ -24,8 +24,9 @@ from evermoe.errors import NotReplayable
 from evermoe.events import Damaged, Held, Listener
 from evermoe.keeper import Assignment, CopyOptions, Keeper
 from evermoe.replay.calibrate import Arithmetic, calibrate
-from evermoe.replay.exchange import ExchangeResult, ReplayExchange, can_replay
+from evermoe.replay.exchange import ExchangeResult, ReplayExchange
 from evermoe.replay.repeater import Damage
+from evermoe.replay.replayable import can_replay
 from evermoe.state.stored import NO_COPIES
 from evermoe.state.training_state import TrainingState
 from evermoe.state.version import step_of, version_of
@@ -225,7 +226,14 @@ class Replicas(Keeper):
             group.on_wait(False, is_done)
         for task in (self._states, self._exchange):
             if task is not None and task.result is not None:
-                self._note(task.result)
+                self.asked |= task.result.needs_full_state
+                if self.asked and not self._has_told:
+                    self._has_told = True
+                    logger.warning(
+                        "the copies here of %s wait for its full state, which comes next: %s",
+                        min(self.asked),
+                        task.result.problem,
+                    )
                 self.lacks_states |= task is self._states and bool(task.result.needs_full_state)
         if is_done:
             self._states = None
@@ -234,16 +242,6 @@ class Replicas(Keeper):
     def before_vote(self, step: int) -> bool:
         """Waits until the gradients of the step are through."""
         return self.wait()
-
-    def _note(self, exchanged: ExchangeResult) -> None:
-        self.asked |= exchanged.needs_full_state
-        if self.asked and not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "the copies here of %s wait for its full state, which comes next: %s",
-                min(self.asked),
-                exchanged.problem,
-            )
 
     @property
     def lost(self) -> str | None:
@@ -281,6 +279,11 @@ class Replicas(Keeper):
         is_whole = all([task is None or task.wait() for task in (self._states, self._digests, self._exchange)])
         self._states = self._digests = self._exchange = None
         return is_whole
+
+    def catch_up(self) -> None:
+        """Brings what is kept here to where `stored` needs it; in any thread, while no plan is made."""
+        for replicas in filter(None, (self._now, self._older)):
+            replicas.copies.catch_up()
 
     def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
         """Every unit that is kept here for others, in every version that it can be brought to."""

@@ -14,8 +14,6 @@ from evermoe.simulate.constants import Constants
 from evermoe.simulate.workload import Workload
 
 DAY = 86_400.0
-FLOAT32 = 4
-"""Bytes of a weight of which the steps of a module's owner can be repeated, as the session says."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,6 @@ class Scenario:
                 "expert_gradient_bytes": workload.expert_parameters * workload.gradient_bytes,
                 "dense_modules": [parameters * workload.state_bytes for parameters in modules],
                 "dense_weight_bytes": workload.dense_parameters * workload.weight_bytes,
-                "dense_replayable": workload.weight_bytes == FLOAT32,
                 "tokens_per_step": workload.tokens_per_step,
                 "step_seconds": workload.step_seconds,
                 "scaling": workload.scaling,

@@ -7,14 +7,12 @@ sevenths with bfloat16 weights and masters, comes while it computes, and is ther
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from evermoe.comm.task import Task
+from evermoe.comm.task import Task, run_beside
 from evermoe.errors import PeerLost
 from evermoe.state.stored import RetainedUnits
 from evermoe.state.unit import Unit, read_tensors
@@ -59,16 +57,7 @@ class LateState:
             complete: waits for the tasks of all members; collective.
         """
         self.missing, self._task, self._complete = set(units), task, complete
-        device = next((device for device in self._devices() if device.type == "cuda"), None)
-        stream = None if device is None else torch.cuda.Stream(device)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(device))
-
-        def run() -> None:
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
-                task.run()
-
-        threading.Thread(target=run, name="evermoe-late-state", daemon=True).start()
+        run_beside(task, "evermoe-late-state", self._devices())
 
     @torch.no_grad()
     def read(self, unit: Unit, version: int, out: Tensor) -> None:

@@ -88,8 +88,12 @@ class TrainingState:
         self.catalog = UnitCatalog(self._list_units())
         self.retained = RetainedUnits()
         """Units that a recovery has moved to other members; see `RetainedUnits`."""
-        self.late = LateState(self._tensors, self.retained, lambda: {p.device for p in model.parameters()})
+        self.late = LateState(self._tensors, self.retained, self.devices)
         """Units whose optimizer state is still on its way to this rank. What reads one waits until it is there."""
+
+    def devices(self) -> set[torch.device]:
+        """Where parameters are."""
+        return {p.device for p in (*self.dense, *(layer.weights for layer in self.layers.values()))}
 
     # ---- which units there are
 

@@ -194,6 +194,7 @@ class SessionDriver(RecoveryDriver):
 
     def _update(self, version: int, sums: Ballot) -> None:
         self.loss, self._version, self._step = sums.mean_loss, version, step_of(version)
+        self._early.drop()
         clip = gradients.factor_of(sums, self._config.max_grad_norm) if sums.is_finite else None
         self._protection.before_update()
         self._checkpointer.before_update()

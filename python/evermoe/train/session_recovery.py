@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from evermoe.persist.checkpointer import Checkpointer
 from evermoe.placement import should_rebalance
 from evermoe.profile.memory import return_freed_memory
 from evermoe.protection import Protection
+from evermoe.recovery.early_survey import EarlySurvey
 from evermoe.recovery.recovery import Recovery
 from evermoe.recovery.report import PhaseClock, RecoveryReport
 from evermoe.recovery.survey import Standing
@@ -71,6 +73,7 @@ class RecoveryDriver(Driver):
         self._dense = DenseExchange(self._state, self._membership, overlaps_gather=self._config.overlap_param_gather)
         if self._dense.late is not None:
             self._dense.late.attach(self._script.model)
+        self._early = EarlySurvey(self._state, self._protection.replicas.catch_up)
         self.reports: list[Recovered] = []
         self.committed = -1
         """Steps that no failure which the preset covers can undo; -1 before the first recovery."""
@@ -101,6 +104,7 @@ class RecoveryDriver(Driver):
 
     def leave(self) -> None:
         """Lets other jobs have the checkpoint folder, and leaves gradients to the script."""
+        self._early.drop()
         self._dense.close()
         self._checkpointer.close()
         self.lost.close()
@@ -123,6 +127,7 @@ class RecoveryDriver(Driver):
         self._clock = PhaseClock(self._report.seconds, self._emit)
         if self._group.broken:
             self._emit(Lost(self._step, reason))
+            self._early.begin()
         self._clock.enter("agree")
 
     def waiting(self) -> None:
@@ -137,8 +142,10 @@ class RecoveryDriver(Driver):
         self._protection.settle()
 
     def connecting(self) -> None:
-        """Times how long it takes to connect."""
+        """Times how long it takes to connect; surveys what this member has meanwhile."""
         self._clock.enter("rebuild")
+        if self._trains:
+            self._early.begin()
 
     def weigh(self) -> Event:
         """Agrees whether the load has shifted so far that experts should move, as those who train see it."""
@@ -165,7 +172,8 @@ class RecoveryDriver(Driver):
         self._leaving = self._returning = 0
         self._before = version if established and self._trains else None
         self._was_established = established
-        recovery = self._recovery(version, established=established, saw_progress=saw_progress)
+        known = self._early.take()
+        recovery = self._recovery(version, established=established, saw_progress=saw_progress, known=known)
         self._forget_step()
         try:
             report.outcome = recovery.run(self._clock.enter)
@@ -270,7 +278,9 @@ class RecoveryDriver(Driver):
         self._emit(self.reports[-1])
         self._measures.restart()
 
-    def _recovery(self, version: int, *, established: bool, saw_progress: bool) -> Recovery:
+    def _recovery(
+        self, version: int, *, established: bool, saw_progress: bool, known: Mapping[str, int] | None = None
+    ) -> Recovery:
         membership, limit = self._membership, self._config.rejoin_limit
         standing = Standing(
             version,
@@ -284,7 +294,7 @@ class RecoveryDriver(Driver):
         nodes, spread = _places(self._membership, self._config.copies)
         where = self._config.checkpoints()
         target = ExpertTarget(self._state, membership.everyone, nodes, self._config, where, spread)
-        return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing)
+        return Recovery(self._state, self._protection.stored(), membership.everyone, target, standing, known or {})
 
 
 def _places(at: Membership, copies: int) -> tuple[list[str], list[str]]:

@@ -44,6 +44,22 @@ def test_worker_is_killed_and_the_masters_are_recovered(start_job, optimizer):
     assert [committed[step] for step in sorted(committed)] == pytest.approx(plain_losses(optimizer), rel=2e-2)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.3}], ids=["plain", "clipped"])
+def test_owner_of_modules_with_masters_dies_and_its_newest_step_is_not_taken_back(start_job, options):
+    workers = start_job(3, dense="sharded", **options).start_all(
+        {"b": [Fault("update", 6)]}, optimizer="evermoe", dtype="bfloat16", steps=STEPS
+    )
+    assert [each.join() for each in workers] == [0, -9, 0], workers[0].log()
+    a, b, c = workers
+    owned = {"embedding", "first.router", "second.router", "head"}
+    assert owned & set(b.events("copy")[-1]["digests"]), "it owns some"
+    check_history(workers)
+    recovered = a.events("recovered")[-1]
+    assert (recovered["members"], recovered["steps_lost"], recovered["digests_mismatched"]) == (2, 0, 0)
+    assert recovered["step"] == 7, "the others have taken the step, and so have the replicas of what it owned"
+    assert {each.events("verified")[-1]["digests_mismatched"] for each in (a, c)} == {0}
+
+
 def test_masters_are_resumed_from_shared_memory_when_all_workers_crash(start_job):
     job = start_job(2)
     options = {"optimizer": "evermoe", "dtype": "bfloat16", "steps": STEPS}

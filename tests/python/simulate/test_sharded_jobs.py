@@ -29,7 +29,7 @@ EXPERT_STATE, MODULE_STATE = EXPERTS * EXPERT * STATE, MODULE * STATE
 ALL_WEIGHTS = MODULES * MODULE * WEIGHT
 
 
-def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, weight_bytes=WEIGHT, **options):
+def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, replayable=True, **options):
     """Every node trains all experts of one layer; four modules are no expert. One node is lost and comes back."""
     workload = Workload(
         name="small",
@@ -39,9 +39,10 @@ def job(dense="replicated", *, devices=1, fails=True, constants=QUICK, weight_by
         dense_parameters=MODULES * MODULE,
         step_seconds=1.0,
         state_bytes=STATE,
-        weight_bytes=weight_bytes,
+        weight_bytes=WEIGHT,
         gradient_bytes=4,
         scaling=0.0,
+        replayable=replayable,
     )
     events = [(0.0, True, range(NODES)), (LOST_AT, False, [LOST]), (BACK_AT, True, [LOST])]
     return Scenario(
@@ -72,8 +73,8 @@ def test_with_owners_it_fetches_weights_and_the_state_of_its_own_module():
 
 
 def test_where_steps_cannot_be_repeated_copies_are_a_step_late():
-    """With weights of two bytes an owner's copy is a snapshot: all go back to it from snapshots of their own."""
-    found = simulate(job("sharded", weight_bytes=2), "auto", seed=0)
+    """An owner's copy is a snapshot then: all go back to it from snapshots of their own."""
+    found = simulate(job("sharded", replayable=False), "auto", seed=0)
     assert (found.losses, found.recoveries, found.undone_steps, found.checkpoint_loads) == (1, 3, 1, 0)
 
 
@@ -101,6 +102,14 @@ def test_each_process_checks_what_it_has(devices):
     each = (MODULES * MODULE_STATE + EXPERT_STATE / devices) / RATE
     assert "verify" not in seconds
     assert seconds["survey"] == pytest.approx(2 * each), "after the loss and as the node comes back, not at the start"
+
+
+def test_digests_are_computed_while_members_agree_and_connect():
+    """From when a loss is noticed; where a node comes, from when the members connect."""
+    constants = replace(QUICK, agree_seconds=0.3, rebuild_seconds=0.2)
+    seconds = simulate(job(constants=constants), "auto", seed=0).seconds_by_cause
+    each = (MODULES * MODULE_STATE + EXPERT_STATE) / RATE
+    assert seconds["survey"] == pytest.approx(2 * each - 0.3 - 2 * 0.2)
 
 
 @pytest.mark.parametrize(("speed", "late"), [(1e6, 0.0), (1e5, 0.38)])

@@ -1,0 +1,43 @@
+"""Which units' steps replicas can repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from evermoe.optim import MASTER
+from evermoe.replay.calibrate import Arithmetic
+from evermoe.replay.part import part_name, parts_of
+from evermoe.replay.sender import FUSED_ROW
+from evermoe.state.training_state import TrainingState
+from evermoe.state.unit import TensorSpec
+
+
+def can_replay(state: TrainingState, unit: str, arithmetic: Arithmetic) -> bool:
+    """Whether the steps of a unit that one rank trains can be repeated from its gradients, by this arithmetic.
+
+    Those of an expert, or of what has an owner and no buffers; of float32, or with float32 masters; and with all
+    parameters in the optimizer.
+    """
+    found = state.catalog.by_name[unit]
+    if not all(_is_exact(specs) for specs in parts_of(found)):
+        return False
+    stepped = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
+    if found.layer is None:
+        return unit in state.owners.units and all(id(p) in stepped for p in state.dense_tensors(unit).values())
+    weights = state.layers[found.layer].weights
+    is_whole = arithmetic.variant != "torch_cpu_fused" or weights.shape[1] % FUSED_ROW == 0
+    return is_whole and id(weights) in stepped
+
+
+def _is_exact(specs: Sequence[TensorSpec]) -> bool:
+    """Whether the state of a parameter is float32, or the parameter the rounding of a master that is."""
+    parameter, *kept = specs
+    if any(spec.dtype != torch.float32 for spec in kept):
+        return False
+    if parameter.dtype == torch.float32:
+        return True
+    has_master = any(spec.name == part_name(parameter.name, MASTER) for spec in kept)
+    return has_master and int(np.prod(parameter.shape)) % 2 == 0  # as the sender has it
