@@ -133,6 +133,8 @@ class Measured(Event):
     session has none of are left out."""
     sent_bytes: dict[str, int]
     """By kind, `replayed` and `snapshot`, bytes of copies that this process has sent to other members so far."""
+    gpu_bytes: int = 0
+    """Bytes of the GPU's memory in which snapshots are made, see `snapshot_memory`, and what they need besides."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ from evermoe.planning.presets import PRESETS, Preset, PresetName
 from evermoe.planning.protection import ProtectionPlan
 from evermoe.state.stored import NO_COPIES, KeptCopies, StoredUnit
 
+SnapshotMemory = Literal["host", "gpu", "auto"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class CopyOptions(Options):
@@ -39,6 +41,10 @@ class CopyOptions(Options):
     as the budget allows. `gemini` and `baft` make them at every step."""
     replay_log_bytes: int = option(1 << 30, least=1)
     """Bound of the gradients that a member logs for the units that it keeps by repeating their steps."""
+    snapshot_memory: SnapshotMemory = "host"
+    """Where a snapshot of state on a GPU is made. `host`: in host memory, and the optimizer's step waits until it is
+    there. `gpu`: in as many bytes of the GPU's own memory, from where it goes to the host while training goes on.
+    `auto`: on the GPU if that leaves a sixteenth of its memory free, once a step has shown what training takes."""
     replica_device: str = "cpu"
     """Device of the units that a member keeps for others by repeating their steps: `cpu`, or a GPU such as `cuda:1`."""
     experts_per_snapshot: int | None = option(None, shared=True, least=1)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from evermoe._native import Capture
 from evermoe.snapshot.chunked_copy import ChunkedCopy
 
 TRANSFERS = 4
@@ -20,17 +21,22 @@ class GpuSource:
     """Chunks for the tensors of units, made once as long as the tensors stay where they are.
 
     Optimizers keep one `step` for all experts of a layer, and some keep it on the CPU. For what several units share,
-    and what is elsewhere, each unit has a *stand-in* on the GPU, which is written before each capture.
+    and what is elsewhere, each unit has a *stand-in* on the GPU, which is written before each capture. Where all
+    tensors have one, training may write them again at once: what is captured lies beside them.
 
     Args:
         tensors: contiguous, unit by unit.
         device: where all but small ones are.
+        is_beside: whether all tensors have stand-ins, which take as much memory on the GPU as they do.
 
     Raises:
-        RuntimeError: too little page-locked memory.
+        RuntimeError: too little memory on the GPU, or page-locked on the host.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Sequence[Tensor], device: torch.device, *, is_beside: bool = False) -> None:
+        self.is_beside = is_beside
+        self.capture: Capture | None = None
+        """The newest one."""
         self._places = _places(tensors)
         uses = Counter(self._places)
         self._device = device
@@ -38,13 +44,19 @@ class GpuSource:
         self._stand_ins: list[tuple[tuple[int, int], Tensor]] = []
         own = []
         for tensor, place in zip(tensors, self._places, strict=True):
-            if tensor.device != device or (tensor.nbytes and uses[place] > 1):
+            if tensor.device != device or (tensor.nbytes and (is_beside or uses[place] > 1)):
                 self._originals[place] = tensor.detach().reshape(-1).view(torch.uint8)
                 own.append(torch.empty(tensor.nbytes, dtype=torch.uint8, device=device))
                 self._stand_ins.append((place, own[-1]))
             else:
                 own.append(tensor)
         self._copy = ChunkedCopy(own, staging=TRANSFERS, for_captures=True)
+        self._written = torch.cuda.Event() if device.type == "cuda" else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stand-ins."""
+        return sum(stand_in.nbytes for _, stand_in in self._stand_ins)
 
     @staticmethod
     def fits(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -63,7 +75,14 @@ class GpuSource:
             torch._foreach_copy_(
                 [stand_in for _, stand_in in self._stand_ins], [there[place] for place, _ in self._stand_ins]
             )
+        if self._written is not None:
+            self._written.record(torch.cuda.current_stream(self._device))
         return self._copy
+
+    def release(self) -> None:
+        """Makes torch's current stream wait until the stand-ins are written: then it may write all else."""
+        if self._written is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._written)
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -128,15 +128,21 @@ class SnapshotRound:
         return self._read_seconds + sum(capture.seconds_busy for capture in self._captures if capture is not None)
 
     def wait_captured(self) -> None:
-        """Waits until the state may be changed: this version of it is in the arenas of its primaries."""
+        """Waits until the state may be changed: this version of it is in the arenas of its primaries.
+
+        Where it is on a GPU, and so is its snapshot, torch's current stream waits for that instead.
+        """
         self._has_begun.wait()
-        for capture in self._captures:
-            if capture is not None:
-                capture.hurry()
-        for capture in self._captures:
-            if capture is not None:
-                with suppress(CaptureCancelled):  # there was no memory for it: the round says so
-                    capture.wait()
+        captures = [
+            capture
+            for kept, capture in zip(self._own, self._captures, strict=False)
+            if capture is not None and not self._store.sources.release(kept.number)
+        ]
+        for capture in captures:
+            capture.hurry()
+        for capture in captures:
+            with suppress(CaptureCancelled):  # there was no memory for it: the round says so
+                capture.wait()
         self._read.wait()
 
     def _run(self) -> bool:

@@ -17,6 +17,7 @@ from evermoe.planning.placement import spread_over
 from evermoe.planning.protection import UnitProtection
 from evermoe.profile.memory import share_of_host_bytes
 from evermoe.snapshot.bundles import Bundle, bundles
+from evermoe.snapshot.gpu_sources import GpuSources
 from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import SnapshotStore, SnapshotUnit
@@ -108,6 +109,8 @@ class Snapshots(StateKeeper):
     ) -> None:
         self._state, self._store, self._membership = state, store, membership
         self._options, self._emit = options, emit
+        self.sources = store.sources = GpuSources(options.snapshot_memory)
+        """Through which captures from a GPU go."""
         self.pacer = Pacer()
         self.pacer.attach(membership.trainer_group)
         self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=membership.device)
@@ -253,7 +256,7 @@ class Snapshots(StateKeeper):
         self.before_update()
         is_whole = self.wait()
         self._round = None
-        self._store.release_sources()
+        self.sources.clear()
         if version is not None and self.copies_late and self.version_pace.begun < step_of(version):
             self._is_settled = False
             self.start(version, Due(bundles=None))

@@ -26,6 +26,7 @@ from evermoe.errors import CorruptCopy
 from evermoe.memory_folder import check_private, make_private
 from evermoe.snapshot.bundles import Bundle
 from evermoe.snapshot.gpu_source import GpuSource
+from evermoe.snapshot.gpu_sources import GpuSources
 from evermoe.snapshot.segments import Segment, Segments
 from evermoe.state.stored import NO_COPIES, KeptCopies
 from evermoe.state.training_state import TrainingState
@@ -58,8 +59,6 @@ class BundleArena:
     arena: Arena
     index: int = -1
     """The buffer that is being written."""
-    on_gpu: GpuSource | None = None
-    """What tensors on a GPU are captured through."""
 
 
 def _has_version(path: Path) -> bool:
@@ -97,6 +96,8 @@ class SnapshotStore:
     state: TrainingState
     chunk_bytes: int = 4 << 20
     """Size of a message at most."""
+    sources: GpuSources = field(default_factory=GpuSources)
+    """Through which captures from a GPU go."""
     engine: CopyEngine = field(default_factory=_open_engine)
     """Captures state in arenas, in a thread of its own."""
     own: list[BundleArena] = field(default_factory=list)
@@ -281,6 +282,7 @@ class SnapshotStore:
     def release(self) -> None:
         """Lets go of this rank's arenas; their files stay."""
         self.own, self.peers, self.segments = [], [], None
+        self.sources.clear()
 
     def _create_arena(
         self, number: int, bundle: Bundle, generation: int, member: str, rank: int, *, reserves: bool = True
@@ -304,8 +306,9 @@ class SnapshotStore:
             runs = [[(tensor.data_ptr(), tensor.nbytes) for tensor in each] for each in tensors]
             capture = self.engine.capture(kept.arena, version, runs, every)
         elif GpuSource.fits(every, gpu):
-            source = self._source(kept, every, gpu)
+            source = self.sources.of(kept.number, every, gpu)
             capture = source.copy().capture(self.engine, kept.arena, version, [*map(len, tensors)])
+            self.sources.note(kept.number, capture)
         else:
             return None
         kept.index = capture.index
@@ -314,25 +317,14 @@ class SnapshotStore:
     def prepare(self, captured: Sequence[BundleArena]) -> None:
         """Makes what captures from a GPU need, which page-locks memory, before the first of them is under way."""
         for kept in captured:
-            if kept.on_gpu is None and any(
+            if kept.number in self.sources or not any(
                 t.is_cuda for each in self.state.tensors(kept.bundle.units[:1]) for t in each
             ):
-                tensors = [tensor for each in self.state.tensors(kept.bundle.units) for tensor in each]
-                gpu = next(tensor.device for tensor in tensors if tensor.is_cuda)
-                if GpuSource.fits(tensors, gpu) and all(tensor.is_contiguous() for tensor in tensors):
-                    self._source(kept, tensors, gpu)
-
-    @staticmethod
-    def _source(kept: BundleArena, tensors: Sequence[Tensor], gpu: torch.device) -> GpuSource:
-        if kept.on_gpu is None or not kept.on_gpu.is_of(tensors):
-            kept.on_gpu = None  # its memory makes room
-            kept.on_gpu = GpuSource(tensors, gpu)
-        return kept.on_gpu
-
-    def release_sources(self) -> None:
-        """Lets go of the tensors that were captured: their memory is needed for those that take their place."""
-        for kept in self.own:
-            kept.on_gpu = None
+                continue
+            tensors = [tensor for each in self.state.tensors(kept.bundle.units) for tensor in each]
+            gpu = next(tensor.device for tensor in tensors if tensor.is_cuda)
+            if GpuSource.fits(tensors, gpu) and all(tensor.is_contiguous() for tensor in tensors):
+                self.sources.of(kept.number, tensors, gpu)
 
     def stored(self) -> Iterator[SnapshotUnit]:
         """Every whole version of every unit in this node's memory, also of processes that have died here."""
@@ -365,7 +357,7 @@ class SnapshotStore:
 
     def close(self, member: str) -> None:
         """Removes this member's arenas, and the directories when they are empty then: a clean exit needs no copies."""
-        self.own, self.peers = [], []
+        self.release()
         for _, path in self._files():
             if path.name.endswith(f"-{member}.arena"):
                 path.unlink(missing_ok=True)

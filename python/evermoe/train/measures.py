@@ -51,7 +51,8 @@ class StepMeasures:
         for keeper in protection.keepers:
             lag |= keeper.lag(step + 1)
         sent = dict(zip(("replayed", "snapshot"), (courier.sent_bytes for courier in protection.couriers), strict=True))
-        self._emit(Measured(step, seconds, self._count_tokens(), imbalance, of_experts, lag, sent))
+        gpu_bytes = protection.snapshots.sources.nbytes
+        self._emit(Measured(step, seconds, self._count_tokens(), imbalance, of_experts, lag, sent, gpu_bytes))
 
     def _count_tokens(self) -> int:
         """Tokens of the global batch: the choices in a layer by those of each token."""

@@ -39,6 +39,22 @@ def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("memory", ["gpu", "auto"])
+@pytest.mark.parametrize("preset", ["auto", "gemini", "baft"])
+def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, device, preset, memory):
+    """Training goes on at once, and what arrives is compared with the state as it was."""
+    job = start_job(3, preset=preset, snapshot_memory=memory, hang_limit=30.0, **FEWEST)
+    workers = job.start_all({"b": [Fault("forward", 6)]}, device=device, optimizer="evermoe", steps=10)
+    assert workers[1].join(SLOW) == -9
+    assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
+    check_history(workers)
+    check_recovered(workers, workers[0])
+    taken = [event["gpu_bytes"] for event in workers[0].events("measured")]
+    assert max(taken) > 1000 * bool(preset != "auto"), "a snapshot lay on the GPU"
+    assert sum(event["digests_mismatched"] for event in workers[0].events("verified")) == 0
+
+
+@pytest.mark.timeout(300)
 def test_replicas_repeat_the_steps_on_their_device(start_job, device):
     job = start_job(3, preset="moetion", hang_limit=30.0, replica_device=device, **FEWEST)
     workers = job.start_all({"b": [Fault("forward", 4)]}, device=device, optimizer="evermoe", steps=8)
