@@ -6,8 +6,10 @@
 On the CPU: `pack` and `unpack` (copy, and a hash of each 4 KiB) and `hash` (a hash alone), against one memcpy of the
 same bytes ("copy"), torch's own ways of the same copy without a hash ("torch": `torch.cat`, `_foreach_copy_`), and a
 copy followed by a hash of everything ("copy, then hash"). On CUDA: `save` and `restore`, launch to end, against one
-large copy to page-locked memory, and the kernels alone against a copy within the device; and how fast the host reads
-the page-locked memory, against memory of its own. The candidates take turns; the figure is the median. `GB/s` counts
+large copy to page-locked memory, and the kernels alone against a copy within the device; how fast the host reads
+the page-locked memory, against memory of its own; and `digest`, the digests of a recovery, each tensor a unit, against
+the same large copy and ("torch") plain copies of each tensor: 1 / "x copy" is their share of the link, with all that
+they page-lock first, so that it grows with `--mib`. The candidates take turns; the figure is the median. `GB/s` counts
 the tensors' bytes once. A ratio below 1 means: faster than the copy.
 """
 
@@ -16,6 +18,7 @@ import torch
 from common import Table, medians, parse, parser, ratio, take_turns, where
 from evermoe.ops import chunks
 from evermoe.snapshot import chunked_copy
+from evermoe.state.gpu_digests import gpu_digests
 
 
 def tensors_of(mib, count, device):
@@ -57,6 +60,7 @@ def cuda_benches(tensors, chunk_bytes):
     hashes, other = torch.empty(copier.hashes.shape, dtype=torch.int64, device="cuda"), torch.empty_like(flat)
     wrong = torch.empty(len(packed), dtype=torch.int64, device="cuda")
     plain = copier.chunks.clone()
+    units = [[tensor] for tensor in tensors]
 
     def save():
         saved = copier.save()
@@ -71,6 +75,8 @@ def cuda_benches(tensors, chunk_bytes):
     to_host = lambda: pinned.copy_(flat, non_blocking=True)  # noqa: E731
     within = lambda: other.copy_(flat)  # noqa: E731
     yield "save", {"ours": save, "copy": to_host}
+    digest = {"ours": lambda: gpu_digests(units, chunk_bytes=chunk_bytes), "copy": to_host}
+    yield "digest", digest | {"torch": lambda: [tensor.cpu() for tensor in tensors]}
     yield "restore", {"ours": restore, "copy": lambda: flat.copy_(pinned, non_blocking=True)}
     yield "pack", {"ours": lambda: chunks.pack_chunks(tensors, 0, packed, hashes), "copy": within}
     yield "unpack", {"ours": lambda: chunks.unpack_chunks(packed, hashes, 0, tensors, wrong), "copy": within}

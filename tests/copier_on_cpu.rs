@@ -8,7 +8,8 @@ use cudarc::driver::sys;
 use driver::{Driver, EARLY, LATE, RANDOM, finish};
 use evermoe::cpu::{self, BLOCK_BYTES, ChunkLayout, Serial};
 use evermoe::cuda::{ChunkCopier, ChunkRange, Fetcher, HostMemory, Launcher, PinnedBuffer, Span, Staging};
-use evermoe::snapshot::{Arena, CopyEngine, Fetch, Run};
+use evermoe::error::Result;
+use evermoe::snapshot::{Arena, CopyEngine, Fetch, Lane, Part, Run, digest, digests_fetched};
 use std::sync::Arc;
 
 #[path = "emulator/driver.rs"]
@@ -55,9 +56,13 @@ fn copies_agree_with_the_cpu() {
                 let copier = copying.copier(Staging { count, bytes }, host);
                 captured(&copying, Arc::new(copier), in_place);
             }
+            let (expected, got) =
+                hashed(stream, sizes, chunk_bytes, Staging { count, bytes }, |fetcher, _| fetcher.fetch());
+            assert_eq!(got, expected);
         }
     }
     a_fetch_runs_ahead(&driver, stream);
+    mistakes_give_other_digests(&driver, stream);
     driver.set_policy(EARLY);
     let (expected, got) = save_while_overwritten(stream, false);
     assert_ne!(got, expected, "the test would not notice if `release` did nothing");
@@ -324,6 +329,70 @@ fn captured(copying: &Copying, copier: Arc<ChunkCopier>, in_place: bool) {
     assert_eq!(arena.versions()[0].1, 3);
     // SAFETY: a live stream, of which nothing may be left when the tensors go.
     unsafe { result::stream::synchronize(stream) }.unwrap();
+}
+
+/// The digests that units should have, and those that two lanes give, one beside the other, of tensors that arrive late and
+/// are overwritten once it is over. Each unit has two tensors, and bytes on the host between them. `fetch` says how many of a
+/// copier's bytes may be read.
+fn hashed(
+    stream: sys::CUstream,
+    sizes: &[usize],
+    chunk_bytes: usize,
+    staging: Staging,
+    fetch: fn(&mut Fetcher, &ChunkLayout) -> Result<usize>,
+) -> (Vec<Vec<u64>>, Vec<Vec<u64>>) {
+    let here = b"bytes on the host";
+    let mut both =
+        [Copying::new(stream, sizes, chunk_bytes), Copying::new(stream, &[9000, 0, 77, 1], chunk_bytes)];
+    let (mut expected, mut lanes) = (vec![], vec![]);
+    for copying in &mut both {
+        let copier = Arc::new(copying.copier(staging, HostMemory::Slots));
+        assert_eq!(copier.num_hashes(), 0);
+        copying.set();
+        // SAFETY: a live stream; the tensors are written when the digests are there.
+        let mut fetcher = unsafe { Fetcher::new(copier.clone(), stream.cast()).unwrap() };
+        let copies = fetcher.copies();
+        let fetched =
+            |tensor: &Vec<_>| tensor.iter().map(|&each| Part::Fetched(run(each))).collect::<Vec<_>>();
+        let units = copies.chunks(2).map(|pair| {
+            let mut parts = fetched(&pair[0]);
+            parts.push(Part::Here(here));
+            parts.extend(pair.get(1).map(fetched).into_iter().flatten());
+            parts
+        });
+        let units = units.collect();
+        let fetch = move |_: *mut u8| fetch(&mut fetcher, copier.layout());
+        lanes.push(Lane { units, fetch: Box::new(fetch) });
+        let unit = |pair: &[Vec<u8>]| {
+            let rest = pair.get(1).map_or(&[][..], Vec::as_slice);
+            digest(&[&pair[0][..], here, rest].concat())
+        };
+        expected.push(copying.source.chunks(2).map(unit).collect());
+    }
+    // SAFETY: the copiers keep what is fetched; only their fetchers write it.
+    let got = unsafe { digests_fetched(lanes) }.unwrap();
+    both.iter().for_each(Copying::clear);
+    // SAFETY: a live stream, of which nothing may be left when the tensors go.
+    unsafe { result::stream::synchronize(stream) }.unwrap();
+    (expected, got)
+}
+
+/// Planted: bytes that are not waited for, and some that are not read before others take their place.
+fn mistakes_give_other_digests(driver: &Driver, stream: sys::CUstream) {
+    let staging = Staging { count: 2, bytes: 4096 };
+    driver.set_policy(LATE);
+    let (expected, got) = hashed(stream, &[5000, 2000], 4096, staging, |fetcher, layout| {
+        fetcher.fetch()?;
+        Ok(layout.sizes().iter().sum())
+    });
+    assert_ne!(got[0], expected[0], "the test would not notice a wait that is missing");
+    let (expected, got) = hashed(stream, &[30_000, 3, 9999], 4096, staging, |fetcher, _| {
+        for _ in 0..3 {
+            fetcher.fetch()?; // as many as there are slots
+        }
+        fetcher.fetch()
+    });
+    assert_ne!(got[0], expected[0], "the test would not notice a slot that is used too early");
 }
 
 /// What is written to a buffer after a capture into it was cancelled stays.

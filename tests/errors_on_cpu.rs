@@ -10,7 +10,7 @@ use driver::{Driver, EARLY, LATE, RANDOM};
 use evermoe::cpu::ChunkLayout;
 use evermoe::cuda::{ChunkCopier, Fetcher, HostMemory, LayerIds, PinnedBuffer, Staging};
 use evermoe::error::{Error, Result};
-use evermoe::snapshot::{Arena, CopyEngine, Run};
+use evermoe::snapshot::{Arena, CopyEngine, Lane, Part, Run, digest, digests_fetched};
 use std::sync::Arc;
 
 #[path = "emulator/driver.rs"]
@@ -31,8 +31,11 @@ fn errors_are_told_late_and_for_good() {
         told_late_and_by_all(&driver);
         for work in [1, 2, 3, 4, 5, 9, 14, 20] {
             a_copier_fails(&driver, work);
+        }
+        for work in [1, 2, 3, 4, 5, 9, 12, 14] {
             a_capture_fails(&driver, work, false);
             a_capture_fails(&driver, work, true);
+            digests_fail(&driver, work);
         }
         a_page_lock_is_refused(&driver);
         for launch in 1..6 {
@@ -222,6 +225,25 @@ fn a_capture_fails(driver: &Driver, work: i32, in_place: bool) {
     let capture = unsafe { engine.capture(&arena, 4, &runs, Box::new(())) }.unwrap();
     capture.wait(None, None).unwrap();
     assert_eq!(arena.versions()[0].1, 4);
+}
+
+/// Who asks for digests is told, also the next time.
+fn digests_fail(driver: &Driver, work: i32) {
+    let mut tensors = Tensors::new();
+    let copier = Arc::new(tensors.copier(HostMemory::Slots));
+    let digests = || -> Result<_> {
+        // SAFETY: a live stream; the tensors are not written.
+        let mut fetcher = unsafe { Fetcher::new(copier.clone(), tensors.stream.cast())? };
+        let parts = |runs: Vec<_>| runs.into_iter().map(|each| Part::Fetched(run(each))).collect();
+        let units = fetcher.copies().into_iter().map(parts).collect();
+        // SAFETY: as above.
+        unsafe { digests_fetched(vec![Lane { units, fetch: Box::new(move |_| fetcher.fetch()) }]) }
+    };
+    assert_eq!(digests().unwrap(), [SIZES.map(|size| digest(&vec![7; size]))]);
+    driver.plant_fault(work);
+    assert!(is_typed(digests()) && is_typed(digests()), "work {work}");
+    drop(copier);
+    driver.heal();
 }
 
 /// One launch of many fails and the device works on: when `fetch` says so, nothing reads the tensors any more.

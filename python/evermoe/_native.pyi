@@ -364,6 +364,14 @@ def copy_units(sources: Sequence[Sequence[tuple[int, int]]], outs: list[NDArray[
     ValueError for runs that do not add up to their place.
     """
 
+def digest_lanes(sizes: list[int], count: int | None = None) -> list[list[int]]:
+    """The units of each lane of `digests_on_device`: of `sizes` in bytes, about as many bytes in each.
+
+    As many lanes as threads are worth it, of half of the processors, unless a `count` is given.
+
+    Example: `digest_lanes([10, 60, 30, 40], 2)` is `[[1, 0], [3, 2]]`: 70 bytes each.
+    """
+
 class CopyEngine:
     """A thread that captures scattered memory into arenas beside training, while its gate is open.
 
@@ -484,6 +492,17 @@ class ChunkCopier:
     def release(self, current_stream: int) -> None: ...
     def is_done(self, first: int, end: int) -> bool: ...
     def wait(self, first: int, end: int) -> None: ...
+
+def digests_on_device(
+    lanes: list[tuple[ChunkCopier, int, list[list[NDArray[np.uint8] | None]]]],
+) -> list[list[int]]:
+    """xxh3-64 of the units of each lane, a thread for each, without the GIL.
+
+    A lane is a copier that was made `for_captures`, torch's current stream, and the parts of each unit, whose bytes
+    follow each other: contiguous bytes on the CPU, or None for the copier's next tensor. The tensors are taken as the
+    stream will have left them. Nobody may write them meanwhile, or use the copier. ValueError where units have more or
+    fewer tensors than the copier, RuntimeError for an error of the device; nothing is read any more then.
+    """
 
 # ---- end of copies ----------------------------------------------------------------------------
 

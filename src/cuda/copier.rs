@@ -32,7 +32,7 @@ pub enum HostMemory {
     /// All of them here.
     Given(PinnedBuffer),
     /// In memory for a few transfers that the copier makes, which they use in turn: for a [`Fetcher`](super::Fetcher),
-    /// which leaves alone what the host has not read yet.
+    /// which leaves alone what the host has not read yet. Hashes stay on the device, and nothing is restored.
     Slots,
 }
 
@@ -83,7 +83,8 @@ impl ChunkCopier {
     ///
     /// # Safety
     /// `workspace` is the address of [`ChunkCopier::workspace_bytes`] of device memory, aligned to 16; it and the tensors
-    /// live as long as the copier, and nothing overlaps. `stream`, torch's current one, may use both now.
+    /// live as long as the copier, and nothing overlaps, but tensors that are never restored. `stream`, torch's current one,
+    /// may use both now.
     ///
     /// # Errors
     /// Lengths that do not fit the layout, a build without kernels, or the driver's.
@@ -106,7 +107,7 @@ impl ChunkCopier {
             HostMemory::Own | HostMemory::Slots => PinnedBuffer::new(device, bytes)?,
         };
         ensure!(chunks.len() == bytes, "chunks: expected {bytes} bytes of host memory, got {}", chunks.len());
-        let words = parts.num_chunks * (parts.hashes_of_chunk() + 1);
+        let words = parts.host_hashes() + parts.num_chunks;
         let hashes = PinnedBuffer::new(device, words * WORD)?;
         let device = Device::get(device)?;
         let _current = device.make_current()?;
@@ -155,14 +156,19 @@ impl ChunkCopier {
         self.chunks.len()
     }
 
-    /// `[num_chunks, chunk_bytes / 4096]` int64 on the host, as for [`ChunkCopier::chunks`].
+    /// `[num_chunks, chunk_bytes / 4096]` int64 on the host, as for [`ChunkCopier::chunks`]; none with [`HostMemory::Slots`].
     pub fn hashes(&self) -> *mut i64 {
         self.hashes.as_ptr().cast()
     }
 
+    /// Numbers at [`ChunkCopier::hashes`].
+    pub fn num_hashes(&self) -> usize {
+        self.workspace.host_hashes()
+    }
+
     /// `[num_chunks]` int64 on the host: wrong blocks of each chunk that was restored, as for [`ChunkCopier::chunks`].
     pub fn wrong(&self) -> *mut i64 {
-        self.hashes().wrapping_add(self.workspace.num_chunks * self.workspace.hashes_of_chunk())
+        self.hashes().wrapping_add(self.num_hashes())
     }
 
     /// Starts to copy chunks to the host, as the tensors are when `stream` has done what it has been given so far.
@@ -220,8 +226,9 @@ impl ChunkCopier {
     /// Those of [`ChunkCopier::save`]; later uses of the tensors come after [`ChunkCopier::release`].
     ///
     /// # Errors
-    /// Those of [`ChunkCopier::save`].
+    /// Those of [`ChunkCopier::save`]; memory that transfers use in turn.
     pub unsafe fn restore(&self, stream: *mut c_void, chunks: Range<usize>) -> Result<()> {
+        ensure!(!self.workspace.is_in_turn, "restore: expected all chunks on the host, got room for a few");
         // SAFETY: by the caller's promise and that of `new`.
         unsafe { self.transfer(Some(stream), chunks, |buffer, group| self.restore_group(buffer, group)) }
     }
@@ -370,7 +377,9 @@ impl ChunkCopier {
             } else {
                 copy.copy_to_host(range.chunks, host.chunks, range.num_blocks * BLOCK_BYTES)?;
             }
-            copy.copy_to_host(range.hashes, host.hashes.cast(), range.num_blocks * WORD)?;
+            if self.num_hashes() > 0 {
+                copy.copy_to_host(range.hashes, host.hashes.cast(), range.num_blocks * WORD)?;
+            }
             buffer.free.record(self.copy.raw())?;
             self.done[chunks.start / self.workspace.staging_chunks].record(self.copy.raw())
         }

@@ -33,6 +33,8 @@ pub(super) struct Workspace {
     pub(super) num_staging: usize,
     /// Groups of chunks that the host has room for.
     pub(super) num_slots: usize,
+    /// Groups use that room in turn; then their hashes stay on the device.
+    pub(super) is_in_turn: bool,
 }
 
 impl Workspace {
@@ -45,7 +47,7 @@ impl Workspace {
         let num_staging = staging.count.min(num_groups);
         // One that the host reads, and one for each transfer that is on its way meanwhile.
         let num_slots = if is_in_turn { num_groups.min(num_staging + 1) } else { num_groups };
-        Ok(Self { num_spans, num_chunks, chunk_bytes, staging_chunks, num_staging, num_slots })
+        Ok(Self { num_spans, num_chunks, chunk_bytes, staging_chunks, num_staging, num_slots, is_in_turn })
     }
 
     pub(super) fn num_groups(&self) -> usize {
@@ -59,6 +61,11 @@ impl Workspace {
 
     pub(super) fn hashes_of_chunk(&self) -> usize {
         self.chunk_bytes / BLOCK_BYTES
+    }
+
+    /// Words of the hashes on the host.
+    pub(super) fn host_hashes(&self) -> usize {
+        if self.is_in_turn { 0 } else { self.num_chunks * self.hashes_of_chunk() }
     }
 
     /// Chunks and hashes of a buffer; a multiple of 16.

@@ -4,17 +4,24 @@
 use super::chunks::{ChunkCopier, stream};
 use super::snapshot::Arena;
 #[cfg(feature = "cuda")]
+use super::snapshot::bytes_of;
+#[cfg(feature = "cuda")]
 use crate::cuda;
 #[cfg(feature = "cuda")]
 use crate::ensure;
 use crate::error::Error;
 use crate::snapshot::{self, CaptureState, Run};
+#[cfg(feature = "cuda")]
+use numpy::PyReadonlyArray1;
 use numpy::PyReadwriteArray1;
 use pyo3::prelude::*;
 use std::time::{Duration, Instant};
 
 pub(super) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(copy_units, module)?)?;
+    module.add_function(wrap_pyfunction!(digest_lanes, module)?)?;
+    #[cfg(feature = "cuda")]
+    module.add_function(wrap_pyfunction!(digests_on_device, module)?)?;
     module.add_class::<CopyEngine>()?;
     module.add_class::<Capture>()
 }
@@ -30,6 +37,72 @@ fn copy_units(
     let mut outs = outs.collect::<Result<Vec<&mut [u8]>, _>>()?;
     // SAFETY: the caller promises that the sources stay as they are, see the stub.
     Ok(py.detach(|| unsafe { snapshot::copy_units(&sources, &mut outs) })?)
+}
+
+#[pyfunction]
+#[pyo3(signature = (sizes, count = None))]
+fn digest_lanes(sizes: Vec<usize>, count: Option<usize>) -> Vec<Vec<usize>> {
+    snapshot::digest_lanes(&sizes, count)
+}
+
+/// A copier, torch's current stream, and the parts of each unit: bytes on the CPU, or the copier's next tensor.
+#[cfg(feature = "cuda")]
+type DeviceLane<'py> = (Py<ChunkCopier>, usize, Vec<Vec<Option<PyReadonlyArray1<'py, u8>>>>);
+
+#[cfg(feature = "cuda")]
+#[pyfunction]
+fn digests_on_device(py: Python<'_>, lanes: Vec<DeviceLane<'_>>) -> PyResult<Vec<Vec<u64>>> {
+    let mut jobs = vec![];
+    for (copier, current_stream, units) in &lanes {
+        let units = units.iter().map(|parts| {
+            parts.iter().map(|part| part.as_ref().map(bytes_of).transpose()).collect::<PyResult<Vec<_>>>()
+        });
+        let units = units.collect::<PyResult<Vec<_>>>()?;
+        jobs.push((copier.get().copier.clone(), *current_stream, units));
+    }
+    let found = py.detach(move || {
+        let lanes = jobs.into_iter().map(|(copier, current_stream, units)| {
+            // SAFETY: torch's streams live as long as the process; the caller leaves the tensors and the copier alone until
+            // this returns, see the stub.
+            let mut fetcher = unsafe { cuda::Fetcher::new(copier, stream(current_stream))? };
+            let units = parts(&units, &fetcher.copies())?;
+            Ok(snapshot::Lane { units, fetch: Box::new(move |_| fetcher.fetch()) })
+        });
+        let lanes = lanes.collect::<Result<Vec<_>, Error>>()?;
+        // SAFETY: a fetcher leaves alone what it has brought until it is asked for more; the copiers, which own that memory,
+        // live in `lanes` of above.
+        unsafe { snapshot::digests_fetched(lanes) }
+    });
+    Ok(found?)
+}
+
+/// The parts of units: bytes that are there, and the runs of the tensors in turn.
+#[cfg(feature = "cuda")]
+fn parts<'a>(
+    units: &[Vec<Option<&'a [u8]>>],
+    tensors: &[Vec<(usize, usize)>],
+) -> Result<Vec<Vec<snapshot::Part<'a>>>, Error> {
+    let asked = units.iter().flatten().filter(|part| part.is_none()).count();
+    ensure!(
+        asked == tensors.len(),
+        "lanes: expected units with the copier's {} tensors, got {asked}",
+        tensors.len()
+    );
+    let mut tensors = tensors.iter();
+    let mut found = Vec::with_capacity(units.len());
+    for parts in units {
+        let mut unit = vec![];
+        for part in parts {
+            if let Some(bytes) = part {
+                unit.push(snapshot::Part::Here(bytes));
+            } else {
+                let runs = tensors.next().into_iter().flatten();
+                unit.extend(runs.map(|&(address, bytes)| snapshot::Part::Fetched(Run { address, bytes })));
+            }
+        }
+        found.push(unit);
+    }
+    Ok(found)
 }
 
 fn runs(unit: Vec<(usize, usize)>) -> Vec<Run> {

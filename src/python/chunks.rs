@@ -88,8 +88,7 @@ impl ChunkCopier {
 
     fn hashes<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<i64>> {
         let copier = &slf.get().copier;
-        let len = copier.layout().num_chunks() * copier.layout().chunk_bytes() / crate::cpu::BLOCK_BYTES;
-        view(copier.hashes(), len, slf)
+        view(copier.hashes(), copier.num_hashes(), slf)
     }
 
     fn wrong<'py>(slf: Bound<'py, Self>) -> Bound<'py, PyArray1<i64>> {

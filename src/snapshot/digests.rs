@@ -1,4 +1,4 @@
-//! Digests of units where they lie: nothing is copied.
+//! Digests of units where they lie: nothing is copied. Those of what devices bring are made in [`super::capture`].
 
 use std::sync::Mutex;
 use std::thread;

@@ -19,6 +19,8 @@ mod mapping;
 mod state;
 
 pub use arena::{Arena, PageLock};
-pub use capture::{Capture, CaptureState, CopyEngine, Fetch, Run, copy_units};
+pub use capture::{
+    Capture, CaptureState, CopyEngine, Fetch, Lane, Part, Run, copy_units, digest_lanes, digests_fetched,
+};
 pub use digests::{digest, digests};
 pub use layout::{Layout, Unit};

@@ -18,6 +18,7 @@ STILL_RUNS = "given_later or nothing_after"
 """Tests of work that has not run yet, as it may have here if it need not be late."""
 COPIES = [
     "snapshot/test_gpu_source.py",
+    "state/test_gpu_digests.py",
     "comm/test_courier.py",
     "replay",
     "session/test_gradients.py",

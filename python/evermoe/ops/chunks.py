@@ -32,6 +32,43 @@ def num_chunks(tensors: Sequence[Tensor], chunk_bytes: int) -> int:
     return -(-sum(-(-tensor.nbytes // ALIGNMENT) for tensor in tensors) * ALIGNMENT // chunk_bytes)
 
 
+def open_copier(
+    tensors: Sequence[Tensor],
+    chunk_bytes: int,
+    staging: int,
+    *,
+    host: Tensor | None = None,
+    for_captures: bool = False,
+) -> _native.ChunkCopier:
+    """Make a copier of CUDA tensors, of one device and contiguous, with memory on the device from torch.
+
+    Args:
+        tensors: which it keeps; without overlaps, unless they are only read.
+        chunk_bytes: a multiple of 4096.
+        staging: transfers that may be on their way at once.
+        host: as for `evermoe.snapshot.ChunkedCopy`.
+        for_captures: with memory on the host for `staging` + 1 transfers alone, which they use in turn.
+
+    Raises:
+        RuntimeError: too little memory on the device, or page-locked memory on the host.
+    """
+    device = tensors[0].device
+    places = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    needed = _native.ChunkCopier.workspace_bytes([nbytes for _, nbytes in places], chunk_bytes, staging)
+    workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+    return _native.ChunkCopier(
+        device.index,
+        torch.cuda.current_stream(device).cuda_stream,
+        places,
+        chunk_bytes,
+        staging,
+        workspace.data_ptr(),
+        None if host is None else host.view(-1).numpy(),
+        for_captures,
+        (list(tensors), workspace, host),
+    )
+
+
 def pack_chunks(tensors: Sequence[Tensor], first_chunk: int, chunks: Tensor, hashes: Tensor) -> None:
     """Copy tensors into chunks, as many as there is room for, with zeros in the gaps, and hash each block.
 

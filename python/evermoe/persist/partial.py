@@ -67,7 +67,8 @@ class PartialCheckpoint:
             for name, view in views.items():
                 read_part(self._tensors[name], self._units[name].start, view)
             cut = [name for name, part in self._units.items() if not part.is_whole]
-            digests = dict(zip(cut, digests_of([self._tensors[name] for name in cut]), strict=True))
+            found = digests_of([self._tensors[name] for name in cut], beside_steps=True)
+            digests = dict(zip(cut, found, strict=True))
         finally:
             self._tensors = {}
             self.capture_seconds = time.monotonic() - started

@@ -25,7 +25,16 @@ from torch import Tensor
 from evermoe import _native, ops
 from evermoe._native import Arena, Capture, CopyEngine
 from evermoe.errors import CorruptCopy
-from evermoe.ops.chunks import ALIGNMENT, BLOCK_BYTES, checksums, hash_blocks, num_chunks, pack_chunks, unpack_chunks
+from evermoe.ops.chunks import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    checksums,
+    hash_blocks,
+    num_chunks,
+    open_copier,
+    pack_chunks,
+    unpack_chunks,
+)
 
 __all__ = ["ChunkTransfer", "ChunkedCopy"]
 
@@ -94,20 +103,7 @@ class ChunkedCopy:
     def _open(self, chunk_bytes: int, host: Tensor | None, staging: int, for_captures: bool) -> _native.ChunkCopier:
         if not ops.has_cuda_kernels():
             raise RuntimeError("tensors: got CUDA tensors, but this build of evermoe has no CUDA kernels")
-        sizes = [tensor.nbytes for tensor in self._tensors]
-        workspace_bytes = _native.ChunkCopier.workspace_bytes(sizes, chunk_bytes, staging)
-        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=self._device)
-        return _native.ChunkCopier(
-            self._device.index,
-            self._stream(),
-            [(tensor.data_ptr(), size) for tensor, size in zip(self._tensors, sizes, strict=True)],
-            chunk_bytes,
-            staging,
-            workspace.data_ptr(),
-            None if host is None else host.view(-1).numpy(),
-            for_captures,
-            (self._tensors, workspace, host),
-        )
+        return open_copier(self._tensors, chunk_bytes, staging, host=host, for_captures=for_captures)
 
     def save(self, first: int = 0, end: int | None = None) -> ChunkTransfer:
         """Start to copy the tensors into chunks `first..end`, as torch's current stream will have left them.

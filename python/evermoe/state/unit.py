@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evermoe import planning
 from evermoe._native import digests
 from evermoe.experts import expert_layers
+from evermoe.state.gpu_digests import bytes_of, gpu_digests
 
 SESSION = "session"
 """The unit with the small state of the training loop."""
@@ -120,11 +120,22 @@ def expert_unit(layer: str, expert: int) -> str:
     return f"{layer or 'experts'}.{expert}"
 
 
-def digests_of(units: Sequence[Sequence[Tensor]]) -> list[int]:
-    """XXH3-64 of each unit's bytes, one tensor after the other; of contiguous ones on the CPU without a copy."""
-    if any(tensor.is_cuda for tensors in units for tensor in tensors):  # one at a time: they may be large
-        return [digests([[_bytes(tensor) for tensor in tensors]])[0] for tensors in units]
-    return digests([[_bytes(tensor) for tensor in tensors] for tensors in units])
+def digests_of(units: Sequence[Sequence[Tensor]], *, beside_steps: bool = False) -> list[int]:
+    """XXH3-64 of each unit's bytes, one tensor after the other; of contiguous ones on the CPU without a copy.
+
+    Args:
+        units: tensors, those on a GPU as torch's current stream will have left them.
+        beside_steps: whether a step goes on meanwhile. Else the bytes leave a GPU as `evermoe.state.gpu_digests` says,
+            and memory is page-locked for them, which may wait for all that the GPU has been given.
+    """
+    if not any(tensor.is_cuda for tensors in units for tensor in tensors):
+        return digests([[bytes_of(tensor) for tensor in tensors] for tensors in units])
+    found = {} if beside_steps else gpu_digests(units)
+    # The others one at a time: they may be large.
+    return [
+        found[place] if place in found else digests([[bytes_of(tensor) for tensor in tensors]])[0]
+        for place, tensors in enumerate(units)
+    ]
 
 
 def read_tensors(tensors: Iterable[Tensor], out: Tensor) -> None:
@@ -148,10 +159,6 @@ def read_part(tensors: Iterable[Tensor], start: int, out: Tensor) -> None:
             taken = tensor.reshape(-1).view(torch.uint8)[first:last]
             out[at + first - start : at + last - start].copy_(taken)
         at += tensor.nbytes
-
-
-def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    return tensor.reshape(-1).view(torch.uint8).cpu().numpy()
 
 
 def dense_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:

@@ -17,6 +17,14 @@ const BYTES_PER_THREAD: usize = 32 << 20;
 /// Hashed before a thread looks whether it is to stop.
 const SLICE_BYTES: usize = 1 << 20;
 
+/// Threads for so many bytes in units of which the largest has so many: as many as have enough to do, of half of the
+/// processors.
+pub(super) fn num_threads(bytes: usize, largest: usize) -> usize {
+    let processors = thread::available_parallelism().map_or(1, NonZero::get);
+    let useful = (bytes / BYTES_PER_THREAD).min(bytes / largest.max(1));
+    (processors / 2).min(useful).min(MOST_THREADS)
+}
+
 /// A unit whose bytes are all there.
 struct Job {
     unit: usize,
@@ -38,9 +46,7 @@ impl Hashing {
     /// Threads for a capture of so many bytes in units of which the largest has so many; none where one thread is enough,
     /// or the system gives none: half of the processors are left to training.
     pub(super) fn begin(bytes: usize, largest: usize) -> Option<Self> {
-        let processors = thread::available_parallelism().map_or(1, NonZero::get);
-        let useful = (bytes / BYTES_PER_THREAD).min(bytes / largest.max(1));
-        Self::with_threads((processors / 2).min(useful).min(MOST_THREADS))
+        Self::with_threads(num_threads(bytes, largest))
     }
 
     /// So many threads, or none for fewer than two.

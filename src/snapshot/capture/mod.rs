@@ -6,9 +6,10 @@
 //! ```
 //!
 //! [`queue`] decides, [`work`] copies and hashes, [`hashing`] helps it with what a GPU brings, [`shared`] is the thread; here is
-//! what a caller sees.
+//! what a caller sees. [`lanes`] has the same work done for digests alone, without an arena.
 
 mod hashing;
+mod lanes;
 mod queue;
 mod shared;
 mod work;
@@ -25,8 +26,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use work::Work;
 
+pub use lanes::{Lane, digest_lanes, digests_fetched};
 pub use shared::CaptureState;
-pub use work::{Fetch, Run, copy_units};
+pub use work::{Fetch, Part, Run, copy_units};
 
 /// One thread that captures memory into arenas, one capture after the other, in their order.
 ///

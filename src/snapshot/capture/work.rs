@@ -1,5 +1,5 @@
 //! One capture's bytes: from scattered runs of memory into a buffer, each unit hashed while it is in the cache, or by several
-//! threads where a device brings it to its place.
+//! threads where a device brings it to its place. Or into nothing but the hash.
 
 use super::hashing::Hashing;
 use crate::beside::give_way;
@@ -29,10 +29,32 @@ pub struct Run {
 /// An error cancels the capture.
 pub type Fetch = Box<dyn FnMut(*mut u8) -> Result<usize> + Send>;
 
+/// Part of a unit that is only hashed.
+#[derive(Clone, Copy, Debug)]
+pub enum Part<'a> {
+    /// Bytes that are there.
+    Here(&'a [u8]),
+    /// Bytes that are there when they were fetched.
+    Fetched(Run),
+}
+
+/// What becomes of the bytes, beside their digests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Destination {
+    /// They are copied to their places in the buffer.
+    Buffer,
+    /// They are in their places in the buffer when they are fetched.
+    InPlace,
+    /// Nothing.
+    Nowhere,
+}
+
 /// A run, and where it goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Piece {
     from: usize,
+    /// It is there when `fetch` says so.
+    is_fetched: bool,
     /// Offset in the buffer.
     to: usize,
     bytes: usize,
@@ -50,12 +72,11 @@ pub(super) struct Work {
     within: usize,
     hash: Xxh3Default,
     digests: Vec<u64>,
-    /// Bytes in place, and bytes that are readable.
+    /// Of the bytes that are fetched: those in place, and those that are readable.
     copied: usize,
     readable: usize,
     fetch: Option<Fetch>,
-    /// The bytes are in their places in the buffer when they are fetched.
-    in_place: bool,
+    destination: Destination,
     /// Who hashes units, where this thread does not; dropped before what it reads.
     hashing: Option<Hashing>,
     /// Whatever owns the sources; dropped with the work.
@@ -76,38 +97,66 @@ impl Work {
     ) -> Result<Self> {
         let num_units = layout.units().len();
         let mut pieces = Vec::with_capacity(num_units);
-        let in_place = sources.is_none();
-        if let Some(sources) = sources {
-            ensure!(sources.len() == num_units, "sources: expected {num_units} units, got {}", sources.len());
-            for (index, (unit, runs)) in layout.units().iter().zip(sources).enumerate() {
-                add_pieces(&mut pieces, index, unit, runs)?;
-            }
-        } else {
+        let Some(sources) = sources else {
             let units = layout.units().iter().enumerate().filter(|(_, unit)| unit.bytes > 0);
             pieces.extend(units.map(|(index, unit)| Piece {
                 from: 0,
+                is_fetched: true,
                 to: unit.offset,
                 bytes: unit.bytes,
                 unit: index,
                 ends_unit: true,
             }));
+            return Ok(Self::of(pieces, num_units, Destination::InPlace, fetch, kept));
+        };
+        ensure!(sources.len() == num_units, "sources: expected {num_units} units, got {}", sources.len());
+        for (index, (unit, runs)) in layout.units().iter().zip(sources).enumerate() {
+            let runs = runs.iter().map(|&run| (run, fetch.is_some()));
+            add_pieces(&mut pieces, index, unit, runs)?;
         }
-        let digests = vec![Xxh3Default::new().digest(); num_units];
-        let (hash, readable) = (Xxh3Default::new(), if fetch.is_some() { 0 } else { usize::MAX });
-        Ok(Self {
+        Ok(Self::of(pieces, num_units, Destination::Buffer, fetch, kept))
+    }
+
+    /// The digests of units alone, from their parts; of all parts that `fetch` brings, in their order.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::error::Error::Invalid) for runs that are no memory.
+    pub(super) fn hashed(units: &[Vec<Part<'_>>], fetch: Fetch) -> Result<Self> {
+        let mut pieces = Vec::with_capacity(units.len());
+        for (index, parts) in units.iter().enumerate() {
+            let runs = parts.iter().map(|part| match *part {
+                Part::Here(bytes) => {
+                    (Run { address: bytes.as_ptr().expose_provenance(), bytes: bytes.len() }, false)
+                }
+                Part::Fetched(run) => (run, true),
+            });
+            let bytes = runs.clone().fold(0, |bytes: usize, (run, _)| bytes.saturating_add(run.bytes));
+            add_pieces(&mut pieces, index, &Unit { name: index.to_string(), offset: 0, bytes }, runs)?;
+        }
+        Ok(Self::of(pieces, units.len(), Destination::Nowhere, Some(fetch), Box::new(())))
+    }
+
+    fn of(
+        pieces: Vec<Piece>,
+        num_units: usize,
+        destination: Destination,
+        fetch: Option<Fetch>,
+        kept: Box<dyn Any + Send>,
+    ) -> Self {
+        Self {
             buffer: 0,
             pieces,
             next: 0,
             within: 0,
-            hash,
-            digests,
+            hash: Xxh3Default::new(),
+            digests: vec![Xxh3Default::new().digest(); num_units],
             copied: 0,
-            readable,
+            readable: 0,
             fetch,
-            in_place,
+            destination,
             hashing: None,
             _kept: kept,
-        })
+        }
     }
 
     /// Address of the buffer.
@@ -139,7 +188,7 @@ impl Work {
     /// The buffer has begun and is the layout's; the sources are readable once fetched, and no other code writes them
     /// or the buffer meanwhile.
     pub(super) unsafe fn advance(&mut self, bytes: usize) -> Result<()> {
-        if self.in_place && self.copied == 0 && self.hashing.is_none() {
+        if self.destination == Destination::InPlace && self.copied == 0 && self.hashing.is_none() {
             let largest = self.pieces.iter().map(|piece| piece.bytes).max().unwrap_or(0);
             self.hashing = Hashing::begin(self.total_bytes(), largest); // here: who began the capture waits for no threads
         }
@@ -156,17 +205,20 @@ impl Work {
     unsafe fn copy(&mut self, mut bytes: usize) -> Result<()> {
         while bytes > 0 {
             let Some(&piece) = self.pieces.get(self.next) else { break };
-            if self.copied == self.readable {
-                self.fetch_more()?;
+            let mut size = (piece.bytes - self.within).min(bytes);
+            if piece.is_fetched {
+                if self.copied == self.readable {
+                    self.fetch_more()?;
+                }
+                size = size.min(self.readable - self.copied);
             }
-            let mut size = (piece.bytes - self.within).min(bytes).min(self.readable - self.copied);
             if self.hashing.is_none() {
                 size = size.min(BLOCK_BYTES);
                 // SAFETY: by the caller's promise.
                 self.hash.update(unsafe { self.copy_block(piece, size) });
             }
             self.within += size;
-            self.copied += size;
+            self.copied += if piece.is_fetched { size } else { 0 };
             bytes -= size;
             if self.within == piece.bytes {
                 // SAFETY: by the caller's promise; the piece has arrived.
@@ -179,10 +231,11 @@ impl Work {
     /// The next bytes of a piece, once they are in their place.
     unsafe fn copy_block<'a>(&self, piece: Piece, size: usize) -> &'a [u8] {
         let to = self.buffer + piece.to + self.within;
-        let from = if self.in_place { to } else { piece.from + self.within };
-        // SAFETY: the piece lies in the sources (`new`), or in the buffer, where it has arrived.
+        let is_in_place = self.destination == Destination::InPlace;
+        let from = if is_in_place { to } else { piece.from + self.within };
+        // SAFETY: the piece lies in the sources (`new`, `hashed`), or in the buffer, where it has arrived.
         let from = unsafe { std::slice::from_raw_parts(std::ptr::with_exposed_provenance(from), size) };
-        if !self.in_place {
+        if self.destination == Destination::Buffer {
             let to = std::ptr::with_exposed_provenance_mut(to);
             // SAFETY: the piece lies in the buffer, the arena's own memory, which is apart from the sources.
             copy_past_cache(from, unsafe { std::slice::from_raw_parts_mut(to, size) });
@@ -262,11 +315,16 @@ fn copy_past_cache(from: &[u8], to: &mut [u8]) {
     to_tail.copy_from_slice(from_tail);
 }
 
-/// The pieces of one unit; runs that follow each other in memory become one.
-fn add_pieces(pieces: &mut Vec<Piece>, index: usize, unit: &Unit, runs: &[Run]) -> Result<()> {
+/// The pieces of one unit, from its runs and whether they are fetched; those that follow each other in memory become one.
+fn add_pieces(
+    pieces: &mut Vec<Piece>,
+    index: usize,
+    unit: &Unit,
+    runs: impl Iterator<Item = (Run, bool)>,
+) -> Result<()> {
     let first = pieces.len();
     let mut filled = 0usize;
-    for run in runs.iter().filter(|run| run.bytes > 0) {
+    for (run, is_fetched) in runs.filter(|(run, _)| run.bytes > 0) {
         ensure!(
             run.address != 0 && run.address.checked_add(run.bytes).is_some(),
             "sources: unit {:?}: {} bytes at address {:#x} are no memory",
@@ -280,10 +338,17 @@ fn add_pieces(pieces: &mut Vec<Piece>, index: usize, unit: &Unit, runs: &[Run]) 
             continue;
         }
         match pieces[first..].last_mut() {
-            Some(last) if last.from + last.bytes == run.address => last.bytes += run.bytes,
-            _ => {
-                pieces.push(Piece { from: run.address, to, bytes: run.bytes, unit: index, ends_unit: false })
+            Some(last) if last.from + last.bytes == run.address && last.is_fetched == is_fetched => {
+                last.bytes += run.bytes;
             }
+            _ => pieces.push(Piece {
+                from: run.address,
+                is_fetched,
+                to,
+                bytes: run.bytes,
+                unit: index,
+                ends_unit: false,
+            }),
         }
     }
     ensure!(

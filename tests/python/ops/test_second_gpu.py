@@ -1,4 +1,4 @@
-"""Ops, captures and couriers on a GPU that is not the current one: they use its memory, its stream, its kernels."""
+"""Ops, captures, digests and couriers on a GPU that is not the current one: its memory, its stream, its kernels."""
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.transport import Transport
 from evermoe.optim import SGD
 from evermoe.snapshot.chunked_copy import ChunkedCopy
+from evermoe.state.gpu_digests import gpu_digests
+from evermoe.state.unit import digests_of
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +52,17 @@ def test_a_capture(second, tmp_path):
         for (_, offset, nbytes), tensor in zip(arena.units(), tensors, strict=True):
             assert torch.equal(found[offset : offset + nbytes].view(tensor.dtype), tensor.cpu())
     engine.shutdown()
+
+
+def test_digests_of_units_here_and_there(second):
+    tensors = [torch.randn(20_001, device=torch.device("cuda", place)) for place in (0, 1, 0, 1)]
+    units = [*([tensor, torch.tensor(1.0)] for tensor in tensors), tensors[:2]]
+    tensors[1].mul_(2)
+    found = gpu_digests(units, chunk_bytes=4096, least_bytes=0, lanes=2)
+    assert sorted(found) == [0, 1, 2, 3]
+    expected = digests_of([[tensor.cpu() for tensor in unit] for unit in units])
+    assert [found[place] for place in range(4)] == expected[:4]
+    assert digests_of(units) == expected
 
 
 def test_an_errand(second):

@@ -43,6 +43,7 @@ TESTS = (
     "session/test_gradients.py",
     "session/test_one_gpu.py",
     "snapshot/test_gpu_source.py",
+    "state/test_gpu_digests.py",
     "test_host_waits.py",
     "test_optim.py",
 )
