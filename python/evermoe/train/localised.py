@@ -74,7 +74,8 @@ class LocalisedRecovery:
         """Whether this rank took the step to a version before; then its state follows once it has sent all of them."""
         if not self._newer:
             return False
-        if step_of(after) == self._reaches:
+        self._state.is_of_version = step_of(after) == self._reaches
+        if self._state.is_of_version:
             self._state.write(self._newer)
             self._newer = {}
         return True
@@ -108,6 +109,7 @@ class LocalisedRecovery:
         """All ranks resume from a version: sets this rank's state aside if it is newer, before it is overwritten."""
         if not self._is_on:
             return
+        self._state.is_of_version, self._ahead_until = True, 0
         if any(each["distrusts"] for each in self._told):
             logger.warning("a repeated microbatch had other bits than before the failure: all ranks compute anew")
             self._forget()
@@ -128,7 +130,7 @@ class LocalisedRecovery:
 
     def _forget(self) -> None:
         self.log.clear()
-        self._newer, self._ahead_until = {}, 0
+        self._newer = {}
 
 
 def _stages_ahead(told: Sequence[dict[str, Any]], version: int) -> dict[int, int]:

@@ -179,6 +179,8 @@ class StageState(TrainingState):
         self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
         self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""
+        self.is_of_version = True
+        """Whether what is here is the state of this rank's version: not while older bytes take its place."""
 
     def _is_contiguous(self, unit: Unit) -> bool:
         return all(tensor.is_contiguous() for tensor in super()._tensors(unit))
@@ -203,7 +205,11 @@ class StageState(TrainingState):
                 layer.matrix_RE[rank, ends[rank] : ends[rank + 1]] = 1
 
     def held(self) -> list[str]:
-        """Names of the units of this stage that this rank holds."""
+        """Names of the units of this stage that this rank holds, of its version."""
+        return self.trained() if self.is_of_version else []
+
+    def trained(self) -> list[str]:
+        """Names of the units of this stage that this rank trains, of whatever version they are."""
         return [part.unit.name for part in self._parts.values() if self._holds(part.of)]
 
     def _holds(self, unit: Unit) -> bool:
@@ -211,7 +217,7 @@ class StageState(TrainingState):
 
     def alone(self) -> list[str]:
         """Names of the experts that this rank alone holds of its stage."""
-        return [name for name in self.held() if self._is_spread and self.own.by_name[name].layer is not None]
+        return [name for name in self.trained() if self._is_spread and self.own.by_name[name].layer is not None]
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Those that the optimizer steps: such as all ranks of the stage hold, and the experts that are here alone."""
@@ -221,7 +227,7 @@ class StageState(TrainingState):
 
     def copy(self) -> dict[str, Tensor]:
         """Bytes of all units of this stage that are here now."""
-        found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.held()}
+        found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.trained()}
         for name, data in found.items():
             self.read(name, data)
         return found
@@ -233,7 +239,7 @@ class StageState(TrainingState):
         Graphs of before stay usable, as values that go back come again before they are.
         """
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
-            self._take_over(self.held(), units)
+            self._take_over(self.trained(), units)
 
     def learn(self, seats: Sequence[Seat]) -> None:
         """What units the other stages have.
