@@ -107,6 +107,37 @@ def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide):
     assert [each["forwards"] for each in done[:3]] == [forwards(STEPS)] * 2 + [forwards(STEPS - 4)]
 
 
+def test_two_stages_are_lost_at_once(start_job, deep):
+    """Neither has a log; each gets from its neighbours what these have sent, and from the other what that computes."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    started = [pipeline.start(rank, kill_in_step=8 if rank in (1, 3) else None) for rank in range(RANKS)]
+    pipeline.lose(started[1])
+    started[3].process.kill()  # if it has not come as far
+    pipeline.lose(started[3])
+    for rank in (1, 3):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    check(done, deep)
+    assert recovered_at(started[0]) == [0, 4]
+    assert [each["forwards"] for each in done] == [forwards(STEPS), forwards(STEPS - 4)] * 2
+
+
+def test_other_data_than_before_makes_all_stages_replay(start_job, deep):
+    """A newcomer whose inputs are others than before: all load their slices, and compute anew. The next one has the
+    same as at first: once more all compute anew, and come to the state of a run without failures.
+    """
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    started = [pipeline.start(rank, kill_in_step=8 if rank == 0 else None) for rank in range(RANKS)]
+    pipeline.lose(started[0])
+    second = pipeline.start(0, noise=1.0, kill_in_step=5)
+    pipeline.lose(second)
+    pipeline.start(0)
+    done = pipeline.finish()
+    check(done, deep)
+    assert [recovered_at(each) for each in started[1:]] == [[0, 4, 4, 4, 4]] * 3
+    assert all(each.log().count("all ranks compute anew") == 2 for each in started[1:])
+
+
 @pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.few(1)
 def test_stages_of_several_parts_are_lost(start_job, tmp_path, schedule):
