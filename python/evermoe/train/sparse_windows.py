@@ -128,12 +128,14 @@ class SparseWindows:
         self._places, self._dense = slice_places(seats, self.steps), self._state.catalog
         names = {weights_of(unit, step): unit for unit, n in self._places.items() for step in range(n)}
         own = self._state.own.by_name
-        found = self._state.name_weights({name: unit for name, unit in names.items() if unit in own})
+        mine = self._state.name_weights({name: unit for name, unit in names.items() if unit in own})
+        known = {unit.name: unit for unit in mine}
         sizes = {name: w for seat in seats for (name, _), w in zip(seat.units, seat.weights, strict=False)}
-        for name, unit in names.items():
-            if unit not in own:
-                found.append(Unit(name, (TensorSpec("all", (sizes[unit],), torch.uint8),)))
-        self._all = UnitCatalog([*self._dense.units, *found], self._dense.layout)
+        weights = [
+            known.get(name) or Unit(name, (TensorSpec("all", (sizes[unit],), torch.uint8),))
+            for name, unit in names.items()  # in the same order on all ranks, as they plan alike
+        ]
+        self._all = UnitCatalog([*self._dense.units, *weights], self._dense.layout)
         self._state.catalog = self._all
 
     def arrange(self, planned: Sequence[Bundle]) -> list[Bundle]:
