@@ -25,7 +25,7 @@ from evermoe.comm.membership import Membership
 from evermoe.comm.pacer import Pacer, TimedStep
 from evermoe.options import Options, option
 from evermoe.planning.budgets import Budgets, budgets_of
-from evermoe.planning.schedule import DEFAULT_LINK, ChunkPolicy, Link, Memory
+from evermoe.planning.schedule import DEFAULT_LINK, ChunkPlan, ChunkPolicy, Link, Memory
 from evermoe.planning.trace import SentChunk, chrome_trace
 from evermoe.planning.windows import Change, StepProfile, Windows, find_windows, has_changed
 from evermoe.profile.peers import clock_offset, connect
@@ -137,6 +137,9 @@ class WindowPlanner:
         """Summary of the plan of the slowest member."""
         self.plans = 0
         """Number of plans so far."""
+        self.numbers: Sequence[int] = ()
+        """By bundle, the step of a version in which all of it is captured and sent; empty where a version is captured
+        at once, and sent over `version_steps`."""
         store.chunk_bytes, courier.in_flight = options.copy_buffer_bytes, options.copy_buffers
         courier.link = self._default
 
@@ -282,8 +285,11 @@ class WindowPlanner:
             is_known = self._knows_pace and rank in senders
             alone = plan_of(rank, reports, policy, memory, None).reason.steps_per_version if is_known else 1
             self.version_steps = max(gather_json(self._group, alone))
-        plans = {s: plan_of(s, reports, policy, memory, self.version_steps) for s in senders}
-        segments = {s: segments_of(plan, reports[s].outgoing, policy) for s, plan in plans.items()}
+        plans = {s: self._plans_of(s, policy, memory) for s in senders}
+        segments = {
+            s: [each for plan, outgoing in some for each in segments_of(plan, outgoing, policy)]
+            for s, some in plans.items()
+        }
         receives = [
             segment._replace(peer=s) for s in senders if s != rank for segment in segments[s] if segment.peer == rank
         ]
@@ -292,12 +298,27 @@ class WindowPlanner:
         mine = [0.0, 0, ""]
         if self.windows is not None and rank in plans:
             self._pacer.expect(places_of(self.windows))
-            reason = plans[rank].reason
-            better = lowered(reason, self.windows.step_seconds, Link(*reports[rank].link))
-            mine = [reason.delay_seconds, reason.steps_per_version, f"{reason}{better} (rank {rank})"]
+            reason = max((plan.reason for plan, _ in plans[rank]), key=lambda each: each.delay_seconds)
+            words = f"{reason}{lowered(reason, self.windows.step_seconds, Link(*reports[rank].link))}"
+            if self.numbers:
+                words = f"of {len(plans[rank])} slices, each as a version in a step, the largest: {reason}"
+            mine = [reason.delay_seconds, reason.steps_per_version, f"{words} (rank {rank})"]
         everyone = gather_json(self._group, mine)
         self.summary = max(everyone)[2]
         self.plans += 1
+
+    def _plans_of(self, sender: int, policy: ChunkPolicy, memory: Memory) -> list[tuple[ChunkPlan, list[Outgoing]]]:
+        """A sender's plans and what each sends: one for a version, or one for each step in which a part is captured."""
+        outgoing, steps = self._reports[sender].outgoing, self.version_steps
+        parts = [outgoing]
+        if self.numbers:
+            by_step = ([each for each in outgoing if self.numbers[each.bundle] == step] for step in range(steps))
+            parts, steps = [part for part in by_step if part] or [outgoing], 1
+        found = []
+        for part in parts:
+            reports = [replace(each, outgoing=part) if s == sender else each for s, each in enumerate(self._reports)]
+            found.append((plan_of(sender, reports, policy, memory, steps), part))
+        return found
 
     # ---- traces
 

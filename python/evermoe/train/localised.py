@@ -13,7 +13,8 @@ compute together: they answer from their logs if all of these have the same of t
 
 Where the copies of the lost stage are older than the others' state, these are *ahead*: they bring their state to the
 copies' version, as all ranks must protect the same one, and keep the newer state aside until the steps between have
-been sent again. The idea is MoEvement's (a later form of MoEtion); its text was not at hand.
+been sent again. (Where versions are sparse, it stays where it is: see `train.sparse_windows`.) The idea is MoEvement's
+(a later form of MoEtion); its text was not at hand.
 """
 
 from __future__ import annotations
@@ -52,11 +53,13 @@ class LocalisedRecovery:
         self._told: list[dict[str, Any]] = []
         """By rank, what its log has."""
         self._newer: dict[str, Tensor] = {}
-        """Bytes of all units of this stage after `_reaches` steps; empty where this rank is not ahead."""
+        """Bytes of all units of this stage after `_reaches` steps; empty where they are in the state, or not known."""
+        self._is_ahead = False
+        """Whether this rank has taken steps that are repeated now."""
         self._reaches = 0
         """Steps that this rank had taken before it went back, where it is ahead."""
         self._ahead_until = 0
-        """Steps that the stages that are ahead have taken; the same on all ranks."""
+        """Steps up to which no version is copied, as some stages are ahead, or not dense; the same on all ranks."""
         self._repeats_until = -1
         """The last step of which some rank may have computed something; the same on all ranks."""
 
@@ -72,15 +75,16 @@ class LocalisedRecovery:
 
     def retake(self, after: int) -> bool:
         """Whether this rank took the step to a version before; then its state follows once it has sent all of them."""
-        if not self._newer:
+        if not self._is_ahead:
             return False
-        if step_of(after) == self._reaches:
+        self._state.is_of_version = step_of(after) == self._reaches
+        if self._state.is_of_version:
             self._state.write(self._newer)
-            self._newer = {}
+            self._newer, self._is_ahead = {}, False
         return True
 
     def needs_copies(self, after: int) -> bool:
-        """Whether a version is copied to other nodes: not while stages that are ahead have another state."""
+        """Whether a version is copied to other nodes: not while stages have another state, or a part of it."""
         return step_of(after) >= self._ahead_until
 
     # ---- failures
@@ -97,38 +101,48 @@ class LocalisedRecovery:
         mine = {
             "stage": self._stage,
             "taken": [step.before for step in self.log.steps if step.is_taken and step.chunks],
-            "reaches": self._reaches if self._newer else step_of(version),
+            "reaches": self._reaches if self._is_ahead else step_of(version),
             "computed": self.log.computed() if self._is_spread else None,
             "distrusts": any(step.is_distrusted for step in self.log.steps),
         }
         self._told = gather_json(group, mine)
         self._repeats_until = max(each["reaches"] for each in self._told)
 
-    def go_back(self, version: int) -> None:
-        """All ranks resume from a version: sets this rank's state aside if it is newer, before it is overwritten."""
+    def go_back(self, version: int, dense_at: int = 0) -> bool:
+        """All ranks resume from a version: says whether this rank's state is that after more steps, and is to stay.
+
+        Sets it aside where it is to be overwritten all the same.
+
+        Args:
+            version: of all ranks.
+            dense_at: where that is the first one of a sparse window, the steps after which all state is there; else 0.
+        """
         if not self._is_on:
-            return
+            return False
+        self._ahead_until = dense_at
         if any(each["distrusts"] for each in self._told):
             logger.warning("a repeated microbatch had other bits than before the failure: all ranks compute anew")
             self._forget()
-            return
+            return False
         ahead = _stages_ahead(self._told, version)
-        self._ahead_until = max(ahead.values(), default=0)
+        self._ahead_until = max([dense_at, *ahead.values()])
         self.log.keep_from(version)
         if self._stage in ahead:
-            if not self._newer:
-                self._newer, self._reaches = self._state.copy(), ahead[self._stage]
+            self._is_ahead, self._reaches = True, ahead[self._stage]
+            if not self._newer and not dense_at:
+                self._newer = self._state.copy()
         elif self.log.steps and self.log.steps[0].is_taken:  # its peers have no log of that step
             self._forget()
         else:
-            self._newer = {}
+            self._newer, self._is_ahead = {}, False
         peers = [each["computed"] for each in self._told if each["stage"] == self._stage]
         if any(each != peers[0] for each in peers):
             self.log.drop_unfinished()
+        return self._is_ahead and bool(dense_at)
 
     def _forget(self) -> None:
         self.log.clear()
-        self._newer, self._ahead_until = {}, 0
+        self._newer, self._is_ahead = {}, False
 
 
 def _stages_ahead(told: Sequence[dict[str, Any]], version: int) -> dict[int, int]:

@@ -119,7 +119,7 @@ class PipelineSession:
         self.optimizer = optimizer
         loop, peers = KeptLoop(optimizer, scheduler, self._loss_scale), self.config.data_parallel_size
         place = self.config.data_parallel if self.config.expert_parallel else None
-        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers, place)
+        self._state = StageState(stage_module, optimizer, self.config.stage, loop, peers, place, self.config.slices)
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)

@@ -61,6 +61,10 @@ class PipelineConfig(Options):
     """Whether ranks log what they send to other stages, so that after a failure only those that lost their state
     compute again. The log has the activations and gradients at a stage's borders, of two steps (2 n where a version
     takes n), in host memory."""
+    sparse: bool = option(False, shared=True)
+    """Whether a version is *sparse*: of `snapshot_every` slices, of which each step captures one, with the weights of
+    those to come. No step captures all of the state; a lost stage gets a dense one by computing the steps since again,
+    from what its neighbours have logged. Needs `snapshot_every` of 2 or more, and `localised`."""
     seed: int = option(0, least=0, shared=True)
     """Of random numbers: torch's generator is seeded from it, the step and the rank when a step begins, and in
     `step.run` for each microbatch, so that one which is computed again draws the same."""
@@ -78,6 +82,21 @@ class PipelineConfig(Options):
             raise ValueError(f"expected stage < {self.stages}, the number of stages, got {self.stage}")
         if self.data_parallel >= self.data_parallel_size:
             raise ValueError(f"expected data_parallel < {self.data_parallel_size}, got {self.data_parallel}")
+
+        if self.sparse and not self.localised:
+            raise ValueError(
+                "sparse=True needs localised=True: a slice is of another step than the others, and becomes a state by "
+                "computing the steps between again, from what the neighbours of a stage have logged"
+            )
+        if self.sparse and (self.snapshot_every or 1) < 2:
+            raise ValueError(
+                f"sparse=True: expected snapshot_every of 2 or more, the slices of a version, got {self.snapshot_every}"
+            )
+
+    @property
+    def slices(self) -> int:
+        """Slices of a version: 1 unless versions are sparse."""
+        return (self.snapshot_every or 1) if self.sparse else 1
 
     @property
     def rank(self) -> int:

@@ -33,8 +33,10 @@ from evermoe.train.loss_scale import LossScale
 from evermoe.train.lost_members import LostMembers
 from evermoe.train.pipeline_config import PipelineConfig
 from evermoe.train.pipeline_step import PipelineStep, refuse_unequal_runs
+from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stage_copies import StageCopies
-from evermoe.train.stages import Seat, StageState, StageTarget, StageWindowPlanner
+from evermoe.train.stage_target import StageTarget
+from evermoe.train.stages import Seat, StageState, StageWindowPlanner
 
 
 class PipelineDriver(Driver):
@@ -79,7 +81,8 @@ class PipelineDriver(Driver):
         self.localised = LocalisedRecovery(
             state, [*on_all, *alone], options.stage, is_on=options.localised, is_spread=options.expert_parallel
         )
-        self.copies = StageCopies(options, store, membership, self.courier, emit)
+        self.windows = SparseWindows(state, store, self.localised, options.slices)
+        self.copies = StageCopies(options, store, membership, self.windows, self.courier, emit)
         self.lost = LostMembers(membership, options.on_lost, options.size, emit)
         self._step, self._reason = 0, ""
         """Steps taken, and why the group was given up last."""
@@ -105,7 +108,7 @@ class PipelineDriver(Driver):
 
         Profiles see that as a collective.
         """
-        self._waits = self.version_pace.is_due(step)
+        self._waits = self.windows.are_used or self.version_pace.is_due(step)
         if self._waits:
             self.pacer.hurry()
         self._vote_span.enter_context(self.bubbles.profiler.span(COPIES, "collective", "network"))
@@ -196,6 +199,7 @@ class PipelineDriver(Driver):
             self._loop.restore()
         else:
             self._update(sums)
+        self.windows.advance(self._step)
         self.localised.log.taken(after)
         if is_recalled:
             return
@@ -206,6 +210,8 @@ class PipelineDriver(Driver):
             self.copies.forget()
             if self.localised.needs_copies(after):
                 self._begin_version(after)
+        elif self.windows.are_used and self._group.broken is None:
+            self.copies.proceed(after)
 
     def _begin_version(self, version: int) -> None:
         """Begins to copy the state, which is that of `version`."""
@@ -240,14 +246,16 @@ class PipelineDriver(Driver):
     def interrupt(self, version: int | None = None) -> None:
         """Waits until nothing is under way, which is at once in a dropped group.
 
-        `version`: of the state, if it is to be copied first where what is under way is older: collective then.
+        `version`: of the state, if it is to be copied first where what is under way is older: collective then. Sparse
+        versions are not, as no step has room for all of one.
         """
         self.pacer.hurry("recovery")
         self.copies.wait_captured()
         self.copies.wait()
         self.copies.forget()
         self.connections.interrupt()
-        if version is not None and self._group.broken is None and self.version_pace.begun < step_of(version):
+        is_older = version is not None and self.version_pace.begun < step_of(version)
+        if version is not None and is_older and self._group.broken is None and not self.windows.are_used:
             self._begin_version(version)
             self.interrupt()
 
@@ -255,7 +263,8 @@ class PipelineDriver(Driver):
         """Who sits where."""
         own, options = self._state.own, self._options
         alone = self._state.alone()
-        mine = Seat(options.stage, options.data_parallel, self._membership.node, own.layout, own.sizes(), alone)
+        node, weights = self._membership.node, self.windows.weights()
+        mine = Seat(options.stage, options.data_parallel, node, own.layout, own.sizes(), alone, weights)
         seats = [Seat.from_bytes(each) for each in self._group.all_gather_bytes(mine.to_bytes())]
         taken = [seat.stage * self._options.data_parallel_size + seat.data_parallel for seat in seats]
         if taken != list(range(self._options.size)):
@@ -264,7 +273,7 @@ class PipelineDriver(Driver):
                 "ranks, which would share a place in the pipeline, are not supported"
             )
         self.seats = seats
-        self._state.learn(seats)
+        self.windows.learn(seats)
         self._store.check()
         if options.expert_parallel:
             self.connections.connect_peers(self._state.layers.values(), options.stage, options.data_parallel_size)
@@ -275,6 +284,7 @@ class PipelineDriver(Driver):
         self.lost.note(step_of(version), self._reason, 0, 0)
         refuse_unequal_runs(self.attempt, self._group)
         self.localised.tell(self._group, version)
+        self.windows.look(self._group, version)
         try:
             self.outcome = self.recovery(version, established=established).run()
         except LostExperts as lost:
@@ -291,14 +301,14 @@ class PipelineDriver(Driver):
 
     def recovery(self, version: int, *, established: bool) -> Recovery:
         """One attempt to bring all ranks to one version."""
-        stored = ((found, SNAPSHOT) for found in self._store.stored())
+        stored = ((found, SNAPSHOT) for found in self.windows.stored())
         standing = Standing(version, established)
-        target = StageTarget(self._state, self.seats, self.localised.go_back)
-        return Recovery(self._state, stored, self._group, target, standing)
+        return Recovery(self._state, stored, self._group, StageTarget(self.seats, self.windows), standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
         """Makes the copies that are missing; returns when they are whole everywhere, also where none waits for it."""
         self.copies.protect(self.seats, version, generation, self.outcome.copies)
+        self.window_planner.numbers = self.windows.numbers
         self.version_pace.restart(step_of(version))
         self.bubbles.restart(step_of(version))
         return {"event": "protected", "is_whole": True}

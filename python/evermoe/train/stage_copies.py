@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.state.stored import KeptCopies
 from evermoe.train.pipeline_config import PipelineConfig
+from evermoe.train.sparse_windows import SparseWindows
 from evermoe.train.stages import Seat, stage_bundles
 
 
@@ -24,6 +25,7 @@ class StageCopies:
         options: of the pipeline.
         store: this node's arenas.
         membership: all ranks.
+        windows: of sparse versions.
         courier: sends and receives.
         emit: of the session.
     """
@@ -33,18 +35,19 @@ class StageCopies:
         options: PipelineConfig,
         store: SnapshotStore,
         membership: Membership,
+        windows: SparseWindows,
         courier: Courier,
         emit: Listener,
     ) -> None:
-        self._options, self._store, self._membership = options, store, membership
+        self._options, self._store, self._membership, self._windows = options, store, membership, windows
         self._courier, self._emit = courier, emit
         self._group = membership.trainer_group
         self._round: SnapshotRound | None = None
-
-    @property
-    def version(self) -> int | None:
-        """The version that is on its way, or has come last; None if there is none."""
-        return None if self._round is None else self._round.version
+        self.version: int | None = None
+        """The version that is on its way, or has come last; of a sparse one that of its first slice. None: there is
+        none."""
+        self.captured_bytes = 0
+        """Bytes that this rank captured last, of a version or a slice of one."""
 
     def protect(self, seats: Sequence[Seat], version: int, generation: int, copies: KeptCopies) -> None:
         """Copies all units as of `version` to holders that lack them; on return the copies are whole everywhere.
@@ -61,18 +64,20 @@ class StageCopies:
             PeerLost: a rank was lost meanwhile.
             CorruptCopy: copies did not match their digests several times in a row.
         """
-        bundles = stage_bundles(self._options.preset, seats, self._options.copies)
+        bundles = self._windows.arrange(stage_bundles(self._options.preset, seats, self._options.copies))
         try:
             self._store.replace_arenas(bundles, generation, self._membership, copies)
-            self._make(version, copies)
+            for at, due in self._windows.first_copies(version):
+                self._make(at, due, copies)
         finally:
             copies.forget()  # their memory is free once the arenas of before are gone
-        self._round = None
+        self.forget()
+        self._windows.protected()
         self._store.prune(generation)
 
-    def _make(self, version: int, copies: KeptCopies) -> None:
+    def _make(self, version: int, due: Collection[int] | None, copies: KeptCopies) -> None:
         for _ in range(MOST_TRIES):
-            self._round = SnapshotRound(self._store, version, self._courier, emit=self._emit, copies=copies).start()
+            self._round = SnapshotRound(self._store, version, self._courier, due, self._emit, copies).start()
             if not self._courier.wait(self._round.task, self._group):
                 raise PeerLost(self._round.task.lost or "the group was dropped")
             is_whole = float(bool(self._round.task.result))
@@ -82,8 +87,20 @@ class StageCopies:
         raise CorruptCopy("copies arrive with other bytes than were sent, three times in a row: check the network")
 
     def begin(self, version: int) -> None:
-        """Begins to copy the state, which is that of `version`."""
-        self._round = SnapshotRound(self._store, version, self._courier, emit=self._emit).start()
+        """Begins to copy the state, which is that of `version`; of a sparse version the first slice."""
+        self.version = version
+        self.proceed(version)
+
+    def proceed(self, version: int) -> None:
+        """Begins to copy what is due of the state after one more step, which is that of `version`: the next slice."""
+        if self.version is None:
+            return
+        due = self._windows.due(version - self.version)
+        own = [kept for kept in self._store.own if due is None or kept.number in due]
+        self.captured_bytes = sum(
+            self._store.state.catalog.by_name[unit].nbytes for kept in own for unit in kept.bundle.units
+        )
+        self._round = SnapshotRound(self._store, version, self._courier, due, self._emit).start()
 
     def wait(self) -> bool:
         """Waits for the version that is on its way; whether it is whole here."""
@@ -99,4 +116,4 @@ class StageCopies:
 
     def forget(self) -> None:
         """No version is on its way any more."""
-        self._round = None
+        self._round = self.version = None

@@ -5,7 +5,7 @@ and how large they are. Who keeps copies of what is computed alike by all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from evermoe import planning
 from evermoe.errors import UnsupportedState
-from evermoe.placement import LayerPlacements
 from evermoe.planning.schedule import ChunkPolicy
 from evermoe.planning.windows import StepProfile
 from evermoe.profile import Profiler
-from evermoe.recovery.survey import Inventory
 from evermoe.snapshot.bundles import Bundle, bundles
 from evermoe.snapshot.rank_plan import COPIES
 from evermoe.snapshot.window_plan import WindowPlanner
@@ -46,6 +44,8 @@ class Seat:
     """Name and bytes of each unit of its stage."""
     own: list[str] = field(default_factory=list)
     """Of these, experts that this rank alone holds; the ranks of the stage hold all but each other's."""
+    weights: list[int] = field(default_factory=list)
+    """Of each unit the bytes without those that only an update needs; empty unless versions are sparse."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -104,10 +104,7 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
     for first in range(0, len(seats), width):
         ranks = range(first, first + width)
         alone = {name: rank for rank in ranks for name in seats[rank].own}
-        shared = [(name, nbytes) for name, nbytes in seats[first].units if name not in alone]
-        shares = equal_shares([nbytes for _, nbytes in shared], ranks)
-        primaries = {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
-        for name, primary in primaries.items():
+        for name, primary in stage_primaries(seats, ranks).items():
             if not leaves_to_peers:
                 others = [before[primary]]
             elif name in alone:
@@ -119,6 +116,19 @@ def stage_bundles(preset: PipelinePreset, seats: Sequence[Seat], copies: int) ->
                 names.append(name)
                 holders.append(kept_at)
     return bundles(names, holders)
+
+
+def stage_primaries(seats: Sequence[Seat], ranks: range) -> dict[str, int]:
+    """By unit of a stage, which of its ranks copies it; each has an equal share of what all hold, and its own experts.
+
+    Args:
+        seats: by rank.
+        ranks: of the stage.
+    """
+    alone = {name: rank for rank in ranks for name in seats[rank].own}
+    shared = [(name, nbytes) for name, nbytes in seats[ranks[0]].units if name not in alone]
+    shares = equal_shares([nbytes for _, nbytes in shared], ranks)
+    return {name: primary for (name, _), primary in zip(shared, shares, strict=True)} | alone
 
 
 def _peers_elsewhere(seats: Sequence[Seat], ranks: range, primary: int, copies: int) -> list[int]:
@@ -140,6 +150,11 @@ def _ranks_before(seats: Sequence[Seat], width: int) -> dict[int, int]:
     return found
 
 
+def loop_unit(stage: int) -> str:
+    """Name of the unit with the state of the training loop, which each stage has."""
+    return f"stage{stage}_loop"
+
+
 class StageState(TrainingState):
     """A stage and its optimizer as units, whose names begin with the stage's number; of others' units, their sizes.
 
@@ -153,6 +168,7 @@ class StageState(TrainingState):
         loop: what else survives with it.
         ranks: of the stage.
         place: this rank's among them, where each of them is to hold some experts of each MoE layer; None: all hold all.
+        slices: of a sparse version, each of whole units, which then are not cut; 1 where versions are not sparse.
 
     Raises:
         UnsupportedState: a layer has fewer experts than there are ranks; or as of `TrainingState`.
@@ -166,8 +182,9 @@ class StageState(TrainingState):
         loop: KeptLoop,
         ranks: int,
         place: int | None = None,
+        slices: int = 1,
     ) -> None:
-        parts = {f"stage{stage}": module, f"stage{stage}_loop": loop}
+        parts = {f"stage{stage}": module, loop_unit(stage): loop}
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
         self._is_spread = place is not None
         if place is not None:
@@ -175,17 +192,31 @@ class StageState(TrainingState):
         self._tracked = [*module.parameters(), *module.buffers()]
         alone = [unit for unit in self.catalog.units if self._is_spread and unit.layer is not None]
         on_all = [unit for unit in self.catalog.units if unit not in alone]
-        parts_of_units = cut(on_all, ranks, self._is_contiguous) + [UnitPart(unit, 0, unit.nbytes) for unit in alone]
+        may_cut = self._is_contiguous if slices == 1 else lambda unit: False
+        parts_of_units = cut(on_all, ranks, may_cut) + [UnitPart(unit, 0, unit.nbytes) for unit in alone]
         self._parts: dict[str, UnitPart] = {part.unit.name: part for part in parts_of_units}
         self.own = self.catalog = UnitCatalog(part.unit for part in parts_of_units)
         """The units of this stage; `catalog` has those of all stages, once they are known."""
+        if slices > 1:  # memory that was left with other slices is not this job's
+            self.own = self.catalog = UnitCatalog(self.own.units, f"{self.own.layout} in {slices} slices")
+        self._weights_of: dict[str, str] = {}
+        """By the name that a unit's weights have as a unit, the one whose they are."""
+        self.window: dict[str, Tensor] = {}
+        """Bytes of units in place of those that are trained, while copies are made of a window that was recovered."""
+        self.is_of_version = True
+        """Whether what is here is the state of this rank's version: not while only a part is, or a newer one."""
 
     def _is_contiguous(self, unit: Unit) -> bool:
         return all(tensor.is_contiguous() for tensor in super()._tensors(unit))
 
     def _tensors(self, unit: Unit) -> Iterable[Tensor]:
-        part = self._parts[unit.name]
-        return part.tensors(super()._tensors(part.of))
+        if unit.name in self.window:
+            return [self.window[unit.name]]
+        part = self._parts[self._weights_of.get(unit.name, unit.name)]
+        tensors = part.tensors(super()._tensors(part.of))
+        if unit.name not in self._weights_of:
+            return tensors
+        return [tensor for spec, tensor in zip(part.of.specs, tensors, strict=True) if not spec.is_state]
 
     def _spread(self, ranks: int, place: int) -> None:
         """Gives up the experts of other ranks: each has as many, to within one, in the order of their numbers."""
@@ -203,7 +234,11 @@ class StageState(TrainingState):
                 layer.matrix_RE[rank, ends[rank] : ends[rank + 1]] = 1
 
     def held(self) -> list[str]:
-        """Names of the units of this stage that this rank holds."""
+        """Names of the units of this stage that this rank holds, of its version."""
+        return self.trained() if self.is_of_version else []
+
+    def trained(self) -> list[str]:
+        """Names of the units of this stage that this rank trains, of whatever version they are."""
         return [part.unit.name for part in self._parts.values() if self._holds(part.of)]
 
     def _holds(self, unit: Unit) -> bool:
@@ -211,7 +246,7 @@ class StageState(TrainingState):
 
     def alone(self) -> list[str]:
         """Names of the experts that this rank alone holds of its stage."""
-        return [name for name in self.held() if self._is_spread and self.own.by_name[name].layer is not None]
+        return [name for name in self.trained() if self._is_spread and self.own.by_name[name].layer is not None]
 
     def parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Those that the optimizer steps: such as all ranks of the stage hold, and the experts that are here alone."""
@@ -221,19 +256,19 @@ class StageState(TrainingState):
 
     def copy(self) -> dict[str, Tensor]:
         """Bytes of all units of this stage that are here now."""
-        found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.held()}
+        found = {name: torch.empty(self.own.by_name[name].nbytes, dtype=torch.uint8) for name in self.trained()}
         for name, data in found.items():
             self.read(name, data)
         return found
 
     @torch.no_grad()
     def write(self, units: dict[str, Tensor]) -> None:
-        """The inverse of `copy`, which empties `units`.
+        """The inverse of `copy`, which empties `units`. Of units without what only an update needs that stays.
 
         Graphs of before stay usable, as values that go back come again before they are.
         """
         with torch.autograd._unsafe_preserve_version_counter(tuple(self._tracked)):
-            self._take_over(self.held(), units)
+            self._take_over(self.trained(), units)
 
     def learn(self, seats: Sequence[Seat]) -> None:
         """What units the other stages have.
@@ -243,53 +278,17 @@ class StageState(TrainingState):
         """
         self.catalog = self.own.merged(seats)
 
+    def name_weights(self, names: Mapping[str, str]) -> list[Unit]:
+        """Has the weights of this stage's units as units beside, under other names; returns these.
 
-class StageTarget:
-    """Each rank holds the units of its stage, or its part of the experts; nothing ever moves.
-
-    Args:
-        state: this rank's units.
-        seats: by rank.
-        before_adopt: called with the version that all are to have, before any unit is overwritten.
-    """
-
-    trains = True
-    checkpoints = None
-    has_late_state = False
-
-    def __init__(self, state: StageState, seats: Sequence[Seat], before_adopt: Callable[[int], None]) -> None:
-        self._state, self._seats, self._before_adopt = state, seats, before_adopt
-        self._version = 0
-
-    def nodes(self, size: int) -> list[str]:
-        """The node of each rank."""
-        return [seat.node for seat in self._seats]
-
-    def place(self, version: int, inventories: Sequence[Inventory]) -> LayerPlacements:
-        """Empty: no layer is spread over ranks."""
-        self._version = version
-        return {}
-
-    def needs(self, placement: LayerPlacements, rank: int) -> list[str]:
-        """The units of the rank's stage, without the experts of its peers."""
-        mine = self._seats[rank]
-        elsewhere = {unit for seat in self._seats if seat.stage == mine.stage for unit in seat.own} - {*mine.own}
-        return [name for name, _ in mine.units if name not in elsewhere]
-
-    def begin(self, placement: LayerPlacements) -> None:
-        """Does nothing: no stage is deferred."""
-
-    def adopt(self, placement: LayerPlacements, fetched: dict[str, Tensor], leaving: Mapping[str, int]) -> None:
-        """Takes over what was fetched."""
-        self._before_adopt(self._version)
-        self._state.write(fetched)
-
-    def lost_message(self, lost: Sequence[str]) -> str:
-        """Names the units."""
-        return (
-            f"no copy is left of {len(lost)} units ({', '.join(lost[:8])}) in the memory of {len(self._seats)} ranks: "
-            "too many nodes failed at once. Use more copies, and load a checkpoint of your own to start again"
-        )
+        Args:
+            names: of these, and of the units whose they are.
+        """
+        self._weights_of = dict(names)
+        return [
+            Unit(name, tuple(spec for spec in self.own.by_name[unit].specs if not spec.is_state))
+            for name, unit in names.items()
+        ]
 
 
 class StageWindowPlanner(WindowPlanner):

@@ -10,7 +10,7 @@ import pytest
 
 from support.harness import PATIENCE
 from support.pipeline_worker import MICROBATCHES
-from support.pipelines import BORDER_BYTES, PRESETS, RANKS, Pipeline
+from support.pipelines import BORDER_BYTES, PRESETS, RANKS, Pipeline, run_undisturbed
 
 
 def begun(rank):
@@ -40,6 +40,33 @@ def test_a_loss_undoes_the_steps_since_the_newest_whole_version(start_job, prese
     for each in pipeline.ranks:
         logged = max(event["logged"] for event in each.events("step"))
         assert 3 * BORDER_BYTES <= logged <= 2 * 3 * BORDER_BYTES, "of the steps of a version, and of the next one"
+
+
+def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
+    """While the newcomers of a stage compute steps again, the other stage has older bytes in place of its state.
+
+    When one of the newcomers is lost then, these do not count as the state that its peer has reached.
+    """
+    common = {"attempts": "means", "steps": 14, "copies": PRESETS["baft"] | {"snapshot_every": 3}}
+    expected, _ = run_undisturbed(tmp_path, **common)
+    pipeline = Pipeline(start_job(RANKS), **common)
+    started = [pipeline.start(rank, kill_in_copy=7 if rank >= 2 else None) for rank in range(RANKS)]
+    for each in started[2:]:
+        pipeline.lose(each)
+    newcomers = [pipeline.start(2), pipeline.start(3, kill_in_step=6)]
+    pipeline.lose(newcomers[1])
+    third = pipeline.start(3, kill_at="connected")
+    third.process.join(PATIENCE)  # its node lives
+    for each in started[:2]:
+        each.process.kill()
+    for each in started[:2]:
+        pipeline.lose(each)
+    for rank in (0, 1, 3):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    assert {event["step"] for event in newcomers[0].events("recovered")} == {4}
 
 
 def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):

@@ -49,6 +49,14 @@ def test_ranks_that_divide_experts_hold_each_once_and_all_else():
     assert len({state.own.layout for state in states}) == 1
 
 
+def test_what_is_here_counts_as_its_version_only_if_it_is_of_it():
+    _, _, state = make(2)
+    units = state.held()
+    state.is_of_version = False
+    assert (state.held(), state.trained()) == ([], units)
+    assert state.copy().keys() == set(units)
+
+
 def test_fewer_experts_than_ranks_are_refused():
     with pytest.raises(UnsupportedState, match="an expert for each of a stage's 5 ranks at least, got 4 in layer"):
         make(5, 0)

@@ -396,6 +396,7 @@ def train(options: Options) -> None:
                 plans=copies._driver.window_planner.plans,
                 summary=copies._driver.window_planner.summary,
                 copied=copies._driver.version_pace.begun,
+                captured=copies._driver.copies.captured_bytes,
                 sent=Counter(each.when for each in list(copies._driver.courier.sent)),
             )
         except (evermoe.PeerLost, RuntimeError) as error:

@@ -1,0 +1,147 @@
+"""Slices of a sparse version: which units are captured whole in which step, and which windows can be made dense. Pure.
+
+A window of n steps from version v on (MoEvement): what is captured in its step i is of version v + i.
+
+    slice     version v         version v + 1     version v + 2
+    0         whole
+    1         weights alone     whole
+    2         weights alone     weights alone     whole
+
+*Whole* is weights and optimizer state. Who has all of this and what the neighbours sent replays: slice 0 is loaded at
+version v, and is updated from then on; the others' weights are loaded anew at each version until their state is there,
+too. After n steps all is at version v + n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+
+class UnitBytes(NamedTuple):
+    """Sizes of a unit."""
+
+    weights: int
+    """Of what a forward and backward need."""
+    state: int
+    """Of what only an update needs, beside."""
+
+
+def bytes_per_step(units: Sequence[UnitBytes], places: Sequence[int], steps: int) -> list[int]:
+    """Bytes that are captured in each step of a window: a slice, and the weights of those to come.
+
+        >>> units = [UnitBytes(4, 8)] * 3  # Adam: two moments for each weight
+        >>> bytes_per_step(units, [0, 1, 2], 3)  # 12 + 4 + 4, 12 + 4, 12
+        [20, 16, 12]
+
+    Args:
+        units: of a rank.
+        places: number of each unit's slice.
+        steps: of the window.
+    """
+    found = [0] * steps
+    for unit, place in zip(units, places, strict=True):
+        found[place] += unit.weights + unit.state
+        for step in range(place):
+            found[step] += unit.weights
+    return found
+
+
+def fill_slices(units: Sequence[UnitBytes], most_bytes: int) -> list[int] | None:
+    """Cuts units, in their order, into as few slices as a limit of the bytes in a step allows.
+
+    The first slice takes as many as fit, and so on: whoever takes fewer leaves more for later steps.
+
+        >>> fill_slices([UnitBytes(4, 8)] * 4, 28)  # step 0: 12 + 3 * 4 = 24; step 1: 12 + 12 + 4 = 28; step 2: 12
+        [0, 1, 1, 2]
+        >>> fill_slices([UnitBytes(4, 8)] * 4, 23) is None  # a unit and the weights of the others are 24
+        True
+
+    Returns:
+        The number of each unit's slice; None if no number of slices is enough.
+    """
+    left = sum(unit.weights for unit in units)  # of the slice that is filled and of those after it
+    found: list[int] = []
+    place = state = own = 0  # the slice's number, its units' state and their weights
+    for number, unit in enumerate(units):
+        if left + state + unit.state > most_bytes:
+            left, is_empty = left - own, number == 0 or found[-1] < place
+            place, state, own = place + 1, 0, 0
+            if is_empty or left + unit.state > most_bytes:
+                return None
+        found.append(place)
+        state, own = state + unit.state, own + unit.weights
+    return found
+
+
+def even_slices(units: Sequence[UnitBytes], steps: int) -> list[int]:
+    """Cuts units, in their order, into slices so that the most bytes of any step of a window are as few as can be.
+
+        >>> units = [UnitBytes(4, 8)] * 6
+        >>> places = even_slices(units, 3)
+        >>> places, bytes_per_step(units, places, 3)  # 72 bytes at once would be the whole version
+        ([0, 1, 1, 2, 2, 2], [32, 36, 36])
+
+    Args:
+        units: of a rank; slices have whole ones.
+        steps: of the window, 1 or more: slices at most.
+
+    Returns:
+        The number of each unit's slice.
+    """
+    low, high = 0, sum(unit.weights + unit.state for unit in units)  # the one is too little, unless there is nothing
+    while low < high:
+        middle = (low + high) // 2
+        found = fill_slices(units, middle)
+        if found is not None and max(found, default=0) < steps:
+            high = middle
+        else:
+            low = middle + 1
+    return fill_slices(units, high) or []
+
+
+# ---- what must be kept
+
+
+def weights_of(unit: str, step: int) -> str:
+    """Name of a unit's weights as they are captured in a step of a window before that of its slice."""
+    return f"{unit}@{step}"
+
+
+def parts_of(unit: str, place: int) -> Iterator[tuple[str, int]]:
+    """What a window has of a unit of slice `place`: names, and the step in which each is captured.
+
+    >>> list(parts_of("a", 2))
+    [('a@0', 0), ('a@1', 1), ('a', 2)]
+    """
+    for step in range(place):
+        yield weights_of(unit, step), step
+    yield unit, place
+
+
+def newest_dense(held: Collection[tuple[str, int]], units: Collection[str]) -> int | None:
+    """The newest version of which all units are held whole; None if there is none.
+
+    >>> newest_dense({("a", 7), ("b", 7), ("a", 8)}, ["a", "b"])
+    7
+    """
+    versions = {version for _, version in held}
+    return max((each for each in versions if all((unit, each) in held for unit in units)), default=None)
+
+
+def newest_window(held: Collection[tuple[str, int]], places: Mapping[str, int]) -> int | None:
+    """The version with which the newest window begins of which all is held; None if there is none.
+
+    Holders need room for two versions of each slice, of which the older one is overwritten: when slice i of a window is
+    written, slice i of the window before the last is lost, and the last one is whole as it was.
+
+        >>> newest_window({("a", 7), ("b@0", 7), ("b", 8), ("a", 9), ("b@0", 9)}, {"a": 0, "b": 1})
+        7
+
+    Args:
+        held: names (see `parts_of`), and the versions that what is held is of.
+        places: number of each unit's slice.
+    """
+    parts = [part for unit, place in places.items() for part in parts_of(unit, place)]
+    begun = {version - places[name] for name, version in held if name in places}
+    return max((v for v in begun if v >= 0 and all((name, v + step) in held for name, step in parts)), default=None)

@@ -1,0 +1,227 @@
+"""Sparse versions in real processes: a slice in each step, and a lost stage that becomes dense by computing again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import evermoe
+from support.harness import PATIENCE
+from support.pipeline_worker import MICROBATCHES
+from support.pipelines import BORDER_BYTES, RANKS, Pipeline, run_undisturbed
+
+STEPS, SLICES = 15, 3
+DEEP = {"stages": 4, "peers": 1}
+COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "schedules_rate": True}
+WHOLE = {"preset": "baft", "max_grad_norm": 0.5}
+SPARSE = WHOLE | {"sparse": True, "snapshot_every": SLICES}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """By rank, the end of a run of four stages in which nothing happens, with versions that are not sparse."""
+    folder = tmp_path_factory.mktemp("deep")
+    return run_undisturbed(folder, **COMMON, **DEEP, copies=WHOLE)[0]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """The same of two stages of two ranks each, with sparse versions: their units are not cut, and so compare."""
+    return run_undisturbed(tmp_path_factory.mktemp("wide"), **COMMON, copies=SPARSE)[0]
+
+
+def recovered_at(worker):
+    return [event["step"] for event in worker.events("recovered")]
+
+
+def check(done, expected):
+    """The end of a run is that of an undisturbed one, to the bit."""
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    assert [each["rate"] for each in done] == [pytest.approx(1e-3 * 0.8**STEPS)] * RANKS
+
+
+def forwards(steps):
+    return MICROBATCHES * steps
+
+
+@pytest.mark.parametrize(
+    ("slices", "step", "begun"),
+    [(3, 8, {4}), (3, 2, {0}), (3, 7, {4}), (3, 9, {4, 7}), (7, 10, {1})],
+    ids=["within a window", "before there is one", "one is whole", "before the last slice", "more slices than units"],
+)
+@pytest.mark.few(2)
+def test_a_lost_stage_is_made_dense_by_replay(start_job, deep, slices, step, begun):
+    """No other rank has the stage's state. The others compute nothing again: they send what they have logged."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE | {"snapshot_every": slices})
+    started = [pipeline.start(rank, kill_in_step=step if rank == 1 else None) for rank in range(RANKS)]
+    pipeline.lose(started[1])
+    newcomer = pipeline.start(1)
+    done = pipeline.finish()
+    check(done, deep)
+    (again,) = recovered_at(newcomer)
+    assert again in begun
+    assert {each["forwards"] for rank, each in enumerate(done) if rank != 1} == {forwards(STEPS)}
+    assert done[1]["forwards"] == forwards(STEPS - again)
+
+
+def test_losses_of_several_stages_while_others_replay(start_job, deep):
+    """The newcomer dies within the replay; and another stage once there are windows again."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    plans = {1: {"kill_in_step": 8}, 3: {"kill_in_step": 12}}
+    started = [pipeline.start(rank, **plans.get(rank, {})) for rank in range(RANKS)]
+    pipeline.lose(started[1])
+    second = pipeline.start(1, kill_in_step=6)  # has two of three slices
+    pipeline.lose(second)
+    third = pipeline.start(1)
+    pipeline.lose(started[3])
+    last = pipeline.start(3)
+    done = pipeline.finish()
+    check(done, deep)
+    assert recovered_at(started[0]) == [0, 4, 4, 8]
+    assert recovered_at(second) == [4]
+    assert recovered_at(third) == [4, 8]
+    assert recovered_at(last) == [8]
+    assert [each["forwards"] for each in done] == [
+        forwards(STEPS),
+        forwards(STEPS - 4),
+        forwards(STEPS),
+        forwards(STEPS - 8),
+    ]
+
+
+def test_both_ranks_of_a_stage_are_lost_and_then_one_of_them(start_job, wide):
+    """One alone has a peer with all of the state: then nothing is replayed."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, copies=SPARSE)
+    started = [pipeline.start(rank, kill_in_step=8 if rank >= 2 else None) for rank in range(RANKS)]
+    for each in started[2:]:
+        pipeline.lose(each)
+    second = [pipeline.start(rank, kill_in_step=13 if rank == 3 else None) for rank in (2, 3)]
+    pipeline.lose(second[1])
+    last = pipeline.start(3)
+    done = pipeline.finish()
+    check(done, wide)
+    assert recovered_at(started[0]) == recovered_at(started[1]) == [0, 4, 13]
+    assert recovered_at(second[0]) == [4, 13]
+    assert recovered_at(last) == [13]
+    assert [each["forwards"] for each in done[:3]] == [forwards(STEPS)] * 2 + [forwards(STEPS - 4)]
+
+
+def test_two_stages_are_lost_at_once(start_job, deep):
+    """Neither has a log; each gets from its neighbours what these have sent, and from the other what that computes."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    started = [pipeline.start(rank, kill_in_step=8 if rank in (1, 3) else None) for rank in range(RANKS)]
+    pipeline.lose(started[1])
+    started[3].process.kill()  # if it has not come as far
+    pipeline.lose(started[3])
+    for rank in (1, 3):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    check(done, deep)
+    assert recovered_at(started[0]) == [0, 4]
+    assert [each["forwards"] for each in done] == [forwards(STEPS), forwards(STEPS - 4)] * 2
+
+
+def test_other_data_than_before_makes_all_stages_replay(start_job, deep):
+    """A newcomer whose inputs are others than before: all load their slices, and compute anew. The next one has the
+    same as at first: once more all compute anew, and come to the state of a run without failures.
+    """
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    started = [pipeline.start(rank, kill_in_step=8 if rank == 0 else None) for rank in range(RANKS)]
+    pipeline.lose(started[0])
+    second = pipeline.start(0, noise=1.0, kill_in_step=5)
+    pipeline.lose(second)
+    pipeline.start(0)
+    done = pipeline.finish()
+    check(done, deep)
+    assert [recovered_at(each) for each in started[1:]] == [[0, 4, 4, 4, 4]] * 3
+    assert all(each.log().count("all ranks compute anew") == 2 for each in started[1:])
+
+
+@pytest.mark.parametrize("schedule", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+@pytest.mark.few(1)
+def test_stages_of_several_parts_are_lost(start_job, tmp_path, schedule):
+    options = COMMON | {"schedule": schedule, "chunks": 2, "copies": SPARSE}
+    expected, _ = run_undisturbed(tmp_path, **options)
+    pipeline = Pipeline(start_job(RANKS), **options)
+    started = [pipeline.start(rank, kill_in_step=8 if rank < 2 else None) for rank in range(RANKS)]
+    for each in started[:2]:
+        pipeline.lose(each)
+    for rank in (0, 1):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    check(done, expected)
+    assert recovered_at(started[2]) == [0, 4]
+    assert [each["forwards"] for each in done] == [2 * forwards(STEPS - 4)] * 2 + [2 * forwards(STEPS)] * 2
+
+
+@pytest.mark.parametrize(("preset", "lost"), [("moetion", 3), ("baft", 1)])
+def test_a_rank_that_has_experts_alone_is_lost(start_job, tmp_path, preset, lost):
+    """Its peer goes back with it, as tokens travel between them; the other stage computes nothing again.
+
+    Units of many sizes are fetched: all ranks must plan that in the same order.
+    """
+    options = COMMON | {"experts": 5, "copies": SPARSE | {"preset": preset, "copies": 2, "expert_parallel": True}}
+    expected, _ = run_undisturbed(tmp_path, **options)
+    pipeline = Pipeline(start_job(RANKS), **options)
+    started = [pipeline.start(rank, kill_in_step=8 if rank == lost else None) for rank in range(RANKS)]
+    pipeline.lose(started[lost])
+    pipeline.start(lost)
+    done = pipeline.finish()
+    check(done, expected)
+    other = [each for rank, each in enumerate(done) if rank // 2 != lost // 2]
+    assert recovered_at(started[lost - 1]) == [0, 4]
+    assert [each["forwards"] for each in other] == [forwards(STEPS)] * 2
+    assert done[lost - 1]["forwards"] > forwards(STEPS)
+
+
+def test_all_processes_die_and_their_nodes_live(start_job, deep):
+    """Then nobody has a log: all stages load their slices, and compute all steps since."""
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE)
+    for rank in range(RANKS):
+        pipeline.start(rank, kill_in_step=8 if rank == 0 else None)
+    for each in pipeline.ranks[1:]:
+        each.wait_for("lost")
+        each.process.kill()
+    for each in pipeline.ranks:
+        each.process.join(PATIENCE)
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    check(done, deep)
+    assert [recovered_at(each) for each in pipeline.ranks[RANKS:]] == [[4]] * RANKS
+    assert [each["forwards"] for each in done] == [forwards(STEPS - 4)] * RANKS
+
+
+def test_a_step_captures_a_slice_and_the_weights_of_those_to_come(start_job, deep):
+    pipeline = Pipeline(start_job(RANKS), **COMMON, **DEEP, copies=SPARSE | {"profile_steps": 4})
+    for rank in range(RANKS):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    check(done, deep)
+    for rank, each in enumerate(pipeline.ranks):
+        events = each.events("step")
+        captured = [event["captured"] for event in events]
+        whole, weights = done[rank]["state_bytes"], done[rank]["state_bytes"] / 3
+        assert captured[:SLICES] * (STEPS // SLICES) == captured, "the same in each window"
+        assert sum(captured[:SLICES]) >= whole
+        assert max(captured) < weights + 2 * weights / SLICES + 0.1 * whole
+        assert max(event["logged"] for event in events) <= 2 * SLICES * 2 * BORDER_BYTES
+        assert "of 3 slices, each as a version in a step, the largest: a version takes 1 step" in events[-1]["summary"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"localised": False, "snapshot_every": 2}, "sparse=True needs localised=True: a slice is of another step"),
+        ({}, "sparse=True: expected snapshot_every of 2 or more, the slices of a version, got None"),
+        ({"snapshot_every": 1}, "the slices of a version, got 1"),
+    ],
+)
+def test_what_sparse_versions_need_is_named(wrong, words):
+    module = torch.nn.Linear(2, 2)
+    place = {"stage": 0, "stages": 2, "data_parallel": 0, "data_parallel_size": 1}
+    with pytest.raises(ValueError, match=words):
+        evermoe.PipelineSession(
+            module, torch.optim.SGD(module.parameters()), **place, lighthouse="", job="x", sparse=True, **wrong
+        )
