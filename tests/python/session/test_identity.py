@@ -329,6 +329,7 @@ def test_options_that_all_members_must_share_are_marked_so():
         "on_lost",
         "replay_log_bytes",
         "replica_device",
+        "snapshot_memory",
         "checkpoint_dir",
         "checkpoint_patience",
         "checkpoint_upload_limit",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from evermoe import ops
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.worker import Fault
@@ -38,19 +39,22 @@ def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
     assert sum(event["digests_mismatched"] for event in verified) == 0
 
 
+@pytest.mark.gpu
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("memory", ["gpu", "auto"])
 @pytest.mark.parametrize("preset", ["auto", "gemini", "baft"])
-def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, device, preset, memory):
+def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, preset, memory):
     """Training goes on at once, and what arrives is compared with the state as it was."""
+    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        pytest.skip("no CUDA device, or no kernels in this build")
     job = start_job(3, preset=preset, snapshot_memory=memory, hang_limit=30.0, **FEWEST)
-    workers = job.start_all({"b": [Fault("forward", 6)]}, device=device, optimizer="evermoe", steps=10)
+    workers = job.start_all({"b": [Fault("forward", 6)]}, device="cuda", optimizer="evermoe", steps=10)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
     check_history(workers)
     check_recovered(workers, workers[0])
     taken = [event["gpu_bytes"] for event in workers[0].events("measured")]
-    assert max(taken) > 1000 * bool(preset != "auto"), "a snapshot lay on the GPU"
+    assert preset == "auto" or max(taken) > 1000, "a snapshot lay on the GPU"
     assert sum(event["digests_mismatched"] for event in workers[0].events("verified")) == 0
 
 
