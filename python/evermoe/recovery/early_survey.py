@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from evermoe.comm.task import Task, run_beside
 from evermoe.state.training_state import TrainingState
+
+GROUP_BYTES = 256 << 20
+"""Of units whose digests are computed together, before it looks whether it is to go on: tens of milliseconds."""
 
 
 class EarlySurvey:
@@ -17,33 +21,54 @@ class EarlySurvey:
 
     Args:
         state: of this member.
-        catch_up: brings the replicas that are kept here to their newest step.
+        catch_up: brings the replicas that are kept here to their newest step, one after the other.
     """
 
-    def __init__(self, state: TrainingState, catch_up: Callable[[], None]) -> None:
+    def __init__(self, state: TrainingState, catch_up: Callable[[], Iterable[None]]) -> None:
         self._state, self._catch_up = state, catch_up
-        self._task: Task[dict[str, int]] | None = None
+        self._task: Task[None] | None = None
+        self._found: dict[str, int] = {}
+        self._is_dropped = threading.Event()
 
     def begin(self) -> None:
         """Begins, unless it has, or optimizer state is still on its way to any member."""
         if self._task is not None or self._state.late.is_under_way:
             return
-        task = self._task = Task(self._look)
-        run_beside(task, "evermoe-survey", self._state.devices())
+        self._found, task = {}, Task(self._look)
+        self._is_dropped.clear()
+        with suppress(RuntimeError):  # no thread or no stream: all is left to the survey
+            run_beside(task, "evermoe-survey", self._state.devices())
+            self._task = task
 
-    def _look(self) -> dict[str, int]:
-        self._catch_up()
-        units = self._state.held()
-        return dict(zip(units, self._state.digests(units), strict=True))
+    def _look(self) -> None:
+        for _ in self._catch_up():
+            if self._is_dropped.is_set():
+                return
+        for units in self._groups():
+            if self._is_dropped.is_set():
+                return
+            self._found |= zip(units, self._state.digests(units), strict=True)
+
+    def _groups(self) -> Iterator[list[str]]:
+        group, nbytes = [], 0
+        for unit in self._state.held():
+            group.append(unit)
+            nbytes += self._state.catalog.by_name[unit].nbytes
+            if nbytes >= GROUP_BYTES:
+                yield group
+                group, nbytes = [], 0
+        yield group
 
     def take(self) -> Mapping[str, int]:
-        """The digests of units, by name, once they are there; empty if it was not begun, or failed. Once."""
+        """Digests of units, by name, once all that are to come are there; none if it was not begun, or failed. Once."""
         task, self._task = self._task, None
         if task is None:
             return {}
         task.is_over_within(threading.TIMEOUT_MAX)
-        return task.result or {}
+        return self._found
 
     def drop(self) -> None:
         """Waits until nothing is read any more: the state is about to be written."""
+        self._is_dropped.set()
         self.take()
+        self._found = {}

@@ -247,11 +247,12 @@ class ReplayExchange:
             yield unit, step, caught_up.digest
         yield from self.replica.survey()
 
-    def catch_up(self) -> None:
-        """Brings everything that is kept here to where `stored` needs it; in any thread."""
+    def catch_up(self) -> Iterator[None]:
+        """Brings everything that is kept here to where `stored` needs it, bit by bit; in any thread."""
         if self.keeps_previous:
             self._remember_previous()
-        self.replica.catch_up_all()
+            yield
+        yield from self.replica.catch_up_all()
 
     def _remember_previous(self) -> None:
         for unit in self.units:

@@ -22,7 +22,7 @@ with digests of what came and what was written, and now and then the state with 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
@@ -218,8 +218,8 @@ class Replica:
                 parts.append(self._repeater.state_locked(index, step).to("cpu", copy=True))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def catch_up_all(self) -> None:
-        """Brings all units that have a state to their newest step."""
+    def catch_up_all(self) -> Iterator[None]:
+        """Brings all units that have a state to their newest step, one after the other as it is asked for."""
         for unit, indices in self._units.items():
             step = self.version(unit)
             if step is None:
@@ -227,6 +227,7 @@ class Replica:
             for index in indices:
                 with suppress(ReplicaBehind), self._parts[index].lock:
                     self._repeater.state_locked(index, step)
+                yield
 
     def survey(self) -> list[tuple[str, int, int]]:
         """Unit, step and digest of all units that have a state, each at its newest step; on the CPU without a copy."""

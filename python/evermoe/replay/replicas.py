@@ -280,10 +280,10 @@ class Replicas(Keeper):
         self._states = self._digests = self._exchange = None
         return is_whole
 
-    def catch_up(self) -> None:
-        """Brings what is kept here to where `stored` needs it; in any thread, while no plan is made."""
+    def catch_up(self) -> Iterator[None]:
+        """Brings what is kept here to where `stored` needs it, bit by bit; in any thread, while no plan is made."""
         for replicas in filter(None, (self._now, self._older)):
-            replicas.copies.catch_up()
+            yield from replicas.copies.catch_up()
 
     def stored(self) -> Iterator[tuple[ReplayedUnit, str]]:
         """Every unit that is kept here for others, in every version that it can be brought to."""

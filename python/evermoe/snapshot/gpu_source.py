@@ -70,7 +70,7 @@ class GpuSource:
 
     def copy(self) -> ChunkedCopy:
         """The chunks, for one capture of the tensors as torch's current stream will have left them."""
-        there = {place: each.to(self._device, non_blocking=True) for place, each in self._originals.items()}
+        there = {place: self._there(each) for place, each in self._originals.items()}
         if self._stand_ins:
             torch._foreach_copy_(
                 [stand_in for _, stand_in in self._stand_ins], [there[place] for place, _ in self._stand_ins]
@@ -78,6 +78,11 @@ class GpuSource:
         if self._written is not None:
             self._written.record(torch.cuda.current_stream(self._device))
         return self._copy
+
+    def _there(self, original: Tensor) -> Tensor:
+        """On the device; of what is elsewhere, and may be written right after, a copy of its own is on its way."""
+        is_own = self.is_beside and original.device != self._device
+        return (original.clone() if is_own else original).to(self._device, non_blocking=True)
 
     def release(self) -> None:
         """Makes torch's current stream wait until the stand-ins are written: then it may write all else."""

@@ -49,10 +49,8 @@ class GpuSources:
             RuntimeError: too little page-locked memory.
         """
         source = self._by_bundle.get(bundle)
-        if source is not None and source.capture is not None:
-            with suppress(CaptureCancelled):
-                source.capture.hurry()
-                source.capture.wait()
+        if source is not None:
+            _finish(source)
         is_beside = self._goes_beside(bundle, sum(tensor.nbytes for tensor in tensors), device)
         if source is None or not source.is_of(tensors) or source.is_beside != is_beside:
             del source
@@ -94,5 +92,15 @@ class GpuSources:
         return True
 
     def clear(self) -> None:
-        """Lets go of the tensors: their memory is needed for those that take their place."""
+        """Lets go of the tensors, once nothing is read any more: their memory is needed for what takes their place."""
+        for source in self._by_bundle.values():
+            _finish(source)
         self._by_bundle, self._captures = {}, {}
+
+
+def _finish(source: GpuSource) -> None:
+    """Waits until nothing of a source is read any more."""
+    if source.capture is not None:
+        with suppress(CaptureCancelled):
+            source.capture.hurry()
+            source.capture.wait()

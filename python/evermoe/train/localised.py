@@ -98,9 +98,11 @@ class LocalisedRecovery:
         """
         if not self._is_on:
             return
+        is_partial = not self._state.is_of_version and not self._is_ahead  # a replay was interrupted: it begins anew
+        taken = [step.before for step in self.log.steps if step.is_taken and step.chunks]
         mine = {
             "stage": self._stage,
-            "taken": [step.before for step in self.log.steps if step.is_taken and step.chunks],
+            "taken": [] if is_partial else taken,
             "reaches": self._reaches if self._is_ahead else step_of(version),
             "computed": self.log.computed() if self._is_spread else None,
             "distrusts": any(step.is_distrusted for step in self.log.steps),

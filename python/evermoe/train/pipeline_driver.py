@@ -285,11 +285,14 @@ class PipelineDriver(Driver):
         refuse_unequal_runs(self.attempt, self._group)
         self.localised.tell(self._group, version)
         self.windows.look(self._group, version)
-        try:
-            self.outcome = self.recovery(version, established=established).run()
-        except LostExperts as lost:
-            self._lost = lost
-            return {"event": "unrecoverable"}
+        while True:
+            try:
+                self.outcome = self.recovery(version, established=established).run()
+                break
+            except LostExperts as lost:
+                if not self.windows.turn():
+                    self._lost = lost
+                    return {"event": "unrecoverable"}
         self._loop.restore()
         self._step, self._reason = step_of(self.outcome.version), ""
         return {"event": "restored", "version": self.outcome.version, "is_stale": False}

@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from evermoe._native import digest
 from evermoe.comm.gather import gather_json
 from evermoe.comm.group import Group
 from evermoe.snapshot.bundles import Bundle
@@ -103,8 +104,14 @@ class SparseWindows:
         """Units alone, and with the weights that windows have of them."""
         self._is_window = False
         """Whether the recovery that is under way goes back to a window."""
+        self._window_at = 0
+        """The version with which the window begins that was fetched last."""
         self._begun = 0
         """Steps taken in the first version of the window that is replayed."""
+        self._has_other_way = False
+        """Whether there is another way back, which was not tried as yet."""
+        self._kept: list[SnapshotUnit] = []
+        """What an interrupted recovery had fetched of a window, whose copies may not be whole."""
         self._coming: dict[str, Tensor] = {}
         """What is loaded in later steps, by name; empty where nothing is replayed."""
         self.numbers: list[int] = []
@@ -173,20 +180,44 @@ class SparseWindows:
             group: all ranks.
             version: of this rank's state.
         """
-        self._state.window, self._is_window = {}, False
+        window, self._state.window, self._is_window = self._state.window, {}, False
         if not self.are_used:
             return
-        mine = {(unit, version) for unit in self._state.held()}
-        mine |= {(each.unit, each.version) for each in self._store.stored()}
-        held = {(unit, at) for rank in gather_json(group, sorted(mine)) for unit, at in rank}
-        dense, window = newest_dense(held, self._dense.by_name.keys()), newest_window(held, self._places)
-        self._is_window = window is not None and (dense is None or window > dense)
-        self._state.catalog = self._all if self._is_window else self._dense
+        steps = self._steps()
+        self._kept = [
+            SnapshotUnit(name, self._window_at + steps[name], digest(data.numpy()), data)
+            for name, data in window.items()
+            if name in steps
+        ]
+        trained = sorted((unit, version) for unit in self._state.held())
+        copied = sorted({(each.unit, each.version) for each in (*self._store.stored(), *self._kept)})
+        everyone = gather_json(group, [trained, copied])
+        copies = {(unit, at) for _, found in everyone for unit, at in found}
+        held = copies | {(unit, at) for found, _ in everyone for unit, at in found}
+        dense, begun = newest_dense(held, self._dense.by_name.keys()), newest_window(copies, self._places)
+        self._has_other_way = dense is not None and begun is not None
+        self._go_to(is_window=begun is not None and (dense is None or begun > dense))
+
+    def turn(self) -> bool:
+        """Takes the other way back, as copies were damaged; False if there is none left. Alike on all ranks."""
+        if not self._has_other_way:
+            return False
+        self._has_other_way = False
+        self._go_to(is_window=not self._is_window)
+        return True
+
+    def _go_to(self, *, is_window: bool) -> None:
+        self._is_window = is_window
+        self._state.catalog = self._all if is_window else self._dense
+
+    def _steps(self) -> dict[str, int]:
+        """By name of what a window has, the step in which it is captured."""
+        return {name: step for unit, place in self._places.items() for name, step in parts_of(unit, place)}
 
     def stored(self) -> Iterator[SnapshotUnit]:
         """Copies in this node's memory; on the way to a window with the version with which their window begins."""
-        steps = {name: step for unit, place in self._places.items() for name, step in parts_of(unit, place)}
-        for each in self._store.stored():
+        steps = self._steps()
+        for each in (*self._store.stored(), *self._kept):
             step = steps.get(each.unit, 0) if self._is_window else 0
             if each.version >= step:
                 yield replace(each, version=each.version - step) if step else each
@@ -201,7 +232,7 @@ class SparseWindows:
         """Takes over what was fetched, of the version that all ranks go back to."""
         dense_at = step_of(version) + self.steps - 1 if self._is_window else 0
         stays = self._localised.go_back(version, dense_at)
-        self._coming, self._state.catalog = {}, self._all
+        self._coming, self._kept, self._state.catalog = {}, [], self._all
         self._state.is_of_version = not self._is_window
         if not self._is_window:
             self._state.write(fetched)
@@ -209,7 +240,7 @@ class SparseWindows:
         if not stays:
             self._begun, self._coming = step_of(version), dict(fetched)
             self._load(0)
-        self._state.window = fetched
+        self._state.window, self._window_at = fetched, version
 
     def advance(self, step: int) -> None:
         """So many steps are taken: loads the next slice, where a window is replayed."""

@@ -31,7 +31,7 @@ def survey(state, known):
 
 def test_a_survey_is_the_same_with_what_was_found_before(state):
     caught_up = threading.Event()
-    early = EarlySurvey(state, caught_up.set)
+    early = EarlySurvey(state, lambda: [caught_up.set()])
     early.begin()
     found = early.take()
     assert caught_up.is_set(), "replicas took their steps"
@@ -42,7 +42,7 @@ def test_a_survey_is_the_same_with_what_was_found_before(state):
 
 
 def test_what_was_found_counts_once_and_not_after_the_state_was_written(state):
-    early = EarlySurvey(state, lambda: None)
+    early = EarlySurvey(state, lambda: ())
     assert early.take() == {}, "it was not begun"
     early.begin()
     assert early.take()
@@ -55,11 +55,14 @@ def test_what_was_found_counts_once_and_not_after_the_state_was_written(state):
 
 
 def test_the_state_is_not_read_any_more_once_it_was_dropped(state):
-    reading, goes_on, over = threading.Event(), threading.Event(), threading.Event()
+    reading, goes_on, later, over = (threading.Event() for _ in range(4))
 
     def catch_up():
         reading.set()
         assert goes_on.wait(30)
+        yield
+        later.set()
+        yield
 
     early = EarlySurvey(state, catch_up)
     early.begin()
@@ -73,6 +76,7 @@ def test_the_state_is_not_read_any_more_once_it_was_dropped(state):
     assert not over.wait(0.05), "it waits for what is read"
     goes_on.set()
     assert over.wait(30)
+    assert not later.is_set(), "what is void is not looked for any further"
 
 
 def test_an_error_leaves_all_to_the_survey(state):
