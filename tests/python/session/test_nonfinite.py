@@ -50,7 +50,9 @@ def test_all_members_skip_the_update_and_replicas_do_so_too(start_job, options):
         assert changed == {"session"}, "the sampler goes on, and the model stays"
     for survivor in (workers[0], workers[2]):
         recovered = check_recovered(workers, survivor)
-        assert (recovered["step"], recovered["steps_lost"]) == (8, 0)
+        assert recovered["steps_lost"] == 0
+        # Copies of `gemini` travel in the windows of the next step, which may come after the kill.
+        assert recovered["step"] in ((7, 8) if "preset" in options else (8,))
 
 
 @pytest.mark.parametrize("point", ["vote", "skipped", "copy"])

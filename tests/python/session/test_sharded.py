@@ -135,7 +135,8 @@ def test_a_skipped_update_changes_nothing_anywhere(start_job, options):
         before, after = (each.events("copy", after="update", step=step)[0]["digests"] for step in (5, 6))
         assert {unit for unit in before if before[unit] != after[unit]} == {"session"}
     for survivor in workers[::2]:
-        assert check_recovered(workers, survivor)["step"] == 8
+        # Copies of `gemini` travel in the windows of the next step, which may come after the kill.
+        assert check_recovered(workers, survivor)["step"] in ((7, 8) if "preset" in options else (8,))
     check_verified(workers[::2])
 
 
