@@ -230,7 +230,7 @@ def live(workers, experts, width, phases, session):
 
 def session_flags(arguments):
     """Of the demo, but for its sizes."""
-    flags = ["--preset", arguments.preset, "--batch", str(arguments.batch)]
+    flags = ["--preset", arguments.preset, "--copies", str(arguments.copies), "--batch", str(arguments.batch)]
     flags += ["--slots", str(arguments.slots)] if arguments.slots else []
     return [*flags, "--steps", str(arguments.steps), "--kill", f"1@{arguments.steps // 2}"]
 
@@ -260,6 +260,7 @@ def main():
     parser.add_argument("--steps", type=int, default=24, help="for live; a worker dies half-way (%(default)s)")
     parser.add_argument("--preset", choices=PRESET_NAMES, default="auto", help="for live (%(default)s)")
     parser.add_argument("--slots", type=int, default=0, help="for live: of each worker and layer, 0 for the demo's own")
+    parser.add_argument("--copies", type=int, default=2, help="for live: nodes that hold each unit (%(default)s)")
     parser.add_argument("--batch", type=int, default=24, help="for live: samples of a step (%(default)s)")
     parser.add_argument("--json", help="where to write the figures")
     arguments = parser.parse_args()
