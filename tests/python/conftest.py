@@ -87,6 +87,16 @@ def device(request):
 
 
 @pytest.fixture
+def cuda():
+    """The CUDA device, for tests marked `gpu`."""
+    from evermoe import ops
+
+    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
+        pytest.skip("no CUDA device, or no kernels in this build")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
 def persisted(tmp_path):
     """Where members persist units."""
     return tmp_path

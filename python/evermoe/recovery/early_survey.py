@@ -60,7 +60,7 @@ class EarlySurvey:
         yield group
 
     def take(self) -> Mapping[str, int]:
-        """Digests of units, by name, once all that are to come are there; none if it was not begun, or failed. Once."""
+        """Digests of units, by name, once it is over; those of before an error, none if it was not begun. Once."""
         task, self._task = self._task, None
         if task is None:
             return {}

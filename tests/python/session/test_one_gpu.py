@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from evermoe import ops
 from support.harness import FEWEST
 from support.history import check_history, check_recovered
 from support.worker import Fault
@@ -43,12 +42,10 @@ def test_copies_are_of_every_optimizer(start_job, device, optimizer, preset):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("memory", ["gpu", "auto"])
 @pytest.mark.parametrize("preset", ["auto", "gemini", "baft"])
-def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, preset, memory):
+def test_snapshots_on_the_gpu_are_those_of_the_step_before(start_job, cuda, preset, memory):
     """Training goes on at once, and what arrives is compared with the state as it was."""
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        pytest.skip("no CUDA device, or no kernels in this build")
     job = start_job(3, preset=preset, snapshot_memory=memory, hang_limit=30.0, **FEWEST)
-    workers = job.start_all({"b": [Fault("forward", 6)]}, device="cuda", optimizer="evermoe", steps=10)
+    workers = job.start_all({"b": [Fault("forward", 6)]}, device=cuda.type, optimizer="evermoe", steps=10)
     assert workers[1].join(SLOW) == -9
     assert [each.join(SLOW) for each in (workers[0], workers[2])] == [0, 0]
     check_history(workers)

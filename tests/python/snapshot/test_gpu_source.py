@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evermoe import MoE, ops
+from evermoe import MoE
 from evermoe._native import Arena, CopyEngine
 from evermoe.snapshot.gpu_source import GpuSource
 from evermoe.snapshot.gpu_sources import GpuSources
@@ -22,63 +22,71 @@ def train(layer, optimizer, device):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_capture_has_the_bytes_of_the_units(tmp_path, device, name):
-    layer = MoE(8, 8, 3, top_k=1, device=device)
-    optimizer = OPTIMIZERS[name](layer.parameters())
-    state = TrainingState(layer, optimizer, has_session=False)
-    units = state.held()
-    sizes = [(unit, state.catalog.by_name[unit].nbytes) for unit in units]
-    arena, engine = Arena.create(str(tmp_path / "arena"), "", sizes), CopyEngine()
-    engine.open()
-    tensors = state.tensors(units)
-    every = [tensor for each in tensors for tensor in each]
-    source = GpuSource(every, torch.device(device, 0) if device == "cuda" else torch.device(device))
-    for version in range(1, 4):
-        train(layer, optimizer, device)
-        capture = source.copy().capture(engine, arena, version, [*map(len, tensors)])
+class Training:
+    """A layer that is trained, and an arena for its units."""
+
+    def __init__(self, folder, device, name):
+        self.layer = MoE(8, 8, 3, top_k=1, device=device)
+        self.optimizer = OPTIMIZERS[name](self.layer.parameters())
+        self.state = TrainingState(self.layer, self.optimizer, has_session=False)
+        units = self.state.held()
+        sizes = [(unit, self.state.catalog.by_name[unit].nbytes) for unit in units]
+        self.arena, self.engine = Arena.create(str(folder / "arena"), "", sizes), CopyEngine()
+        tensors = self.state.tensors(units)
+        self.tensors = [tensor for each in tensors for tensor in each]
+        self.counts = [*map(len, tensors)]
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+    def step(self):
+        train(self.layer, self.optimizer, self.device)
+
+    def begin(self, source, version):
+        return source.copy().capture(self.engine, self.arena, version, self.counts)
+
+    def captured(self, capture):
+        """By unit, the bytes of a capture that ends now."""
         capture.hurry()
         capture.wait()
-        found = torch.from_numpy(arena.buffer(capture.index))
-        for unit, offset, nbytes in arena.units():
-            expected = torch.empty(nbytes, dtype=torch.uint8)
-            state.read(unit, expected)
-            assert torch.equal(found[offset : offset + nbytes], expected), unit
-    engine.shutdown()
+        found = torch.from_numpy(self.arena.buffer(capture.index))
+        return {unit: found[offset : offset + nbytes] for unit, offset, nbytes in self.arena.units()}
+
+    def now(self):
+        """By unit, the bytes of the state."""
+        found = {unit: torch.empty(nbytes, dtype=torch.uint8) for unit, _, nbytes in self.arena.units()}
+        for unit, out in found.items():
+            self.state.read(unit, out)
+        return found
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_capture_has_the_bytes_of_the_units(tmp_path, device, name):
+    training = Training(tmp_path, device, name)
+    training.engine.open()
+    source = GpuSource(training.tensors, training.device)
+    for version in range(1, 4):
+        training.step()
+        found, expected = training.captured(training.begin(source, version)), training.now()
+        assert all(torch.equal(found[unit], expected[unit]) for unit in expected)
+    training.engine.shutdown()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_lies_beside_is_captured_though_training_goes_on(tmp_path, device, name):
     """Nothing is copied to the host until the state has changed."""
-    layer = MoE(8, 8, 3, top_k=1, device=device)
-    optimizer = OPTIMIZERS[name](layer.parameters())
-    state = TrainingState(layer, optimizer, has_session=False)
-    units = state.held()
-    sizes = [(unit, state.catalog.by_name[unit].nbytes) for unit in units]
-    arena, engine = Arena.create(str(tmp_path / "arena"), "", sizes), CopyEngine()
-    tensors = state.tensors(units)
-    every = [tensor for each in tensors for tensor in each]
-    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    source = GpuSource(every, place, is_beside=True)
-    assert source.nbytes == sum(tensor.nbytes for tensor in every)
+    training = Training(tmp_path, device, name)
+    source = GpuSource(training.tensors, training.device, is_beside=True)
+    assert source.nbytes == sum(tensor.nbytes for tensor in training.tensors)
     for version in range(1, 4):
-        expected = {unit: torch.empty(nbytes, dtype=torch.uint8) for unit, nbytes in sizes}
-        for unit, out in expected.items():
-            state.read(unit, out)
-        engine.close_gate()
-        capture = source.copy().capture(engine, arena, version, [*map(len, tensors)])
+        expected = training.now()
+        training.engine.close_gate()
+        capture = training.begin(source, version)
         source.release()
-        train(layer, optimizer, device)
-        engine.open()
-        capture.hurry()
-        capture.wait()
-        found = torch.from_numpy(arena.buffer(capture.index))
-        for unit, offset, nbytes in arena.units():
-            assert torch.equal(found[offset : offset + nbytes], expected[unit]), unit
-            now = torch.empty(nbytes, dtype=torch.uint8)
-            state.read(unit, now)
-            assert not torch.equal(now, expected[unit]), "the test has changed it meanwhile"
-    engine.shutdown()
+        training.step()
+        training.engine.open()
+        found, changed = training.captured(capture), training.now()
+        assert all(torch.equal(found[unit], expected[unit]) for unit in expected)
+        assert not any(torch.equal(changed[unit], expected[unit]) for unit in expected)
+    training.engine.shutdown()
 
 
 def test_it_is_of_the_tensors_where_they_were():
@@ -123,27 +131,22 @@ def test_snapshots_are_made_where_they_are_asked_for(tmp_path, device, memory, b
 
 
 @pytest.mark.gpu
-def test_free_memory_decides_once_a_step_has_shown_what_training_takes(tmp_path, monkeypatch):
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        pytest.skip("no CUDA device, or no kernels in this build")
+def test_free_memory_decides_once_a_step_has_shown_what_training_takes(tmp_path, cuda, monkeypatch):
     total = 1 << 30
     free = [total, total, total // 16, total // 8, total // 32, total // 65, total // 32]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.pop(0), total))
-    capturing = Capturing(tmp_path, "cuda", GpuSources("auto"))
+    capturing = Capturing(tmp_path, cuda, GpuSources("auto"))
     found = [capturing.capture() for _ in range(7)]
     assert found == [False, False, False, True, True, False, False]
     capturing.engine.shutdown()
 
 
 @pytest.mark.gpu
-def test_too_little_memory_leaves_snapshots_on_the_host(tmp_path, monkeypatch):
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        pytest.skip("no CUDA device, or no kernels in this build")
-
+def test_too_little_memory_leaves_snapshots_on_the_host(tmp_path, cuda, monkeypatch):
     def full(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    capturing = Capturing(tmp_path, "cuda", GpuSources("gpu"))
+    capturing = Capturing(tmp_path, cuda, GpuSources("gpu"))
     first = torch.empty
     calls = []
 
@@ -155,4 +158,14 @@ def test_too_little_memory_leaves_snapshots_on_the_host(tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="made in host memory from now on: CUDA out of memory"):
         assert not capturing.capture()
     assert not capturing.capture()
+    capturing.engine.shutdown()
+
+
+def test_nothing_is_read_any_more_once_the_tensors_are_let_go(tmp_path, device):
+    capturing = Capturing(tmp_path, device, GpuSources("gpu"))
+    capturing.engine.close_gate()
+    assert capturing.capture(), "training may go on"
+    assert capturing.arena.versions() == []
+    capturing.sources.clear()
+    assert [version for _, version in capturing.arena.versions()] == [1]
     capturing.engine.shutdown()

@@ -6,20 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from evermoe import _native, ops
+from evermoe import _native
 from evermoe.ops.chunks import open_copier
 from evermoe.state.gpu_digests import LEAST_BYTES, gpu_digests
 from evermoe.state.unit import digests_of
 
 gpu = pytest.mark.gpu
 MIB = 1 << 20
-
-
-@pytest.fixture
-def cuda():
-    if not (torch.cuda.is_available() and ops.has_cuda_kernels()):
-        pytest.skip("no CUDA device, or no kernels in this build")
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def random_bytes(count, seed, device):
