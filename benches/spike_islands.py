@@ -145,7 +145,7 @@ class Island:
         self.step = 0
         self.rebuilds: list[float] = []
 
-    def _drop_alone(self, reason: str) -> None:
+    def drop_alone(self, reason: str) -> None:
         """Ends the waits in the island's group, as a group that is linked to the session's."""
         if dist.is_initialized():
             end_waits(dist.group.WORLD, self.position, self.size)

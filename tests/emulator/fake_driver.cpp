@@ -7,6 +7,7 @@
 // of a context's streams do, but under kLate, as CUDA does not promise it.
 #include "emulator.h"
 #include "streams.h"
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -20,7 +21,7 @@ enum Status { kSuccess = 0, kInvalidValue = 1, kInvalidImage = 200, kInvalidCont
               kCaptureUnsupported = 900, kCaptureInvalidated = 901, kNotCapturing = 902, kCaptureIsolation = 905, kCaptureImplicit = 906,
               kCapturedEvent = 907, kCaptureWrongThread = 908, kLaunchOutOfResources = 701, kLaunchFailed = 719 };
 constexpr unsigned kNonBlocking = 1;  // of the flags of a stream
-constexpr unsigned kBlockingSync = 1;  // of the flags of an event
+constexpr unsigned kBlockingSync = 1, kDisableTiming = 2;  // of the flags of an event
 constexpr size_t kCanaryBytes = 64;
 constexpr unsigned char kGarbage = 0xa5, kCanary = 0x5a;
 std::mutex mutex;
@@ -28,7 +29,12 @@ int launches_to_refuse, waits_for_all, functions_loaded;
 std::map<uintptr_t, size_t> device_memory, pinned_memory;  // start -> bytes
 std::map<uintptr_t, unsigned> flags_of_pinned;
 // An event, and whether a host thread that waits for it leaves the processor to others.
-struct Event : streams::Point { bool blocks = false, is_captured = false; };
+struct Event : streams::Point {
+  bool blocks = false, is_timed = true, is_captured = false;
+  int64_t recorded_at = 0;
+};
+// When an event was reached, in nanoseconds of the host's clock: it is recorded before or after its stream came there.
+int64_t reached_at(const Event& event) { return std::max(event.recorded_at, streams::passed_at(event)); }
 
 // This thread's context: the number of its device, plus 1. Thread-local memory of the library is the kernels' shared memory.
 void*& current() {
@@ -452,6 +458,7 @@ int cuEventCreate(Event** event, unsigned flags) {
   IN_CONTEXT;
   *event = new Event;
   (*event)->blocks = flags & kBlockingSync;
+  (*event)->is_timed = !(flags & kDisableTiming);
   owners[*event] = current();
   return kSuccess;
 }
@@ -469,7 +476,7 @@ int cuEventRecord(Event* event, void* handle) {
   streams::Stream* const stream = streams::of_handle(handle, current());
   if (!stream) return failed(kInvalidHandle, "no such stream");
   event->is_captured = capture_of(handle);
-  if (!event->is_captured) static_cast<streams::Point&>(*event) = streams::end_of(stream);
+  if (!event->is_captured) static_cast<streams::Point&>(*event) = streams::end_of(stream), event->recorded_at = streams::now();
   return status();
 }
 int cuEventSynchronize(const Event* event) {
@@ -479,6 +486,13 @@ int cuEventSynchronize(const Event* event) {
   if (!event->blocks) return failed(kInvalidHandle, "a wait for this event would keep a processor busy");
   streams::run_until(*event);
   return status();
+}
+int cuEventElapsedTime(float* milliseconds, const Event* from, const Event* to) {
+  IN_CONTEXT;
+  if (!from->is_timed || !to->is_timed) return failed(kInvalidHandle, "the time of an event that has none");
+  if (!streams::is_passed(*from) || !streams::is_passed(*to)) return kNotReady;
+  *milliseconds = float(double(reached_at(*to) - reached_at(*from)) / 1e6);
+  return kSuccess;
 }
 int cuEventQuery(const Event* event) {
   IN_CONTEXT;

@@ -19,6 +19,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device);
 int cuDeviceGetCount(int* count);
 int cuEventCreate(void** event, unsigned flags);
 int cuEventDestroy_v2(void* event);
+int cuEventElapsedTime(float* milliseconds, const void* from, const void* to);
 int cuEventQuery(const void* event);
 int cuEventRecord(void* event, void* stream);
 int cuEventSynchronize(const void* event);
@@ -203,6 +204,5 @@ int cudaEventRecord(void* event, void* stream) { CALL(cuEventRecord(event, strea
 int cudaEventRecordWithFlags(void* event, void* stream, unsigned) { CALL(cuEventRecord(event, stream)); }
 int cudaEventQuery(const void* event) { CALL(cuEventQuery(event)); }
 int cudaEventSynchronize(const void* event) { CALL(cuEventSynchronize(event)); }
-// Nothing here takes time.
-int cudaEventElapsedTime(float* milliseconds, const void*, const void*) { *milliseconds = 1; return kSuccess; }
+int cudaEventElapsedTime(float* milliseconds, const void* from, const void* to) { CALL(cuEventElapsedTime(milliseconds, from, to)); }
 }

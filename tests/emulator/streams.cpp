@@ -1,6 +1,7 @@
 // streams.cpp -- TEST ONLY. See streams.h.
 #include "streams.h"
 #include <algorithm>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <memory>
@@ -20,6 +21,7 @@ struct Stream {
   bool is_default = true, waits_for_default = true, is_open = true;
   std::deque<Work> works;
   uint64_t asked = 0, ran = 0, last_asked = 0;
+  std::vector<int64_t> ran_at;  // nanoseconds, by work
 };
 
 namespace {
@@ -42,8 +44,9 @@ void run_first(Stream& stream) {
   stream.works.pop_front();
   ++stream.ran;
   int& error = errors[stream.context];
-  if (!work.run || error) return;  // nothing runs in a context that has failed
-  error = works_to_fault > 0 && --works_to_fault == 0 ? kIllegalAddress : work.run();
+  if (work.run && !error)  // nothing runs in a context that has failed
+    error = works_to_fault > 0 && --works_to_fault == 0 ? kIllegalAddress : work.run();
+  stream.ran_at.resize(stream.ran, now());
 }
 void put(Stream* stream, Work work) {
   stream->works.push_back(std::move(work));
@@ -121,6 +124,8 @@ Point end_of(Stream* stream) {
   join(stream);
   return {stream, stream->asked};
 }
+int64_t now() { return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+int64_t passed_at(Point point) { return point.position ? point.stream->ran_at[point.position - 1] : 0; }
 bool is_passed(Point point) { return !point.stream || point.stream->ran >= point.position; }
 void run_until(Point point) {
   if (is_passed(point)) return;
@@ -154,6 +159,7 @@ void heal() {
   for (const auto& stream : all) {
     stream->works.clear();
     stream->ran = stream->asked;
+    stream->ran_at.resize(stream->ran, now());
   }
   errors.clear();
   works_to_fault = 0;

@@ -37,6 +37,8 @@ void ask(Stream* stream, std::function<int()> work, HostRange host = {});
 void ask_to_wait(Stream* stream, Point point);
 Point end_of(Stream* stream);           // with what the default stream makes it wait for
 bool is_passed(Point point);
+int64_t now();                         // nanoseconds of a clock
+int64_t passed_at(Point point);        // of a point that is passed, on the same clock; 0 if no work is before it
 void run_until(Point point);
 void run_one(Stream* stream);          // if there is work that need not wait
 void run_all(const void* context);

@@ -32,8 +32,10 @@ CASES = {
     "copies in any order": (RANDOM, COPIES, f"not ({STILL_RUNS})"),
     "every op": (EARLY, ["ops", "test_optim.py"], f"not ({ELSEWHERE} or {STILL_RUNS})"),
     "sessions": (LATE, ["session/test_one_gpu.py"], ""),
+    "pipelines": (RANDOM, ["pipeline/test_pipeline_on_gpu.py"], ""),
+    "a pipeline": (LATE, ["pipeline/test_pipeline_on_gpu.py"], "1F1B or digests or host or told"),
 }
-IN_LONG = ("copies late", "copies in any order", "every op", "sessions")
+IN_LONG = ("copies late", "copies in any order", "every op", "sessions", "pipelines")
 
 
 @pytest.mark.timeout(400)

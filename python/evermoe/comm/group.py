@@ -103,6 +103,25 @@ def _identity(device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(identity.bytes), dtype=torch.int64)
 
 
+def share_a_gpu(group: Group, device: torch.device) -> bool:
+    """Whether several members of a group have the same GPU, among which NCCL refuses to work. Collective.
+
+    Args:
+        group: the members.
+        device: the GPU of this one.
+
+    Raises:
+        PeerLost: a member is gone.
+    """
+    return len(group.all_gather(_identity(device)).unique(dim=0)) < group.size
+
+
+def leave_failures_to_us() -> None:
+    """Has NCCL groups that are made from now on leave this process alive when they fail; what a user has set stays."""
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets its default
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
+
+
 def _has_failed(nccl: Any) -> bool:
     """Whether NCCL has failed or was aborted; its own `errored` would wait for all streams of the device."""
     return nccl._errored is not None or nccl._pg._get_backend(torch.device("cuda")).get_error().name != "SUCCESS"
@@ -110,6 +129,13 @@ def _has_failed(nccl: Any) -> bool:
 
 def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0] or "the group was aborted"
+
+
+class Linked(Protocol):
+    """What ends with a group."""
+
+    def drop_alone(self, reason: str) -> None:
+        """Ends it, in any thread; not what is linked with it."""
 
 
 @dataclass
@@ -152,8 +178,8 @@ class Group:
         """Whether others did not come to a collective in time; who watches the group resets it."""
         self.on_wait: OnWait = _ignore_wait
         """Callback before each collective, and after it."""
-        self.linked: list[Group] = []
-        """Groups that are dropped with this one."""
+        self.linked: list[Linked] = []
+        """What is dropped with this group: others."""
         self.transport: Transport | None = None
         """Messages of other threads, which are dropped with this group, too."""
         self.on_begin: Callable[[str], None] = _ignore
@@ -290,13 +316,14 @@ class Group:
 
     def drop(self, reason: str) -> None:
         """Closes this member's sockets, so that peers that wait for it fail at once. Idempotent."""
-        self._drop_alone(reason)
+        self.drop_alone(reason)
         for other in self.linked:
-            other._drop_alone(reason)
+            other.drop_alone(reason)
         if self.transport is not None:
             self.transport.drop(reason)
 
-    def _drop_alone(self, reason: str) -> None:
+    def drop_alone(self, reason: str) -> None:
+        """As `drop`, without the groups that are linked with this one."""
         self.broken = self.broken or reason
         for name, group in self._groups.items():
             if name == "cpu" and self.size > 1 and group._pg is not None:  # NCCL's own abort ends its waits
@@ -307,7 +334,7 @@ class Group:
 
     def rebuild(self, store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> None:
         """Connects the members of a new epoch. `store` holds a prefix that no other epoch uses."""
-        self._drop_alone("the group is being rebuilt")
+        self.drop_alone("the group is being rebuilt")
         if not self._groups:
             self._groups["cpu"] = _gloo(self._address, timeout)
         self.rank, self.size, self._timeout = rank, size, timeout
@@ -326,14 +353,12 @@ class Group:
         """Connects the members' GPUs by NCCL, unless some share one."""
         torch.cuda.set_device(device)
         self.broken = None
-        gpus = self.all_gather(_identity(device))
-        if len(gpus.unique(dim=0)) < self.size:
+        if share_a_gpu(self, device):
             if self.rank == 0:
                 logger.warning("several members share a GPU: their tensors travel over gloo, as NCCL refuses that")
             self._groups.pop("cuda", None)
             return
-        if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1") == "1":  # torchrun sets its default
-            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = ABORT_ALONE
+        leave_failures_to_us()
         if "cuda" not in self._groups:
             self._groups["cuda"] = torchft().process_group.ProcessGroupNCCL(timeout=self._timeout)
         nccl = self._groups["cuda"]

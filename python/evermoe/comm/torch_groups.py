@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
@@ -103,16 +104,49 @@ def quick_groups(limit: timedelta) -> Iterator[None]:
         c10d.ProcessGroupGloo, c10d.default_pg_timeout = before  # type: ignore[misc]
 
 
-def end_torch_groups() -> None:
-    """Ends all gloo groups of `torch.distributed` in this process, so that peers that wait in one fail at once.
+def interrupt_torch_groups() -> None:
+    """Ends all waits in groups of `torch.distributed` in this process, and at the peers; in any thread."""
+    abort_nccl()
+    for group in list(c10d._world.pg_map):
+        if group.size() > 1:
+            end_waits(group, group.rank(), group.size())
 
-    Their sockets would stay open while a schedule or an exception still refers to them; a wait that times out closes
+
+def end_torch_groups() -> None:
+    """Ends all groups of `torch.distributed` in this process, so that peers that wait in one fail at once.
+
+    Gloo's sockets would stay open while a schedule or an exception still refers to them; a wait that times out closes
     them.
     """
     if not dist.is_initialized():
         c10d._world.group_count = 0  # groups are named by number, and a first one that failed has taken its own
         return
-    for group in list(c10d._world.pg_map):
-        if group.size() > 1:
-            end_waits(group, group.rank(), group.size())
+    interrupt_torch_groups()
     dist.destroy_process_group()
+
+
+def abort_nccl() -> None:
+    """Aborts the NCCL communicators of all groups of `torch.distributed`: kernels that wait for a peer end."""
+    found = _nccl_groups()
+    if found:
+        found[0]._group_start()  # in one NCCL group, or the aborts of two communicators wait for each other
+        for nccl in found:
+            nccl.abort()
+        found[0]._group_end()
+
+
+def has_nccl_failed() -> bool:
+    """Whether NCCL has failed in some group of `torch.distributed`."""
+    return any(nccl.get_error().name != "SUCCESS" for nccl in _nccl_groups())
+
+
+def _nccl_groups() -> list[Any]:
+    """The NCCL part of each group that has one, in torch's order of ending them: the newest group first."""
+    if not dist.is_nccl_available():
+        return []
+    names = dict(c10d._world.pg_names)
+    found = []
+    for group in sorted(names, key=lambda each: names[each], reverse=True):
+        with suppress(RuntimeError):  # no backend for GPUs
+            found.append(group._get_backend(torch.device("cuda")))
+    return [each for each in found if isinstance(each, dist.ProcessGroupNCCL)]

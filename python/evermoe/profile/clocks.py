@@ -39,7 +39,8 @@ class Clock:
 
     def __init__(self, device: torch.device, new_event: Callable[[], Event] | None = None) -> None:
         self.device = device
-        self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True))
+        # `blocking`: a thread that waits for an event leaves its processor to others.
+        self._new_event = new_event or (lambda: torch.cuda.Event(enable_timing=True, blocking=True))
         self._anchor: tuple[Event, float] | None = None
         self._on_gpu = device.type == "cuda"
         self.anchor()

@@ -1,6 +1,7 @@
 """What a rank has computed at its stages' borders: activations and gradients that it sent, by step and microbatch.
 
-The log is in host memory. After a failure the rank sends from it again, in place of computing: see `train.localised`.
+The log is in host memory; what a GPU has computed goes there once nothing on the GPU needs it any more. After a failure
+the rank sends from it again, in place of computing: see `train.localised`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from evermoe.comm.vote import Ballot
 from evermoe.state.version import step_of
+from evermoe.train.host_copy import BorderDigest, HostCopy, to_host
 
 
 class Forward(NamedTuple):
@@ -25,16 +26,16 @@ class Forward(NamedTuple):
     """The same as a tuple: what is sent to the next stage."""
     inputs: list[Any]
     """Tensors whose gradients the backward makes; empty once it has."""
-    digest: int
+    digest: BorderDigest
     """Of what came from the stage before, or from the script."""
 
 
 class Backward(NamedTuple):
     """The backward of a microbatch."""
 
-    gradients: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | HostCopy | None, ...]
     """Of the inputs: what is sent to the stage before."""
-    digest: int
+    digest: BorderDigest
     """Of what came from the next stage."""
 
 
@@ -52,7 +53,7 @@ class Loss(NamedTuple):
     """As the script's function returned it, detached."""
     scaled: Tensor
     """What the schedule computes gradients of."""
-    digest: int
+    digest: BorderDigest
     """Of the target."""
 
 
@@ -67,17 +68,20 @@ class LoggedChunk:
     """Whether the gradients of weights are made."""
 
     def strip(self) -> None:
-        """Lets go of the graph: no backward is left to be computed."""
+        """Lets go of the graph, and of a GPU's memory: no backward is left to be computed."""
         if self.forward is not None:
-            returned, outputs = tree_map_only(Tensor, Tensor.detach, (self.forward.returned, self.forward.outputs))
+            returned, outputs = to_host((self.forward.returned, self.forward.outputs))
             self.forward = Forward(returned, outputs, [], self.forward.digest)
+        if self.backward is not None:
+            self.backward = Backward(to_host(self.backward.gradients), self.backward.digest)
         self.weights_left = None
 
     def tensors(self) -> Iterator[Tensor]:
         """What it keeps for others."""
         kept = (*self.forward.outputs,) if self.forward is not None else ()
         kept += self.backward.gradients if self.backward is not None else ()
-        return (each for each in kept if isinstance(each, Tensor))
+        data = (each.data if isinstance(each, HostCopy) else each for each in kept)
+        return (each for each in data if isinstance(each, Tensor))
 
 
 @dataclass

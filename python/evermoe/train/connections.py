@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,28 +13,46 @@ import torch
 import torch.distributed as dist
 
 from evermoe.comm.courier import UNLIMITED, Courier
+from evermoe.comm.group import leave_failures_to_us, share_a_gpu
 from evermoe.comm.membership import Membership
 from evermoe.comm.tags import CONNECTED
 from evermoe.comm.task import Task
-from evermoe.comm.torch_groups import WatchedStore, quick_groups
+from evermoe.comm.torch_groups import WatchedStore, has_nccl_failed, interrupt_torch_groups, quick_groups
 from evermoe.errors import PeerLost
 from evermoe.experts import Experts
+
+logger = logging.getLogger(__name__)
 
 
 class TorchConnections:
     """Makes the groups anew after each recovery.
 
+    Stages on GPUs exchange over NCCL; where ranks share a GPU, which NCCL refuses, over gloo, through host memory.
+
     Args:
-        membership: all ranks, agreed and connected.
+        membership: all ranks, agreed and connected. What waits in torch's groups ends when its group is dropped.
         courier: waits for the next rank's message meanwhile.
         rank: of the pipeline.
         size: number of ranks.
         hang_limit: seconds that a wait may last.
+        device: of this rank's stage.
     """
 
-    def __init__(self, membership: Membership, courier: Courier, rank: int, size: int, hang_limit: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        courier: Courier,
+        rank: int,
+        size: int,
+        hang_limit: float,
+        device: torch.device,
+    ) -> None:
         self._membership, self._courier, self._group = membership, courier, membership.trainer_group
-        self._rank, self._size, self._hang_limit = rank, size, hang_limit
+        self._rank, self._size, self._hang_limit, self._device = rank, size, hang_limit, device
+        self.uses_host = False
+        """Whether what stages exchange goes through host memory."""
+        self._is_dropped = False
+        self._group.linked.append(self)
         self._watching: Task[None] | None = None
         """Whether the next rank lives while torch connects its groups."""
         self._store: WatchedStore | None = None
@@ -42,16 +61,50 @@ class TorchConnections:
     def made(self) -> Iterator[None]:
         """See `PipelineSession.connecting`."""
         lost, limit = threading.Event(), timedelta(seconds=self._hang_limit)
+        backend = self._backend()
         watch = self._watching = self._courier.submit(functools.partial(self._watch, lost))
         self._store = WatchedStore(self._membership.store, lost, limit)
         try:
             with quick_groups(limit):
-                dist.init_process_group("gloo", store=self._store, rank=self._rank, world_size=self._size)
+                dist.init_process_group(backend, store=self._store, rank=self._rank, world_size=self._size)
                 yield
             self._all_connected(watch)
         except BaseException as error:
             self._group.drop(f"torch's groups were not made: {error}")  # which the others see at once
             raise
+
+    def _backend(self) -> str:
+        """Name of torch's backends, the same on all ranks; collective."""
+        self._is_dropped = False
+        if self._device.type == "cpu":
+            return "gloo"
+        torch.cuda.set_device(self._device)
+        self.uses_host = share_a_gpu(self._group, self._device)
+        if self.uses_host:
+            if self._rank == 0:
+                logger.warning("several ranks share a GPU: stages exchange through host memory, as NCCL refuses that")
+            return "gloo"
+        leave_failures_to_us()
+        return "cpu:gloo,cuda:nccl"
+
+    def drop_alone(self, reason: str) -> None:
+        """A rank is lost: ends all waits in torch's groups; in any thread."""
+        self._is_dropped = True
+        interrupt_torch_groups()
+
+    def check(self) -> None:
+        """To be called when the host has read what this rank has computed: of a lost rank it had nothing.
+
+        Raises:
+            PeerLost: NCCL has given up since these groups were made.
+        """
+        if self._device.type == "cuda" and (self._is_dropped or has_nccl_failed()):
+            self._group.drop("NCCL has given up")
+            raise PeerLost(f"a step among {self._size} ranks failed: {self._group.broken}")
+
+    def leave(self) -> None:
+        """Leaves torch's groups to the script."""
+        self._group.linked.remove(self)
 
     def connect_peers(self, layers: Iterable[Experts], stage: int, peers: int) -> None:
         """Connects this rank with the others of its stage, between which the tokens of MoE layers travel.
@@ -67,7 +120,7 @@ class TorchConnections:
         group, limit = self._membership.side_group, timedelta(seconds=self._hang_limit)
         store = dist.PrefixStore(f"stage {stage}", self._membership.store)
         try:
-            group.rebuild(store, self._rank - stage * peers, peers, torch.device("cpu"), limit)
+            group.rebuild(store, self._rank - stage * peers, peers, self._device, limit)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             reason = f"the ranks of stage {stage} were not connected: {error}"
             self._group.drop(reason)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from evermoe.errors import PeerLost
-from evermoe.state.unit import digests_of
 from evermoe.train.border_log import Backward, Forward, LoggedChunk, LoggedStep, WeightsLeft
+from evermoe.train.host_copy import BorderDigest, on_device
 
 
 class OtherData(PeerLost):
@@ -29,13 +29,12 @@ def stages_of(schedule: Any) -> list[Any]:
     return [stage for stage in found if stage is not None]
 
 
-def digest_of(values: Any) -> int:
-    """One number for the bits of all tensors in nested tuples, lists and dicts."""
-    tensors = [each.detach().contiguous() for each in tree_leaves(values) if isinstance(each, Tensor)]
-    return digests_of([tensors], beside_steps=True)[0]
+def digest_of(values: Any) -> BorderDigest:
+    """The digest of all tensors in nested tuples, lists and dicts."""
+    return BorderDigest([each.detach().contiguous() for each in tree_leaves(values) if isinstance(each, Tensor)])
 
 
-def compare(found: int, logged: int, what: str) -> None:
+def compare(found: BorderDigest, logged: BorderDigest, what: str) -> None:
     """Compares digests.
 
     Raises:
@@ -140,12 +139,13 @@ class _LoggedStage(_SeededStage):
             return output
         compare(digest, chunk.forward.digest, self._name("the input", number))
         drain(received)
-        cache_forward(stage, number, chunk.forward)
+        returned, outputs = on_device((chunk.forward.returned, chunk.forward.outputs))
+        cache_forward(stage, number, chunk.forward._replace(outputs=outputs))
         self._step.forwards.resent += 1
         if self._is_returned(save_forward_output):
-            stage.output_chunks.append(chunk.forward.returned)
-            return chunk.forward.returned
-        return chunk.forward.outputs if len(chunk.forward.outputs) != 1 else chunk.forward.outputs[0]
+            stage.output_chunks.append(returned)
+            return returned
+        return outputs if len(outputs) != 1 else outputs[0]
 
     def _is_returned(self, is_saved: bool) -> bool:
         return bool(self._stage.is_last and is_saved)
@@ -167,7 +167,7 @@ class _LoggedStage(_SeededStage):
         compare(digest, chunk.backward.digest, self._name("the output's gradient", number))
         drain(received)
         forwards_of(stage).pop(number)
-        stage.bwd_cache[number] = chunk.backward.gradients
+        stage.bwd_cache[number] = on_device(chunk.backward.gradients)
         if chunk.weights_left is not None:
             stage.backward_state[number] = chunk.weights_left.state
             stage.dw_runner[number] = chunk.weights_left.runner

@@ -43,7 +43,7 @@ def _exchange(parameters: Sequence[nn.Parameter], exchange: Callable[[Tensor], o
     by_type = [[p for p in parameters if p.dtype == dtype] for dtype in sorted({p.dtype for p in parameters}, key=str)]
     exchanged = []
     for same in by_type:
-        marks = [torch.full((1,), float(p.grad is not None), dtype=p.dtype) for p in same]
+        marks = [torch.full((1,), float(p.grad is not None), dtype=p.dtype, device=p.device) for p in same]
         flat = torch.cat(
             [*(torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in same), *marks]
         )

@@ -72,14 +72,13 @@ class PipelineSession:
     Every rank holds its stage's modules with their optimizer state; ranks of one stage hold the same and share the work
     of copying it. With several virtual stages on each rank (interleaved schedules), the stage is an `nn.ModuleList` of
     them, and its number the rank's place in the pipeline. A process that died is replaced by another one with the same
-    `stage` and `data_parallel`. For gloo and stages on the CPU. While it lives, it has the process's one
-    `evermoe.profile.Profiler`.
+    `stage` and `data_parallel`. While it lives, it has the process's one `evermoe.profile.Profiler`.
 
     A script that averages gradients itself calls `begin()`, `schedule.step(…)` and `commit()`; then the session knows
     no losses, and has no scaler. A RuntimeError of the script itself is repeated for ever.
 
     Args:
-        stage_module: this rank's stage, the same on all its ranks, on the CPU.
+        stage_module: this rank's stage, the same on all its ranks, on the CPU or on one GPU.
         optimizer: elementwise, over the parameters of the stage alone; stepped by `commit`.
         scheduler: of the optimizer's learning rate, of the same class on all ranks. The session steps it after each
             step, and a newcomer resumes it.
@@ -112,7 +111,6 @@ class PipelineSession:
         refuse_balanced(stage_module)
         refuse_divided(stage_module, optimizer)
         _check_devices(stage_module)
-        self._scheduler = scheduler
         self.rank, self.size = self.config.rank, self.config.size
         self._loss_scale = LossScale(scaler)
         self._loss_scale.check(stage_module)
@@ -123,7 +121,7 @@ class PipelineSession:
         self._current: PipelineStep | None = None
         self._has_seen_loss = False
         self._guard = optimizer.register_step_pre_hook(self._refuse_step)
-        self._membership = self._new_membership()
+        self._membership = _new_membership(self.config, self._loss_scale, scheduler)
         node = self._membership.node
         self._store = SnapshotStore(job_folder(self.config.memory_dir, self.config.job) / node, self._state)
         self._group = self._membership.trainer_group
@@ -138,21 +136,6 @@ class PipelineSession:
             is_fixed=True,
             generation=self._store.newest_generation(),
             on_record=lambda said, commands: emit(Protocol(said, commands)),
-        )
-
-    def _new_membership(self) -> Membership:
-        options = self.config
-        shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
-        shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
-        shared |= self._loss_scale.settings() | {"scheduler": class_name(self._scheduler)}
-        shared["on_lost"] = "missing" if options.on_lost is None else "given"
-        return Membership(
-            options.membership_options(),
-            lighthouse=options.lighthouse,
-            identity=Identity(options.job, shape, shared),
-            node=node_name(options.node),
-            device=torch.device("cpu"),
-            rank_key=f"{options.rank:06d}",
         )
 
     @property
@@ -228,6 +211,7 @@ class PipelineSession:
             past=past,
             is_repeated=self._driver.localised.is_repeated(self.step),
             seeds=seeds,
+            uses_host=self._connections.uses_host,
         )
         return self._current
 
@@ -304,10 +288,14 @@ class PipelineSession:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Makes the default group of `torch.distributed`, over gloo; make all other groups inside. Collective.
+        """Makes the default group of `torch.distributed`; make all other groups inside. Collective.
+
+        It is of gloo; for tensors on GPUs, of NCCL. Where ranks share a GPU all is gloo's, and what stages exchange in
+        `step.run` goes through host memory.
 
         Global ranks are `rank` of `size`. Groups that are given no time limit have `hang_limit`. Once a rank is lost
-        no rank waits for it any more; for one that hangs, as long as `hang_limit`.
+        no rank waits for it any more, nor two seconds after its process was stopped or its host fell silent; for one
+        that hangs and answers, as long as `hang_limit`.
 
         Raises:
             PeerLost: a rank is gone, or did not get here in time: `recover`.
@@ -344,6 +332,7 @@ class PipelineSession:
         self._driver.interrupt(self.version)
         with suppress(PeerLost):
             self._group.all_reduce(torch.zeros(1))
+        self._connections.leave()
         self._guard.remove()
         self._membership.close()
         self._driver.end()
@@ -351,6 +340,25 @@ class PipelineSession:
 
 
 def _check_devices(module: nn.Module) -> None:
-    devices = sorted({parameter.device.type for parameter in module.parameters()})
-    if devices != ["cpu"]:
-        raise ValueError(f"PipelineSession: expected a stage with parameters, all on the CPU, got some on {devices}")
+    devices = sorted({str(parameter.device) for parameter in module.parameters()})
+    if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"PipelineSession: expected a stage with parameters, all on the CPU or on one GPU, got some on {devices}"
+        )
+
+
+def _new_membership(
+    options: PipelineConfig, loss_scale: LossScale, scheduler: torch.optim.lr_scheduler.LRScheduler | None
+) -> Membership:
+    shape = f"a pipeline of {options.stages} stages with {options.data_parallel_size} ranks each"
+    shared = options.shared() | options.copy_options().shared() | options.window_options().shared() | versions()
+    shared |= loss_scale.settings() | {"scheduler": class_name(scheduler)}
+    shared["on_lost"] = "missing" if options.on_lost is None else "given"
+    return Membership(
+        options.membership_options(),
+        lighthouse=options.lighthouse,
+        identity=Identity(options.job, shape, shared),
+        node=node_name(options.node),
+        device=torch.device("cpu"),  # ranks vote on numbers of the host; copies leave it over TCP
+        rank_key=f"{options.rank:06d}",
+    )

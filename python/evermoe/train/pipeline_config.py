@@ -8,7 +8,7 @@ from typing import Literal
 
 from evermoe.comm.membership_options import MembershipOptions
 from evermoe.events import Gone
-from evermoe.keeper import CopyOptions
+from evermoe.keeper import CopyOptions, SnapshotMemory
 from evermoe.memory_folder import DEFAULT
 from evermoe.options import LONGEST_SECONDS, SHORTEST_SECONDS, Options, option
 from evermoe.snapshot.window_plan import WindowOptions
@@ -39,6 +39,8 @@ class PipelineConfig(Options):
     snapshot_every: int | None = option(None, least=1)
     """Steps between two versions that are copied, each over so many steps; None: as few as the bubbles need for it, and
     1 until they are known. A failure goes back by twice as many, less one, at most."""
+    snapshot_memory: SnapshotMemory = "host"
+    """Where a snapshot of a stage on a GPU is made: as of `Session`."""
     node: str | None = option(None, is_name=True)
     """The machine whose memory dies as one; default: the host's name."""
     memory_dir: str = DEFAULT
@@ -120,7 +122,12 @@ class PipelineConfig(Options):
 
     def copy_options(self) -> CopyOptions:
         """Options of the rooms that keep copies."""
-        return CopyOptions(preset=self.preset, copies=self.copies, snapshot_every=self.snapshot_every)
+        return CopyOptions(
+            preset=self.preset,
+            copies=self.copies,
+            snapshot_every=self.snapshot_every,
+            snapshot_memory=self.snapshot_memory,
+        )
 
     def window_options(self) -> WindowOptions:
         """Options of the rooms that find idle windows."""

@@ -69,14 +69,14 @@ class PipelineDriver(Driver):
         self._store, self._membership = store, membership
         self._group = membership.trainer_group
         self.pacer = Pacer()
-        self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots")
+        self.courier = Courier(membership.transport, self.pacer, "evermoe-snapshots", device=state.device)
         windows, copies = options.window_options(), options.copy_options()
         schedule = copies.choices.schedule if copies.copies else None
         self.window_planner = StageWindowPlanner(
             self.pacer, self.courier, store, membership, windows, schedule, options.snapshot_every
         )
         self.version_pace = VersionPace()
-        self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps)
+        self.bubbles = Bubbles(self.window_planner, self.pacer, options.rank, options.profile_steps, state.device)
         on_all, alone = state.parameters()
         self.localised = LocalisedRecovery(
             state, [*on_all, *alone], options.stage, is_on=options.localised, is_spread=options.expert_parallel
@@ -89,7 +89,9 @@ class PipelineDriver(Driver):
         self.outcome = Outcome()
         self.seats: list[Seat] = []
         """By rank, what each has told about itself; empty before the first recovery."""
-        self.connections = TorchConnections(membership, self.courier, options.rank, options.size, options.hang_limit)
+        self.connections = TorchConnections(
+            membership, self.courier, options.rank, options.size, options.hang_limit, state.device
+        )
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         self.loss = math.nan
@@ -147,6 +149,7 @@ class PipelineDriver(Driver):
         (loss,), (are_finite,), norms, (counted,) = gradients.read(
             loss_there, gradients.are_finite(found), norms_there, counted_there
         )
+        self.connections.check()
         is_finite = math.isfinite(loss) and bool(are_finite)
         return Ballot(
             votes=float(is_whole),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from evermoe.comm.group import Group
 from evermoe.errors import UnequalForwards, UnsupportedState
 from evermoe.options import checked
 from evermoe.train.border_log import LoggedStep, Loss
+from evermoe.train.host_borders import through_host
 from evermoe.train.logged_stages import OtherData, compare, digest_of, logged, stages_of
 from evermoe.train.peer_sums import sum_again, sum_over
 from evermoe.train.step import check_count, check_loss, detached
@@ -63,6 +65,7 @@ class PipelineStep:
         past: what was computed of it before a failure, and is computed now; None to log nothing.
         is_repeated: whether some ranks may have computed a part of it before; the same on all ranks.
         seeds: numbers from which, with the step and the microbatch, random numbers are drawn.
+        uses_host: whether what stages exchange goes through host memory.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class PipelineStep:
         past: LoggedStep | None = None,
         is_repeated: bool = False,
         seeds: tuple[int, ...] = (0,),
+        uses_host: bool = False,
     ) -> None:
         self.number = number
         """Steps committed before this one."""
@@ -95,6 +99,7 @@ class PipelineStep:
         self._parameters, self._peers, self._scale = parameters, peers, scale
         self._generation, self._commit = generation, commit
         self.past, self._is_repeated, self._seeds = past, is_repeated, seeds
+        self._uses_host = uses_host
         self._losses_before = 0
         """Losses of the runs before the one that is under way."""
         self._is_running = self._is_reduced = self._has_ended = False
@@ -140,7 +145,11 @@ class PipelineStep:
         divides, schedule.scale_grads = schedule.scale_grads, False  # the session divides, by what all ranks have
         self._is_running = True
         try:
-            with logged(stages_of(schedule), self.past, self.runs - 1, self._draw):
+            stages = stages_of(schedule)
+            with ExitStack() as stack:
+                stack.enter_context(logged(stages, self.past, self.runs - 1, self._draw))
+                if self._uses_host:
+                    stack.enter_context(through_host(stages))
                 output = schedule.step(*inputs, losses=own, **options)
         except OtherData:
             assert self.past is not None
@@ -251,7 +260,7 @@ class PipelineStep:
     def _loss(self, compute: LossFunction, output: Any, target: Any) -> Loss:
         known = {} if self.past is None else self.past.losses
         place = self.runs - 1, self.losses - self._losses_before
-        digest = 0 if self.past is None else digest_of(target)
+        digest = digest_of(() if self.past is None else target)
         if place in known:
             compare(digest, known[place].digest, f"step {self.number}: the target of microbatch {place[1]}")
             return known[place]

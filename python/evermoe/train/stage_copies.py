@@ -10,6 +10,9 @@ from evermoe.comm.courier import Courier
 from evermoe.comm.membership import Membership
 from evermoe.errors import CorruptCopy, PeerLost
 from evermoe.events import Listener
+from evermoe.profile.memory import share_of_host_bytes
+from evermoe.snapshot.gpu_sources import GpuSources
+from evermoe.snapshot.page_locks import PageLocks
 from evermoe.snapshot.round import SnapshotRound
 from evermoe.snapshot.store import MOST_TRIES, SnapshotStore
 from evermoe.state.stored import KeptCopies
@@ -42,6 +45,8 @@ class StageCopies:
         self._options, self._store, self._membership, self._windows = options, store, membership, windows
         self._courier, self._emit = courier, emit
         self._group = membership.trainer_group
+        store.sources = GpuSources(options.snapshot_memory)
+        self._page_locks = PageLocks()
         self._round: SnapshotRound | None = None
         self.version: int | None = None
         """The version that is on its way, or has come last; of a sparse one that of its first slice. None: there is
@@ -67,6 +72,7 @@ class StageCopies:
         bundles = self._windows.arrange(stage_bundles(self._options.preset, seats, self._options.copies))
         try:
             self._store.replace_arenas(bundles, generation, self._membership, copies)
+            self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
             for at, due in self._windows.first_copies(version):
                 self._make(at, due, copies)
         finally:

@@ -184,6 +184,8 @@ class StageState(TrainingState):
         place: int | None = None,
         slices: int = 1,
     ) -> None:
+        self.device = next(module.parameters()).device
+        """Where the stage is."""
         parts = {f"stage{stage}": module, loop_unit(stage): loop}
         super().__init__(nn.ModuleDict(parts), optimizer, has_session=False)
         self._is_spread = place is not None

@@ -271,6 +271,19 @@ def test_a_rank_hangs(start_job, uninterrupted, victim, point):
     pipeline.finish_as(uninterrupted)
 
 
+def test_nobody_waits_for_a_stopped_process_as_long_as_for_one_that_hangs(start_job, uninterrupted):
+    """It answers no longer, so that waits in torch's groups end long before the limit of those that answer."""
+    pipeline = Pipeline(start_job(RANKS), copies=PRESETS["baft"] | {"hang_limit": 2 * PATIENCE})
+    ranks = [pipeline.start(rank, stop_at="step" if rank == 2 else None) for rank in range(RANKS)]
+    ranks[2].wait_until_stopped()
+    for each in (ranks[0], ranks[1], ranks[3]):
+        each.wait_for("lost")
+    ranks[2].signal(signal.SIGKILL)
+    pipeline.lose(ranks[2])
+    pipeline.start(2)
+    pipeline.finish_as(uninterrupted)
+
+
 def test_groups_have_the_limit_that_they_are_given():
     default = dist.constants.default_pg_timeout
     store = torch_groups.WatchedStore(dist.HashStore(), threading.Event(), timedelta(seconds=7))

@@ -70,7 +70,12 @@ def test_flip_right_before_the_only_trainer_dies_is_never_adopted(start_job, tmp
     assert [each.join() for each in workers] == [0, -9]
     flipped = set(a.events("flipped")[0]["units"])
     assert flipped
-    assert {event["unit"] for event in a.events("damaged")} >= flipped
+    damaged = {event["unit"] for event in a.events("damaged")}
+    if time == "agree, log" and not damaged:  # copies catch up when a loss is noticed: their log was read before
+        check_history(workers)
+        assert check_recovered(workers, a)["stale"] == {}
+        return
+    assert damaged >= flipped
     check_history(workers, undone=True)
     recovered = a.events("recovered")[-1]
     assert recovered["lost_units"] or recovered["stale"]

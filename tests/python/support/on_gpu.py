@@ -38,6 +38,7 @@ BENCHES = {
 TESTS = (
     "comm/test_courier.py",
     "ops",
+    "pipeline/test_pipeline_on_gpu.py",
     "profile/test_profiler.py",
     "replay",
     "session/test_gradients.py",
@@ -45,6 +46,7 @@ TESTS = (
     "snapshot/test_gpu_source.py",
     "state/test_gpu_digests.py",
     "test_host_waits.py",
+    "test_masters.py",
     "test_optim.py",
 )
 """Where tests are that need a GPU: to collect all others takes longer than some checks."""

@@ -75,6 +75,8 @@ class Options:
     trace: bool = False
     attempts: str | None = None
     """How steps are written in `with session.begin()`: `means` or `counts`, or a mistake; None for begin and commit."""
+    device: str = "cpu"
+    """Of the stage."""
     rate: float = 1e-2
     parts: int = 1
     """Runs of the schedule in each step."""
@@ -108,7 +110,7 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        matrix = torch.full((256, 256), 1e-3)
+        matrix = torch.full((256, 256), 1e-3, device=x.device)
         for _ in range(self.work):
             matrix = matrix @ matrix
         for layer in self.layers:
@@ -185,13 +187,15 @@ def connect(options: Options, chunks: nn.ModuleList, loss: Any) -> tuple[Any, An
         for peer in range(options.peers)
     ]
     stage, peer = divmod(options.rank, options.peers)
-    example = torch.zeros(ROWS, options.width, requires_grad=True)  # else torch 2.15 would send no gradients
+    example = torch.zeros(
+        ROWS, options.width, device=options.device, requires_grad=True
+    )  # else torch 2.15 would send no gradients
     parts = [
         pipelining.PipelineStage(
             chunk,
             number,
             options.stages * len(chunks),
-            torch.device("cpu"),
+            torch.device(options.device),
             input_args=(example,),
             output_args=(example,),
             group=chains[peer],
@@ -221,7 +225,7 @@ def batch(step: int, peer: int, width: int, parts: int = 1, microbatches: int = 
 def run_step(options: Options, schedule: Any, peers: Any, chunks: nn.ModuleList, step: int) -> float:
     """Forward, backward and the reduction over the data-parallel peers; the mean loss, on the last stage."""
     stage, peer = divmod(options.rank, options.peers)
-    inputs, target = batch(step, peer, options.width)
+    inputs, target = batch(step, peer, options.width).to(options.device)
     losses: list[torch.Tensor] = []
     if stage == 0:
         schedule.step(inputs)
@@ -255,7 +259,7 @@ def run_attempt(options: Options, attempt: evermoe.PipelineStep, schedule: Any, 
     """All runs of a step, with the step's own reduction."""
     stage, peer = divmod(options.rank, options.peers)
     is_last = options.stages * options.chunks - 1 in stage_numbers(options)
-    inputs, target = batch(attempt.number, peer, options.width, options.parts, options.microbatches)
+    inputs, target = batch(attempt.number, peer, options.width, options.parts, options.microbatches).to(options.device)
     inputs += options.noise
     die_if(options, attempt.number == options.kill_begun, attempt.number)
     parts = options.parts + (options.attempts == "unequal runs" and stage == 0)
@@ -324,7 +328,7 @@ def train(options: Options) -> None:
     stage, peer = divmod(options.rank, options.peers)
     numbers = stage_numbers(options)
     sizes = options.width, options.work, options.dropout, options.layers, options.experts
-    chunks = nn.ModuleList([Stage(number, *sizes) for number in numbers])
+    chunks = nn.ModuleList([Stage(number, *sizes) for number in numbers]).to(options.device)
     optimizer = torch.optim.AdamW(chunks.parameters(), lr=options.rate, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8) if options.schedules_rate else None
     options.optimizer = optimizer  # type: ignore[attr-defined]
@@ -337,7 +341,7 @@ def train(options: Options) -> None:
         data_parallel_size=options.peers,
         lighthouse=options.lighthouse,
         scheduler=scheduler,
-        scaler=torch.amp.GradScaler("cpu", **options.scaler) if options.scaler else None,
+        scaler=torch.amp.GradScaler(torch.device(options.device).type, **options.scaler) if options.scaler else None,
         on_event=functools.partial(note, options, kept := {}),
         **options.copies,
     )

@@ -1,0 +1,94 @@
+"""Pipelines whose stages are on a GPU, here on one that all ranks share: gloo takes the place of NCCL."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from evermoe.train.bubbles import TransferFollower
+from evermoe.train.host_copy import BorderDigest, HostCopy, on_device, to_host
+from support.pipelines import RANKS, Pipeline, run_undisturbed
+
+STEPS = 6
+COMMON = {"attempts": "means", "dropout": 0.1, "steps": STEPS, "rate": 1e-3, "schedules_rate": True}
+WAYS = {
+    "1F1B": {"parts": 2, "copies": {"max_grad_norm": 0.5}},
+    "zero-bubble": {"schedule": "ScheduleInterleavedZeroBubble", "chunks": 2},
+    "snapshots on the GPU": {"copies": {"snapshot_memory": "gpu"}},
+    "sparse": {"copies": {"sparse": True, "snapshot_every": 2}},
+    "experts": {"experts": 4, "copies": {"expert_parallel": True, "preset": "moetion"}},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_lost_stage_computes_again_and_the_others_send_from_their_log(start_job, tmp_path, cuda, way):
+    options = COMMON | WAYS[way] | {"device": str(cuda)}
+    expected, _ = run_undisturbed(tmp_path, **options)
+    pipeline = Pipeline(start_job(RANKS), **options)
+    started = [pipeline.start(rank, **({"kill_in_step": 3} if rank == RANKS - 1 else {})) for rank in range(RANKS)]
+    pipeline.lose(started[-1])
+    pipeline.start(RANKS - 1)
+    done = pipeline.finish()
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    assert all(each["resent"] > 0 for each in done[: RANKS // 2])
+    assert [each["forwards"] for each in done[: RANKS // 2]] == [each["forwards"] for each in expected[: RANKS // 2]]
+
+
+@pytest.mark.gpu
+def test_what_is_kept_on_the_host_is_what_the_stream_had_written(cuda):
+    """It is written after the copy was asked for, and its memory is given back at once."""
+    tensor = torch.zeros(1 << 16, device=cuda)
+    torch.cuda._sleep(10_000_000)
+    tensor += torch.arange(1 << 16, device=cuda)
+    kept = to_host({"sent": (tensor, None), "loss": torch.ones(1)})
+    del tensor
+    others = [torch.full((1 << 16,), -1.0, device=cuda) for _ in range(4)]
+    assert isinstance(kept["sent"][0], HostCopy)
+    assert kept["sent"][0].data.is_pinned()
+    found = on_device(kept)
+    assert found["sent"][0].device == cuda
+    assert torch.equal(found["sent"][0].cpu(), torch.arange(1.0 * (1 << 16)))
+    assert found["sent"][1] is None
+    assert all(float(each.sum()) == -(1 << 16) for each in others)
+
+
+@pytest.mark.gpu
+def test_what_is_kept_on_the_host_comes_back_once_it_is_there(cuda):
+    tensor = torch.zeros(1 << 16, device=cuda)
+    torch.cuda._sleep(10_000_000)
+    tensor += 3.0
+    assert float(on_device(to_host(tensor)).sum()) == 3 << 16
+
+
+@pytest.mark.parametrize("size", [0, 5, 1024, 1030, 5000])
+def test_digests_tell_whether_bits_are_the_same(device, size):
+    tensor = torch.arange(1.0 * size, device=device)
+    found = BorderDigest([tensor, torch.ones(3)])
+    assert found == BorderDigest([tensor.clone(), torch.ones(3)])
+    assert found != BorderDigest([tensor.clone(), torch.zeros(3)])
+    assert found != BorderDigest([torch.arange(1.0 * size + 1, device=device), torch.ones(3)])
+    for place in {0, size // 2, size - 1} if size else ():
+        other = tensor.clone()
+        other[place] += 1
+        assert found != BorderDigest([other, torch.ones(3)])
+    assert BorderDigest([tensor[1:]]) == BorderDigest([tensor[1:].clone()]), "an address that is not aligned"
+
+
+@pytest.mark.gpu
+def test_transfers_are_told_of_in_order_when_streams_have_reached_them(cuda):
+    follower, told, is_told = TransferFollower(), [], threading.Event()
+    events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(3)]
+    torch.cuda._sleep(10_000_000)
+    for number, event in enumerate(events):
+        event.record()
+        follower.follow(event, lambda at, number=number, event=event: told.append((number, at, event.query())))
+    follower.follow(events[-1], lambda at: is_told.set())
+    assert is_told.wait(60)
+    follower.close()
+    assert [(number, is_reached) for number, _, is_reached in told] == [(0, True), (1, True), (2, True)]
+    assert [at for _, at, _ in told] == sorted(at for _, at, _ in told)
