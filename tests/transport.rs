@@ -48,6 +48,25 @@ fn reason(transfer: &Transfer) -> String {
 }
 
 #[test]
+fn long_messages_may_be_changed_as_soon_as_they_are_over() {
+    let (_ports, links) = group(2);
+    let mut room = vec![vec![0; 3 << 20]; 12];
+    let come: Vec<Transfer> = room.iter_mut().map(|each| receive(&links[1], each, 0, 7)).collect();
+    let mut data = vec![vec![0; 3 << 20]; 2];
+    for number in (0..12u8).step_by(2) {
+        let (first, second) = data.split_at_mut(1);
+        first[0].fill(number + 1);
+        second[0].fill(number + 2);
+        let sent = [send(&links[0], &mut first[0], 1, 7), send(&links[0], &mut second[0], 1, 7)];
+        assert!(sent.iter().all(|each| each.wait(LIMIT) == Some(Ok(3 << 20))));
+    }
+    assert!(come.iter().all(|each| each.wait(LIMIT) == Some(Ok(3 << 20))));
+    for (number, each) in room.iter().enumerate() {
+        assert!(each.iter().all(|&byte| usize::from(byte) == number + 1), "message {number}");
+    }
+}
+
+#[test]
 fn messages_of_a_tag_keep_their_order_whoever_is_first() {
     let (_ports, links) = group(2);
     let mut data: Vec<Vec<u8>> = (0..40u8).map(|each| vec![each; 1 + 1000 * usize::from(each)]).collect();

@@ -4,12 +4,19 @@ use super::STACK_BYTES;
 use super::item::Item;
 use super::table::{Handover, Key, Table};
 use super::wire::{Hello, Request, Timed, explain, greet};
+use super::zero_copy::ZeroCopy;
+use std::collections::VecDeque;
 use std::io::{Error, ErrorKind, Read, Result, Write};
 use std::net::{TcpStream, ToSocketAddrs};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Time between two looks whether the kernel still reads what was sent, while nothing else is to be sent.
+const PAUSE: Duration = Duration::from_micros(200);
+/// The same, once nothing ever will.
+const LAST_LOOK: Duration = Duration::from_millis(100);
 
 /// The side that asks: one connection, which is made when it is needed first.
 #[derive(Debug, Default)]
@@ -135,18 +142,55 @@ fn read_all(table: &Table, peer: usize, stream: &TcpStream, thread: &Handover) -
 }
 
 fn send_all(table: &Table, peer: usize, mut stream: &TcpStream, queue: &Receiver<(Key, Arc<Item>)>) {
-    for ((_, tag, number), item) in queue {
-        if !item.begin() {
-            return table.lose(peer, "a message that it waits for was given up");
-        }
-        let header = Request { tag, number, room: item.nbytes() as u64 };
-        let result = stream.write_all(&header.to_bytes());
-        // SAFETY: `begin` has said yes.
-        let result = result.and_then(|()| stream.write_all(unsafe { item.bytes() })).map_err(explain);
-        let reason = result.as_ref().err().map(|error| format!("rank {peer}: {error}"));
-        item.finish(reason.map_or(Ok(item.nbytes()), Err));
+    let mut sender = ZeroCopy::new(stream);
+    let mut under_way = UnderWay::default();
+    loop {
+        let next = if under_way.0.is_empty() {
+            queue.recv().map_err(|_| RecvTimeoutError::Disconnected)
+        } else {
+            queue.recv_timeout(PAUSE)
+        };
+        let result = match next {
+            Ok(((_, tag, number), item)) => {
+                if !item.begin() {
+                    under_way.fail(peer, "its connection has ended");
+                    return table.lose(peer, "a message that it waits for was given up");
+                }
+                let header = Request { tag, number, room: item.nbytes() as u64 };
+                let result = stream.write_all(&header.to_bytes());
+                // SAFETY: `begin` has said yes.
+                let result = result.and_then(|()| sender.send(unsafe { item.bytes() })).map_err(explain);
+                under_way.0.push_back((*result.as_ref().unwrap_or(&0), item));
+                result.map(|_| ())
+            }
+            Err(RecvTimeoutError::Timeout) => sender.look().map_err(explain),
+            Err(RecvTimeoutError::Disconnected) if under_way.0.is_empty() => return,
+            Err(RecvTimeoutError::Disconnected) => sender.wait(LAST_LOOK).map_err(explain),
+        };
         if let Err(error) = result {
+            under_way.fail(peer, &error.to_string());
             return table.lose(peer, &error.to_string());
+        }
+        under_way.finish(&sender);
+    }
+}
+
+/// What is sent, and may be read still by the kernel: with the number that `ZeroCopy::send` has given.
+#[derive(Default)]
+struct UnderWay(VecDeque<(u32, Arc<Item>)>);
+
+impl UnderWay {
+    fn finish(&mut self, sender: &ZeroCopy<'_>) {
+        while self.0.front().is_some_and(|&(calls, _)| sender.has_ended(calls)) {
+            if let Some((_, item)) = self.0.pop_front() {
+                item.finish(Ok(item.nbytes()));
+            }
+        }
+    }
+
+    fn fail(&mut self, peer: usize, reason: &str) {
+        for (_, item) in self.0.drain(..) {
+            item.finish(Err(format!("rank {peer}: {reason}")));
         }
     }
 }

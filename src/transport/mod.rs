@@ -2,7 +2,7 @@
 //!
 //! Who receives connects to who sends, by some connections at a time, and asks for each message that it has room for. A
 //! message travels once it is asked for and there, on the connection that it was asked for on: so none waits behind one
-//! that nobody has room for, and none is copied on its way.
+//! that nobody has room for, and none is copied on its way: into the kernel neither, where it sends memory itself.
 //!
 //! ```text
 //! receiver                                     sender
@@ -22,6 +22,7 @@ mod port;
 mod table;
 mod transfer;
 mod wire;
+mod zero_copy;
 
 pub use links::{Links, Peers};
 pub use port::Port;

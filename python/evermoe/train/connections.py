@@ -31,7 +31,6 @@ class TorchConnections:
 
     Args:
         membership: all ranks, agreed and connected. What waits in torch's groups ends when its group is dropped.
-        courier: waits for the next rank's message meanwhile.
         rank: of the pipeline.
         size: number of ranks.
         hang_limit: seconds that a wait may last.
@@ -41,13 +40,14 @@ class TorchConnections:
     def __init__(
         self,
         membership: Membership,
-        courier: Courier,
         rank: int,
         size: int,
         hang_limit: float,
         device: torch.device,
     ) -> None:
-        self._membership, self._courier, self._group = membership, courier, membership.trainer_group
+        self._membership, self._group = membership, membership.trainer_group
+        self._courier = Courier(membership.transport, None, "evermoe-connections")
+        """Waits for the next rank's message meanwhile; copies may be on their way in the other one."""
         self._rank, self._size, self._hang_limit, self._device = rank, size, hang_limit, device
         self.uses_host = False
         """Whether what stages exchange goes through host memory."""
@@ -105,6 +105,7 @@ class TorchConnections:
     def leave(self) -> None:
         """Leaves torch's groups to the script."""
         self._group.linked.remove(self)
+        self._courier.close()
 
     def connect_peers(self, layers: Iterable[Experts], stage: int, peers: int) -> None:
         """Connects this rank with the others of its stage, between which the tokens of MoE layers travel.

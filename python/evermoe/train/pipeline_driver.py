@@ -89,9 +89,7 @@ class PipelineDriver(Driver):
         self.outcome = Outcome()
         self.seats: list[Seat] = []
         """By rank, what each has told about itself; empty before the first recovery."""
-        self.connections = TorchConnections(
-            membership, self.courier, options.rank, options.size, options.hang_limit, state.device
-        )
+        self.connections = TorchConnections(membership, options.rank, options.size, options.hang_limit, state.device)
         self.taken = 0
         """Votes that have passed here; counts, and nothing else."""
         self.loss = math.nan
@@ -210,6 +208,7 @@ class PipelineDriver(Driver):
         self.pacer.begin_step()
         self.bubbles.profiler.step()
         if is_due and self._group.broken is None:
+            self.copies.arrived()
             self.copies.forget()
             if self.localised.needs_copies(after):
                 self._begin_version(after)
@@ -312,12 +311,12 @@ class PipelineDriver(Driver):
         return Recovery(self._state, stored, self._group, StageTarget(self.seats, self.windows), standing)
 
     def protect(self, version: int, generation: int, *, waits: bool) -> Event:
-        """Makes the copies that are missing; returns when they are whole everywhere, also where none waits for it."""
-        self.copies.protect(self.seats, version, generation, self.outcome.copies)
+        """Begins to make the copies that are missing; they are whole on return, or by the next vote."""
+        is_whole = self.copies.protect(self.seats, version, generation, self.outcome.copies, waits=waits)
         self.window_planner.numbers = self.windows.numbers
         self.version_pace.restart(step_of(version))
         self.bubbles.restart(step_of(version))
-        return {"event": "protected", "is_whole": True}
+        return {"event": "protected", "is_whole": is_whole}
 
     def end(self) -> None:
         """Ends the profile and all threads; lets calls of `on_lost` end."""

@@ -51,35 +51,65 @@ class StageCopies:
         self.version: int | None = None
         """The version that is on its way, or has come last; of a sparse one that of its first slice. None: there is
         none."""
+        self._before: tuple[KeptCopies, int] | None = None
+        """Copies of before a recovery, until its own are whole, and the generation of these."""
+        self._failed = False
+        """Whether copies came damaged or found no room, and have not been whole since."""
         self.captured_bytes = 0
         """Bytes that this rank captured last, of a version or a slice of one."""
 
-    def protect(self, seats: Sequence[Seat], version: int, generation: int, copies: KeptCopies) -> None:
-        """Copies all units as of `version` to holders that lack them; on return the copies are whole everywhere.
+    def protect(self, seats: Sequence[Seat], version: int, generation: int, copies: KeptCopies, *, waits: bool) -> bool:
+        """Copies all units as of `version` to holders that lack them; says whether the copies are whole on return.
 
-        Collective. Ranks of a running job that have too little memory keep what has room, and warn.
+        Else they are on their way beside the next step, whose vote waits for them, and those of before stay until it
+        has passed; the same on all ranks. Training waits where there is no room for both, where copies came damaged
+        before, and for sparse versions. Collective. Ranks of a running job that have too little memory keep what has
+        room, and warn.
 
         Args:
             seats: by rank.
             version: of the state now.
             generation: of the ranks.
-            copies: those that holders have already, which are forgotten.
+            copies: those that holders have already, which are forgotten once the new ones are whole.
+            waits: whether they must be whole on return.
 
         Raises:
             PeerLost: a rank was lost meanwhile.
             CorruptCopy: copies did not match their digests several times in a row.
         """
+        self._drop_before()
         bundles = self._windows.arrange(stage_bundles(self._options.preset, seats, self._options.copies))
-        try:
-            self._store.replace_arenas(bundles, generation, self._membership, copies)
-            self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
-            for at, due in self._windows.first_copies(version):
-                self._make(at, due, copies)
-        finally:
-            copies.forget()  # their memory is free once the arenas of before are gone
+        may_wait = waits or self._windows.are_used or self._failed
+        is_beside = not self._group.all_reduce(torch.tensor([int(may_wait)]))
+        self._before = copies, generation
+        is_on_gpu = any(device.type == "cuda" for device in self._store.state.devices())
+        reserves = is_on_gpu or not is_beside  # the driver page-locks what is there
+        self._store.replace_arenas(bundles, generation, self._membership, copies, reserves=reserves)
+        self._page_locks.lock(self._store, share_of_host_bytes(self._membership.nodes, self._group.rank))
+        if is_beside and copies:
+            self.version = version
+            self._round = SnapshotRound(self._store, version, self._courier, None, self._emit, copies).start()
+            return False
+        for at, due in self._windows.first_copies(version):
+            self._make(at, due, copies)
         self.forget()
         self._windows.protected()
-        self._store.prune(generation)
+        self.arrived()
+        return True
+
+    def arrived(self) -> None:
+        """The copies that are due are whole everywhere, as all have said: those of before the recovery are dropped."""
+        self._failed = False
+        if self._before is not None:
+            _, generation = self._before
+            self._drop_before()
+            self._store.prune(generation)
+
+    def _drop_before(self) -> None:
+        """Forgets what holders have had already; its memory is free once the arenas of before are gone."""
+        if self._before is not None:
+            self._before[0].forget()
+            self._before = None
 
     def _make(self, version: int, due: Collection[int] | None, copies: KeptCopies) -> None:
         for _ in range(MOST_TRIES):
@@ -113,6 +143,7 @@ class StageCopies:
         if self._round is None:
             return True
         is_done = self._courier.wait(self._round.task, self._group)
+        self._failed = is_done and not self._round.task.result
         return is_done and bool(self._round.task.result)
 
     def wait_captured(self) -> None:

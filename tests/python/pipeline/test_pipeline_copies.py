@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from itertools import pairwise
@@ -67,6 +68,31 @@ def test_a_stage_whose_state_is_set_aside_is_lost_with_it(start_job, tmp_path):
     assert [each["digests"] for each in done] == [each["digests"] for each in expected]
     assert [each["different"] for each in done] == [[]] * RANKS
     assert {event["step"] for event in newcomers[0].events("recovered")} == {4}
+
+
+def protections(rank):
+    """For each recovery of a rank whether its copies were whole before training went on."""
+    said = [json.loads(event["said"]) for event in rank.events("protocol")]
+    return [each["is_whole"] for each in said if each.get("event") == "protected"]
+
+
+def test_copies_of_before_stay_until_those_made_beside_the_next_step_are_whole(start_job, tmp_path):
+    """A stage is lost, and those in its place at once after their recovery: from the same copies once more."""
+    common = {"attempts": "means", "steps": 7, "width": 768, "copies": PRESETS["baft"]}
+    expected, _ = run_undisturbed(tmp_path, **common)
+    pipeline = Pipeline(start_job(RANKS), **common)
+    started = [pipeline.start(rank, kill_in_step=3 if rank >= 2 else None) for rank in range(RANKS)]
+    for each in started[2:]:
+        pipeline.lose(each)
+    second = [pipeline.start(rank, kill_at="recovered") for rank in (2, 3)]
+    for each in second:
+        pipeline.lose(each)
+    for rank in (2, 3):
+        pipeline.start(rank)
+    done = pipeline.finish()
+    assert [each["digests"] for each in done] == [each["digests"] for each in expected]
+    assert [each["different"] for each in done] == [[]] * RANKS
+    assert {tuple(protections(each)) for each in started[:2]} == {(True, False, False)}, "at the start all wait"
 
 
 def test_bubbles_that_are_too_short_for_a_version_share_it_out(start_job):
