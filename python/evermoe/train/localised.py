@@ -49,7 +49,7 @@ class LocalisedRecovery:
         self, state: StageState, parameters: Sequence[nn.Parameter], stage: int, *, is_on: bool, is_spread: bool
     ) -> None:
         self._state, self._stage, self._is_on, self._is_spread = state, stage, is_on, is_spread
-        self.log = BorderLog(parameters, [layer.count for layer in state.layers.values()])
+        self.log = BorderLog(parameters, [layer.count for layer in state.layers.values()] if state.has_marks else [])
         self._told: list[dict[str, Any]] = []
         """By rank, what its log has."""
         self._newer: dict[str, Tensor] = {}
